@@ -1,0 +1,55 @@
+"""kvcellar: KV caches for local models and agents. One model, swappable caches.
+
+Importing this package needs NumPy alone; a backend's runtime is imported when a session or a model
+of that backend is made.
+"""
+
+from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeCache, TreeSeqCache
+from kvcellar.errors import KVCellarError
+from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
+from kvcellar.registry import (
+    CacheBuilderRegistry,
+    CacheRegistry,
+    CacheSession,
+    make_decode_session,
+    make_seq_session,
+    make_tree_session,
+)
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    CacheConfig,
+    LayerGroup,
+    ModelCacheParams,
+    Run,
+    StepPlan,
+    make_config,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttendKind",
+    "AttendSpec",
+    "Cache",
+    "CacheBuilderRegistry",
+    "CacheConfig",
+    "CacheRegistry",
+    "CacheSession",
+    "DecodeCache",
+    "KVCellarError",
+    "LayerGroup",
+    "ModelCacheParams",
+    "Run",
+    "SeqCache",
+    "StepPlan",
+    "TreeCache",
+    "TreeSeqCache",
+    "__version__",
+    "make_config",
+    "make_decode_session",
+    "make_seq_session",
+    "make_tree_session",
+    "read_kv_cache_metadata",
+    "write_kv_cache_metadata",
+]

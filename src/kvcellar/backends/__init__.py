@@ -1,0 +1,1 @@
+"""Backends: each adds bytes and attention to the shared bookkeeping. None imports another."""

@@ -1,0 +1,15 @@
+"""Which cells hold which tokens: integers, written once, shared by every backend."""
+
+from kvcellar.bookkeeping.cells import CellPool, Span
+from kvcellar.bookkeeping.contiguous import ContiguousBookkeeping
+from kvcellar.bookkeeping.sequences import SeqBookkeeping
+from kvcellar.bookkeeping.tree import DraftTree, TreeBookkeeping
+
+__all__ = [
+    "CellPool",
+    "ContiguousBookkeeping",
+    "DraftTree",
+    "SeqBookkeeping",
+    "Span",
+    "TreeBookkeeping",
+]

@@ -1,0 +1,426 @@
+"""The pool of cells that many sequences share: which cell is taken, at which position, by whom.
+
+A sequence is a short list of spans, each mapping consecutive positions to consecutive cells, so a
+fork copies a few tuples and bumps a few slices of reference counts, whatever its length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
+from kvcellar.types import Run, join_runs
+
+MIN_RUN = 64
+"""Cells that a new run leaves free behind another sequence's tail, and prefers to find free."""
+
+
+class Span(NamedTuple):
+    """Positions ``[pos, pos + length)`` live in cells ``[cell, cell + length)``."""
+
+    pos: int
+    cell: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.pos + self.length
+
+    def clip(self, p0: int, p1: int) -> Span:
+        """The part inside ``[p0, p1)``; its length may be 0 or less."""
+        lo, hi = max(self.pos, p0), min(self.stop, p1)
+        return Span(lo, self.cell + lo - self.pos, hi - lo)
+
+
+class FreeRuns:
+    """The free cells as ascending, disjoint, never touching runs."""
+
+    def __init__(self, n_cells: int) -> None:
+        self._starts = [0]
+        self._stops = [n_cells]
+        self.n_free = n_cells
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._stops, strict=True)
+
+    def room_at(self, cell: int) -> int:
+        """How many consecutive cells are free from ``cell`` on; 0 where it is taken."""
+        i = bisect_right(self._starts, cell) - 1
+        return max(0, self._stops[i] - cell) if i >= 0 else 0
+
+    @property
+    def high_water(self) -> int | None:
+        """Start of the free run that ends last, or None where nothing is free."""
+        return self._starts[-1] if self._starts else None
+
+    @property
+    def last_stop(self) -> int:
+        """One past the highest free cell, 0 where nothing is free."""
+        return self._stops[-1] if self._stops else 0
+
+    def take(self, start: int, length: int) -> None:
+        """Mark ``[start, start + length)`` as taken; all of it must be free."""
+        i = bisect_right(self._starts, start) - 1
+        lo, hi = self._starts[i], self._stops[i]
+        stop = start + length
+        assert lo <= start and stop <= hi, f"cells [{start}, {stop}) are not all free"
+        self.n_free -= length
+        if lo == start and hi == stop:
+            del self._starts[i], self._stops[i]
+        elif lo == start:
+            self._starts[i] = stop
+        elif hi == stop:
+            self._stops[i] = start
+        else:
+            self._stops[i] = start
+            self._starts.insert(i + 1, stop)
+            self._stops.insert(i + 1, hi)
+
+    def give(self, start: int, length: int) -> None:
+        """Mark ``[start, start + length)`` as free again; none of it may be free already."""
+        stop = start + length
+        i = bisect_left(self._starts, start)
+        joins_left = i > 0 and self._stops[i - 1] == start
+        joins_right = i < len(self._starts) and self._starts[i] == stop
+        assert i == 0 or self._stops[i - 1] <= start, f"cell {start} is free already"
+        assert i == len(self._starts) or stop <= self._starts[i], f"cell {stop - 1} is free already"
+        self.n_free += length
+        if joins_left and joins_right:
+            self._stops[i - 1] = self._stops[i]
+            del self._starts[i], self._stops[i]
+        elif joins_left:
+            self._stops[i - 1] = stop
+        elif joins_right:
+            self._starts[i] = start
+        else:
+            self._starts.insert(i, start)
+            self._stops.insert(i, stop)
+
+
+class CellPool:
+    """Which cells are taken, at which position, by which sequences. No tensors.
+
+    Cells keep their index for as long as they are taken. New cells continue a sequence's last run
+    while they can; a new run starts at the lowest free cells that have room, with a gap behind
+    every other sequence's tail so that each can grow in place.
+
+    Invariants (asserted by ``check``):
+      - ``pos[i] == -1`` exactly when ``refs[i] == 0``: free means unowned;
+      - ``refs[i]`` is the number of owners: sequences, plus holders that called ``retain``;
+      - a sequence owns at most one cell per position, and its spans are sorted and disjoint.
+    """
+
+    def __init__(self, capacity: int, *, min_run: int = MIN_RUN, reuse_first: bool = False) -> None:
+        """An empty pool.
+
+        Args:
+            capacity: cells in the pool.
+            min_run: see :data:`MIN_RUN`.
+            reuse_first: go back to a hole of ``min_run`` cells before touching a cell that was
+                never used; keeps the pools of a sliding window small.
+        """
+        self.capacity = capacity
+        self.pos: NDArray[np.int32] = np.full(capacity, -1, dtype=np.int32)
+        self.refs: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        self._free = FreeRuns(capacity)
+        self._spans: dict[int, list[Span]] = {}
+        self._min_run = min_run
+        self._reuse_first = reuse_first
+
+    # What is there -----------------------------------------------------------------------------
+
+    @property
+    def n_free(self) -> int:
+        """Cells that nobody owns."""
+        return self._free.n_free
+
+    @property
+    def n_cells(self) -> int:
+        """One past the highest taken cell: what a read window or a pool has to cover."""
+        start = self._free.high_water
+        if start is None or self._free.last_stop < self.capacity:
+            return self.capacity
+        return start
+
+    def seq_ids(self) -> list[int]:
+        """Sequences that own at least one cell, in the order they came."""
+        return list(self._spans)
+
+    def spans(self, seq_id: int, p0: int = 0, p1: int | None = None) -> list[Span]:
+        """The spans of a sequence inside positions ``[p0, p1)``, ascending; [] for none."""
+        spans = self._spans.get(seq_id, [])
+        if p0 <= 0 and p1 is None:
+            return list(spans)
+        stop = spans[-1].stop if p1 is None and spans else p1 or 0
+        first = max(0, bisect_right(spans, p0, key=lambda s: s.pos) - 1)
+        out = []
+        for span in spans[first:]:
+            if span.pos >= stop:
+                break
+            part = span.clip(p0, stop)
+            if part.length > 0:
+                out.append(part)
+        return out
+
+    def runs(self, seq_id: int, p0: int = 0, p1: int | None = None) -> tuple[Run, ...]:
+        """The cells of positions ``[p0, p1)`` in position order, as runs."""
+        return join_runs(Run(s.cell, s.length) for s in self.spans(seq_id, p0, p1))
+
+    def seq_cells(self, seq_id: int) -> list[int]:
+        """The cells of a sequence in position order."""
+        return [c for s in self.spans(seq_id) for c in range(s.cell, s.cell + s.length)]
+
+    def seq_positions(self, seq_id: int, p0: int = 0, p1: int | None = None) -> list[int]:
+        """The positions that a sequence holds inside ``[p0, p1)``, ascending."""
+        return [p for s in self.spans(seq_id, p0, p1) for p in range(s.pos, s.stop)]
+
+    def retained_from(self, seq_id: int) -> int:
+        """The lowest position from which the sequence's history has no hole up to its end."""
+        spans = self._spans.get(seq_id, [])
+        if not spans:
+            return 0
+        low = spans[-1].pos
+        for span in reversed(spans[:-1]):
+            if span.stop != low:
+                break
+            low = span.pos
+        return low
+
+    def n_shared(self, seq_id: int) -> int:
+        """How many of a sequence's cells have another owner too."""
+        return sum(
+            int(np.count_nonzero(self.refs[s.cell : s.cell + s.length] > 1))
+            for s in self.spans(seq_id)
+        )
+
+    # Claiming ----------------------------------------------------------------------------------
+
+    def claim(self, seq_id: int, first_pos: int, length: int) -> list[Run]:
+        """Take ``length`` cells for positions ``[first_pos, first_pos + length)``. All or nothing.
+
+        Raises:
+            CacheFullError: too few cells are free; nothing was changed.
+            PositionError: the sequence already holds ``first_pos`` or later; nothing was changed.
+        """
+        spans = self._spans.get(seq_id, [])
+        if spans and first_pos < spans[-1].stop:
+            raise PositionError(
+                f"sequence {seq_id} holds positions up to {spans[-1].stop - 1}; asked to claim "
+                f"{first_pos}; remove the tail with seq_rm first"
+            )
+        runs = self.take(length, after=spans[-1].cell + spans[-1].length if spans else None)
+        self._adopt(seq_id, first_pos, runs)
+        return runs
+
+    def take(self, length: int, *, after: int | None = None) -> list[Run]:
+        """Take cells with one owner that is no sequence (yet); their position is unset (0).
+
+        Args:
+            length: how many.
+            after: continue here if these cells are free: one past the owner's last cell.
+
+        Raises:
+            CacheFullError: too few cells are free; nothing was changed.
+        """
+        if length > self.n_free:
+            raise CacheFullError(
+                f"step needs {length} cells, {self.n_free} free of {self.capacity}; "
+                f"release a sequence or raise capacity"
+            )
+        runs: list[Run] = []
+        while length:
+            start, room = self._find(length, after)
+            run = Run(start, min(room, length))
+            self._free.take(run.start, run.length)
+            self.refs[run.start : run.stop] = 1
+            self.pos[run.start : run.stop] = 0
+            runs.append(run)
+            length -= run.length
+            after = run.stop
+        return list(join_runs(runs))
+
+    def _find(self, length: int, after: int | None) -> tuple[int, int]:
+        """Where the next run goes: (start, room), room >= 1."""
+        here = self._free.room_at(after) if after is not None else 0
+        if here and not (self._reuse_first and after is not None and after >= self.n_cells):
+            assert after is not None
+            return after, here
+        tails = {s[-1].cell + s[-1].length for s in self._spans.values() if s}
+        wanted = max(length, self._min_run)
+        best: tuple[int, int] | None = None
+        for start, stop in self._free:
+            if start in tails and start != after:
+                start += self._min_run
+            room = stop - start
+            if room >= wanted:
+                return start, room
+            if room > 0 and (best is None or room > best[1]):
+                best = (start, room)
+        if here:
+            assert after is not None
+            return after, here
+        if best is not None:
+            return best
+        start, stop = next(iter(self._free))
+        return start, stop - start
+
+    def adopt(self, seq_id: int, first_pos: int, runs: Iterable[Run]) -> None:
+        """Give cells taken with ``take`` to a sequence, at positions from ``first_pos`` on.
+
+        The owner that took them lets go: the reference counts do not change.
+        """
+        spans = self._spans.get(seq_id, [])
+        assert not spans or first_pos >= spans[-1].stop, "adopted positions follow the sequence"
+        self._adopt(seq_id, first_pos, runs)
+
+    def _adopt(self, seq_id: int, first_pos: int, runs: Iterable[Run]) -> None:
+        spans = self._spans.setdefault(seq_id, [])
+        for run in runs:
+            self.pos[run.start : run.stop] = np.arange(
+                first_pos, first_pos + run.length, dtype=np.int32
+            )
+            if (
+                spans
+                and spans[-1].stop == first_pos
+                and spans[-1].cell + spans[-1].length == run.start
+            ):
+                last = spans[-1]
+                spans[-1] = Span(last.pos, last.cell, last.length + run.length)
+            else:
+                spans.append(Span(first_pos, run.start, run.length))
+            first_pos += run.length
+        if not spans:
+            del self._spans[seq_id]
+
+    def retain(self, runs: Iterable[Run]) -> None:
+        """Add one owner to taken cells; the owner is not a sequence (a prefix index, say)."""
+        for run in runs:
+            self.refs[run.start : run.stop] += 1
+
+    def release(self, runs: Iterable[Run]) -> None:
+        """Drop one owner of these cells; a cell is freed when its last owner lets go."""
+        for run in runs:
+            refs = self.refs[run.start : run.stop]
+            refs -= 1
+            gone = np.flatnonzero(refs == 0)
+            if not gone.size:
+                continue
+            cuts = np.flatnonzero(np.diff(gone) > 1) + 1
+            for part in np.split(gone, cuts) if cuts.size else (gone,):
+                start, length = run.start + int(part[0]), int(part.size)
+                self.pos[start : start + length] = -1
+                self._free.give(start, length)
+
+    # Sequences ---------------------------------------------------------------------------------
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Let ``dst`` own the cells of ``src`` at positions ``[p0, p1)`` too. Moves no bytes.
+
+        Raises:
+            SequenceConflictError: ``dst`` owns another cell at one of them; nothing was changed.
+        """
+        self.share(dst, self.shareable(src, dst, p0, p1))
+
+    def shareable(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> list[Span]:
+        """What ``seq_cp`` would let ``dst`` own; changes nothing.
+
+        Raises:
+            SequenceConflictError: ``dst`` owns another cell at one of these positions.
+        """
+        parts = self.spans(src, p0, p1)
+        mine = self._spans.get(dst, [])
+        return [new for part in parts for new in self._not_owned(part, dst, mine)]
+
+    def share(self, seq_id: int, parts: list[Span]) -> None:
+        """Let a sequence own taken cells too, at positions where it has none."""
+        if not parts:
+            return
+        self.retain(Run(s.cell, s.length) for s in parts)
+        mine = self._spans.get(seq_id, [])
+        if mine:
+            parts = _merged(sorted([*mine, *parts]))
+        self._spans[seq_id] = parts
+
+    def _not_owned(self, part: Span, dst: int, mine: list[Span]) -> list[Span]:
+        """What of ``part`` the sequence does not own yet."""
+        missing: list[Span] = []
+        lo = part.pos
+        for span in mine:
+            both = span.clip(part.pos, part.stop)
+            if both.length <= 0:
+                continue
+            if both.cell - both.pos != part.cell - part.pos:
+                raise SequenceConflictError(
+                    f"sequence {dst} already owns other cells at positions "
+                    f"[{both.pos}, {both.stop}); seq_rm them first"
+                )
+            if both.pos > lo:
+                missing.append(part.clip(lo, both.pos))
+            lo = both.stop
+        if lo < part.stop:
+            missing.append(part.clip(lo, part.stop))
+        return missing
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
+        """Let go of positions ``[p0, p1)``; a cell is freed when its last owner lets go."""
+        gone = self.spans(seq_id, p0, p1)
+        if not gone:
+            return
+        spans = self._spans[seq_id]
+        lo, hi = gone[0].pos, gone[-1].stop
+        left = [part for s in spans if (part := s.clip(0, lo)).length > 0]
+        right = [part for s in spans if (part := s.clip(hi, s.stop)).length > 0]
+        if left or right:
+            self._spans[seq_id] = left + right
+        else:
+            del self._spans[seq_id]
+        self.release(Run(s.cell, s.length) for s in gone)
+
+    def clear(self) -> None:
+        """Free every cell, whoever owns it."""
+        self.pos.fill(-1)
+        self.refs.fill(0)
+        self._free = FreeRuns(self.capacity)
+        self._spans.clear()
+
+    # Proof -------------------------------------------------------------------------------------
+
+    def check(self, held: Sequence[int] = ()) -> None:
+        """Assert the invariants.
+
+        Args:
+            held: cells owned by holders that are not sequences, once per holder.
+        """
+        refs = np.zeros(self.capacity, dtype=np.int32)
+        for spans in self._spans.values():
+            assert spans, "a sequence without cells is not kept"
+            for before, after in pairwise(spans):
+                assert before.stop <= after.pos, f"spans overlap: {before} {after}"
+            for s in spans:
+                refs[s.cell : s.cell + s.length] += 1
+                want = np.arange(s.pos, s.stop, dtype=np.int32)
+                assert np.array_equal(self.pos[s.cell : s.cell + s.length], want)
+        np.add.at(refs, np.asarray(held, dtype=np.int64), 1)
+        assert np.array_equal(refs, self.refs), "refs are not the number of owners"
+        assert np.array_equal(self.pos == -1, self.refs == 0), "free means unowned"
+        free = [c for a, b in self._free for c in range(a, b)]
+        assert free == np.flatnonzero(self.refs == 0).tolist(), "free runs are the unowned cells"
+        assert self.n_free == len(free)
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Join neighbours that continue each other in both positions and cells."""
+    out: list[Span] = []
+    for span in spans:
+        if out and out[-1].stop == span.pos and out[-1].cell + out[-1].length == span.cell:
+            out[-1] = Span(out[-1].pos, out[-1].cell, out[-1].length + span.length)
+        else:
+            out.append(span)
+    return out

@@ -1,0 +1,143 @@
+"""One sequence, a length: the single-stream hot path.
+
+Position p of a full group lives in cell p. A sliding-window group keeps its history in one run as
+well: when the run has grown to twice what must be kept, its tail is moved to the front, which
+costs about one cell's copy per token and keeps every read a plain slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcellar.bookkeeping.cells import Span
+from kvcellar.bookkeeping.reads import causal_reads
+from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
+from kvcellar.errors import CacheFullError, PositionError, RewindError
+from kvcellar.types import CacheConfig, GroupUsage, IntArray, Run, StepPlan, Write
+
+
+class ContiguousBookkeeping(StepBookkeeping):
+    """The length of one history, and where each layer group keeps it."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """An empty history."""
+        super().__init__(config)
+        self._length = 0
+        self._base = [0] * len(self.groups)  # position of cell 0
+        self._floor = [0] * len(self.groups)  # lowest position whose bytes are still whole
+
+    @property
+    def length(self) -> int:
+        """Tokens in the history: the position that the next token gets."""
+        return self._length
+
+    def can_extend(self, n: int = 1) -> bool:
+        """Whether ``n`` more tokens fit."""
+        return self._length + n <= self.capacity
+
+    def resumable_from(self) -> int:
+        """The lowest length, other than 0, that ``rewind`` can cut back to."""
+        return max(
+            (floor + group.window - 1 if group.window is not None and floor else 0)
+            for group, floor in zip(self.groups, self._floor, strict=True)
+        )
+
+    def rewind(self, new_length: int) -> None:
+        """Cut the history back to its first ``new_length`` tokens. Moves no bytes.
+
+        Raises:
+            RewindError: it would grow, or a sliding window has let go of what it needs to go on
+                from there; nothing was changed.
+        """
+        self._settle()
+        if new_length < 0 or new_length > self._length:
+            raise RewindError(
+                f"rewind to {new_length}: the cache holds {self._length} tokens and rewinding "
+                f"cannot grow; ask for 0 to {self._length}"
+            )
+        low = self.resumable_from()
+        if 0 < new_length < low:
+            raise RewindError(
+                f"rewind to {new_length}: a sliding window has let go of the tokens before; this "
+                f"history resumes from 0 or from {low} to {self._length}; raise window_slack "
+                f"({self.config.window_slack}) to keep more"
+            )
+        if new_length == 0:
+            self._clear()
+        self._length = new_length
+
+    def _implicit_step(
+        self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
+    ) -> OpenStep:
+        self._settle()
+        start = self._length
+        if positions is None:
+            asked = list(range(start, start + n_tokens))
+        else:
+            asked = [int(p) for p in positions]
+        if (
+            n_tokens < 1
+            or asked[0] != start
+            or asked[-1] - asked[0] != n_tokens - 1
+            or asked != list(range(start, start + n_tokens))
+        ):
+            raise PositionError(
+                f"this cache holds positions 0 to {start - 1} of one sequence, so the next tokens "
+                f"are {start}, {start + 1}, ...; the forward brings {asked[:8]}"
+                f"{' ...' if len(asked) > 8 else ''}; call rewind to go back"
+                if start
+                else f"this cache is empty, so its tokens start at position 0 and follow each "
+                f"other; the forward brings {asked[:8]}{' ...' if len(asked) > 8 else ''}"
+            )
+        if not self.can_extend(n_tokens):
+            raise CacheFullError(
+                f"step needs {n_tokens} cells, {self.capacity - start} free of {self.capacity}; "
+                f"rewind, clear, or raise capacity"
+            )
+        plans = [self._group_plan(group, start, n_tokens) for group in range(len(self.groups))]
+        self._open = OpenStep(asked, plans, self.n_layers)
+        return self._open
+
+    def _group_plan(self, index: int, start: int, n_tokens: int) -> StepPlan:
+        window = self.groups[index].window
+        if window is not None:
+            self._slide(index, start, window - 1 + self.config.window_slack)
+        base = self._base[index]
+
+        def spans_of(p0: int, p1: int) -> list[Span]:
+            low = max(p0, self._floor[index])
+            return [Span(low, low - base, p1 - low)]
+
+        end = start + n_tokens
+        reads = causal_reads(0, start, n_tokens, window, spans_of)
+        writes = (Write(0, Run(start - base, n_tokens)),)
+        return StepPlan(n_tokens, writes, tuple(reads), end - base)
+
+    def _slide(self, index: int, start: int, keep: int) -> None:
+        """Move what must be kept to the front, once the run is twice as long."""
+        base = self._base[index]
+        if start - base < max(2 * keep, self.config.min_chunk):
+            return
+        self._floor[index] = start - keep
+        if keep:
+            src = np.arange(start - keep - base, start - base, dtype=np.int64)
+            self._move_cells(index, 0, src)
+        self._base[index] = start - keep
+
+    def _complete(self, step: OpenStep) -> None:
+        self._length = step.positions[-1] + 1
+
+    def _undo(self, step: OpenStep) -> None:
+        self._length = step.positions[0]
+
+    def _clear(self) -> None:
+        self._length = 0
+        self._base = [0] * len(self.groups)
+        self._floor = [0] * len(self.groups)
+
+    def _group_usage(self, group: int) -> GroupUsage:
+        live = self._length - self._floor[group]
+        n_cells = self._length - self._base[group]
+        return GroupUsage(self.groups[group].window, self.capacity, live, 0, n_cells)

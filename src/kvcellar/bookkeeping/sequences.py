@@ -1,0 +1,380 @@
+"""Many sequences over shared cells, one pool of cells per layer group.
+
+Sequences fork without copying, are cut back, and let go of cells that a sliding window has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcellar.bookkeeping.cells import MIN_RUN, CellPool, Span
+from kvcellar.bookkeeping.reads import causal_reads
+from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
+from kvcellar.errors import (
+    CacheFullError,
+    PositionError,
+    RewindError,
+    StepError,
+    UnknownSequenceError,
+)
+from kvcellar.types import AttendSpec, CacheConfig, GroupUsage, IntArray, Run, StepPlan, Write
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Consecutive tokens of the flat batch that belong to one sequence."""
+
+    seq_id: int
+    q_start: int
+    n_tokens: int
+    first_pos: int
+
+
+@dataclass(slots=True)
+class SeqStep:
+    """What a step of this cache claimed, enough to complete it or to take it back."""
+
+    stretches: list[Stretch]
+    lengths: dict[int, int | None] = field(default_factory=dict)
+    """Lengths before the step; None for a sequence that did not exist."""
+
+
+class SeqBookkeeping(StepBookkeeping):
+    """Which sequence holds which positions in which cells, for every layer group.
+
+    ``begin_step`` says whose tokens the next forward brings and claims their cells; the sequences'
+    lengths grow when every layer has written. A sequence exists while it holds at least one token,
+    or has a step under way.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        """An empty pool of cells per layer group."""
+        super().__init__(config)
+        self.pools = [
+            CellPool(config.capacity, reuse_first=group.window is not None) for group in self.groups
+        ]
+        self._length: dict[int, int] = {}
+        self._step: SeqStep | None = None
+
+    # Admission and steps -----------------------------------------------------------------------
+
+    def can_extend(self, n: int = 1) -> bool:
+        """Whether ``n`` more tokens fit, over all sequences together."""
+        return all(
+            n <= pool.n_free or n <= pool.n_free + self._n_releasable(group)
+            for group, pool in enumerate(self.pools)
+        )
+
+    def begin_step(
+        self, seq_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray | None = None
+    ) -> list[int]:
+        """Say whose tokens the next forward brings, and claim their cells. All or nothing.
+
+        Args:
+            seq_ids: one per token of the flat batch; tokens of one sequence in their order. An id
+                that is not there yet starts a sequence at position 0.
+            positions: one per token, to be checked; by default each sequence goes on at its end.
+
+        Returns:
+            The position of every token.
+
+        Raises:
+            CacheFullError: too few cells are free in some layer group; nothing was claimed.
+            PositionError: positions that do not continue their sequence; nothing was claimed.
+        """
+        self._settle()
+        ids = [int(s) for s in seq_ids]
+        if not ids:
+            raise StepError("a step needs at least one token; begin_step got no seq_ids")
+        if min(ids) < 0:
+            raise UnknownSequenceError(f"seq_ids are 0 or more, got {min(ids)}")
+        stretches, asked = self._stretches(ids)
+        if positions is not None:
+            given = [int(p) for p in positions]
+            if given != asked:
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(given, asked, strict=False)) if a != b),
+                    min(len(given), len(asked)),
+                )
+                raise PositionError(
+                    f"begin_step got {len(given)} positions for {len(asked)} tokens; they differ "
+                    f"from what continues each sequence at token {at}: "
+                    f"given {given[at : at + 4]}, expected {asked[at : at + 4]}"
+                )
+        self._admit(stretches)
+        self._step = SeqStep(stretches)
+        for stretch in stretches:
+            self._step.lengths.setdefault(stretch.seq_id, self._length.get(stretch.seq_id))
+        plans = [self._group_plan(group, stretches, len(ids)) for group in range(len(self.groups))]
+        self._open = OpenStep(asked, plans, self.n_layers)
+        return asked
+
+    def _stretches(self, ids: list[int]) -> tuple[list[Stretch], list[int]]:
+        """Cut the flat batch by sequence and give every token its position."""
+        stretches: list[Stretch] = []
+        next_pos: dict[int, int] = {}
+        start = 0
+        for i in range(1, len(ids) + 1):
+            if i < len(ids) and ids[i] == ids[start]:
+                continue
+            seq_id, n = ids[start], i - start
+            first = next_pos.get(seq_id, self._length.get(seq_id, 0))
+            stretches.append(Stretch(seq_id, start, n, first))
+            next_pos[seq_id] = first + n
+            start = i
+        positions = [s.first_pos + i for s in stretches for i in range(s.n_tokens)]
+        return stretches, positions
+
+    def _admit(self, stretches: list[Stretch]) -> None:
+        """Make sure that the step's cells are free in every group, or change nothing."""
+        self._need_free(sum(stretch.n_tokens for stretch in stretches))
+
+    def _need_free(self, n_tokens: int, n_promised: int = 0) -> None:
+        """Have ``n_tokens`` cells free besides promised ones, dropping what windows have passed."""
+        need = n_tokens + n_promised
+        for group, pool in enumerate(self.pools):
+            if need <= pool.n_free:
+                continue
+            free = pool.n_free + self._n_releasable(group)
+            if need > free:
+                raise CacheFullError(
+                    f"step needs {n_tokens} cells, {free - n_promised} free of {self.capacity}; "
+                    f"release a sequence or raise capacity"
+                )
+        for group, pool in enumerate(self.pools):
+            if need > pool.n_free:
+                for seq_id in self._length:
+                    self._release_window(group, seq_id, batch=1)
+
+    def _group_plan(self, group: int, stretches: list[Stretch], n_tokens: int) -> StepPlan:
+        pool = self.pools[group]
+        writes: list[Write] = []
+        for stretch in stretches:
+            q = stretch.q_start
+            for run in self._claim(group, stretch):
+                writes.append(Write(q, run))
+                q += run.length
+        reads: list[AttendSpec] = []
+        for stretch in stretches:
+            reads.extend(self._reads(group, stretch))
+        return StepPlan(n_tokens, tuple(writes), tuple(reads), pool.n_cells)
+
+    def _claim(self, group: int, stretch: Stretch) -> list[Run]:
+        return self.pools[group].claim(stretch.seq_id, stretch.first_pos, stretch.n_tokens)
+
+    def _reads(self, group: int, stretch: Stretch) -> list[AttendSpec]:
+        pool = self.pools[group]
+
+        def spans_of(p0: int, p1: int) -> list[Span]:
+            return pool.spans(stretch.seq_id, p0, p1)
+
+        return causal_reads(
+            stretch.q_start,
+            stretch.first_pos,
+            stretch.n_tokens,
+            self.groups[group].window,
+            spans_of,
+        )
+
+    def _implicit_step(
+        self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
+    ) -> OpenStep:
+        raise StepError(
+            f"layer {layer} brings {n_tokens} tokens and no step is open for them; "
+            f"call begin_step(seq_ids) before each forward"
+        )
+
+    def _complete(self, step: OpenStep) -> None:
+        assert self._step is not None
+        for stretch in self._step.stretches:
+            self._length[stretch.seq_id] = stretch.first_pos + stretch.n_tokens
+
+    def _undo(self, step: OpenStep) -> None:
+        assert self._step is not None
+        for seq_id, length in self._step.lengths.items():
+            for pool in self.pools:
+                pool.seq_rm(seq_id, length or 0)
+            if length is None:
+                self._length.pop(seq_id, None)
+            else:
+                self._length[seq_id] = length
+        self._step = None
+
+    def _accepted(self, step: OpenStep) -> None:
+        assert self._step is not None
+        for group in range(len(self.groups)):
+            for seq_id in self._step.lengths:
+                self._release_window(group, seq_id)
+        self._step = None
+
+    # Windows -----------------------------------------------------------------------------------
+
+    def _window_floor(self, group: int, seq_id: int) -> int:
+        """The lowest position that the group must keep for this sequence."""
+        window = self.groups[group].window
+        if window is None:
+            return 0
+        return max(0, self._length[seq_id] - (window - 1) - self.config.window_slack)
+
+    def _release_window(self, group: int, seq_id: int, batch: int = MIN_RUN) -> None:
+        """Let go of positions behind the window, once at least ``batch`` of them have left."""
+        floor = self._window_floor(group, seq_id) if seq_id in self._length else 0
+        if floor:
+            spans = self.pools[group].spans(seq_id, 0, floor)
+            if sum(span.length for span in spans) >= batch:
+                self.pools[group].seq_rm(seq_id, 0, floor)
+
+    def _n_releasable(self, group: int) -> int:
+        """Cells that only positions behind their owners' windows keep taken."""
+        if self.groups[group].window is None:
+            return 0
+        pool = self.pools[group]
+        refs = pool.refs.copy()
+        for seq_id in self._length:
+            for span in pool.spans(seq_id, 0, self._window_floor(group, seq_id)):
+                refs[span.cell : span.cell + span.length] -= 1
+        return int(np.count_nonzero((refs == 0) & (pool.refs > 0)))
+
+    def resumable_from(self, seq_id: int) -> int:
+        """The lowest length, other than 0, that the sequence can be cut back to and go on from."""
+        length = self.seq_len(seq_id)
+        low = 0
+        for pool, group in zip(self.pools, self.groups, strict=True):
+            held = pool.retained_from(seq_id)
+            if group.window is not None and held:
+                low = max(low, min(held + group.window - 1, length))
+        return low
+
+    def can_resume(self, seq_id: int, length: int) -> bool:
+        """Whether the sequence could be cut back to ``length`` tokens and go on exactly."""
+        return 0 <= length <= self.seq_len(seq_id) and (
+            length == 0 or length >= self.resumable_from(seq_id)
+        )
+
+    def _check_resume(self, seq_id: int, length: int, verb: str) -> None:
+        if not self.can_resume(seq_id, length):
+            raise RewindError(
+                f"{verb} of sequence {seq_id} at {length}: a sliding window has let go of the "
+                f"tokens before; it resumes from 0 or from {self.resumable_from(seq_id)} to "
+                f"{self.seq_len(seq_id)}; raise window_slack ({self.config.window_slack}) to keep "
+                f"more"
+            )
+
+    # Sequences ---------------------------------------------------------------------------------
+
+    def has_seq(self, seq_id: int) -> bool:
+        """Whether the sequence holds any tokens."""
+        return seq_id in self._length
+
+    def seq_ids(self) -> list[int]:
+        """The sequences that hold tokens, in the order they came."""
+        return list(self._length)
+
+    def seq_len(self, seq_id: int) -> int:
+        """Length of the sequence's history: the position that its next token gets.
+
+        Raises:
+            UnknownSequenceError: no such sequence.
+        """
+        try:
+            return self._length[seq_id]
+        except KeyError:
+            raise UnknownSequenceError(self._unknown(seq_id)) from None
+
+    def _unknown(self, seq_id: int) -> str:
+        there = list(self._length)
+        shown = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
+        return f"sequence {seq_id} holds no tokens here; there are: {shown or 'none'}"
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Let ``dst`` share what ``src`` holds at positions ``[p0, p1)``. Moves no bytes.
+
+        Raises:
+            UnknownSequenceError: ``src`` holds no tokens; nothing was changed.
+            RewindError: ``dst`` could not go on from ``p1``: a window has moved on; nothing was
+                changed.
+            SequenceConflictError: ``dst`` holds other tokens there; nothing was changed.
+        """
+        self._settle()
+        length = self.seq_len(src)
+        stop = length if p1 is None else min(p1, length)
+        p0 = max(0, p0)
+        if stop <= p0 or src == dst:
+            return
+        self._check_resume(src, stop, "seq_cp")
+        parts = [pool.shareable(src, dst, p0, stop) for pool in self.pools]
+        for pool, part in zip(self.pools, parts, strict=True):
+            pool.share(dst, part)
+        self._length[dst] = max(self._length.get(dst, 0), stop)
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
+        """Drop positions ``[p0, p1)``; a cell is freed when its last owner lets go.
+
+        To the end (``p1`` None) it cuts the history back to ``p0`` tokens, and the next token gets
+        position ``p0``. A range that ends before leaves a hole that is simply not attended.
+
+        Raises:
+            UnknownSequenceError: no such sequence; nothing was changed.
+            RewindError: a sliding window has let go of what the sequence needs to go on from
+                ``p0``; nothing was changed.
+        """
+        self._settle()
+        length = self.seq_len(seq_id)
+        p0 = max(0, p0)
+        to_end = p1 is None or p1 >= length
+        if to_end and p0 >= length:
+            return
+        if to_end and p0:
+            self._check_resume(seq_id, p0, "seq_rm")
+        for pool in self.pools:
+            pool.seq_rm(seq_id, p0, None if to_end else p1)
+        if not any(pool.spans(seq_id) for pool in self.pools):
+            del self._length[seq_id]
+        elif to_end:
+            self._length[seq_id] = p0
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Keep this sequence and drop every other one.
+
+        Raises:
+            UnknownSequenceError: no such sequence; nothing was changed.
+        """
+        self._settle()
+        self.seq_len(seq_id)
+        for other in self.seq_ids():
+            if other != seq_id:
+                self.seq_rm(other)
+
+    def _clear(self) -> None:
+        for pool in self.pools:
+            pool.clear()
+        self._length.clear()
+        self._step = None
+
+    def seq_usage(self, seq_id: int) -> tuple[int, int]:
+        """(cells, shared cells) that the sequence holds, over all layer groups."""
+        self.seq_len(seq_id)
+        cells = sum(span.length for pool in self.pools for span in pool.spans(seq_id))
+        return cells, sum(pool.n_shared(seq_id) for pool in self.pools)
+
+    def _group_usage(self, group: int) -> GroupUsage:
+        pool = self.pools[group]
+        live = pool.capacity - pool.n_free
+        shared = int(np.count_nonzero(pool.refs > 1))
+        return GroupUsage(self.groups[group].window, pool.capacity, live, shared, pool.n_cells)
+
+    def check(self) -> None:
+        """Assert the invariants of every layer group's pool, and that lengths fit them."""
+        for pool in self.pools:
+            pool.check(self._held(pool))
+            for seq_id in pool.seq_ids():
+                assert seq_id in self._length or (
+                    self._step is not None and seq_id in self._step.lengths
+                ), f"sequence {seq_id} owns cells and has no length"
+
+    def _held(self, pool: CellPool) -> Sequence[int]:
+        """Cells of this pool with an owner that is no sequence."""
+        return ()

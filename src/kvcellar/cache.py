@@ -1,0 +1,140 @@
+"""The neutral faces of a cache: what a runner or an engine may call, whatever the backend.
+
+A face has no tensors and no code. The bookkeeping classes have these verbs; a backend's caches
+add bytes to them. Which face a caller holds is decided by the factory that it called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kvcellar.types import CacheConfig, CacheUsage, IntArray
+
+__all__ = ["Cache", "DecodeCache", "SeqCache", "TreeCache", "TreeSeqCache", "grown_size"]
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What every cache answers. ``can_extend`` never changes state."""
+
+    config: CacheConfig
+
+    @property
+    def capacity(self) -> int:
+        """The most cells that a layer group may hold."""
+        ...
+
+    def can_extend(self, n: int = 1) -> bool:
+        """Whether ``n`` more tokens fit: the host's admission test."""
+        ...
+
+    def cancel_step(self) -> None:
+        """Take back the last step; a no-op where there is none. For a forward that raised."""
+        ...
+
+    def end_step(self) -> None:
+        """Accept the finished step now rather than at the next verb."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every token."""
+        ...
+
+    def usage(self) -> CacheUsage:
+        """Cells and bytes at this moment."""
+        ...
+
+
+@runtime_checkable
+class DecodeCache(Cache, Protocol):
+    """One sequence, contiguous: positions follow each other, ``rewind`` goes back."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held: the next token's position."""
+        ...
+
+    def resumable_from(self) -> int:
+        """The lowest length, other than 0, that ``rewind`` accepts."""
+        ...
+
+    def rewind(self, new_length: int) -> None:
+        """Cut back to the first ``new_length`` tokens."""
+        ...
+
+
+@runtime_checkable
+class SeqCache(Cache, Protocol):
+    """Many sequences over shared cells; ranges of positions are half-open."""
+
+    def begin_step(
+        self, seq_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray | None = None
+    ) -> list[int]:
+        """Say whose tokens the next forward brings, claim their cells, return their positions."""
+        ...
+
+    def has_seq(self, seq_id: int) -> bool:
+        """Whether the sequence holds any tokens."""
+        ...
+
+    def seq_ids(self) -> list[int]:
+        """The sequences that hold tokens."""
+        ...
+
+    def seq_len(self, seq_id: int) -> int:
+        """The position that the sequence's next token gets."""
+        ...
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Let ``dst`` share what ``src`` holds; moves no bytes."""
+        ...
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
+        """Drop positions of a sequence."""
+        ...
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+        ...
+
+    def resumable_from(self, seq_id: int) -> int:
+        """The lowest length, other than 0, that the sequence can be cut back to."""
+        ...
+
+    def can_resume(self, seq_id: int, length: int) -> bool:
+        """Whether the sequence can be cut back to ``length`` and go on exactly."""
+        ...
+
+    def seq_usage(self, seq_id: int) -> tuple[int, int]:
+        """(cells, shared cells) of the sequence."""
+        ...
+
+
+@runtime_checkable
+class TreeCache(Cache, Protocol):
+    """One sequence with a draft tree."""
+
+    def propose(self, parents: Sequence[int], seq_id: int = 0) -> list[int]:
+        """Append a frontier, the next forward's queries; return its nodes' positions."""
+        ...
+
+    def commit(self, accepted: Sequence[int], seq_id: int = 0) -> list[int]:
+        """Keep one chain of the tree as the next tokens; return the row map."""
+        ...
+
+
+@runtime_checkable
+class TreeSeqCache(SeqCache, TreeCache, Protocol):
+    """Many sequences, each with or without a draft tree, in one forward."""
+
+
+def grown_size(n_cells: int, allocated: int, min_chunk: int, capacity: int) -> int:
+    """How many cells a pool of ``allocated`` should hold so that ``n_cells`` fit.
+
+    Doubles from ``min_chunk`` on, never past ``capacity``, never shrinks.
+    """
+    size = max(allocated, min(min_chunk, capacity))
+    while size < n_cells:
+        size *= 2
+    return max(allocated, min(size, capacity))

@@ -1,0 +1,74 @@
+"""Every exception that kvcellar raises on purpose.
+
+All of them derive from :class:`KVCellarError`, so one ``except`` catches what is ours and nothing
+else. Each message says what was asked, what was there, and the way out; unless a docstring says
+otherwise the object that raised is exactly as it was before the call.
+"""
+
+from __future__ import annotations
+
+
+class KVCellarError(Exception):
+    """The root of all errors raised on purpose by this package."""
+
+
+class ConfigError(KVCellarError, ValueError):
+    """A setting cannot work: a capacity of 0, a window of 0, groups that miss a layer."""
+
+
+class CacheFullError(KVCellarError):
+    """A step or a claim needs more cells than are free. Nothing was claimed."""
+
+
+class PositionError(KVCellarError, ValueError):
+    """Positions are not the consecutive ones that the cache expects. Nothing was written."""
+
+
+class StepError(KVCellarError):
+    """A forward met a cache that was not ready for it, or brought another number of tokens."""
+
+
+class UnknownSequenceError(KVCellarError, KeyError):
+    """A ``seq_id`` that holds no tokens in this cache."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class SequenceConflictError(KVCellarError, ValueError):
+    """Two histories disagree: a sequence would own two cells at one position."""
+
+
+class RewindError(KVCellarError, ValueError):
+    """A history cannot be cut back to that length: it is shorter, or a window has moved on."""
+
+
+class ProposalError(KVCellarError, ValueError):
+    """A draft tree, or the chain that is committed out of it, is not well formed."""
+
+
+class SessionClosedError(KVCellarError):
+    """A session is used outside its ``with`` block."""
+
+
+class UnknownCacheError(KVCellarError, KeyError):
+    """No cache is installed under that key, or no backend builds a cache of that kind."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MetadataError(KVCellarError, ValueError):
+    """``kv_cache.*`` metadata is missing, incomplete, or of an unknown schema version."""
+
+
+class BackendError(KVCellarError):
+    """A backend is unknown, or the package that it needs is not installed."""
+
+
+class ModelError(KVCellarError):
+    """A checkpoint cannot be loaded: missing, half copied, or of an unknown architecture."""
+
+
+class PromptError(KVCellarError, ValueError):
+    """A prompt is empty, or longer than the capacity of the cache it is meant for."""

@@ -1,0 +1,243 @@
+"""Where a runner's cache and a model's op meet: caches by key, builders by backend and kind.
+
+A session installs its cache in the registry under a unique ``cache_key`` for as long as its
+``with`` lasts. Whoever looked the cache up holds it too, so erasing an entry in mid-use is safe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeSeqCache
+from kvcellar.errors import BackendError, SessionClosedError, UnknownCacheError
+from kvcellar.types import CacheConfig
+
+Face = TypeVar("Face", bound=Cache)
+CacheBuilder = Callable[[CacheConfig], Cache]
+
+BACKENDS = {"reference": "reference", "torch": "torch"}
+"""Backend id -> module below ``kvcellar.backends`` that registers its builders when imported."""
+
+
+class CacheRegistry:
+    """Caches by key, for this process. Safe to call from any thread."""
+
+    _global: CacheRegistry
+
+    def __init__(self) -> None:
+        """An empty registry."""
+        self._lock = threading.Lock()
+        self._caches: dict[str, Cache] = {}
+
+    @classmethod
+    def instance(cls) -> CacheRegistry:
+        """The registry of this process."""
+        return cls._global
+
+    def install(self, cache_key: str, cache: Cache) -> None:
+        """Make ``cache`` known under a key; an entry of that name is replaced."""
+        with self._lock:
+            self._caches[cache_key] = cache
+
+    def get(self, cache_key: str) -> Cache:
+        """The cache of that key.
+
+        Raises:
+            UnknownCacheError: nothing is installed under it.
+        """
+        with self._lock:
+            cache = self._caches.get(cache_key)
+            there = list(self._caches)
+        if cache is None:
+            raise UnknownCacheError(
+                f"no cache is installed under {cache_key!r}; installed are: "
+                f"{', '.join(there) or 'none'}; a session installs its cache while its with lasts"
+            )
+        return cache
+
+    def erase(self, cache_key: str) -> None:
+        """Forget the key. Who holds the cache keeps it; an unknown key is no error."""
+        with self._lock:
+            self._caches.pop(cache_key, None)
+
+    def keys(self) -> list[str]:
+        """The keys that are installed."""
+        with self._lock:
+            return list(self._caches)
+
+
+CacheRegistry._global = CacheRegistry()
+
+
+class CacheBuilderRegistry:
+    """(backend id, kind) -> how to build such a cache. Backends register when they are imported."""
+
+    _global: CacheBuilderRegistry
+
+    def __init__(self) -> None:
+        """An empty registry."""
+        self._lock = threading.Lock()
+        self._builders: dict[tuple[str, str], CacheBuilder] = {}
+
+    @classmethod
+    def instance(cls) -> CacheBuilderRegistry:
+        """The registry of this process."""
+        return cls._global
+
+    def register_builder(self, backend: str, kind: str, builder: CacheBuilder) -> None:
+        """Say how ``backend`` builds a cache of ``kind`` (contiguous, seq or tree)."""
+        with self._lock:
+            self._builders[backend, kind] = builder
+
+    def build(self, backend: str, kind: str, config: CacheConfig) -> Cache:
+        """A new cache.
+
+        Raises:
+            BackendError: the backend is unknown, or the package it needs is not installed.
+            UnknownCacheError: the backend builds no cache of that kind.
+        """
+        load_backend(backend)
+        with self._lock:
+            builder = self._builders.get((backend, kind))
+            kinds = [k for b, k in self._builders if b == backend]
+        if builder is None:
+            raise UnknownCacheError(
+                f"backend {backend!r} builds no {kind!r} cache; it builds: {', '.join(kinds)}"
+            )
+        return builder(config)
+
+
+CacheBuilderRegistry._global = CacheBuilderRegistry()
+
+
+def load_backend(backend: str) -> Any:
+    """Import a backend by its id, so that its builders are registered; return its module.
+
+    Raises:
+        BackendError: it is unknown, or the package it needs is not installed.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
+    try:
+        return importlib.import_module(f"kvcellar.backends.{BACKENDS[backend]}")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("kvcellar"):
+            raise
+        raise BackendError(
+            f"backend {backend!r} needs the package {error.name!r}; install it with: "
+            f"pip install 'kvcellar[{backend}]'"
+        ) from error
+
+
+_counter = itertools.count()
+
+
+def make_unique_key() -> str:
+    """A key that no other session of this process has: ``cache-N``."""
+    return f"cache-{next(_counter)}"
+
+
+class CacheSession(Generic[Face]):
+    """A cache, installed under ``cache_key`` for as long as a ``with`` lasts.
+
+    ::
+
+        with make_seq_session("torch", config) as session:
+            session.cache.begin_step([0, 0, 0])
+    """
+
+    def __init__(self, cache: Face, *, backend: str, cache_key: str | None = None) -> None:
+        """Not installed yet; ``with`` does it."""
+        self.cache_key = cache_key or make_unique_key()
+        self.backend = backend
+        self._cache = cache
+        self._is_open = False
+
+    @property
+    def cache(self) -> Face:
+        """The cache, while the session is open.
+
+        Raises:
+            SessionClosedError: outside of the ``with``.
+        """
+        if not self._is_open:
+            raise SessionClosedError(
+                f"session {self.cache_key} is not open; use its cache inside "
+                f"'with session: ...', and make a new session once it has ended"
+            )
+        return self._cache
+
+    def __enter__(self) -> CacheSession[Face]:
+        """Install the cache."""
+        CacheRegistry.instance().install(self.cache_key, self._cache)
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Erase the entry, however the block ended."""
+        self._is_open = False
+        CacheRegistry.instance().erase(self.cache_key)
+
+
+def make_decode_session(backend: str, config: CacheConfig) -> CacheSession[DecodeCache]:
+    """A session for one sequence in a contiguous cache.
+
+    Raises:
+        BackendError: the backend is unknown or not installed.
+        UnknownCacheError: it has no contiguous cache.
+    """
+    return _make_session(backend, "contiguous", config, DecodeCache)  # type: ignore[type-abstract]
+
+
+def make_seq_session(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
+    """A session for many sequences over shared cells. Errors as in ``make_decode_session``."""
+    return _make_session(backend, "seq", config, SeqCache)  # type: ignore[type-abstract]
+
+
+def make_tree_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:
+    """A session for sequences with draft trees. Errors as in ``make_decode_session``."""
+    return _make_session(backend, "tree", config, TreeSeqCache)  # type: ignore[type-abstract]
+
+
+def _make_session(
+    backend: str, kind: str, config: CacheConfig, face: type[Face]
+) -> CacheSession[Face]:
+    cache = CacheBuilderRegistry.instance().build(backend, kind, config)
+    if not isinstance(cache, face):
+        raise UnknownCacheError(
+            f"backend {backend!r} built {type(cache).__name__} for {kind!r}, which lacks verbs of "
+            f"{face.__name__}"
+        )
+    return CacheSession(cache, backend=backend)
+
+
+# The active cache: which one the op meets in this thread ------------------------------------------
+
+_active = threading.local()
+
+
+def active_cache() -> Cache | None:
+    """The cache that the op uses in this thread; None outside of ``use_cache``."""
+    return getattr(_active, "cache", None)
+
+
+@contextmanager
+def use_cache(cache: Cache) -> Iterator[None]:
+    """Let the op use ``cache`` in this thread for as long as the block lasts. Nests."""
+    before = active_cache()
+    _active.cache = cache
+    try:
+        yield
+    finally:
+        _active.cache = before

@@ -1,0 +1,278 @@
+"""The values that pass between bookkeeping, backends and models. Integers only, no tensors."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.errors import ConfigError
+
+BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
+
+FLOAT_KV_DTYPES = ("float32", "bfloat16", "float16")
+"""KV storage types of the float pools."""
+
+
+class Run(NamedTuple):
+    """Consecutive cells ``[start, start + length)``."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last cell."""
+        return self.start + self.length
+
+
+class AttendKind(enum.Enum):
+    """How the queries of one read may see its cells.
+
+    NONE: every query sees every cell; the read is the selection.
+    CAUSAL: the last ``q_len`` cells are the queries' own, in order (lower-right aligned): query i
+        sees everything before them and, of them, the first i + 1.
+    EXPLICIT: a boolean mask (true = attend) over the *last* ``mask.shape[1]`` cells; every cell
+        before those is seen by every query.
+    """
+
+    NONE = "none"
+    CAUSAL = "causal"
+    EXPLICIT = "explicit"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendSpec:
+    """One read and how to attend it.
+
+    Attributes:
+        q_start: index of the first query token in the flat batch.
+        q_len: how many consecutive query tokens, all of one sequence.
+        runs: the cells to read, in the order of the mask's columns.
+        kind: see :class:`AttendKind`.
+        mask: ``[q_len, n_masked]`` for EXPLICIT, else None.
+    """
+
+    q_start: int
+    q_len: int
+    runs: tuple[Run, ...]
+    kind: AttendKind
+    mask: BoolArray | None = None
+
+    @property
+    def read_len(self) -> int:
+        """How many cells are read."""
+        return sum(run.length for run in self.runs)
+
+
+class Write(NamedTuple):
+    """Tokens ``[q_start, q_start + run.length)`` of the flat batch go to the cells of ``run``."""
+
+    q_start: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What one forward writes and reads in the layers of one layer group. Integers only.
+
+    Attributes:
+        n_tokens: tokens in the flat batch.
+        writes: where each token's K and V go; covers every token once, in order.
+        reads: what each stretch of query tokens attends; covers every token once, in order.
+            Reads see this step's writes: a backend writes first.
+        n_cells: one past the highest cell that is read or written: what a pool must hold.
+    """
+
+    n_tokens: int
+    writes: tuple[Write, ...]
+    reads: tuple[AttendSpec, ...]
+    n_cells: int
+
+    @property
+    def write_cells(self) -> IntArray:
+        """``[n_tokens]``: the cell of every token."""
+        return cells_of(write.run for write in self.writes)
+
+
+def cells_of(runs: Iterable[Run]) -> IntArray:
+    """All cells of some runs, one after the other."""
+    parts = [np.arange(run.start, run.stop, dtype=np.int64) for run in runs]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The same cells in the same order in the fewest runs."""
+    out: list[Run] = []
+    for run in runs:
+        if out and out[-1].stop == run.start:
+            out[-1] = Run(out[-1].start, out[-1].length + run.length)
+        else:
+            out.append(run)
+    return tuple(out)
+
+
+def runs_of(cells: Sequence[int]) -> list[Run]:
+    """The fewest runs that give these cells in this order."""
+    return list(join_runs(Run(int(cell), 1) for cell in cells))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers that keep the same history.
+
+    Attributes:
+        layers: layer ids, ascending.
+        n_kv_heads: KV heads per layer (not query heads).
+        head_dim: length of a K row.
+        v_head_dim: length of a V row.
+        window: None for all of the history, else w: a query at position p sees positions
+            ``(p - w, p]``, itself included.
+        softcap: attention logits become ``softcap * tanh(logits / softcap)``; None for no cap.
+    """
+
+    layers: tuple[int, ...]
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_kv_heads", "head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a layer group needs {name} >= 1, got {getattr(self, name)}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"a window sees at least its own token, got window={self.window}")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(f"layers of a group ascend without repeats, got {self.layers}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCacheParams:
+    """What a cache must know of a model: facts of its architecture, nothing of a session.
+
+    Attributes:
+        n_layers: attention layers.
+        n_kv_heads: KV heads per layer.
+        head_dim: length of a K row; its own field, not hidden size over heads.
+        v_head_dim: length of a V row; ``head_dim`` where it is not given.
+        groups: the layer groups; one full group of all layers where they are not given.
+    """
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int = 0
+    groups: tuple[LayerGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.n_layers < 1:
+            raise ConfigError(f"a model has at least one layer, got n_layers={self.n_layers}")
+        if not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        if not self.groups:
+            full = LayerGroup(
+                tuple(range(self.n_layers)), self.n_kv_heads, self.head_dim, self.v_head_dim
+            )
+            object.__setattr__(self, "groups", (full,))
+        claimed = sorted(layer for group in self.groups for layer in group.layers)
+        if claimed != list(range(self.n_layers)):
+            raise ConfigError(
+                f"layer groups must name each of the {self.n_layers} layers once, got {claimed}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """All that is needed to build a cache: the model's facts and the caller's policy.
+
+    Attributes:
+        params: the model's facts.
+        capacity: the most cells that a layer group may hold, over all sequences; the context
+            budget of the session. A fork's shared cells count once, a draft tree's nodes count.
+        kv_dtype: how K and V are stored: one of ``FLOAT_KV_DTYPES``.
+        min_chunk: cells that a pool allocates at first; it doubles from there up to capacity.
+        window_slack: positions kept behind each sliding window, so that a sequence can be cut
+            back by that many tokens and go on exactly.
+    """
+
+    params: ModelCacheParams
+    capacity: int
+    kv_dtype: str = "float32"
+    min_chunk: int = 512
+    window_slack: int = 64
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ConfigError(
+                f"capacity is the number of tokens a cache can hold and must be at least 1, "
+                f"got {self.capacity}"
+            )
+        if self.kv_dtype not in FLOAT_KV_DTYPES:
+            raise ConfigError(
+                f"kv_dtype {self.kv_dtype!r} is not known; choose one of "
+                f"{', '.join(FLOAT_KV_DTYPES)}"
+            )
+        if self.min_chunk < 1:
+            raise ConfigError(f"min_chunk must be at least 1 cell, got {self.min_chunk}")
+        if self.window_slack < 0:
+            raise ConfigError(f"window_slack cannot be negative, got {self.window_slack}")
+
+
+def make_config(
+    params: ModelCacheParams,
+    capacity: int,
+    kv_dtype: str = "float32",
+    min_chunk: int = 512,
+    *,
+    window_slack: int = 64,
+) -> CacheConfig:
+    """The model's facts plus the caller's policy.
+
+    Raises:
+        ConfigError: a value that cannot work; the message names it.
+    """
+    return CacheConfig(params, capacity, kv_dtype, min_chunk, window_slack)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """Cells of one layer group at one moment.
+
+    Attributes:
+        window: the group's window, None for full history.
+        capacity: cells that the group may hold.
+        live: cells that some sequence or draft tree owns.
+        shared: of these, the cells with more than one owner.
+        n_cells: one past the highest live cell: what the pools have to hold.
+    """
+
+    window: int | None
+    capacity: int
+    live: int
+    shared: int
+    n_cells: int
+
+    @property
+    def free(self) -> int:
+        """Cells that can be claimed."""
+        return self.capacity - self.live
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """What a cache holds at one moment.
+
+    Attributes:
+        groups: cells by layer group.
+        size_bytes: bytes that the pools have allocated for K and V.
+    """
+
+    groups: tuple[GroupUsage, ...]
+    size_bytes: int = field(default=0)
