@@ -72,3 +72,7 @@ class ModelError(KVCellarError):
 
 class PromptError(KVCellarError, ValueError):
     """A prompt is empty, or longer than the capacity of the cache it is meant for."""
+
+
+class ShapeError(KVCellarError, ValueError):
+    """Tensors do not have the heads or dims that the cache was built for. Nothing was written."""

@@ -1,0 +1,60 @@
+# make demo and make test do all of their set-up: they need Python 3.11 or newer and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Without a terminal pip stays quiet; errors are shown in any case.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help demo test check lint types imports docs bench clean
+
+help: ## Show what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.runtime ## Set up, then watch the bundled model branch: one trunk, four forks
+	@$(BIN)/kvcellar demo
+
+test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
+	@$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest
+
+check: lint types imports docs ## What needs no test run
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(BIN)/python tools/write_cli_docs.py --check
+
+bench: $(VENV)/.dev ## Every benchmark, the quick way
+	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "kvcellar needs Python 3.11 or newer, this is %d.%d; set PYTHON=" % v[:2])'
+	@echo "setting up $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: the pinned release, so that no other requirement brings another build.
+$(VENV)/.torch: pyproject.toml | $(BIN)/python
+	@echo "installing torch ..."
+	@$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["torch"][0])')"
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch
+	@echo "installing kvcellar ..."
+	@$(PIP) -e '.[torch]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "installing what the tests need ..."
+	@$(PIP) -e '.[torch,executorch,dev]'
+	@touch $@

@@ -1,0 +1,250 @@
+"""Attention over segments: parts of the history, attended where they lie and merged.
+
+A part that is read without a mask needs no order, so the history may lie in several runs: each
+long run is attended as a view, and the partial results are merged by their log-sum-exp (the way of
+FlashAttention's split, Dao et al. 2022). That serves chunked prefill without a mask over the
+history, a fork's shared trunk without a copy, and attention sinks, which only rescale the result.
+
+Query heads are never repeated over their KV head: the GQA group is folded into the query axis, or
+K and V are expanded with stride 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+FEW_ROWS = 16
+"""Up to this many query rows per KV head, bf16 on a CPU is faster as two matmuls."""
+
+CAST_TILE = 4096
+"""Cells that are converted at a time, where storage and compute types differ."""
+
+PLAIN_LOGITS = 1 << 24
+"""Most logits (float32) that attention by matmuls holds at a time for what needs no mask."""
+
+
+class Part(NamedTuple):
+    """Some of the cells that a segment reads.
+
+    Attributes:
+        k: ``[1, n_kv_heads, L, head_dim]``, in the storage type; a view where it could be one.
+        v: ``[1, n_kv_heads, L, v_head_dim]``.
+        bias: ``[q_len, L]`` in the compute type, 0 = attend and -inf = not; None: all is seen.
+        is_causal: the part is the queries' own tokens, in order: ``L == q_len``.
+    """
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    is_causal: bool = False
+
+
+class Segment(NamedTuple):
+    """Consecutive query tokens of one sequence and all that they read.
+
+    Every query sees at least one cell of the last part.
+    """
+
+    q_start: int
+    q_len: int
+    parts: tuple[Part, ...]
+
+
+def attend(
+    q: Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+    out_dtype: torch.dtype,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend every segment.
+
+    Args:
+        q: ``[1, n_heads, T, head_dim]``; ``n_heads`` is a multiple of the KV heads.
+        segments: cover the T query tokens once, in order.
+        scale: factor on the logits.
+        out_dtype: type of the result.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        sinks: ``[n_heads]``: one more logit per head in the denominator, without a value.
+
+    Returns:
+        ``[1, n_heads, T, v_head_dim]``.
+    """
+    first = segments[0].parts[0]
+    n_heads, n_tok, dim = q.shape[1:]
+    n_kv_heads, v_dim = first.k.shape[1], first.v.shape[3]
+    grouped = q.view(n_kv_heads, n_heads // n_kv_heads, n_tok, dim)
+    if sinks is not None:
+        sinks = sinks.float().view(n_kv_heads, -1, 1)
+    if len(segments) == 1:
+        out = _attend_segment(grouped, segments[0].parts, scale, softcap, sinks)
+    else:
+        out = q.new_empty((*grouped.shape[:3], v_dim))
+        for segment in segments:
+            at = slice(segment.q_start, segment.q_start + segment.q_len)
+            out[:, :, at] = _attend_segment(grouped[:, :, at], segment.parts, scale, softcap, sinks)
+    return out.reshape(1, n_heads, n_tok, v_dim).to(out_dtype)
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One query token that sees all of one run: the shortest way to the fused kernel.
+
+    Args:
+        q: ``[1, n_heads, 1, head_dim]``, of the type of k and v.
+        k: ``[1, n_kv_heads, L, head_dim]``.
+        v: ``[1, n_kv_heads, L, v_head_dim]``.
+        scale: factor on the logits.
+    """
+    n_heads, n_kv = q.shape[1], k.shape[1]
+    if q.device.type == "cpu":
+        if q.dtype == torch.bfloat16 and n_heads <= FEW_ROWS * n_kv:
+            grouped = q.view(n_kv, n_heads // n_kv, 1, q.shape[3])
+            out = _few_rows(grouped, k, v, scale)
+        else:
+            folded = q.view(1, n_kv, n_heads // n_kv, q.shape[3])
+            out = F.scaled_dot_product_attention(folded, k, v, scale=scale)
+        return out.view(1, n_heads, 1, v.shape[3])
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=n_heads > n_kv)
+
+
+def _attend_segment(
+    q: Tensor, parts: Sequence[Part], scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """``q [Hkv, G, T, D] -> [Hkv, G, T, Dv]`` over all parts."""
+    if len(parts) == 1 and sinks is None and softcap is None and parts[0].k.dtype == q.dtype:
+        return _attend_whole(q, parts[0], scale)
+    merged: tuple[Tensor, Tensor] | None = None
+    for part in parts:
+        for tile in _tiles(q, part, softcap):
+            piece = _attend_part(q, tile, scale, softcap)
+            merged = piece if merged is None else _merge(*merged, *piece)
+    assert merged is not None, "a segment has parts"
+    out, lse = merged
+    if sinks is not None:
+        out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+    return out.to(q.dtype)
+
+
+def _is_fused(q: Tensor, part: Part, softcap: float | None) -> bool:
+    """Whether the CPU kernel that also gives the log-sum-exp can take this."""
+    return q.device.type == "cpu" and softcap is None and part.v.shape[3] == q.shape[3]
+
+
+def _tiles(q: Tensor, part: Part, softcap: float | None) -> Iterator[Part]:
+    """The part in the compute type, in tiles that bound what is copied and held at a time."""
+    length = part.k.shape[2]
+    tile = length
+    if part.bias is None and not part.is_causal:
+        if part.k.dtype != q.dtype:
+            tile = min(tile, CAST_TILE)
+        if not _is_fused(q, part, softcap):
+            tile = min(tile, max(256, PLAIN_LOGITS // q.shape[:3].numel()))
+    for start in range(0, length, tile):
+        n = min(tile, length - start)
+        k, v = part.k.narrow(2, start, n), part.v.narrow(2, start, n)
+        yield Part(k.to(q.dtype), v.to(q.dtype), part.bias, part.is_causal)
+
+
+def _attend_whole(q: Tensor, part: Part, scale: float) -> Tensor:
+    """One part and nothing else: the fused kernel, no log-sum-exp."""
+    n_kv, group, n_tok, dim = q.shape
+    k, v = part.k, part.v
+    if q.device.type != "cpu":
+        out = F.scaled_dot_product_attention(
+            q.reshape(1, n_kv * group, n_tok, dim),
+            k,
+            v,
+            attn_mask=part.bias,
+            is_causal=part.is_causal,
+            scale=scale,
+            enable_gqa=group > 1,
+        )
+        return out.view(n_kv, group, n_tok, v.shape[3])
+    if part.bias is None and not part.is_causal:
+        if q.dtype == torch.bfloat16 and group * n_tok <= FEW_ROWS:
+            return _few_rows(q, k, v, scale)
+        folded = q.reshape(1, n_kv, group * n_tok, dim)
+        out = F.scaled_dot_product_attention(folded, k, v, scale=scale)
+        return out.view(n_kv, group, n_tok, v.shape[3])
+    return F.scaled_dot_product_attention(
+        q,
+        k[0, :, None].expand(-1, group, -1, -1),
+        v[0, :, None].expand(-1, group, -1, -1),
+        attn_mask=part.bias,
+        is_causal=part.is_causal,
+        scale=scale,
+    )
+
+
+def _few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Two matmuls on the fold around a float32 softmax."""
+    n_kv, group, n_tok, dim = q.shape
+    logits = torch.matmul(q.reshape(n_kv, group * n_tok, dim), k[0].transpose(1, 2))
+    weights = torch.softmax(logits.float().mul_(scale), dim=-1)
+    return torch.matmul(weights.to(q.dtype), v[0]).view(n_kv, group, n_tok, v.shape[3])
+
+
+def _attend_part(
+    q: Tensor, part: Part, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """One part: ``(out [Hkv, G, T, Dv], log-sum-exp [Hkv, G, T] in float32)``."""
+    n_kv, group, n_tok, dim = q.shape
+    k, v = part.k, part.v
+    if not _is_fused(q, part, softcap):
+        return _attend_plainly(q, part, scale, softcap)
+    if part.bias is None and not part.is_causal:
+        if q.dtype == torch.bfloat16 and group * n_tok <= FEW_ROWS:
+            return _attend_plainly(q, part, scale, softcap)
+        folded = q.reshape(1, n_kv, group * n_tok, dim)
+        out, lse = _flash(folded, k, v, 0.0, False, scale=scale)
+        return out.view(n_kv, group, n_tok, dim), lse.view(n_kv, group, n_tok)
+    out, lse = _flash(
+        q,
+        k[0, :, None].expand(-1, group, -1, -1),
+        v[0, :, None].expand(-1, group, -1, -1),
+        0.0,
+        part.is_causal,
+        attn_mask=part.bias,
+        scale=scale,
+    )
+    return out, lse
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The CPU kernel behind ``scaled_dot_product_attention``, which gives the log-sum-exp too."""
+
+
+def _attend_plainly(
+    q: Tensor, part: Part, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The same by matmuls: any device, soft-capping, K and V of different lengths."""
+    n_kv, group, n_tok, dim = q.shape
+    folded = q.reshape(n_kv, group * n_tok, dim)
+    logits = torch.matmul(folded, part.k[0].transpose(1, 2)).float().mul_(scale)
+    logits = logits.view(n_kv, group, n_tok, -1)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if part.bias is not None:
+        logits = logits + part.bias
+    elif part.is_causal:
+        hidden = torch.ones(n_tok, n_tok, dtype=torch.bool, device=q.device).triu_(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - lse.unsqueeze(-1)).to(q.dtype)
+    out = torch.matmul(weights.view(n_kv, group * n_tok, -1), part.v[0])
+    return out.view(n_kv, group, n_tok, -1), lse
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two partial results as one, in float32."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a = torch.exp(lse_a - lse).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - lse).unsqueeze(-1)
+    return out_a * weight_a + out_b * weight_b, lse

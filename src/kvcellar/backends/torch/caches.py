@@ -1,0 +1,288 @@
+"""The torch caches: shared bookkeeping plus pools of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
+from kvcellar.backends.torch.pools import Pool
+from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.bookkeeping.step import StepBookkeeping
+from kvcellar.errors import ShapeError
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    CacheConfig,
+    CacheUsage,
+    IntArray,
+    Run,
+    StepPlan,
+    cells_of,
+)
+
+LONG_RUN = 512
+"""Runs of at least this many cells are attended where they lie; shorter ones are gathered."""
+
+FEW_RUNS = 4
+"""Up to this many runs are written as slices, more by index."""
+
+
+class PartRead(NamedTuple):
+    """How to fetch one part: a run as a view, or cells by index."""
+
+    run: Run | None
+    cells: Tensor | None
+    bias: Tensor | None
+    is_causal: bool
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A plan in tensors, made once per forward and layer group."""
+
+    plan: StepPlan
+    write_cells: Tensor | None
+    reads: tuple[tuple[int, int, tuple[PartRead, ...]], ...]
+    decode: tuple[int, Run] | None
+    """(cell to write, run to read) of one token of one sequence in one run: the hot path."""
+
+
+class TorchBytes(StepBookkeeping):
+    """What turns bookkeeping into a cache of tensors: pools, writes, segments, attention."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Empty pools; they allocate on the device of the first K that comes."""
+        super().__init__(config)
+        self.pools_of_layer = [Pool(self.groups[g], config) for g in self._group_of]
+        self._prepared: list[Prepared | None] = [None] * len(self.groups)
+
+    def usage(self) -> CacheUsage:
+        """Cells by layer group, and the bytes of all pools."""
+        return replace(super().usage(), size_bytes=sum(p.size_bytes for p in self.pools_of_layer))
+
+    # The op's face -----------------------------------------------------------------------------
+
+    def update_and_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor | Sequence[int] | None,
+        layer_id: int,
+        scale: float,
+        out_dtype: torch.dtype,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store this forward's K and V of one layer, then attend.
+
+        Args:
+            q: ``[1, n_heads, T, head_dim]``, rotated.
+            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
+            v: ``[1, n_kv_heads, T, v_head_dim]``.
+            position: ``[T]`` or ``[T, 1]``, one int per token.
+            layer_id: which layer.
+            scale: factor on the logits.
+            out_dtype: type of the result, whatever the pools store.
+            sinks: ``[n_heads]``, see ``attention.attend``.
+
+        Returns:
+            ``[1, n_heads, T, v_head_dim]``.
+
+        Raises:
+            ShapeError, StepError, PositionError, CacheFullError: nothing was written.
+        """
+        index = self.group_of(layer_id)
+        group = self.groups[index]
+        prepared = self._prepare(layer_id, index, position, k, v, q)
+        pool = self.pools_of_layer[layer_id]
+        if prepared.decode is not None and sinks is None and group.softcap is None:
+            out = self._decode(layer_id, pool, prepared.decode, q, k, v, scale)
+            if out is not None:
+                return out if out.dtype == out_dtype else out.to(out_dtype)
+        segments = self._store(layer_id, pool, prepared, k, v)
+        return attend(q, segments, scale, out_dtype, softcap=group.softcap, sinks=sinks)
+
+    def update_and_fetch(
+        self, layer: int, position: Tensor | Sequence[int] | None, k: Tensor, v: Tensor
+    ) -> list[Segment]:
+        """Store this forward's K and V of one layer; say what each query reads.
+
+        Arguments and errors as in ``update_and_attend``.
+        """
+        prepared = self._prepare(layer, self.group_of(layer), position, k, v)
+        return self._store(layer, self.pools_of_layer[layer], prepared, k, v)
+
+    def _prepare(
+        self,
+        layer: int,
+        index: int,
+        position: Tensor | Sequence[int] | None,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None = None,
+    ) -> Prepared:
+        """Check the shapes, ask for the plan, put it in tensors once per forward and group."""
+        group = self.groups[index]
+        n_tok = k.shape[2]
+        if k.shape != (1, group.n_kv_heads, n_tok, group.head_dim) or v.shape != (
+            1,
+            group.n_kv_heads,
+            n_tok,
+            group.v_head_dim,
+        ):
+            raise ShapeError(
+                f"layer {layer} brings k {tuple(k.shape)} and v {tuple(v.shape)}; this cache "
+                f"holds [1, {group.n_kv_heads}, T, {group.head_dim}] and "
+                f"[1, {group.n_kv_heads}, T, {group.v_head_dim}]"
+            )
+        if q is not None:
+            n_heads = q.shape[1]
+            if n_heads % group.n_kv_heads or q.shape != (1, n_heads, n_tok, group.head_dim):
+                raise ShapeError(
+                    f"layer {layer} attends with q {tuple(q.shape)}; this cache has "
+                    f"{group.n_kv_heads} KV heads of head_dim {group.head_dim}, so q is "
+                    f"[1, a multiple of {group.n_kv_heads}, {n_tok}, {group.head_dim}]"
+                )
+        positions = self._positions(position) if self.needs_positions() else None
+        plan = self.plan(layer, n_tok, positions)
+        prepared = self._prepared[index]
+        if prepared is None or prepared.plan is not plan:
+            prepared = self._prepared[index] = _prepare(plan, k)
+        self.pools_of_layer[layer].ensure(plan.n_cells, k.device)
+        return prepared
+
+    def _store(
+        self, layer: int, pool: Pool, prepared: Prepared, k: Tensor, v: Tensor
+    ) -> list[Segment]:
+        writes = prepared.plan.writes
+        if prepared.write_cells is not None:
+            pool.scatter_rows(prepared.write_cells, k, v)
+        else:
+            for q_start, run in writes:
+                stop = q_start + run.length
+                pool.write_run(run.start, k[:, :, q_start:stop], v[:, :, q_start:stop])
+        self.wrote(layer)
+        return [
+            Segment(q_start, q_len, tuple(_fetch(pool, read) for read in reads))
+            for q_start, q_len, reads in prepared.reads
+        ]
+
+    def _decode(
+        self,
+        layer: int,
+        pool: Pool,
+        decode: tuple[int, Run],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+    ) -> Tensor | None:
+        """One token over one run: what a hand-written contiguous cache would do, and no more."""
+        if pool.k.dtype != q.dtype:
+            return None
+        cell, run = decode
+        pool.write_run(cell, k, v)
+        self.wrote(layer)
+        return attend_one(q, *pool.read(run.start, run.length), scale)
+
+    def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
+        if isinstance(position, Tensor):
+            if position.dim() == 2 and position.shape[1] != 1:
+                raise ShapeError(
+                    f"position is [T] or [T, 1], one int per token; got {tuple(position.shape)}"
+                )
+            flat: list[int] = position.reshape(-1).tolist()
+            return flat
+        return position
+
+    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        for layer in self.groups[group].layers:
+            pool = self.pools_of_layer[layer]
+            if pool.k.data is not None:
+                pool.gather_into(base, torch.as_tensor(src_cells, device=pool.k.data.device))
+
+
+def _prepare(plan: StepPlan, k: Tensor) -> Prepared:
+    """Everything about a plan that does not depend on the layer."""
+    with torch.inference_mode(False):
+        cells = None
+        if len(plan.writes) > FEW_RUNS:
+            cells = torch.as_tensor(plan.write_cells, device=k.device)
+        reads = tuple(
+            (spec.q_start, spec.q_len, tuple(_part_reads(spec, k))) for spec in plan.reads
+        )
+    decode = None
+    if (
+        plan.n_tokens == 1
+        and plan.reads[0].kind is AttendKind.NONE
+        and len(plan.reads[0].runs) == 1
+    ):
+        decode = (plan.writes[0].run.start, plan.reads[0].runs[0])
+    return Prepared(plan, cells, reads, decode)
+
+
+def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:
+    """Cut a read into what is seen whole, run by run, and the masked tail."""
+    bias: Tensor | None = None
+    n_tail = 0
+    if spec.kind is AttendKind.CAUSAL:
+        n_tail = spec.q_len
+    elif spec.kind is AttendKind.EXPLICIT:
+        assert spec.mask is not None
+        n_tail = spec.mask.shape[1]
+        bias = torch.zeros(spec.mask.shape, dtype=k.dtype, device=k.device)
+        bias.masked_fill_(~torch.as_tensor(spec.mask.copy(), device=k.device), float("-inf"))
+    head, tail = _split(spec.runs, spec.read_len - n_tail)
+    parts = [PartRead(run, None, None, False) for run in head if run.length >= LONG_RUN]
+    short = [run for run in head if run.length < LONG_RUN]
+    if short:
+        parts.append(_one_part(short, None, False, k))
+    if tail:
+        parts.append(_one_part(tail, bias, spec.kind is AttendKind.CAUSAL, k))
+    return parts
+
+
+def _one_part(runs: Sequence[Run], bias: Tensor | None, is_causal: bool, k: Tensor) -> PartRead:
+    if len(runs) == 1:
+        return PartRead(runs[0], None, bias, is_causal)
+    return PartRead(None, torch.as_tensor(cells_of(runs), device=k.device), bias, is_causal)
+
+
+def _split(runs: Sequence[Run], at: int) -> tuple[list[Run], list[Run]]:
+    """The first ``at`` cells and the others."""
+    head: list[Run] = []
+    tail: list[Run] = []
+    for run in runs:
+        n = min(run.length, max(0, at))
+        if n:
+            head.append(Run(run.start, n))
+        if n < run.length:
+            tail.append(Run(run.start + n, run.length - n))
+        at -= run.length
+    return head, tail
+
+
+def _fetch(pool: Pool, read: PartRead) -> Part:
+    if read.run is not None:
+        k, v = pool.read(read.run.start, read.run.length)
+    else:
+        assert read.cells is not None
+        k, v = pool.gather(read.cells)
+    return Part(k, v, read.bias, read.is_causal)
+
+
+class TorchContiguousCache(TorchBytes, ContiguousBookkeeping):
+    """One sequence in one run: the single-stream hot path."""
+
+
+class TorchSeqCache(TorchBytes, SeqBookkeeping):
+    """Many sequences over shared cells."""
+
+
+class TorchTreeCache(TorchBytes, TreeBookkeeping):
+    """Many sequences, each with or without a draft tree."""

@@ -1,0 +1,182 @@
+"""``kvcache::update_and_attend``: the one contract between models and caches.
+
+Functional to the tracer: no mask, no causal flag and no cache in the graph. Run eagerly, the op
+meets the cache that is active in its thread (``registry.use_cache``).
+
+ExecuTorch registers an op of this name and schema too. Both packages import in either order:
+the definition is made by whoever comes first, and our kernel, which serves both, is registered in
+any case. Without an active cache of ours it hands over to ExecuTorch's own registry.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kvcellar.errors import StepError
+from kvcellar.registry import active_cache
+
+NAMESPACE = "kvcache"
+_ARGS = (
+    "Tensor q, Tensor k, Tensor v, Tensor position, SymInt layer_id, float scale, "
+    "ScalarType out_dtype"
+)
+_SCHEMAS = {
+    "update_and_attend": f"({_ARGS}) -> Tensor",
+    "update_and_attend_sinks": f"({_ARGS}, Tensor sinks) -> Tensor",
+}
+_ET_MODULE = "executorch.extension.llm.cache.update_and_attend"
+
+
+class OpCache(Protocol):
+    """What the op asks of a cache: the backend's face."""
+
+    def update_and_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        layer_id: int,
+        scale: float,
+        out_dtype: torch.dtype,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k and v, attend q; see ``eager_update_and_attend``."""
+        ...
+
+
+def eager_update_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Store this forward's K and V in the active cache, then attend over the history.
+
+    Args:
+        q: ``[1, n_heads, T, head_dim]``, rotated.
+        k: ``[1, n_kv_heads, T, head_dim]``, rotated; ``n_heads`` is a multiple of ``n_kv_heads``.
+        v: ``[1, n_kv_heads, T, v_head_dim]``.
+        position: ``[T]`` or ``[T, 1]`` ints, one per token of the flat batch.
+        layer_id: which layer's history.
+        scale: factor on the attention logits.
+        out_dtype: type of the result, whatever the cache stores.
+        sinks: ``[n_heads]``: one more logit per head in the softmax's denominator (gpt-oss).
+
+    Returns:
+        ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
+
+    Raises:
+        StepError: no cache is active in this thread, or it is not ready for this forward.
+        ShapeError, PositionError, CacheFullError: from the cache; nothing was written.
+    """
+    cache = active_cache()
+    if cache is None:
+        return _hand_over(q, k, v, position, layer_id, scale, out_dtype, sinks)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return cast(OpCache, cache).update_and_attend(
+                q, k, v, position, layer_id, scale, out_dtype, sinks
+            )
+    return cast(OpCache, cache).update_and_attend(
+        q, k, v, position, layer_id, scale, out_dtype, sinks
+    )
+
+
+def _hand_over(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    sinks: Tensor | None,
+) -> Tensor:
+    """No cache of ours is active: use ExecuTorch's, where it is imported and has one."""
+    theirs: Any = sys.modules.get(_ET_MODULE)
+    if theirs is None or theirs.REGISTRY._active is None or sinks is not None:
+        raise StepError(
+            f"layer {layer_id} attends and no cache is active in this thread; run the model "
+            f"through its runner, or inside 'with use_cache(session.cache)'"
+        )
+    keys, values, spec = theirs.REGISTRY.current().update_and_fetch(layer_id, k, v, position)
+    return cast(Tensor, theirs.attend(q, keys, values, spec, scale, out_dtype))
+
+
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return eager_update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    layer_id: int,
+    scale: float,
+    out_dtype: torch.dtype,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
+
+
+def _is_defined(name: str) -> bool:
+    return bool(torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name}"))
+
+
+def _register() -> list[torch.library.Library]:
+    """Define what is missing and register our kernels; the libraries must stay alive."""
+    if not _is_defined("update_and_attend"):
+        torch.library.custom_op(
+            f"{NAMESPACE}::update_and_attend",
+            _kernel,
+            mutates_args=(),
+            schema=_SCHEMAS["update_and_attend"],
+        ).register_fake(_fake)
+    torch.library.custom_op(
+        f"{NAMESPACE}::update_and_attend_sinks",
+        eager_update_and_attend,
+        mutates_args=(),
+        schema=_SCHEMAS["update_and_attend_sinks"],
+    ).register_fake(_fake)
+    kernels = torch.library.Library(NAMESPACE, "IMPL")
+    for key in ("CPU", "CUDA"):
+        kernels.impl("update_and_attend", _kernel, key)
+    fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, schema in _SCHEMAS.items():
+        args = schema[1 : schema.index(")")]
+        overload = f"{name}.out"
+        if not any(
+            s.overload_name == "out"
+            for s in torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name}")
+        ):
+            fragment.define(f"{overload}({args}, *, Tensor(a!) out) -> Tensor(a!)")
+            fragment.impl(overload, _out_variant, "CompositeExplicitAutograd")
+    return [kernels, fragment]
+
+
+def _out_variant(*args: Any, out: Tensor) -> Tensor:
+    """Either op, written into ``out``, which is resized to the result's shape."""
+    result = eager_update_and_attend(*args)
+    out.resize_(result.shape).copy_(result)
+    return out
+
+
+_libraries = _register()
