@@ -110,6 +110,27 @@ class SeqCache(Cache, Protocol):
         """(cells, shared cells) of the sequence."""
         ...
 
+    @property
+    def n_free(self) -> int:
+        """Cells that a step could claim: the fewest of all layer groups."""
+        ...
+
+    def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
+        """Per layer group the cell of each position, -1 where the group has none."""
+        ...
+
+    def seq_map(self, seq_id: int, tables: Sequence[IntArray]) -> None:
+        """Start a sequence on cells that are taken already; they get one more owner."""
+        ...
+
+    def retain_cells(self, cells: Sequence[IntArray]) -> None:
+        """Add an owner that is no sequence, such as a prefix index."""
+        ...
+
+    def release_cells(self, cells: Sequence[IntArray]) -> None:
+        """Drop an owner that is no sequence."""
+        ...
+
 
 @runtime_checkable
 class TreeCache(Cache, Protocol):

@@ -18,7 +18,10 @@ from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import Run, join_runs
 
 MIN_RUN = 64
-"""Cells that a new run leaves free behind another sequence's tail, and prefers to find free."""
+"""Cells that a new run prefers to find free, and leaves free behind another sequence's tail."""
+
+MAX_GAP = 2048
+"""Most cells that a new run leaves free behind another sequence's tail, however long that is."""
 
 
 class Span(NamedTuple):
@@ -155,18 +158,18 @@ class CellPool:
 
     def spans(self, seq_id: int, p0: int = 0, p1: int | None = None) -> list[Span]:
         """The spans of a sequence inside positions ``[p0, p1)``, ascending; [] for none."""
-        spans = self._spans.get(seq_id, [])
-        if p0 <= 0 and p1 is None:
-            return list(spans)
-        stop = spans[-1].stop if p1 is None and spans else p1 or 0
-        first = max(0, bisect_right(spans, p0, key=lambda s: s.pos) - 1)
-        out = []
-        for span in spans[first:]:
-            if span.pos >= stop:
-                break
-            part = span.clip(p0, stop)
-            if part.length > 0:
-                out.append(part)
+        spans = self._spans.get(seq_id)
+        if not spans:
+            return []
+        stop = spans[-1].stop if p1 is None else p1
+        first = bisect_right(spans, p0, key=_span_pos) - 1 if p0 > spans[0].pos else 0
+        last = len(spans) if stop >= spans[-1].stop else bisect_left(spans, stop, key=_span_pos)
+        out = spans[first:last]
+        if out and out[0].pos < p0:
+            head = out[0].clip(p0, stop)
+            out[:1] = [head] if head.length > 0 else []
+        if out and out[-1].stop > stop:
+            out[-1] = out[-1].clip(p0, stop)
         return out
 
     def runs(self, seq_id: int, p0: int = 0, p1: int | None = None) -> tuple[Run, ...]:
@@ -181,13 +184,11 @@ class CellPool:
         """The positions that a sequence holds inside ``[p0, p1)``, ascending."""
         return [p for s in self.spans(seq_id, p0, p1) for p in range(s.pos, s.stop)]
 
-    def retained_from(self, seq_id: int) -> int:
-        """The lowest position from which the sequence's history has no hole up to its end."""
-        spans = self._spans.get(seq_id, [])
-        if not spans:
-            return 0
-        low = spans[-1].pos
-        for span in reversed(spans[:-1]):
+    def retained_from(self, seq_id: int, stop: int | None = None) -> int:
+        """The lowest position from which the sequence has no hole up to ``stop``, or its end."""
+        spans = self.spans(seq_id, 0, stop)
+        low = stop if stop is not None else spans[-1].stop if spans else 0
+        for span in reversed(spans):
             if span.stop != low:
                 break
             low = span.pos
@@ -252,24 +253,26 @@ class CellPool:
         if here and not (self._reuse_first and after is not None and after >= self.n_cells):
             assert after is not None
             return after, here
-        tails = {s[-1].cell + s[-1].length for s in self._spans.values() if s}
+        gaps = {s[-1].cell + s[-1].length: self._gap(s) for s in self._spans.values()}
         wanted = max(length, self._min_run)
         best: tuple[int, int] | None = None
         for start, stop in self._free:
-            if start in tails and start != after:
-                start += self._min_run
+            if start in gaps and start != after:
+                start += min(gaps[start], (stop - start) // 2)
             room = stop - start
             if room >= wanted:
                 return start, room
-            if room > 0 and (best is None or room > best[1]):
+            if best is None or room > best[1]:
                 best = (start, room)
         if here:
             assert after is not None
             return after, here
-        if best is not None:
-            return best
-        start, stop = next(iter(self._free))
-        return start, stop - start
+        assert best is not None, "the caller has made sure that a cell is free"
+        return best
+
+    def _gap(self, spans: list[Span]) -> int:
+        """Cells left free behind a sequence for it to grow into: half of its length, in bounds."""
+        return min(max(self._min_run, (spans[-1].stop - spans[0].pos) // 2), MAX_GAP)
 
     def adopt(self, seq_id: int, first_pos: int, runs: Iterable[Run]) -> None:
         """Give cells taken with ``take`` to a sequence, at positions from ``first_pos`` on.
@@ -413,6 +416,10 @@ class CellPool:
         free = [c for a, b in self._free for c in range(a, b)]
         assert free == np.flatnonzero(self.refs == 0).tolist(), "free runs are the unowned cells"
         assert self.n_free == len(free)
+
+
+def _span_pos(span: Span) -> int:
+    return span.pos
 
 
 def _merged(spans: list[Span]) -> list[Span]:

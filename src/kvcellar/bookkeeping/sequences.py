@@ -17,10 +17,20 @@ from kvcellar.errors import (
     CacheFullError,
     PositionError,
     RewindError,
+    SequenceConflictError,
     StepError,
     UnknownSequenceError,
 )
-from kvcellar.types import AttendSpec, CacheConfig, GroupUsage, IntArray, Run, StepPlan, Write
+from kvcellar.types import (
+    AttendSpec,
+    CacheConfig,
+    GroupUsage,
+    IntArray,
+    Run,
+    StepPlan,
+    Write,
+    runs_of,
+)
 
 
 @dataclass(slots=True)
@@ -57,6 +67,8 @@ class SeqBookkeeping(StepBookkeeping):
             CellPool(config.capacity, reuse_first=group.window is not None) for group in self.groups
         ]
         self._length: dict[int, int] = {}
+        self._let_go: list[dict[int, int]] = [{} for _ in self.groups]
+        """Per layer group and sequence: one past the highest position that its window let go of."""
         self._step: SeqStep | None = None
 
     # Admission and steps -----------------------------------------------------------------------
@@ -226,6 +238,8 @@ class SeqBookkeeping(StepBookkeeping):
             spans = self.pools[group].spans(seq_id, 0, floor)
             if sum(span.length for span in spans) >= batch:
                 self.pools[group].seq_rm(seq_id, 0, floor)
+                let_go = self._let_go[group]
+                let_go[seq_id] = max(let_go.get(seq_id, 0), spans[-1].stop)
 
     def _n_releasable(self, group: int) -> int:
         """Cells that only positions behind their owners' windows keep taken."""
@@ -240,12 +254,11 @@ class SeqBookkeeping(StepBookkeeping):
 
     def resumable_from(self, seq_id: int) -> int:
         """The lowest length, other than 0, that the sequence can be cut back to and go on from."""
-        length = self.seq_len(seq_id)
+        self.seq_len(seq_id)
         low = 0
-        for pool, group in zip(self.pools, self.groups, strict=True):
-            held = pool.retained_from(seq_id)
-            if group.window is not None and held:
-                low = max(low, min(held + group.window - 1, length))
+        for let_go, group in zip(self._let_go, self.groups, strict=True):
+            if group.window is not None and seq_id in let_go:
+                low = max(low, let_go[seq_id] + group.window - 1)
         return low
 
     def can_resume(self, seq_id: int, length: int) -> bool:
@@ -305,10 +318,38 @@ class SeqBookkeeping(StepBookkeeping):
         if stop <= p0 or src == dst:
             return
         self._check_resume(src, stop, "seq_cp")
+        if not self._has_tokens(src, p0, stop):
+            return
         parts = [pool.shareable(src, dst, p0, stop) for pool in self.pools]
-        for pool, part in zip(self.pools, parts, strict=True):
+        for group, (pool, part) in enumerate(zip(self.pools, parts, strict=True)):
             pool.share(dst, part)
+            self._share_let_go(group, src, dst, p0)
         self._length[dst] = max(self._length.get(dst, 0), stop)
+
+    def _share_let_go(self, group: int, src: int, dst: int, p0: int) -> None:
+        """After a copy from ``p0`` on: what neither sequence's window has left to ``dst``."""
+        pool, let_go = self.pools[group], self._let_go[group]
+        missing = [
+            low
+            for seq_id, first in ((src, p0), (dst, 0))
+            if (low := pool.retained_from(dst, let_go.get(seq_id, 0))) > first
+        ]
+        if missing:
+            let_go[dst] = max(missing)
+        else:
+            let_go.pop(dst, None)
+
+    def _has_tokens(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
+        """Whether anything is left of a sequence's history at ``[p0, p1)``.
+
+        A full group knows. Where every group has a window, what a window let go of counts.
+        """
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            if group.window is None:
+                return bool(pool.spans(seq_id, p0, p1))
+        return any(pool.spans(seq_id, p0, p1) for pool in self.pools) or any(
+            let_go.get(seq_id, 0) > p0 for let_go in self._let_go
+        )
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
         """Drop positions ``[p0, p1)``; a cell is freed when its last owner lets go.
@@ -329,10 +370,15 @@ class SeqBookkeeping(StepBookkeeping):
             return
         if to_end and p0:
             self._check_resume(seq_id, p0, "seq_rm")
-        for pool in self.pools:
-            pool.seq_rm(seq_id, p0, None if to_end else p1)
-        if not any(pool.spans(seq_id) for pool in self.pools):
+        end = length if p1 is None or to_end else p1
+        for pool, let_go in zip(self.pools, self._let_go, strict=True):
+            pool.seq_rm(seq_id, p0, end)
+            if p0 < let_go.get(seq_id, 0) <= end:
+                let_go[seq_id] = p0
+        if not self._has_tokens(seq_id):
             del self._length[seq_id]
+            for let_go in self._let_go:
+                let_go.pop(seq_id, None)
         elif to_end:
             self._length[seq_id] = p0
 
@@ -352,7 +398,93 @@ class SeqBookkeeping(StepBookkeeping):
         for pool in self.pools:
             pool.clear()
         self._length.clear()
+        for let_go in self._let_go:
+            let_go.clear()
         self._step = None
+
+    # Cells for a prefix index, and for what moves bytes out and in ----------------------------
+
+    @property
+    def n_free(self) -> int:
+        """Cells that a step could claim: the fewest of all layer groups."""
+        return min(pool.n_free + self._n_releasable(group) for group, pool in enumerate(self.pools))
+
+    def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
+        """Per layer group the cell of each position ``[length]``, -1 where the group has none.
+
+        Raises:
+            UnknownSequenceError: no such sequence.
+        """
+        n = self.seq_len(seq_id) if length is None else length
+        tables = []
+        for pool in self.pools:
+            table = np.full(n, -1, dtype=np.int64)
+            for span in pool.spans(seq_id, 0, n):
+                table[span.pos : span.stop] = np.arange(span.cell, span.cell + span.length)
+            tables.append(table)
+        return tuple(tables)
+
+    def seq_map(self, seq_id: int, tables: Sequence[IntArray]) -> None:
+        """Start a sequence on cells that are taken already; they get one more owner.
+
+        Args:
+            seq_id: it must hold no tokens.
+            tables: as ``seq_table`` gives them, all of one length.
+
+        Raises:
+            SequenceConflictError: the sequence holds tokens already; nothing was changed.
+        """
+        self._settle()
+        if seq_id in self._length:
+            raise SequenceConflictError(
+                f"sequence {seq_id} holds {self._length[seq_id]} tokens already; seq_rm it first"
+            )
+        if not len(tables[0]):
+            return
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.share(seq_id, _spans_of_table(table))
+        self._start(seq_id, tables)
+
+    def seq_claim(self, seq_id: int, tables: Sequence[IntArray]) -> tuple[IntArray, ...]:
+        """Start a sequence on new cells, wherever ``tables`` has a cell; for bytes that come back.
+
+        Returns:
+            The tables with the new cells.
+
+        Raises:
+            SequenceConflictError: the sequence holds tokens already; nothing was changed.
+            CacheFullError: too few cells are free; nothing was changed.
+        """
+        self._settle()
+        if seq_id in self._length:
+            raise SequenceConflictError(
+                f"sequence {seq_id} holds {self._length[seq_id]} tokens already; seq_rm it first"
+            )
+        self._need_free(max(int(np.count_nonzero(table >= 0)) for table in tables))
+        for pool, table in zip(self.pools, tables, strict=True):
+            for span in _spans_of_table(np.where(table >= 0, np.arange(len(table)), -1)):
+                pool.claim(seq_id, span.pos, span.length)
+        self._start(seq_id, tables)
+        return self.seq_table(seq_id)
+
+    def _start(self, seq_id: int, tables: Sequence[IntArray]) -> None:
+        """A sequence begins with these tables; its windows have let go of what they lack."""
+        self._length[seq_id] = len(tables[0])
+        for let_go, group, table in zip(self._let_go, self.groups, tables, strict=True):
+            missing = np.flatnonzero(table < 0)
+            if group.window is not None and missing.size:
+                let_go[seq_id] = int(missing[-1]) + 1
+
+    def retain_cells(self, cells: Sequence[IntArray]) -> None:
+        """Add an owner that is no sequence to these cells, given per layer group."""
+        for pool, part in zip(self.pools, cells, strict=True):
+            pool.retain(runs_of(part.tolist()))
+
+    def release_cells(self, cells: Sequence[IntArray]) -> None:
+        """Drop an owner that is no sequence; a cell is freed when its last owner lets go."""
+        self._settle()
+        for pool, part in zip(self.pools, cells, strict=True):
+            pool.release(runs_of(part.tolist()))
 
     def seq_usage(self, seq_id: int) -> tuple[int, int]:
         """(cells, shared cells) that the sequence holds, over all layer groups."""
@@ -366,15 +498,35 @@ class SeqBookkeeping(StepBookkeeping):
         shared = int(np.count_nonzero(pool.refs > 1))
         return GroupUsage(self.groups[group].window, pool.capacity, live, shared, pool.n_cells)
 
-    def check(self) -> None:
-        """Assert the invariants of every layer group's pool, and that lengths fit them."""
-        for pool in self.pools:
-            pool.check(self._held(pool))
+    def check(self, held: Sequence[Sequence[int]] | None = None) -> None:
+        """Assert the invariants of every layer group's pool, and that lengths fit them.
+
+        Args:
+            held: per layer group, the cells that ``retain_cells`` gave an owner, once per owner.
+        """
+        for index, pool in enumerate(self.pools):
+            pool.check([*self._held(pool), *(held[index] if held else ())])
             for seq_id in pool.seq_ids():
                 assert seq_id in self._length or (
                     self._step is not None and seq_id in self._step.lengths
                 ), f"sequence {seq_id} owns cells and has no length"
+        for group, let_go in zip(self.groups, self._let_go, strict=True):
+            for seq_id, low in let_go.items():
+                assert group.window is not None, "a full group lets go of nothing"
+                assert 0 <= low <= self._length[seq_id], f"sequence {seq_id} let go of its future"
 
     def _held(self, pool: CellPool) -> Sequence[int]:
         """Cells of this pool with an owner that is no sequence."""
         return ()
+
+
+def _spans_of_table(table: IntArray) -> list[Span]:
+    """The spans of a table of cells by position, -1 for none."""
+    held = np.flatnonzero(table >= 0)
+    if not held.size:
+        return []
+    cells = table[held]
+    cuts = np.flatnonzero((np.diff(held) != 1) | (np.diff(cells) != 1)) + 1
+    starts = np.concatenate([[0], cuts])
+    lengths = np.diff(np.concatenate([starts, [held.size]]))
+    return [Span(int(held[a]), int(cells[a]), int(n)) for a, n in zip(starts, lengths, strict=True)]

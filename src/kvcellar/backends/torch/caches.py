@@ -190,6 +190,40 @@ class TorchBytes(StepBookkeeping):
         self.wrote(layer)
         return attend_one(q, *pool.read(run.start, run.length), scale)
 
+    # Bytes out and in ----------------------------------------------------------------------------
+
+    def read_cells(self, tables: Sequence[IntArray]) -> list[tuple[Tensor, Tensor]]:
+        """Copies in host memory of the K and V of some cells.
+
+        Args:
+            tables: per layer group, cells; -1 is skipped.
+
+        Returns:
+            Per layer ``(k [1, n_kv_heads, n, head_dim], v [1, n_kv_heads, n, v_head_dim])``.
+        """
+        rows = []
+        for layer, pool in enumerate(self.pools_of_layer):
+            cells = self._held_cells(layer, tables)
+            k, v = pool.gather(cells) if len(cells) else pool.read(0, 0)
+            rows.append((k.cpu(), v.cpu()))
+        return rows
+
+    def write_cells(
+        self, tables: Sequence[IntArray], rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Put back what ``read_cells`` gave, in cells of the same order."""
+        for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
+            cells = self._held_cells(layer, tables)
+            if len(cells):
+                device = pool.k.data.device if pool.k.data is not None else k.device
+                pool.ensure(int(cells.max()) + 1, device)
+                pool.scatter_rows(cells.to(device), k.to(device), v.to(device))
+
+    def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> Tensor:
+        table = tables[self.group_of(layer)]
+        data = self.pools_of_layer[layer].k.data
+        return torch.as_tensor(table[table >= 0], device=None if data is None else data.device)
+
     def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
         if isinstance(position, Tensor):
             if position.dim() == 2 and position.shape[1] != 1:

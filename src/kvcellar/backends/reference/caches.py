@@ -1,0 +1,210 @@
+"""The reference caches: bookkeeping plus NumPy pools, and attention over what the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from kvcellar.backends.reference.attend import FloatArray, attend, visible
+from kvcellar.backends.reference.pools import Pool, from_bfloat16_bits, to_bfloat16_bits
+from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.bookkeeping.step import StepBookkeeping
+from kvcellar.errors import ShapeError
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    BoolArray,
+    CacheConfig,
+    CacheUsage,
+    IntArray,
+    LayerGroup,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Consecutive query tokens of one sequence, and the K and V that they attend.
+
+    Attributes:
+        q_start: index of the first query token in the flat batch.
+        q_len: how many.
+        k: ``[n_kv_heads, read_len, head_dim]``, float64 with the stored values.
+        v: ``[n_kv_heads, read_len, v_head_dim]``, likewise.
+        kind: how the queries see the read, see :class:`AttendKind`.
+        mask: ``[q_len, n_masked]`` for EXPLICIT, else None.
+    """
+
+    q_start: int
+    q_len: int
+    k: FloatArray
+    v: FloatArray
+    kind: AttendKind
+    mask: BoolArray | None
+
+
+class ReferenceBytes(StepBookkeeping):
+    """Bytes and attention for any bookkeeping: mixed in before it.
+
+    Always holds: a call that raises one of kvcellar's errors has written nothing.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Empty pools, one per layer."""
+        super().__init__(config)
+        self.layer_pools: list[Pool] = []
+        for layer in range(self.n_layers):
+            group = self._layer_group(layer)
+            self.layer_pools.append(
+                Pool(
+                    group.n_kv_heads,
+                    group.head_dim,
+                    group.v_head_dim,
+                    capacity=config.capacity,
+                    kv_dtype=config.kv_dtype,
+                    min_chunk=config.min_chunk,
+                )
+            )
+
+    def update_and_attend(
+        self,
+        q: FloatArray,
+        k: FloatArray,
+        v: FloatArray,
+        position: ArrayLike,
+        layer_id: int,
+        scale: float,
+        out_dtype: DTypeLike | str,
+        sinks: FloatArray | None = None,
+    ) -> NDArray[Any]:
+        """Store one layer's K and V, then attend: the op, in float64.
+
+        Args:
+            q: ``[1, n_q_heads, n_tok, head_dim]``.
+            k: ``[1, n_kv_heads, n_tok, head_dim]``.
+            v: ``[1, n_kv_heads, n_tok, v_head_dim]``.
+            position: one int per token, ``[n_tok]`` or ``[n_tok, 1]``.
+            layer_id: whose bytes they are.
+            scale: factor of the logits.
+            out_dtype: a NumPy dtype, or "bfloat16": float32 that holds rounded values.
+            sinks: ``[n_q_heads]`` logits that take a share of each softmax and give no value.
+
+        Returns:
+            ``[1, n_q_heads, n_tok, v_head_dim]`` of ``out_dtype``.
+
+        Raises:
+            ShapeError: a tensor does not fit the layer's group; nothing was changed.
+            StepError, PositionError, CacheFullError: as ``plan`` raises them; nothing was written.
+        """
+        group = self._layer_group(layer_id)
+        _check_queries(q, k, group, sinks)
+        segments = self.update_and_fetch(layer_id, position, k, v)
+        out = np.empty((*q.shape[1:3], group.v_head_dim), dtype=np.float64)
+        for s in segments:
+            rows = slice(s.q_start, s.q_start + s.q_len)
+            seen = visible(s.kind, s.mask, s.q_len, s.k.shape[1])
+            out[:, rows] = attend(q[0, :, rows], s.k, s.v, seen, scale, group.softcap, sinks)
+        if isinstance(out_dtype, str) and out_dtype == "bfloat16":
+            return from_bfloat16_bits(to_bfloat16_bits(out))[None]
+        return out[None].astype(out_dtype)
+
+    def update_and_fetch(
+        self, layer: int, position: ArrayLike, k: FloatArray, v: FloatArray
+    ) -> list[Segment]:
+        """Store one layer's K and V and return what its queries read, this step included.
+
+        Args:
+            layer: layer id.
+            position: one int per token, ``[n_tok]`` or ``[n_tok, 1]``.
+            k: ``[1, n_kv_heads, n_tok, head_dim]``.
+            v: ``[1, n_kv_heads, n_tok, v_head_dim]``.
+
+        Raises:
+            ShapeError, StepError, PositionError, CacheFullError: see ``update_and_attend``.
+        """
+        group = self._layer_group(layer)
+        _check_rows("k", k, group.n_kv_heads, group.head_dim)
+        _check_rows("v", v, group.n_kv_heads, group.v_head_dim)
+        n_tokens = k.shape[2]
+        if v.shape[2] != n_tokens:
+            raise ShapeError(f"k brings {n_tokens} tokens and v {v.shape[2]}; they must be equal")
+        plan = self.plan(layer, n_tokens, _flat_positions(position, n_tokens))
+        pool = self.layer_pools[layer]
+        pool.ensure(plan.n_cells)
+        if len(plan.writes) == 1:
+            pool.write_run(plan.writes[0].run.start, k[0], v[0])
+        else:
+            pool.scatter_rows(plan.write_cells, k[0], v[0])
+        self.wrote(layer)
+        return [_segment(pool, spec) for spec in plan.reads]
+
+    def usage(self) -> CacheUsage:
+        """Cells by layer group, and the bytes that the pools have allocated."""
+        return replace(super().usage(), size_bytes=sum(p.size_bytes for p in self.layer_pools))
+
+    def _layer_group(self, layer: int) -> LayerGroup:
+        return self.groups[self.group_of(layer)]
+
+    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        for layer in self.groups[group].layers:
+            self.layer_pools[layer].gather_into(base, src_cells)
+
+
+class ReferenceContiguousCache(ReferenceBytes, ContiguousBookkeeping):
+    """One sequence, contiguous."""
+
+
+class ReferenceSeqCache(ReferenceBytes, SeqBookkeeping):
+    """Many sequences over shared cells."""
+
+
+class ReferenceTreeCache(ReferenceBytes, TreeBookkeeping):
+    """Many sequences, each with or without a draft tree."""
+
+
+def _segment(pool: Pool, spec: AttendSpec) -> Segment:
+    """The read of one spec: its runs one after the other."""
+    parts = [pool.read(*run) for run in spec.runs]
+    k = np.concatenate([k for k, _ in parts], axis=1)
+    v = np.concatenate([v for _, v in parts], axis=1)
+    return Segment(spec.q_start, spec.q_len, k, v, spec.kind, spec.mask)
+
+
+def _flat_positions(position: ArrayLike, n_tokens: int) -> IntArray:
+    """``[n_tok]`` out of ``[n_tok]`` or ``[n_tok, 1]``."""
+    given = np.asarray(position)
+    if given.shape not in ((n_tokens,), (n_tokens, 1)):
+        raise ShapeError(
+            f"position is {list(given.shape)}; {n_tokens} tokens need [{n_tokens}] or "
+            f"[{n_tokens}, 1]"
+        )
+    return given.reshape(n_tokens).astype(np.int64)
+
+
+def _check_rows(name: str, rows: FloatArray, n_kv_heads: int, dim: int) -> None:
+    if rows.ndim != 4 or rows.shape[:2] != (1, n_kv_heads) or rows.shape[3] != dim:
+        raise ShapeError(
+            f"{name} is {list(rows.shape)}; this layer keeps [1, {n_kv_heads}, n_tok, {dim}]"
+        )
+
+
+def _check_queries(
+    q: FloatArray, k: FloatArray, group: LayerGroup, sinks: FloatArray | None
+) -> None:
+    _check_rows("k", k, group.n_kv_heads, group.head_dim)
+    n_tokens = k.shape[2]
+    if q.ndim != 4 or (q.shape[0], q.shape[2], q.shape[3]) != (1, n_tokens, group.head_dim):
+        raise ShapeError(
+            f"q is {list(q.shape)}; k brings {n_tokens} tokens, so q must be "
+            f"[1, n_q_heads, {n_tokens}, {group.head_dim}]"
+        )
+    n_q_heads = q.shape[1]
+    if not n_q_heads or n_q_heads % group.n_kv_heads:
+        raise ShapeError(
+            f"q has {n_q_heads} heads, which the layer's {group.n_kv_heads} KV heads do not "
+            f"divide; n_q_heads must be a multiple of n_kv_heads"
+        )
+    if sinks is not None and sinks.shape != (n_q_heads,):
+        raise ShapeError(f"sinks are {list(sinks.shape)}; {n_q_heads} heads need [{n_q_heads}]")

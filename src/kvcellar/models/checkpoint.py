@@ -1,0 +1,153 @@
+"""A checkpoint on disk, looked at before it is loaded: all of it must be there, and be whole.
+
+Only headers are read, so a folder of 100 GB takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import ModelError
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors format allows."""
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint.
+
+    Raises:
+        ModelError: it cannot be read, or is not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read as JSON ({error}); copy the file again from its source"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__} where an object is expected")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's ``config.json``.
+
+    Raises:
+        ModelError: there is none, or it is not JSON.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        there = sorted(p.name for p in folder.iterdir())
+        shown = ", ".join(there[:6]) + (", ..." if len(there) > 6 else "")
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a Hugging Face checkpoint; it holds "
+            f"{shown or 'nothing'}; give the folder that the model was saved to"
+        )
+    return read_json(path)
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Make sure that there is a tokenizer to load.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(
+            f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); copy the tokenizer's files "
+            f"from where the model came from"
+        )
+
+
+def check_weights(folder: Path) -> Counter[str]:
+    """Make sure that every file of the weights is there and whole.
+
+    Returns:
+        How many tensors are stored in which type, by the format's names (``F32``, ``BF16`` ...).
+
+    Raises:
+        ModelError: no safetensors, a missing or truncated file, or a tensor that the index names
+            and its file lacks.
+    """
+    if (folder / _SINGLE).is_file():
+        return Counter(tensor["dtype"] for tensor in _tensors(folder / _SINGLE).values())
+    if not (folder / _INDEX).is_file():
+        pickles = sorted(p.name for p in folder.glob("*.bin"))
+        raise ModelError(
+            f"{folder} has neither {_SINGLE} nor {_INDEX}"
+            + (
+                f"; {pickles[0]} is a pickle, which could run code and is not loaded; convert the "
+                f"weights to safetensors"
+                if pickles
+                else "; copy the weights from where the model came from"
+            )
+        )
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / _INDEX} has no weight_map; copy the file again")
+    shards = sorted(set(weight_map.values()))
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(shards)} files that its index names: "
+            f"{_few(missing)}; the checkpoint is half copied, copy it again"
+        )
+    dtypes: Counter[str] = Counter()
+    for name in shards:
+        tensors = _tensors(folder / name)
+        lost = [key for key, shard in weight_map.items() if shard == name and key not in tensors]
+        if lost:
+            raise ModelError(
+                f"{folder / name} lacks {len(lost)} tensors that the index says it has: "
+                f"{_few(lost)}; index and files are not of one checkpoint, copy it again"
+            )
+        dtypes.update(tensor["dtype"] for tensor in tensors.values())
+    return dtypes
+
+
+def _tensors(path: Path) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file whose size is what the header says."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":  # the first words of a Git LFS pointer
+            raise ModelError(
+                f"{path} is a Git LFS pointer and not the weights; run 'git lfs pull' where it "
+                f"came from, or download the file"
+            )
+        if len(start) < 8 or length > MAX_HEADER_BYTES:
+            raise ModelError(f"{path} is not a safetensors file; copy it again from its source")
+        raw = file.read(length)
+    if len(raw) == length:
+        try:
+            header = json.loads(raw)
+            header.pop("__metadata__", None)
+            want_bytes = (
+                8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelError(
+                f"{path} has a damaged header ({error}); copy it again from its source"
+            ) from error
+    else:
+        want_bytes = 8 + length
+    if size_bytes < want_bytes:
+        raise ModelError(
+            f"{path} is truncated: {size_bytes} bytes of at least {want_bytes}; the checkpoint is "
+            f"half copied, copy it again"
+        )
+    tensors: dict[str, dict[str, Any]] = header
+    return tensors
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

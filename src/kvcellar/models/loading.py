@@ -1,0 +1,381 @@
+"""From a name to a model: find the checkpoint, check it, load its weights once.
+
+A loaded model holds no session state. Any number of sessions can be bound to it at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.models.checkpoint import (
+    check_tokenizer_files,
+    check_weights,
+    read_config,
+    read_json,
+)
+from kvcellar.models.runner import Runner
+from kvcellar.registry import CacheSession
+from kvcellar.spec import config_from_dict, params_from_config
+from kvcellar.types import ModelCacheParams
+
+DEMO = "demo"
+"""The name of the bundled model."""
+
+DEMO_FOLDER = Path(__file__).parent / "demo"
+
+ProgressFn = Callable[[float, str], None]
+"""Called with how much is done, 0 to 1 and never less than before, and what comes now."""
+
+_DOWNLOAD = 0.9
+"""How much of all the work it is to download a model, where that is needed."""
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+"""model_type -> the class of transformers that runs it with its attention on the op."""
+
+MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
+"""model_type of a checkpoint whose text part is loaded alone -> what its config calls itself."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in memory, with its tokenizer. Shared by sessions and threads; never changes.
+
+    Attributes:
+        name: what ``load_model`` was asked for.
+        path: the folder it came from.
+        backend: id of the backend that runs it.
+        params: what a cache for it must know.
+        config: the config object of transformers, of the text part.
+        tokenizer: the tokenizer of transformers.
+        vocab_size: rows of the embedding: ids from 0 to ``vocab_size - 1`` exist.
+        eos_token_ids: tokens that end a text or a turn.
+        max_positions: the longest sequence that the model was made for.
+        dtype: type of the weights in memory.
+    """
+
+    name: str
+    path: Path
+    backend: str
+    params: ModelCacheParams
+    config: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_positions: int
+    dtype: str
+    _model: Any = field(repr=False)
+
+    def bind(self, session: CacheSession[Any]) -> Runner:
+        """Join the model with a session that is open, as often as you like.
+
+        Raises:
+            SessionClosedError: the session is not open.
+            BackendError: it is a session of another backend.
+            ConfigError: its cache was made for another model.
+        """
+        params = session.cache.config.params
+        if session.backend != self.backend:
+            raise BackendError(
+                f"session {session.cache_key} is of backend {session.backend!r} and "
+                f"{self.name!r} was loaded for {self.backend!r}; make the session with "
+                f"{self.backend!r}"
+            )
+        if params != self.params:
+            raise ConfigError(
+                f"the cache of session {session.cache_key} was made for {_shape(params)}; "
+                f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
+            )
+        from kvcellar.models.torch_runner import TorchRunner
+
+        return TorchRunner(self._model, self.params, self.vocab_size, session)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The tokens of a chat, by the model's own template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` each, oldest first.
+            add_generation_prompt: end with the opening of the assistant's turn.
+
+        Raises:
+            ModelError: the model has no chat template, or its template refuses these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                f"{self.name!r} has no chat template, so it is no chat model; give it plain text, "
+                f"or load a model that is tuned for chat"
+            )
+        try:
+            return [
+                int(token)
+                for token in self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=True,
+                    return_dict=False,
+                )
+            ]
+        except Exception as error:  # templates raise errors of jinja's
+            raise ModelError(
+                f"the chat template of {self.name!r} refuses these messages: {error}"
+            ) from error
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    backend: str = "torch",
+    dtype: Any = None,
+    device: Any = None,
+    progress: ProgressFn | None = None,
+) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        name_or_path: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
+            safetensors; or a name on the Hugging Face hub, which is downloaded once.
+        backend: who runs it; there is ``torch``.
+        dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
+            the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
+            arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
+            of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
+            float32.
+        device: where to put it, as torch knows it; None: the CPU.
+        progress: called while loading; otherwise loading is silent.
+
+    Raises:
+        ModelError: no such model, a checkpoint that is incomplete or damaged, or an architecture
+            that is not supported.
+        BackendError: the backend is unknown, or the packages it needs are not installed.
+        ConfigError: a dtype or device that does not exist.
+    """
+    if backend != "torch":
+        raise BackendError(f"backend {backend!r} loads no models; there is: torch")
+    try:
+        from kvcellar.models import torch_loading
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("kvcellar"):
+            raise
+        raise BackendError(
+            f"loading a model needs the package {error.name!r}; install it with: "
+            f"pip install 'kvcellar[torch]'"
+        ) from error
+
+    done = start = 0.0  # of everything; where reading and loading begin
+
+    def report(fraction: float, what: str) -> None:
+        nonlocal done
+        done = max(done, start + (1.0 - start) * fraction)
+        if progress is not None:
+            progress(done, what)
+
+    with torch_loading.quiet(lambda part: report(0.05 + 0.95 * part, "loading weights")):
+        folder = _find(name_or_path, lambda part, what: report(_DOWNLOAD * part, what))
+        start = done
+        report(0.0, "reading the config")
+        raw = read_config(folder)
+        _check_architecture(raw, folder)
+        params = params_from_config(raw)
+        config = config_from_dict(raw)
+        stored = check_weights(folder)
+        check_tokenizer_files(folder)
+        is_demo = name_or_path == DEMO
+        wanted = "float32" if is_demo and dtype in (None, "auto") else dtype
+        torch_dtype, torch_device = torch_loading.pick_types(wanted, device, raw, stored)
+        report(0.02, "reading the tokenizer")
+        tokenizer = torch_loading.load_tokenizer(folder)
+        report(0.05, "loading weights")
+        model = torch_loading.load_weights(
+            folder,
+            config,
+            CLASSES[config.model_type],
+            quantization=raw.get("quantization_config"),
+            dtype=torch_dtype,
+            device=torch_device,
+        )
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    _check_vocabulary(tokenizer, vocab_size, folder)
+    report(1.0, "ready")
+    return LoadedModel(
+        name=str(name_or_path),
+        path=folder,
+        backend=backend,
+        params=params,
+        config=model.config,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(folder, raw, tokenizer),
+        max_positions=int(config.max_position_embeddings),
+        dtype=str(model.dtype).removeprefix("torch."),
+        _model=model,
+    )
+
+
+def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
+    """The folder of the checkpoint; downloads it where the name is one of the hub's."""
+    name = str(name_or_path)
+    if name == DEMO:
+        if not DEMO_FOLDER.is_dir():
+            raise ModelError(
+                f"the bundled model is not in this installation ({DEMO_FOLDER}); install kvcellar "
+                f"again, or give the folder of another model"
+            )
+        return DEMO_FOLDER
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        hint = "; GGUF files are not supported" if path.suffix == ".gguf" else ""
+        raise ModelError(
+            f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
+            f"tokenizer and safetensors{hint}"
+        )
+    if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name):
+        raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
+    return _from_hub(name, report)
+
+
+def _from_hub(name: str, report: ProgressFn) -> Path:
+    """Download a checkpoint, or take the local copy of an earlier download."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        folder = snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+            ignore_patterns=["*/*"],  # other formats of the same weights
+            tqdm_class=_download_bar(name, report),
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name!r} asks for its licence to be accepted; do so on its page on huggingface.co, "
+            f"then log in with: hf auth login"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no folder {name!r} here and no model of that name on the Hugging Face hub; "
+            f"check the spelling, or log in where it is private"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"there is no folder {name!r} here, no copy of a model of that name from an earlier "
+            f"download, and the Hugging Face hub cannot be reached (offline?); connect, or give a "
+            f"checkpoint's folder, or {DEMO!r}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"downloading {name!r} failed: {error}; try again") from error
+    return Path(folder)
+
+
+def _download_bar(name: str, report: ProgressFn) -> Any:
+    """A class of bars that draw nothing and report what they would show."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self.unit == "B" and self.total:
+                report(min(1.0, self.n / self.total), f"downloading {name}")
+            return shown
+
+    return Bar
+
+
+def _check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what would load and then run wrongly."""
+    family = raw.get("model_type")
+    if family not in CLASSES and family not in MULTIMODAL:
+        supported = ", ".join([*CLASSES, *MULTIMODAL])
+        raise ModelError(
+            f"{folder} is of architecture {family!r}, which is not supported; there are: "
+            f"{supported}"
+        )
+    known = MULTIMODAL.get(family) or CLASSES[family]
+    named = raw.get("architectures") or [known]
+    if known not in named and CLASSES.get(family) not in named:
+        raise ModelError(f"{folder} is a {', '.join(named)}; to generate text it must be a {known}")
+    quantization = raw.get("quantization_config")
+    if quantization and (quantization.get("quant_method") != "mxfp4" or family != "gpt_oss"):
+        raise ModelError(
+            f"{folder} is quantised with {quantization.get('quant_method')!r}, which is not "
+            f"supported; choose a checkpoint in bfloat16, float16 or float32"
+        )
+    text = raw.get("text_config") or raw
+    if family in ("gemma3", "gemma3_text") and text.get("attn_logit_softcapping"):
+        raise ModelError(
+            f"{folder} asks for attn_logit_softcapping, which Gemma 3 of transformers ignores; "
+            f"the result would not be the model's"
+        )
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    for part in (rope, *nested):
+        kind = part.get("rope_type", part.get("type"))
+        if kind in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{folder} has RoPE of type {kind!r}, which turns every position anew as a "
+                f"sequence grows; K that is cached would be wrong, so it is not supported"
+            )
+
+
+def _check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+    """Refuse a tokenizer of another model.
+
+    Special tokens past the embedding are let through: Gemma 3's tokenizer has one for images that
+    its smallest model lacks. A runner refuses them when they come.
+    """
+    special = set(tokenizer.all_special_ids)
+    special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    beyond = sorted(
+        i for i in tokenizer.get_vocab().values() if i >= vocab_size and i not in special
+    )
+    if beyond:
+        raise ModelError(
+            f"the tokenizer in {folder} has token ids up to {beyond[-1]} and the model's embedding "
+            f"has {vocab_size} rows; they are of different models, copy the model's own tokenizer"
+        )
+
+
+def _eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
+    """Every token that the checkpoint's files call an end; they disagree in many chat models."""
+    sources = [raw, raw.get("text_config") or {}]
+    if (folder / "generation_config.json").is_file():
+        sources.append(read_json(folder / "generation_config.json"))
+    found: set[int] = set()
+    for value in [*(source.get("eos_token_id") for source in sources), tokenizer.eos_token_id]:
+        found.update([value] if isinstance(value, int) else value or ())
+    return frozenset(found)
+
+
+def _shape(params: ModelCacheParams) -> str:
+    windows = ", ".join(str(group.window or "all") for group in params.groups)
+    return (
+        f"{params.n_layers} layers of {params.n_kv_heads} KV heads and head_dim "
+        f"{params.head_dim} (windows: {windows})"
+    )

@@ -1,0 +1,191 @@
+"""Weights and tokenizers through transformers, quietly and completely or not at all."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.utils import logging as hf_logging
+
+from kvcellar.errors import ConfigError, ModelError
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+_TEXT_KEYS = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Where a multimodal checkpoint keeps its text model -> where a text model keeps it."""
+
+_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.(?!.*rotary_emb)")
+
+_NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that speak up when transformers imports a torchao that was built for another Python."""
+
+_lock = threading.Lock()
+"""Held while loading: the verbosity and the progress hook of transformers are process-wide."""
+
+
+def pick_types(
+    dtype: Any, device: Any, raw: Mapping[str, Any], stored: Counter[str]
+) -> tuple[torch.dtype, torch.device]:
+    """The types that a checkpoint is loaded in; ``load_model`` says by which rules.
+
+    Args:
+        dtype: what the caller asked for.
+        device: what the caller asked for.
+        raw: the checkpoint's ``config.json``.
+        stored: tensors by stored type.
+
+    Raises:
+        ConfigError: a dtype or device that does not exist, or is not there.
+    """
+    try:
+        where = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"device {device!r} cannot be used: {str(error).splitlines()[0]}; choose another, "
+            f"such as 'cpu'"
+        ) from error
+    if dtype is None or dtype == "auto":
+        text = raw.get("text_config") or {}
+        names = [source.get(key) for source in (raw, text) for key in ("dtype", "torch_dtype")]
+        names += [_STORED[name] for name, _ in stored.most_common() if name in _STORED]
+        name = next((n for n in names if n in DTYPES), "float32")
+        if name == "float16" and where.type == "cpu":
+            name = "bfloat16"
+    else:
+        name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not known; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name], where
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many kinds: JSON, tokenizers' own, missing packages
+        raise ModelError(
+            f"the tokenizer in {folder} cannot be read: {error}; copy its files again from where "
+            f"the model came from"
+        ) from error
+
+
+def load_weights(
+    folder: Path,
+    config: Any,
+    class_name: str,
+    *,
+    quantization: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The model, in evaluation mode, with its attention on the op.
+
+    Args:
+        folder: the checkpoint.
+        config: the config object of its text part.
+        class_name: the class of transformers.
+        quantization: the checkpoint's quantization_config; MXFP4 is expanded.
+        dtype: type of the weights in memory.
+        device: where to put them.
+
+    Raises:
+        ModelError: weights that are missing, or not this architecture's.
+    """
+    # Imported here, inside of quiet(): it is what makes transformers import all that it can find.
+    from kvcellar.models.torch_attention import NAME
+
+    classes: Any = transformers
+    options: dict[str, Any] = {}
+    if quantization:
+        options["quantization_config"] = classes.Mxfp4Config(dequantize=True)
+    try:
+        model, info = getattr(classes, class_name).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            key_mapping=_TEXT_KEYS,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
+        raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} tensors that a {class_name} has: {_few(missing)}; the "
+            f"checkpoint is half copied or of another architecture"
+        )
+    strangers = sorted(
+        key
+        for key in info["unexpected_keys"]
+        if (found := _OF_A_LAYER.match(key)) and int(found[1]) < config.num_hidden_layers
+    )
+    if strangers:
+        raise ModelError(
+            f"{folder} has {len(strangers)} tensors that a {class_name} does not know: "
+            f"{_few(strangers)}; its config.json is of another architecture"
+        )
+    return model.to(device).eval()
+
+
+@contextmanager
+def quiet(progress: Callable[[float], None]) -> Iterator[None]:
+    """Let transformers neither log nor draw bars; tell ``progress`` how far the weights are."""
+
+    class Bar(hf_logging.EmptyTqdm):
+        def __iter__(self) -> Iterator[Any]:
+            items: list[Any] = list(self._iterator or ())
+            for done, item in enumerate(items):
+                progress(done / len(items))
+                yield item
+
+    def make_bar(factory: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        is_ours = kwargs.get("desc") == "Loading weights"
+        make: Any = Bar if is_ours else hf_logging.EmptyTqdm
+        return make(*args, **kwargs)
+
+    with _lock:
+        verbosity = hf_logging.get_verbosity()
+        hook = hf_logging.set_tqdm_hook(make_bar)
+        levels = {name: logging.getLogger(name).level for name in _NOISY}
+        hf_logging.set_verbosity(logging.ERROR)
+        for name in _NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(verbosity)
+            hf_logging.set_tqdm_hook(hook)
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

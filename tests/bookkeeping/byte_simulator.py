@@ -1,0 +1,186 @@
+"""Bookkeeping with bytes to lose: every cell of every layer stores the id of the token it holds.
+
+The oracle of the whole integer layer. A forward writes token ids where the plan says, moves them
+where the bookkeeping says, and expands every read into the ids that each query sees; `visible`
+says what it should see, from a plain dict of one sequence's history. Nothing else is trusted.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvcellar.bookkeeping.contiguous import ContiguousBookkeeping
+from kvcellar.bookkeeping.reads import TILE
+from kvcellar.bookkeeping.sequences import SeqBookkeeping
+from kvcellar.bookkeeping.step import StepBookkeeping
+from kvcellar.bookkeeping.tree import TreeBookkeeping
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    CacheConfig,
+    IntArray,
+    LayerGroup,
+    ModelCacheParams,
+    StepPlan,
+    cells_of,
+)
+
+Seen = list[list[int]]
+"""Per query token, the ids that it sees, sorted; an id that is seen twice is there twice."""
+
+
+def config_of(
+    windows: Sequence[int | None] = (None,),
+    capacity: int = 64,
+    slack: int = 0,
+    min_chunk: int = 8,
+) -> CacheConfig:
+    """A config with one layer group per window; the first group has a second layer, the last."""
+    n = len(windows)
+    groups = tuple(
+        LayerGroup((i, n) if i == 0 else (i,), 1, 1, 1, window) for i, window in enumerate(windows)
+    )
+    params = ModelCacheParams(n + 1, 1, 1, 1, groups)
+    return CacheConfig(params, capacity, min_chunk=min_chunk, window_slack=slack)
+
+
+def visible(history: Mapping[int, int], position: int, window: int | None) -> list[int]:
+    """The visibility rule: the tokens of a history that a query at ``position`` sees, sorted."""
+    low = -1 if window is None else position - window
+    return sorted(token for p, token in history.items() if low < p <= position)
+
+
+def seen_by(spec: AttendSpec, stored: IntArray) -> Seen:
+    """What each query of a read sees, by the words of `AttendKind`."""
+    ids = [int(i) for i in stored[cells_of(spec.runs)]]
+    rows: Seen = []
+    for i in range(spec.q_len):
+        if spec.kind is AttendKind.NONE:
+            row = ids
+        elif spec.kind is AttendKind.CAUSAL:
+            row = ids[: len(ids) - spec.q_len + i + 1]
+        else:
+            assert spec.mask is not None
+            n_whole = len(ids) - spec.mask.shape[1]
+            row = ids[:n_whole] + [
+                t for t, sees in zip(ids[n_whole:], spec.mask[i], strict=True) if sees
+            ]
+        rows.append(sorted(row))
+    return rows
+
+
+def check_plan(plan: StepPlan, n_tokens: int, group: LayerGroup, capacity: int) -> None:
+    """A plan is well formed: in order, nothing twice, nothing outside, no mask for nothing."""
+    assert plan.n_tokens == n_tokens
+    assert [w.q_start for w in plan.writes] == _starts([w.run.length for w in plan.writes])
+    assert [r.q_start for r in plan.reads] == _starts([r.q_len for r in plan.reads])
+    assert sum(w.run.length for w in plan.writes) == n_tokens == sum(r.q_len for r in plan.reads)
+    assert len(set(plan.write_cells.tolist())) == n_tokens
+    assert plan.n_cells <= capacity
+    for run in [w.run for w in plan.writes] + [run for r in plan.reads for run in r.runs]:
+        assert run.length >= 1
+        assert run.start >= 0 and run.stop <= plan.n_cells
+    for read in plan.reads:
+        cells = cells_of(read.runs).tolist()
+        assert len(set(cells)) == len(cells) == read.read_len >= 1
+        assert all(a.stop != b.start for a, b in pairwise(read.runs)), "runs are joined"
+        if read.kind is AttendKind.EXPLICIT:
+            assert read.mask is not None and read.mask.dtype == np.bool_
+            assert read.mask.shape[0] == read.q_len and read.mask.shape[1] <= len(cells)
+        else:
+            assert read.mask is None
+        if read.kind is AttendKind.CAUSAL:
+            assert 1 < read.q_len <= len(cells)
+
+
+def check_causal_masks(reads: Sequence[AttendSpec], window: int | None) -> None:
+    """Outside of trees: no mask for full history, for a window never more than a tile's."""
+    for read in reads:
+        if window is None:
+            assert read.mask is None
+        elif read.mask is not None:
+            assert read.mask.shape[0] <= TILE
+            assert read.mask.shape[1] <= window + TILE
+            assert read.read_len <= window + TILE
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+class ByteSimulator(StepBookkeeping):
+    """Mixed in before a bookkeeping class. ``stored[layer][cell]`` is the token id there."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        self.stored = [np.full(config.capacity, -1, dtype=np.int64) for _ in range(self.n_layers)]
+
+    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        assert len(set(src_cells.tolist())) == len(src_cells)
+        for layer in self.groups[group].layers:
+            moved = self.stored[layer][src_cells].copy()
+            self.stored[layer][base : base + len(src_cells)] = moved
+
+    def run_layer(
+        self, layer: int, tokens: Sequence[int], positions: Sequence[int] | None = None
+    ) -> Seen:
+        """One layer of a forward: write the token ids, return what every query sees."""
+        plan = self.plan(layer, len(tokens), positions)
+        check_plan(plan, len(tokens), self.groups[self.group_of(layer)], self.capacity)
+        stored = self.stored[layer]
+        for write in plan.writes:
+            ids = tokens[write.q_start : write.q_start + write.run.length]
+            stored[write.run.start : write.run.stop] = ids
+        seen = [row for spec in plan.reads for row in seen_by(spec, stored)]
+        self.wrote(layer)
+        return seen
+
+    def forward(self, tokens: Sequence[int], positions: Sequence[int] | None = None) -> list[Seen]:
+        """All layers; per layer, what every query sees."""
+        return [self.run_layer(layer, tokens, positions) for layer in range(self.n_layers)]
+
+    def layer_windows(self) -> list[int | None]:
+        """The window of every layer."""
+        return [self.groups[self.group_of(layer)].window for layer in range(self.n_layers)]
+
+
+class SimulatedContiguous(ByteSimulator, ContiguousBookkeeping):
+    """A contiguous cache of token ids."""
+
+
+class SimulatedSeq(ByteSimulator, SeqBookkeeping):
+    """A cache of many sequences, of token ids."""
+
+
+class SimulatedTree(ByteSimulator, TreeBookkeeping):
+    """A cache of sequences with draft trees, of token ids."""
+
+
+def snapshot(thing: Any) -> Any:
+    """All state below an object as nested tuples: equal exactly when nothing was changed."""
+    if isinstance(thing, np.ndarray):
+        return (str(thing.dtype), thing.tolist())
+    if isinstance(thing, enum.Enum | str | int | float | bool | None):
+        return thing
+    if isinstance(thing, Mapping):
+        return tuple((key, snapshot(value)) for key, value in thing.items())
+    if isinstance(thing, list | tuple | bytearray):
+        return tuple(snapshot(value) for value in thing)
+    if is_dataclass(thing):
+        return (type(thing).__name__, *(snapshot(getattr(thing, f.name)) for f in fields(thing)))
+    names = getattr(thing, "__slots__", None) or vars(thing)
+    return (type(thing).__name__, *((name, snapshot(getattr(thing, name))) for name in names))
+
+
+def settled(cache: ByteSimulator) -> Any:
+    """A copy of a cache as the next verb finds it: its last step accepted, or undone."""
+    twin = copy.deepcopy(cache)
+    twin.end_step()
+    return twin

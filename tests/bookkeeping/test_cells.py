@@ -1,0 +1,347 @@
+"""The cell pool against dicts and sets, and where it puts things."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcellar.bookkeeping.cells import MIN_RUN, CellPool, FreeRuns, Span
+from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
+from kvcellar.types import Run, cells_of, runs_of
+from tests.bookkeeping.byte_simulator import snapshot
+
+
+class FreeRunsAgainstASet(RuleBasedStateMachine):
+    """The oracle: the set of free cells."""
+
+    @initialize(n_cells=st.integers(1, 24))
+    def start(self, n_cells):
+        self.n_cells = n_cells
+        self.free = FreeRuns(n_cells)
+        self.want = set(range(n_cells))
+
+    @rule(start=st.integers(0, 23), length=st.integers(1, 24))
+    def take(self, start, length):
+        cells = set(range(start, start + length))
+        if cells <= self.want:
+            self.free.take(start, length)
+            self.want -= cells
+
+    @rule(start=st.integers(0, 23), length=st.integers(1, 24))
+    def give(self, start, length):
+        cells = set(range(start, start + length))
+        if cells <= set(range(self.n_cells)) - self.want:
+            self.free.give(start, length)
+            self.want |= cells
+
+    @invariant()
+    def agrees(self):
+        runs = runs_of(sorted(self.want))
+        assert list(self.free) == [(run.start, run.stop) for run in runs]
+        assert self.free.n_free == len(self.want)
+        assert self.free.high_water == (runs[-1].start if runs else None)
+        assert self.free.last_stop == (runs[-1].stop if runs else 0)
+        for cell in range(self.n_cells + 1):
+            room = next(i for i in range(self.n_cells + 2) if cell + i not in self.want)
+            assert self.free.room_at(cell) == room
+
+
+TestFreeRunsAgainstASet = FreeRunsAgainstASet.TestCase
+
+
+@pytest.mark.parametrize("start, length", [(3, 2), (5, 1), (2, 3), (7, 2), (0, 8)])
+def test_cells_that_are_not_free_cannot_be_taken(start, length):
+    free = FreeRuns(8)
+    free.take(4, 2)
+    with pytest.raises(AssertionError, match="not all free"):
+        free.take(start, length)
+
+
+@pytest.mark.parametrize("start, length", [(0, 1), (3, 2), (5, 2), (4, 4), (3, 1), (6, 2)])
+def test_a_cell_that_is_free_cannot_be_given_again(start, length):
+    free = FreeRuns(8)
+    free.take(4, 2)
+    with pytest.raises(AssertionError, match="free already"):
+        free.give(start, length)
+
+
+SEQ = st.integers(0, 3)
+POS = st.integers(0, 30)
+END = st.none() | st.integers(0, 30)
+
+
+class CellPoolAgainstDicts(RuleBasedStateMachine):
+    """The oracle: one dict per sequence, position -> cell, and one list of cells per holder."""
+
+    @initialize(
+        capacity=st.sampled_from([1, 5, 24, 40]),
+        min_run=st.sampled_from([1, 2, 5, MIN_RUN]),
+        reuse_first=st.booleans(),
+    )
+    def start(self, capacity, min_run, reuse_first):
+        self.capacity = capacity
+        self.pool = CellPool(capacity, min_run=min_run, reuse_first=reuse_first)
+        self.want: dict[int, dict[int, int]] = {}
+        self.held: list[list[Run]] = []
+
+    def taken(self):
+        held = {cell for runs in self.held for cell in cells_of(runs).tolist()}
+        return held.union(*(cells.values() for cells in self.want.values()))
+
+    def refused(self, error, verb, *args):
+        before = snapshot(self.pool)
+        with pytest.raises(error):
+            verb(*args)
+        assert snapshot(self.pool) == before
+
+    @rule(seq=SEQ, gap=st.sampled_from([0, 0, 0, 2]), n=st.integers(0, 12))
+    def claim(self, seq, gap, n):
+        cells = self.want.get(seq, {})
+        first = max(cells, default=-1) + 1 + gap
+        if n > self.capacity - len(self.taken()):
+            self.refused(CacheFullError, self.pool.claim, seq, first, n)
+            return
+        before = self.taken()
+        new = cells_of(self.pool.claim(seq, first, n)).tolist()
+        assert len(set(new)) == n and not set(new) & before
+        assert set(new) <= set(range(self.capacity))
+        if n:
+            self.want[seq] = cells | dict(zip(range(first, first + n), new, strict=True))
+
+    @rule(seq=SEQ, back=st.integers(1, 4))
+    def claim_a_position_that_is_held(self, seq, back):
+        first = max(self.want.get(seq, {}), default=-1) + 1 - back
+        if first >= 0:
+            self.refused(PositionError, self.pool.claim, seq, first, 1)
+
+    @rule(n=st.integers(1, 8), after=st.none() | st.integers(0, 40))
+    def take(self, n, after):
+        if n > self.capacity - len(self.taken()):
+            before = snapshot(self.pool)
+            with pytest.raises(CacheFullError, match=f"needs {n} cells, {self.pool.n_free} free"):
+                self.pool.take(n, after=after)
+            assert snapshot(self.pool) == before
+            return
+        before = self.taken()
+        runs = self.pool.take(n, after=after)
+        cells = cells_of(runs).tolist()
+        assert len(set(cells)) == n and not set(cells) & before
+        self.held.append(runs)
+
+    @rule(seq=SEQ, which=st.integers(0, 9), gap=st.sampled_from([0, 0, 3]))
+    def adopt(self, seq, which, gap):
+        alone = [
+            i for i, runs in enumerate(self.held) if (self.pool.refs[cells_of(runs)] == 1).all()
+        ]
+        if alone:
+            runs = self.held.pop(alone[which % len(alone)])
+            cells = self.want.setdefault(seq, {})
+            first = max(cells, default=-1) + 1 + gap
+            self.pool.adopt(seq, first, runs)
+            new = cells_of(runs).tolist()
+            cells.update(zip(range(first, first + len(new)), new, strict=True))
+
+    @rule(seq=SEQ, p0=POS, p1=END)
+    def retain_what_a_sequence_holds(self, seq, p0, p1):
+        runs = list(self.pool.runs(seq, p0, p1))
+        if runs:
+            self.pool.retain(runs)
+            self.held.append(runs)
+
+    @rule(which=st.integers(0, 9))
+    def release(self, which):
+        if self.held:
+            self.pool.release(self.held.pop(which % len(self.held)))
+
+    @rule(src=SEQ, dst=SEQ, p0=POS, p1=END)
+    def seq_cp(self, src, dst, p0, p1):
+        end = 10**9 if p1 is None else p1
+        part = {p: c for p, c in self.want.get(src, {}).items() if p0 <= p < end}
+        mine = self.want.get(dst, {})
+        if any(mine.get(p, c) != c for p, c in part.items()):
+            self.refused(SequenceConflictError, self.pool.seq_cp, src, dst, p0, p1)
+        else:
+            self.pool.seq_cp(src, dst, p0, p1)
+            if part:
+                self.want[dst] = mine | part
+
+    @rule(seq=SEQ, p0=POS, p1=END)
+    def seq_rm(self, seq, p0, p1):
+        end = 10**9 if p1 is None else p1
+        self.pool.seq_rm(seq, p0, p1)
+        left = {p: c for p, c in self.want.pop(seq, {}).items() if not p0 <= p < end}
+        if left:
+            self.want[seq] = left
+
+    @rule()
+    def clear(self):
+        self.pool.clear()
+        self.want.clear()
+        self.held.clear()
+
+    @rule(seq=SEQ, p0=st.integers(-3, 30), p1=END)
+    def reads_by_range(self, seq, p0, p1):
+        end = 10**9 if p1 is None else p1
+        part = {p: c for p, c in self.want.get(seq, {}).items() if p0 <= p < end}
+        assert self.pool.seq_positions(seq, p0, p1) == sorted(part)
+        assert cells_of(self.pool.runs(seq, p0, p1)).tolist() == [part[p] for p in sorted(part)]
+
+    @invariant()
+    def agrees(self):
+        held = [cell for runs in self.held for cell in cells_of(runs).tolist()]
+        self.pool.check(held)
+        assert sorted(self.pool.seq_ids()) == sorted(self.want)
+        owners = list(held)
+        for seq in range(4):
+            want = self.want.get(seq, {})
+            assert self.pool.seq_cells(seq) == [want[p] for p in sorted(want)]
+            owners += want.values()
+            top = max(want, default=-1)
+            hole = max((p for p in range(top) if p not in want), default=-1)
+            assert self.pool.retained_from(seq) == hole + 1
+        for seq, want in self.want.items():
+            assert self.pool.n_shared(seq) == sum(owners.count(c) > 1 for c in want.values())
+            spans = self.pool.spans(seq)
+            assert all(a.stop < b.pos or a.cell + a.length != b.cell for a, b in pairwise(spans)), (
+                "spans that continue each other are joined"
+            )
+        taken = self.taken()
+        assert self.pool.n_free == self.capacity - len(taken)
+        assert self.pool.n_cells == max(taken, default=-1) + 1
+
+
+TestCellPoolAgainstDicts = CellPoolAgainstDicts.TestCase
+
+
+# Where cells are handed out -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse_first", [False, True])
+def test_a_fresh_pool_hands_out_cells_in_ascending_order(reuse_first):
+    pool = CellPool(1000, reuse_first=reuse_first)
+    for p in range(0, 1000, 10):
+        assert pool.claim(7, p, 10) == [Run(p, 10)]
+    assert pool.spans(7) == [Span(0, 0, 1000)]
+
+
+def test_a_new_run_starts_at_the_lowest_free_cells_that_have_room():
+    pool = CellPool(1000, min_run=10)
+    pool.claim(0, 0, 300)
+    pool.seq_rm(0, 50, 55)  # room for 5
+    pool.seq_rm(0, 100, 120)  # room for 20
+    pool.seq_rm(0, 200, 250)  # room for 50
+    assert pool.claim(1, 0, 12) == [Run(100, 12)]
+    assert pool.claim(2, 0, 40) == [Run(200, 40)]
+
+
+def test_a_sequence_goes_on_where_it_ended_while_it_can():
+    pool = CellPool(1000, min_run=10)
+    pool.claim(0, 0, 20)
+    pool.claim(1, 0, 20)
+    assert pool.claim(0, 20, 5) == [Run(20, 5)]
+    assert pool.spans(0) == [Span(0, 0, 25)]
+
+
+def test_a_new_sequence_leaves_room_behind_the_others():
+    pool = CellPool(1000)
+    pool.claim(0, 0, 20)
+    assert pool.claim(1, 0, 20) == [Run(20 + MIN_RUN, 20)]
+
+
+def test_a_full_pool_hands_out_the_gaps_behind_tails_too():
+    pool = CellPool(100)
+    pool.claim(0, 0, 20)
+    pool.claim(1, 0, 80)
+    assert pool.n_free == 0
+    assert sorted(pool.seq_cells(0) + pool.seq_cells(1)) == list(range(100))
+
+
+def test_eight_sequences_that_decode_side_by_side_stay_in_few_runs():
+    pool = CellPool(16_384)
+    for p in range(500):
+        for seq in range(8):
+            pool.claim(seq, p, 1)
+    n_runs = [len(pool.runs(seq)) for seq in range(8)]
+    assert max(n_runs) <= 10, n_runs
+    assert pool.n_cells <= 1.5 * 8 * 500
+
+
+def test_eight_prefilled_sequences_that_decode_side_by_side_stay_in_few_runs():
+    pool = CellPool(8 * 4096 + 8 * 1024)
+    for seq in range(8):
+        pool.claim(seq, 0, 4096)
+    for p in range(4096, 4596):
+        for seq in range(8):
+            pool.claim(seq, p, 1)
+    assert max(len(pool.spans(seq)) for seq in range(8)) <= 10
+
+
+def test_forks_of_one_trunk_that_decode_side_by_side_stay_in_few_runs():
+    pool = CellPool(8192)
+    pool.claim(0, 0, 1000)
+    for fork in range(1, 8):
+        pool.seq_cp(0, fork)
+    for p in range(1000, 1500):
+        for seq in range(8):
+            pool.claim(seq, p, 1)
+    assert max(len(pool.spans(seq)) for seq in range(8)) <= 11
+    assert pool.capacity - pool.n_free == 1000 + 8 * 500
+
+
+def test_a_fork_of_32k_tokens_is_one_span_and_moves_nothing():
+    pool = CellPool(40_000)
+    pool.claim(0, 0, 32_768)
+    pos = pool.pos.copy()
+    pool.seq_cp(0, 1)
+    assert pool.spans(1) == [Span(0, 0, 32_768)]
+    assert pool.n_free == 40_000 - 32_768
+    assert np.array_equal(pool.pos, pos)
+
+
+def test_a_cell_lives_until_its_last_owner_lets_go():
+    pool = CellPool(8)
+    runs = pool.claim(0, 0, 3)
+    pool.seq_cp(0, 1)
+    pool.retain(runs)
+    pool.seq_rm(0)
+    pool.seq_rm(1)
+    assert pool.n_free == 5
+    pool.check([0, 1, 2])
+    pool.release(runs)
+    assert pool.n_free == 8
+    pool.check()
+
+
+def test_more_sequences_than_64_share_one_trunk():
+    pool = CellPool(16)
+    pool.claim(0, 0, 10)
+    for seq in range(1, 200):
+        pool.seq_cp(0, seq)
+    pool.seq_rm(0)
+    assert pool.seq_cells(199) == list(range(10))
+    for seq in range(1, 199):
+        pool.seq_rm(seq)
+    assert pool.n_free == 6
+    pool.check()
+
+
+def test_the_error_of_a_full_pool_says_what_was_asked_what_was_there_and_the_way_out():
+    pool = CellPool(8)
+    pool.claim(0, 0, 6)
+    with pytest.raises(CacheFullError) as full:
+        pool.claim(1, 0, 4)
+    assert str(full.value) == (
+        "step needs 4 cells, 2 free of 8; release a sequence or raise capacity"
+    )
+
+
+def test_the_error_of_a_conflict_names_the_sequence_and_the_positions():
+    pool = CellPool(8)
+    pool.claim(0, 0, 3)
+    pool.claim(1, 0, 2)
+    with pytest.raises(SequenceConflictError, match=r"sequence 1 .* \[0, 2\); seq_rm"):
+        pool.seq_cp(0, 1)

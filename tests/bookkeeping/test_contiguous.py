@@ -1,0 +1,169 @@
+"""One sequence with mixed layer groups, against a list of token ids."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
+from tests.bookkeeping.byte_simulator import (
+    SimulatedContiguous,
+    check_causal_masks,
+    config_of,
+    settled,
+    snapshot,
+    visible,
+)
+
+WINDOWS = st.sampled_from([(None,), (None, 4), (None, 1, 7), (3,), (1,), (None, 70), (2, 20)])
+
+
+class ContiguousCacheAgainstAList(RuleBasedStateMachine):
+    """The oracle: the list of the token ids so far."""
+
+    @initialize(
+        windows=WINDOWS,
+        capacity=st.sampled_from([1, 10, 60, 400, 1500]),
+        slack=st.sampled_from([0, 0, 1, 5, 20]),
+        min_chunk=st.sampled_from([1, 8, 40]),
+    )
+    def start(self, windows, capacity, slack, min_chunk):
+        self.windows, self.capacity, self.slack = windows, capacity, slack
+        self.min_chunk = min_chunk
+        self.cache = SimulatedContiguous(config_of(windows, capacity, slack, min_chunk))
+        self.want: list[int] = []
+        self.undo: list[int] | None = None
+        self.is_uncut = True
+        self.n_ids = 0
+        self.longest_step = 0
+
+    def refused(self, error, verb, *args):
+        before = snapshot(settled(self.cache))
+        self.undo = None
+        with pytest.raises(error) as info:
+            verb(*args)
+        assert len(str(info.value)) > 20
+        assert snapshot(settled(self.cache)) == before
+
+    @rule(
+        n=st.sampled_from([1, 1, 1, 2, 3, 9, 70, 150, 300]),
+        end=st.sampled_from(["finish", "finish", "finish", "finish", "cancel", "abandon"]),
+        n_layers=st.integers(1, 4),
+        say_positions=st.booleans(),
+    )
+    def step(self, n, end, n_layers, say_positions):
+        cache = self.cache
+        fits = len(self.want) + n <= self.capacity
+        assert settled(cache).can_extend(n) == fits
+        positions = list(range(len(self.want), len(self.want) + n))
+        said = positions if say_positions else None
+        if not fits:
+            self.refused(CacheFullError, cache.plan, 0, n, said)
+            return
+        self.undo = None
+        tokens = list(range(self.n_ids, self.n_ids + n))
+        self.n_ids += n
+        history = dict(enumerate(self.want + tokens))
+        n_layers = cache.n_layers if end == "finish" else min(n_layers, cache.n_layers)
+        if end == "abandon":  # a cache without begin_step knows no forward before its first layer
+            n_layers = min(n_layers, cache.n_layers - 1)
+        for layer, window in list(enumerate(cache.layer_windows()))[:n_layers]:
+            seen = cache.run_layer(layer, tokens, said)
+            assert seen == [visible(history, p, window) for p in positions]
+            plan = cache._open.plans[cache.group_of(layer)]
+            check_causal_masks(plan.reads, window)
+            assert len(plan.writes) == 1, "history stays in one run"
+            assert all(len(read.runs) == 1 for read in plan.reads)
+        if end == "finish":
+            self.undo, self.want = self.want, self.want + tokens
+        elif end == "cancel":
+            cache.cancel_step()
+        self.longest_step = max(self.longest_step, n)
+
+    @rule()
+    def cancel(self):
+        self.cache.cancel_step()
+        if self.undo is not None:
+            self.want, self.undo = self.undo, None
+
+    @rule()
+    def end_step(self):
+        self.cache.end_step()
+        self.undo = None
+
+    @rule(draw=st.integers(0, 2000), back=st.booleans())
+    def rewind(self, draw, back):
+        length = len(self.want)
+        new_length = max(0, length - draw % 12) if back else draw % (length + 3)
+        low = settled(self.cache).resumable_from()
+        if new_length > length or 0 < new_length < low:
+            assert new_length > length or self.is_gone(new_length)
+            self.refused(RewindError, self.cache.rewind, new_length)
+            return
+        self.undo = None
+        self.cache.rewind(new_length)
+        del self.want[new_length:]
+        self.is_uncut &= new_length in (0, length)
+        twin = copy.deepcopy(self.cache)
+        if twin.can_extend(1):
+            history = dict(enumerate([*self.want, -2]))
+            for layer, window in enumerate(twin.layer_windows()):
+                assert twin.run_layer(layer, [-2]) == [visible(history, new_length, window)]
+
+    def is_gone(self, new_length):
+        """Whether some group has no cell for a position that the next token would look at."""
+        bases = settled(self.cache)._base
+        return any(
+            window is not None and new_length - window + 1 < base
+            for window, base in zip(self.windows, bases, strict=True)
+        )
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.want.clear()
+        self.undo = None
+        self.is_uncut = True
+
+    @rule(off=st.sampled_from([-3, -1, 1, 4]), n=st.integers(1, 9))
+    def bring_other_positions(self, off, n):
+        length, plan = len(self.want), self.cache.plan
+        if n > 1:
+            self.refused(PositionError, plan, 0, n, [length] * n)
+            self.refused(PositionError, plan, 0, n, list(range(length, length + n - 1)))
+            self.refused(PositionError, plan, 0, n, [length, *range(length + 2, length + n + 1)])
+        self.refused(PositionError, plan, 0, n, list(range(length + off, length + off + n)))
+        self.refused(PositionError, plan, 0, n, list(range(length, length + n + 1)))
+        self.refused(PositionError, plan, 0, n, [])
+        self.refused(StepError, plan, 0, 0, [])
+        self.refused(StepError, plan, 99, n, None)
+
+    @rule(n=st.integers(0, 100))
+    def questions_change_nothing(self, n):
+        cache = self.cache
+        before = snapshot(cache)
+        cache.can_extend(n), cache.is_step_open, cache.needs_positions(), cache.usage()
+        cache.resumable_from(), cache.length, cache.capacity
+        assert snapshot(cache) == before
+
+    @invariant()
+    def agrees(self):
+        cache = self.cache
+        assert cache.length == len(self.want)
+        low = cache.resumable_from()
+        assert 0 <= low <= len(self.want) or self.cache.is_step_open
+        if self.is_uncut:
+            assert low <= max(0, len(self.want) - self.slack), "the slack is kept"
+        for group, usage in enumerate(cache.usage().groups):
+            window = self.windows[group]
+            if window is None:
+                assert usage.live == usage.n_cells == len(self.want)
+            else:
+                keep = window - 1 + self.slack
+                assert usage.n_cells <= max(2 * keep, self.min_chunk) + self.longest_step
+
+
+TestContiguousCacheAgainstAList = ContiguousCacheAgainstAList.TestCase

@@ -1,0 +1,416 @@
+"""Many sequences, mixed layer groups, whole and broken forwards, against dicts of token ids."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcellar.errors import (
+    CacheFullError,
+    PositionError,
+    RewindError,
+    SequenceConflictError,
+    StepError,
+    UnknownSequenceError,
+)
+from tests.bookkeeping.byte_simulator import (
+    SimulatedSeq,
+    check_causal_masks,
+    config_of,
+    settled,
+    snapshot,
+    visible,
+)
+
+SEQ = st.integers(0, 3)
+PLACE = st.integers(0, 400)
+"""A place in a history of any length: taken modulo the length and a little more."""
+STRETCH = st.sampled_from([1, 1, 1, 1, 2, 3, 5, 9, 20, 70])
+WINDOWS = st.sampled_from(
+    [(None,), (None, 4), (None, 1, 7), (3,), (4, 9), (1,), (None, 70), (None, 2, 20)]
+)
+CAPACITY = st.sampled_from([1, 9, 30, 90, 300])
+SLACK = st.sampled_from([0, 0, 1, 5, 20])
+END = st.sampled_from(["finish", "finish", "finish", "finish", "cancel", "abandon"])
+
+
+@dataclass
+class History:
+    """What one sequence is by the rule: its next position, and the token at each position."""
+
+    length: int = 0
+    tokens: dict[int, int] = field(default_factory=dict)
+
+
+class SeqCacheAgainstHistories(RuleBasedStateMachine):
+    """The oracle: one history per sequence. Every forward is checked, query by query."""
+
+    cache_class = SimulatedSeq
+
+    @initialize(windows=WINDOWS, capacity=CAPACITY, slack=SLACK)
+    def start(self, windows, capacity, slack):
+        self.windows, self.capacity, self.slack = windows, capacity, slack
+        self.cache = self.cache_class(config_of(windows, capacity, slack))
+        self.want: dict[int, History] = {}
+        self.undo = None  # what cancel_step goes back to
+        self.n_ids = 0
+
+    # The oracle's own words -----------------------------------------------------------------------
+
+    def new_ids(self, n):
+        self.n_ids += n
+        return list(range(self.n_ids - n, self.n_ids))
+
+    def place(self, seq, draw):
+        return draw % (self.want[seq].length + 3) if seq in self.want else draw
+
+    def state(self):
+        return self.want
+
+    def restore(self, state):
+        self.want = state
+
+    def n_needed(self, group):
+        """Cells that a group cannot do without: each token that some sequence may still see."""
+        needed = set()
+        for history in self.want.values():
+            window = self.windows[group]
+            floor = 0 if window is None else history.length - (window - 1) - self.slack
+            needed |= {t for p, t in history.tokens.items() if p >= floor}
+        return len(needed)
+
+    def may_be_full(self, n):
+        return any(self.n_needed(g) + n > self.capacity for g in range(len(self.windows)))
+
+    def must_be_full(self, n):
+        full = [g for g, window in enumerate(self.windows) if window is None]
+        return any(self.n_needed(g) + n > self.capacity for g in full)
+
+    def lost(self, cache, seq):
+        """Per window group, the positions of the history that are gone from its cells."""
+        return {
+            group: set(self.want[seq].tokens) - set(pool.seq_positions(seq))
+            for group, pool in enumerate(cache.pools)
+            if self.windows[group] is not None
+        }
+
+    def refused(self, error, verb, *args):
+        """The verb raises and leaves the cache as the next verb would have found it."""
+        before = snapshot(settled(self.cache))
+        self.undo = None
+        with pytest.raises(error) as info:
+            verb(*args)
+        assert len(str(info.value)) > 20
+        assert snapshot(settled(self.cache)) == before
+        self.cache.check()
+
+    # Forwards -------------------------------------------------------------------------------------
+
+    def batch_of(self, draws):
+        """[(seq_id, positions, tokens)] for a drawn batch; or None where it must be refused."""
+        at = {}
+        stretches = []
+        for seq, n in draws:
+            length = self.want[seq].length if seq in self.want else 0
+            first = at.get(seq, length)
+            stretches.append((seq, list(range(first, first + n)), self.new_ids(n)))
+            at[seq] = first + n
+        return stretches
+
+    def expected(self, stretches, window):
+        after = copy.deepcopy(self.want)
+        for seq, positions, tokens in stretches:
+            after.setdefault(seq, History()).tokens.update(zip(positions, tokens, strict=True))
+        return [
+            visible(after[seq].tokens, p, window)
+            for seq, positions, _ in stretches
+            for p in positions
+        ]
+
+    def accept(self, stretches):
+        for seq, positions, tokens in stretches:
+            history = self.want.setdefault(seq, History())
+            history.tokens.update(zip(positions, tokens, strict=True))
+            history.length = positions[-1] + 1
+
+    @rule(
+        draws=st.lists(st.tuples(SEQ, STRETCH), min_size=1, max_size=5),
+        end=END,
+        n_layers=st.integers(0, 4),
+        say_positions=st.booleans(),
+    )
+    def step(self, draws, end, n_layers, say_positions):
+        stretches = self.batch_of(draws)
+        if stretches is None:
+            ids = [seq for seq, n in draws for _ in range(n)]
+            self.refused(StepError, self.cache.begin_step, ids)
+            return
+        ids = [seq for seq, positions, _ in stretches for _ in positions]
+        positions = [p for _, positions, _ in stretches for p in positions]
+        tokens = [t for _, _, tokens in stretches for t in tokens]
+        said_to_fit = self.cache.can_extend(len(ids))
+        before = settled(self.cache)
+        if before.can_extend(len(ids)):
+            assert not self.must_be_full(len(ids))
+        elif self.fits_as_promised(stretches):
+            pass
+        else:
+            assert self.may_be_full(len(ids)) and not said_to_fit
+            self.refused(CacheFullError, self.cache.begin_step, ids)
+            return
+        self.undo = None
+        got = self.cache.begin_step(ids, positions if say_positions else None)
+        assert got == positions
+        self.check_masks(stretches)
+        n_layers = self.cache.n_layers if end == "finish" else min(n_layers, self.cache.n_layers)
+        if end == "abandon":
+            n_layers = min(n_layers, self.cache.n_layers - 1)
+        for layer, window in list(enumerate(self.cache.layer_windows()))[:n_layers]:
+            said = positions if say_positions or layer == 0 else None
+            assert self.cache.run_layer(layer, tokens, said) == self.expected(stretches, window)
+        assert self.cache.is_step_open == (n_layers < self.cache.n_layers)
+        if end == "finish":
+            self.undo = copy.deepcopy(self.state())
+            self.accept(stretches)
+        elif end == "cancel":
+            self.cache.cancel_step()
+            if all(len(ids) + self.n_pending() <= pool.n_free for pool in before.pools):
+                assert self.unwritten(self.cache) == self.unwritten(before)
+            self.cache.check()
+
+    def n_pending(self):
+        """Tokens that are proposed and await their forward."""
+        return 0
+
+    def fits_as_promised(self, stretches):
+        """Whether a step that can_extend does not speak for must fit all the same."""
+        return False
+
+    def unwritten(self, cache):
+        """All state but the bytes: a cancelled step may have written to cells that are free."""
+        cache = copy.deepcopy(cache)
+        cache.stored = None
+        return snapshot(cache)
+
+    def check_masks(self, stretches):
+        for group, window in enumerate(self.windows):
+            check_causal_masks(self.cache._open.plans[group].reads, window)
+
+    @rule()
+    def cancel(self):
+        self.cache.cancel_step()
+        if self.undo is not None:
+            self.restore(self.undo)
+        self.undo = None
+
+    @rule()
+    def end_step(self):
+        self.cache.end_step()
+        self.undo = None
+
+    # Sequences ------------------------------------------------------------------------------------
+
+    @rule(seq=SEQ, at=PLACE)
+    def cut(self, seq, at):
+        p0 = self.place(seq, at)
+        if seq not in self.want:
+            self.refused(UnknownSequenceError, self.cache.seq_rm, seq, p0)
+            return
+        history = self.want[seq]
+        if p0 < history.length and not self.may_resume(seq, p0):
+            self.refused(RewindError, self.cache.seq_rm, seq, p0)
+            return
+        self.undo = None
+        self.cache.seq_rm(seq, p0)
+        if p0 < history.length:
+            history.tokens = {p: t for p, t in history.tokens.items() if p < p0}
+            history.length = p0
+        self.drop_if_empty(seq)
+        self.probe(seq)
+
+    def may_resume(self, seq, length):
+        """What the cache answers, once it is shown to be the truth."""
+        before = settled(self.cache)
+        allowed = before.can_resume(seq, length)
+        low = before.resumable_from(seq)
+        history = self.want[seq]
+        assert allowed == (length == 0 or low <= length <= history.length)
+        missing = False
+        exact_low = 0
+        for group, lost in self.lost(before, seq).items():
+            window = self.windows[group]
+            missing |= any(length - window < p < length for p in lost)
+            if lost:
+                exact_low = max(exact_low, max(lost) + window)
+        assert not (allowed and missing), "what it allows, it can serve"
+        assert low >= exact_low
+        if sorted(history.tokens) == list(range(history.length)):
+            assert low == exact_low, "what it refuses, it cannot serve"
+        return allowed
+
+    @rule(seq=SEQ, a=PLACE, b=PLACE)
+    def make_a_hole(self, seq, a, b):
+        if seq not in self.want:
+            return
+        p0, p1 = sorted((self.place(seq, a), self.place(seq, b)))
+        history = self.want[seq]
+        if p1 >= history.length:
+            return
+        self.undo = None
+        self.cache.seq_rm(seq, p0, p1)
+        history.tokens = {p: t for p, t in history.tokens.items() if not p0 <= p < p1}
+        self.drop_if_empty(seq)
+        self.probe(seq)
+
+    def drop_if_empty(self, seq):
+        if not self.want[seq].tokens and not self.is_kept_empty(seq):
+            del self.want[seq]
+
+    def is_kept_empty(self, seq):
+        """Where no group keeps all, nobody knows whether what windows passed was removed since."""
+        return None not in self.windows and self.cache.has_seq(seq)
+
+    @rule(src=SEQ, dst=SEQ, a=PLACE, b=PLACE, whole=st.booleans(), to_end=st.booleans())
+    def copy(self, src, dst, a, b, whole, to_end):
+        if src not in self.want:
+            self.refused(UnknownSequenceError, self.cache.seq_cp, src, dst)
+            return
+        length = self.want[src].length
+        p0, p1 = sorted((self.place(src, a), self.place(src, b)))
+        p0, p1 = (0 if whole else p0), (None if to_end else p1)
+        stop = length if p1 is None else min(p1, length)
+        if stop <= p0 or src == dst:
+            before = snapshot(settled(self.cache))
+            self.undo = None
+            self.cache.seq_cp(src, dst, p0, p1)
+            assert snapshot(self.cache) == before
+            return
+        part = {p: t for p, t in self.want[src].tokens.items() if p0 <= p < stop}
+        mine = self.want.get(dst, History())
+        if not self.may_resume(src, stop):
+            self.refused(RewindError, self.cache.seq_cp, src, dst, p0, p1)
+            return
+        if any(mine.tokens.get(p, t) != t for p, t in part.items()):
+            if None in self.windows:  # elsewhere a window may have let go of the proof
+                self.refused(SequenceConflictError, self.cache.seq_cp, src, dst, p0, p1)
+            return
+        free = [pool.n_free for pool in settled(self.cache).pools]
+        self.undo = None
+        self.cache.seq_cp(src, dst, p0, p1)
+        assert [pool.n_free for pool in self.cache.pools] == free, "a copy takes no cells"
+        if part:
+            mine.tokens |= part
+            mine.length = max(mine.length, stop)
+            self.want[dst] = mine
+        elif self.is_kept_empty(dst):
+            self.want[dst] = History(max(mine.length, stop))
+        self.probe(dst)
+
+    @rule(seq=SEQ)
+    def keep(self, seq):
+        if seq not in self.want:
+            self.refused(UnknownSequenceError, self.cache.seq_keep, seq)
+            return
+        self.undo = None
+        self.cache.seq_keep(seq)
+        self.want = {seq: self.want[seq]}
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.want.clear()
+        self.undo = None
+        assert all(pool.n_free == self.capacity for pool in self.cache.pools)
+
+    def probe(self, seq):
+        """One more token, taken back: what the sequence sees from where it stands now."""
+        twin = copy.deepcopy(self.cache)
+        if twin.can_extend(1):
+            length = self.want[seq].length if seq in self.want else 0
+            stretches = [(seq, [length], [-2])]
+            assert twin.begin_step([seq]) == [length]
+            for layer, window in enumerate(twin.layer_windows()):
+                assert twin.run_layer(layer, [-2]) == self.expected(stretches, window)
+
+    # What is refused, what is asked ---------------------------------------------------------------
+
+    @rule(seq=SEQ, off=st.sampled_from([-1, 1, 5]), n=st.integers(1, 3))
+    def begin_at_other_positions(self, seq, off, n):
+        length = self.want[seq].length if seq in self.want else 0
+        positions = [length + off + i for i in range(n)]
+        error = (PositionError, StepError)
+        self.refused(error, self.cache.begin_step, [seq] * n, positions)
+        self.refused(error, self.cache.begin_step, [seq] * n, list(range(length, length + n + 1)))
+        self.refused(error, self.cache.begin_step, [seq] * n, [])
+
+    @rule()
+    def begin_with_nothing(self):
+        self.refused(StepError, self.cache.begin_step, [])
+        self.refused(UnknownSequenceError, self.cache.begin_step, [0, -1])
+
+    @rule(n=st.integers(0, 100), seq=SEQ, length=st.integers(-1, 100))
+    def questions_change_nothing(self, n, seq, length):
+        before = snapshot(self.cache)
+        self.ask(n, seq, length)
+        assert snapshot(self.cache) == before
+
+    def ask(self, n, seq, length):
+        cache = self.cache
+        cache.can_extend(n), cache.is_step_open, cache.needs_positions(), cache.usage()
+        cache.seq_ids(), cache.check(), cache.capacity
+        if cache.has_seq(seq):
+            cache.can_resume(seq, length), cache.resumable_from(seq), cache.seq_usage(seq)
+            cache.seq_len(seq)
+        else:
+            for ask in (cache.seq_len, cache.resumable_from, cache.seq_usage):
+                with pytest.raises(UnknownSequenceError, match="holds no tokens here; there are:"):
+                    ask(seq)
+
+    # What always holds ----------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self):
+        cache = self.cache
+        cache.check()
+        assert sorted(cache.seq_ids()) == sorted(self.want)
+        for seq in range(4):
+            assert cache.has_seq(seq) == (seq in self.want)
+        for seq, history in self.want.items():
+            assert cache.seq_len(seq) == history.length
+            self.check_cells(seq, history)
+        if not cache.is_step_open:
+            self.check_usage()
+
+    def check_cells(self, seq, history):
+        """Each token is where its sequence says, in every layer; none is missing that is due."""
+        for group, pool in enumerate(self.cache.pools):
+            window = self.windows[group]
+            cells = dict(zip(pool.seq_positions(seq), pool.seq_cells(seq), strict=True))
+            held = {p: c for p, c in cells.items() if p < history.length}
+            assert set(held) == set(cells) or self.cache.is_step_open
+            if window is None:
+                assert set(held) == set(history.tokens)
+            for p, cell in held.items():
+                for layer in self.cache.groups[group].layers:
+                    assert self.cache.stored[layer][cell] == history.tokens[p]
+
+    def extra_cells(self, group):
+        """Cells of a full group that no history accounts for."""
+        return 0
+
+    def check_usage(self):
+        owners = [t for history in self.want.values() for t in history.tokens.values()]
+        for group, usage in enumerate(self.cache.usage().groups):
+            assert usage.window == self.windows[group]
+            assert usage.live + usage.free == usage.capacity == self.capacity
+            assert usage.live <= usage.n_cells <= self.capacity
+            if usage.window is None:
+                assert usage.live == len(set(owners)) + self.extra_cells(group)
+                assert usage.shared == sum(owners.count(t) > 1 for t in set(owners))
+
+
+TestSeqCacheAgainstHistories = SeqCacheAgainstHistories.TestCase

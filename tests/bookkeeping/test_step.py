@@ -1,0 +1,370 @@
+"""The life of one forward: begun, written layer by layer, accepted, or taken back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcellar.errors import (
+    CacheFullError,
+    PositionError,
+    RewindError,
+    StepError,
+    UnknownSequenceError,
+)
+from tests.bookkeeping.byte_simulator import (
+    SimulatedContiguous,
+    SimulatedSeq,
+    SimulatedTree,
+    config_of,
+    snapshot,
+)
+
+MIXED = (None, 4)
+"""Layers 0 and 2 keep all of the history, layer 1 a window of 4."""
+
+SEQ_CACHES = pytest.mark.parametrize("make", [SimulatedSeq, SimulatedTree])
+ALL_CACHES = pytest.mark.parametrize("make", [SimulatedContiguous, SimulatedSeq, SimulatedTree])
+
+
+def begin(cache, n):
+    """Begin a step of ``n`` tokens of sequence 0, where the cache wants that."""
+    if not isinstance(cache, SimulatedContiguous):
+        cache.begin_step([0] * n)
+
+
+def length(cache):
+    return cache.length if isinstance(cache, SimulatedContiguous) else cache.seq_len(0)
+
+
+@ALL_CACHES
+def test_the_layers_of_a_group_share_one_plan(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 3)
+    plans = [cache.plan(layer, 3, None) for layer in range(3)]
+    assert plans[0] is plans[2]
+    assert plans[1] is not plans[0]
+
+
+@ALL_CACHES
+def test_tokens_count_once_every_layer_has_written(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 3)
+    for layer in range(3):
+        if make is SimulatedContiguous:
+            assert cache.length == 0
+        else:
+            assert not cache.has_seq(0) and cache.seq_ids() == []
+        cache.run_layer(layer, [1, 2, 3])
+    assert length(cache) == 3
+    assert not cache.is_step_open
+
+
+@ALL_CACHES
+def test_a_layer_that_reports_twice_counts_once(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 1)
+    cache.run_layer(0, [1])
+    cache.wrote(0)
+    cache.run_layer(1, [1])
+    assert cache.is_step_open
+
+
+@ALL_CACHES
+def test_a_layer_cannot_have_written_before_it_asked_for_its_plan(make):
+    cache = make(config_of(MIXED))
+    with pytest.raises(AssertionError):
+        cache.wrote(0)
+    begin(cache, 1)
+    cache.run_layer(0, [1])
+    with pytest.raises(AssertionError):
+        cache.wrote(1)
+
+
+@ALL_CACHES
+def test_positions_are_compared_once_per_forward(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 2)
+    assert cache.needs_positions()
+    cache.run_layer(0, [1, 2], [0, 1])
+    assert not cache.needs_positions()
+    cache.run_layer(1, [1, 2], None)
+    cache.run_layer(2, [1, 2], None)
+    assert cache.needs_positions()
+
+
+@ALL_CACHES
+def test_positions_may_be_an_array(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 2)
+    cache.forward([1, 2], np.array([0, 1]))
+    assert length(cache) == 2
+
+
+@ALL_CACHES
+def test_a_step_that_is_taken_back_leaves_the_cache_as_it_was(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 5)
+    cache.forward([1, 2, 3, 4, 5])
+    cache.end_step()
+    cache.stored = None  # what a cancelled step wrote to free cells is no state
+    before = snapshot(cache)
+    for n_layers in range(4):
+        begin(cache, 2)
+        for layer in range(n_layers):
+            cache.plan(layer, 2, [5, 6])
+            cache.wrote(layer)
+        if n_layers or make is not SimulatedContiguous:
+            cache.cancel_step()
+        assert snapshot(cache) == before
+        cache.cancel_step()
+        assert snapshot(cache) == before, "there is nothing left to take back"
+
+
+@ALL_CACHES
+def test_an_accepted_step_stays(make):
+    cache = make(config_of(MIXED))
+    begin(cache, 2)
+    cache.forward([1, 2])
+    cache.end_step()
+    cache.cancel_step()
+    assert length(cache) == 2
+
+
+@ALL_CACHES
+def test_the_next_verb_undoes_what_a_raised_forward_left_behind(make):
+    cache = make(config_of(MIXED, capacity=6))
+    begin(cache, 2)
+    cache.forward([1, 2])
+    begin(cache, 4)
+    cache.run_layer(0, [3, 4, 5, 6])
+    cache.end_step()
+    assert length(cache) == 2
+    assert [usage.live for usage in cache.usage().groups] == [2, 2]
+    begin(cache, 4)  # the four cells are free again
+    cache.forward([3, 4, 5, 6])
+    assert length(cache) == 6
+
+
+def test_a_forward_that_is_run_again_without_cancel_starts_over():
+    for make in (SimulatedContiguous, SimulatedTree):
+        cache = make(config_of(MIXED, capacity=6))
+        cache.run_layer(0, [1, 2, 3, 4])
+        cache.run_layer(1, [1, 2, 3, 4])
+        assert cache.forward([5, 6])[0] == [[5], [5, 6]]
+        assert length(cache) == 2
+
+
+@SEQ_CACHES
+def test_a_step_under_way_is_no_sequence_yet_and_none_when_it_is_taken_back(make):
+    cache = make(config_of(MIXED))
+    cache.begin_step([4, 5])
+    assert cache.seq_ids() == []
+    cache.cancel_step()
+    assert cache.seq_ids() == [] and cache.pools[0].seq_ids() == []
+    assert cache.begin_step([4]) == [0]
+
+
+@SEQ_CACHES
+def test_a_window_lets_go_only_once_the_step_is_accepted(make):
+    cache = make(config_of((4,), capacity=200))
+    cache.begin_step([0] * 80)
+    cache.forward(list(range(80)))
+    assert cache.usage().groups[0].live == 80
+    cache.cancel_step()
+    assert cache.usage().groups[0].live == 0
+    cache.begin_step([0] * 80)
+    cache.forward(list(range(80)))
+    cache.end_step()
+    assert cache.usage().groups[0].live == 3
+    assert cache.resumable_from(0) == 80
+
+
+def test_a_window_keeps_its_slack():
+    for make, cut in ((SimulatedContiguous, "rewind"), (SimulatedSeq, "seq_rm")):
+        cache = make(config_of((4,), capacity=500, slack=10))
+        for start in range(0, 300, 100):
+            begin(cache, 100)
+            cache.forward(list(range(start, start + 100)))
+        cache.end_step()
+        args = (290,) if cut == "rewind" else (0, 290)
+        getattr(cache, cut)(*args)
+        begin(cache, 1)
+        assert cache.forward([900])[0] == [[287, 288, 289, 900]]
+
+
+def test_one_sequence_needs_no_begin_step_in_a_tree_cache():
+    cache = SimulatedTree(config_of(MIXED))
+    assert cache.forward([10, 11])[0] == [[10], [10, 11]]
+    cache.propose([-1, -1])
+    assert cache.forward([12, 13], [2, 2])[0] == [[10, 11, 12], [10, 11, 13]]
+    cache.commit([1])
+    assert cache.forward([14], [3])[0] == [[10, 11, 13, 14]]
+    assert cache.seq_len(0) == 4
+
+
+def test_several_sequences_need_begin_step_in_a_tree_cache_too():
+    cache = SimulatedTree(config_of(MIXED))
+    cache.begin_step([0, 1])
+    cache.forward([10, 11])
+    cache.end_step()
+    before = snapshot(cache)
+    with pytest.raises(StepError, match="call begin_step"):
+        cache.plan(0, 1, [1])
+    assert snapshot(cache) == before
+
+
+# Errors, as a user reads them ---------------------------------------------------------------------
+
+
+def message(error, verb, *args):
+    with pytest.raises(error) as info:
+        verb(*args)
+    return str(info.value)
+
+
+def filled(make=SimulatedSeq, n=3, **settings):
+    """A cache whose sequence 0 has ``n`` tokens."""
+    cache = make(config_of(**settings))
+    begin(cache, n)
+    cache.forward(list(range(n)))
+    cache.end_step()
+    return cache
+
+
+def test_a_forward_without_begin_step_says_what_to_call():
+    assert message(StepError, SimulatedSeq(config_of()).plan, 0, 7, None) == (
+        "layer 0 brings 7 tokens and no step is open for them; "
+        "call begin_step(seq_ids) before each forward"
+    )
+
+
+def test_a_layer_that_comes_twice_in_one_step_says_what_to_call():
+    cache = filled()
+    cache.begin_step([0])
+    cache.run_layer(0, [9])
+    before = snapshot(cache)
+    assert message(StepError, cache.plan, 0, 1, None) == (
+        "layer 0 has had its turn in this step, which is still open; "
+        "if its forward raised, call cancel_step and begin_step again"
+    )
+    assert snapshot(cache) == before
+
+
+def test_a_forward_with_another_number_of_tokens_says_both_numbers():
+    cache = filled()
+    cache.begin_step([0, 0])
+    before = snapshot(cache)
+    assert message(StepError, cache.plan, 1, 3, None) == (
+        "the forward brings 3 tokens to layer 1; the step was begun for 2; "
+        "cancel_step takes the step back"
+    )
+    assert snapshot(cache) == before
+
+
+def test_a_forward_at_other_positions_says_both():
+    cache = filled()
+    cache.begin_step([0, 0])
+    before = snapshot(cache)
+    assert message(PositionError, cache.plan, 0, 2, [0, 1]) == (
+        "the forward brings positions [0, 1]; the step claimed [3, 4]; "
+        "begin_step returns the positions that its tokens get"
+    )
+    assert snapshot(cache) == before
+    cache.forward([7, 8], [3, 4])
+    cache.begin_step([0] * 20)
+    assert "[5, 6, ... 24] (20 of them)" in message(PositionError, cache.plan, 0, 20, range(20))
+
+
+def test_an_unknown_layer_says_how_many_there_are():
+    cache = filled()
+    assert "layer 2 " in message(StepError, cache.plan, 2, 1, None)
+    assert "has 2" in message(StepError, cache.plan, -1, 1, None)
+
+
+def test_a_full_cache_says_what_was_needed_and_what_was_free():
+    cache = filled(capacity=8, n=6)
+    assert message(CacheFullError, cache.begin_step, [0] * 4) == (
+        "step needs 4 cells, 2 free of 8; release a sequence or raise capacity"
+    )
+    cache = filled(SimulatedContiguous, capacity=8, n=6)
+    assert message(CacheFullError, cache.plan, 0, 4, None) == (
+        "step needs 4 cells, 2 free of 8; rewind, clear, or raise capacity"
+    )
+
+
+def test_tokens_that_do_not_follow_say_what_would():
+    cache = filled()
+    assert message(PositionError, cache.begin_step, [0, 0], [5, 6]) == (
+        "begin_step got 2 positions for 2 tokens; they differ from what continues each sequence "
+        "at token 0: given [5, 6], expected [3, 4]"
+    )
+    cache = filled(SimulatedContiguous)
+    assert message(PositionError, cache.plan, 0, 1, [5]) == (
+        "this cache holds positions 0 to 2 of one sequence, so the next tokens are 3, 4, ...; "
+        "the forward brings [5]; call rewind to go back"
+    )
+    assert message(PositionError, cache.plan, 0, 2, [3]) == (
+        "the forward brings 2 tokens and 1 positions; give every token one position"
+    )
+    cache = SimulatedContiguous(config_of())
+    assert message(PositionError, cache.plan, 0, 1, [5]) == (
+        "this cache is empty, so its tokens start at position 0 and follow each other; "
+        "the forward brings [5]"
+    )
+
+
+def test_a_forward_without_tokens_says_so():
+    assert "at least one token" in message(StepError, filled().begin_step, [])
+    for cache in (filled(SimulatedContiguous), SimulatedContiguous(config_of())):
+        assert "at least one token" in message(StepError, cache.plan, 0, 0, [])
+
+
+def test_an_unknown_sequence_says_which_there_are():
+    cache = filled()
+    assert message(UnknownSequenceError, cache.seq_len, 9) == (
+        "sequence 9 holds no tokens here; there are: 0"
+    )
+    for verb in (cache.seq_rm, cache.seq_keep, cache.resumable_from, cache.seq_usage):
+        assert message(UnknownSequenceError, verb, 9).startswith("sequence 9 holds no tokens")
+    assert message(UnknownSequenceError, cache.seq_cp, 9, 1).startswith("sequence 9 holds no")
+    assert message(UnknownSequenceError, cache.can_resume, 9, 1).startswith("sequence 9 holds no")
+    cache.clear()
+    assert message(UnknownSequenceError, cache.seq_len, 9).endswith("there are: none")
+
+
+def test_a_negative_sequence_is_refused_wherever_it_could_start_one():
+    cache = filled(SimulatedTree)
+    before = snapshot(cache)
+    for verb, args in (
+        (cache.begin_step, ([-1],)),
+        (cache.seq_cp, (0, -1)),
+        (cache.propose, ([-1], -1)),
+    ):
+        assert message(UnknownSequenceError, verb, *args) == "seq_ids are 0 or more, got -1"
+        assert snapshot(cache) == before
+
+
+def test_a_rewind_that_grows_says_what_is_possible():
+    cache = filled(SimulatedContiguous)
+    assert message(RewindError, cache.rewind, 5) == (
+        "rewind to 5: the cache holds 3 tokens and rewinding cannot grow; ask for 0 to 3"
+    )
+    assert "ask for 0 to 3" in message(RewindError, cache.rewind, -1)
+
+
+def test_a_window_that_has_moved_on_says_from_where_it_can_resume():
+    cache = filled(SimulatedContiguous, windows=(4,), capacity=300, n=100, slack=2)
+    begin(cache, 1)
+    cache.forward([100])
+    assert message(RewindError, cache.rewind, 50) == (
+        "rewind to 50: a sliding window has let go of the tokens before; this history resumes "
+        "from 0 or from 98 to 101; raise window_slack (2) to keep more"
+    )
+    cache = filled(windows=(4,), capacity=300, n=100, slack=2)
+    assert message(RewindError, cache.seq_rm, 0, 50) == (
+        "seq_rm of sequence 0 at 50: a sliding window has let go of the tokens before; it resumes "
+        "from 0 or from 98 to 100; raise window_slack (2) to keep more"
+    )
+    assert message(RewindError, cache.seq_cp, 0, 1, 0, 50).startswith("seq_cp of sequence 0 at 50:")
+    assert not cache.has_seq(1)
