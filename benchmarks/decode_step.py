@@ -117,9 +117,7 @@ def bookkeeping(quick: bool) -> dict[str, float]:
     full = kv.LayerGroup(tuple(range(1, 32, 2)), 8, 64, 64)
     shapes = {
         "bookkeeping_ms_per_step": kv.ModelCacheParams(32, 8, 64),
-        "bookkeeping_ms_per_step_two_groups": kv.ModelCacheParams(
-            32, 8, 64, groups=(window, full)
-        ),
+        "bookkeeping_ms_per_step_two_groups": kv.ModelCacheParams(32, 8, 64, groups=(window, full)),
     }
     for name, params in shapes.items():
         rounds = 200 if quick else 1000

@@ -12,6 +12,7 @@ from kvcellar.registry import (
     CacheRegistry,
     CacheSession,
     make_decode_session,
+    make_paged_session,
     make_seq_session,
     make_tree_session,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "make_config",
     "make_decode_session",
+    "make_paged_session",
     "make_seq_session",
     "make_tree_session",
     "read_kv_cache_metadata",

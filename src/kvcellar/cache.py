@@ -74,6 +74,10 @@ class SeqCache(Cache, Protocol):
         """Say whose tokens the next forward brings, claim their cells, return their positions."""
         ...
 
+    def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
+        """Whether ``begin_step`` with these tokens would find its cells, whosever they are."""
+        ...
+
     def has_seq(self, seq_id: int) -> bool:
         """Whether the sequence holds any tokens."""
         ...

@@ -76,3 +76,22 @@ class PromptError(KVCellarError, ValueError):
 
 class ShapeError(KVCellarError, ValueError):
     """Tensors do not have the heads or dims that the cache was built for. Nothing was written."""
+
+
+class UnknownRequestError(KVCellarError, KeyError):
+    """A request id that the engine does not run or keep."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class DeadlineError(KVCellarError, TimeoutError):
+    """A request waited longer for its turn than it wanted to. It never ran."""
+
+
+class EngineClosedError(KVCellarError):
+    """The engine was closed; it takes no more requests."""
+
+
+class PrefixError(KVCellarError, ValueError):
+    """A prefix handle that is stale or not locked, or cells that do not fit their tokens."""

@@ -6,6 +6,7 @@ time. Values are what a program's constant methods can carry: ints, floats, and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -62,8 +63,17 @@ def write_kv_cache_metadata(
         for index, group in enumerate(params.groups):
             if group.softcap is not None:
                 facts[f"group_softcap.{index}"] = float(group.softcap)
+    for key in [key for key in metadata if _is_optional(key)]:
+        del metadata[key]  # of another model, written here before
     metadata.update({PREFIX + key: value for key, value in facts.items()})
     return metadata
+
+
+def _is_optional(key: str) -> bool:
+    """Whether a key is one that is written for some models only."""
+    return key in (PREFIX + "v_head_dim", PREFIX + "layer_groups") or key.startswith(
+        PREFIX + "group_"
+    )
 
 
 def read_kv_cache_metadata(metadata: Mapping[str, Any]) -> ModelCacheParams:
@@ -84,35 +94,77 @@ def read_kv_cache_metadata(metadata: Mapping[str, Any]) -> ModelCacheParams:
             f"the kvcellar that wrote it, or export again"
         )
 
-    def fact(key: str) -> Any:
-        try:
-            return metadata[PREFIX + key]
-        except KeyError:
-            raise MetadataError(
-                f"{PREFIX}{key} is missing from schema version {version}; export again"
-            ) from None
-
+    n_layers = _whole(metadata, "n_layers")
+    n_kv_heads = _whole(metadata, "n_kv_heads")
+    head_dim = _whole(metadata, "head_dim")
+    v_head_dim = head_dim
+    if PREFIX + "v_head_dim" in metadata:
+        v_head_dim = _whole(metadata, "v_head_dim")
     try:
-        n_layers = int(fact("n_layers"))
-        head_dim = int(fact("head_dim"))
-        v_head_dim = int(metadata.get(PREFIX + "v_head_dim", head_dim))
-        groups: list[LayerGroup] = []
-        if PREFIX + "layer_groups" in metadata:
-            group_of = [int(i) for i in fact("layer_groups")]
-            for index, window in enumerate(fact("group_windows")):
-                softcap = metadata.get(f"{PREFIX}group_softcap.{index}")
-                groups.append(
-                    LayerGroup(
-                        layers=tuple(i for i, g in enumerate(group_of) if g == index),
-                        n_kv_heads=int(fact("group_n_kv_heads")[index]),
-                        head_dim=int(fact("group_head_dims")[index]),
-                        v_head_dim=int(fact("group_v_head_dims")[index]),
-                        window=int(window) or None,
-                        softcap=None if softcap is None else float(softcap),
-                    )
-                )
-        return ModelCacheParams(
-            n_layers, int(fact("n_kv_heads")), head_dim, v_head_dim, tuple(groups)
+        groups = _read_groups(metadata) if PREFIX + "layer_groups" in metadata else ()
+        return ModelCacheParams(n_layers, n_kv_heads, head_dim, v_head_dim, groups)
+    except ConfigError as error:
+        raise MetadataError(f"{PREFIX}* metadata cannot be right: {error}; export again") from error
+
+
+def _read_groups(metadata: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
+    group_of = _wholes(metadata, "layer_groups")
+    windows = _wholes(metadata, "group_windows")
+    n_kv_heads = _wholes(metadata, "group_n_kv_heads", len(windows))
+    head_dims = _wholes(metadata, "group_head_dims", len(windows))
+    v_head_dims = _wholes(metadata, "group_v_head_dims", len(windows))
+    return tuple(
+        LayerGroup(
+            layers=tuple(layer for layer, group in enumerate(group_of) if group == index),
+            n_kv_heads=n_kv_heads[index],
+            head_dim=head_dims[index],
+            v_head_dim=v_head_dims[index],
+            window=windows[index] or None,
+            softcap=_softcap(metadata, index),
         )
-    except (ConfigError, TypeError, ValueError, IndexError) as error:
-        raise MetadataError(f"{PREFIX}* metadata is not usable: {error}; export again") from error
+        for index in range(len(windows))
+    )
+
+
+def _softcap(metadata: Mapping[str, Any], index: int) -> float | None:
+    key = f"{PREFIX}group_softcap.{index}"
+    if key not in metadata:
+        return None
+    try:
+        return float(metadata[key])
+    except (TypeError, ValueError):
+        raise MetadataError(f"{key} is {metadata[key]!r}, not a number; export again") from None
+
+
+def _fact(metadata: Mapping[str, Any], key: str) -> Any:
+    try:
+        return metadata[PREFIX + key]
+    except KeyError:
+        raise MetadataError(
+            f"{PREFIX}{key} is missing from schema version {SCHEMA_VERSION}; export again"
+        ) from None
+
+
+def _whole(metadata: Mapping[str, Any], key: str) -> int:
+    value = _fact(metadata, key)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise MetadataError(
+            f"{PREFIX}{key} is {value!r}, not a whole number; export again"
+        ) from None
+
+
+def _wholes(metadata: Mapping[str, Any], key: str, length: int | None = None) -> list[int]:
+    value = _fact(metadata, key)
+    try:
+        numbers = [operator.index(number) for number in value]
+    except TypeError:
+        raise MetadataError(
+            f"{PREFIX}{key} is {value!r}, not a list of whole numbers; export again"
+        ) from None
+    if length is not None and len(numbers) != length:
+        raise MetadataError(
+            f"{PREFIX}{key} has {len(numbers)} entries for {length} layer groups; export again"
+        )
+    return numbers

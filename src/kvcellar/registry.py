@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeSeqCache
-from kvcellar.errors import BackendError, SessionClosedError, UnknownCacheError
+from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
 from kvcellar.types import CacheConfig
 
 Face = TypeVar("Face", bound=Cache)
@@ -40,9 +40,18 @@ class CacheRegistry:
         """The registry of this process."""
         return cls._global
 
-    def install(self, cache_key: str, cache: Cache) -> None:
-        """Make ``cache`` known under a key; an entry of that name is replaced."""
+    def install(self, cache_key: str, cache: Cache, *, replace: bool = True) -> None:
+        """Make ``cache`` known under a key.
+
+        Raises:
+            ConfigError: another cache has that key and may not be replaced; nothing was changed.
+        """
         with self._lock:
+            if not replace and self._caches.get(cache_key, cache) is not cache:
+                raise ConfigError(
+                    f"another session has the cache_key {cache_key!r}; end it first, or leave "
+                    f"cache_key out and get one that no other session has"
+                )
             self._caches[cache_key] = cache
 
     def get(self, cache_key: str) -> Cache:
@@ -91,7 +100,7 @@ class CacheBuilderRegistry:
         return cls._global
 
     def register_builder(self, backend: str, kind: str, builder: CacheBuilder) -> None:
-        """Say how ``backend`` builds a cache of ``kind`` (contiguous, seq or tree)."""
+        """Say how ``backend`` builds a cache of ``kind`` (contiguous, seq, paged or tree)."""
         with self._lock:
             self._builders[backend, kind] = builder
 
@@ -157,7 +166,7 @@ class CacheSession(Generic[Face]):
         self.cache_key = cache_key or make_unique_key()
         self.backend = backend
         self._cache = cache
-        self._is_open = False
+        self._n_open = 0
 
     @property
     def cache(self) -> Face:
@@ -166,7 +175,7 @@ class CacheSession(Generic[Face]):
         Raises:
             SessionClosedError: outside of the ``with``.
         """
-        if not self._is_open:
+        if not self._n_open:
             raise SessionClosedError(
                 f"session {self.cache_key} is not open; use its cache inside "
                 f"'with session: ...', and make a new session once it has ended"
@@ -174,9 +183,13 @@ class CacheSession(Generic[Face]):
         return self._cache
 
     def __enter__(self) -> CacheSession[Face]:
-        """Install the cache."""
-        CacheRegistry.instance().install(self.cache_key, self._cache)
-        self._is_open = True
+        """Install the cache. Nests: the outermost ``with`` counts.
+
+        Raises:
+            ConfigError: another session has the ``cache_key``.
+        """
+        CacheRegistry.instance().install(self.cache_key, self._cache, replace=False)
+        self._n_open += 1
         return self
 
     def __exit__(
@@ -186,8 +199,9 @@ class CacheSession(Generic[Face]):
         trace: TracebackType | None,
     ) -> None:
         """Erase the entry, however the block ended."""
-        self._is_open = False
-        CacheRegistry.instance().erase(self.cache_key)
+        self._n_open -= 1
+        if not self._n_open:
+            CacheRegistry.instance().erase(self.cache_key)
 
 
 def make_decode_session(backend: str, config: CacheConfig) -> CacheSession[DecodeCache]:
@@ -203,6 +217,15 @@ def make_decode_session(backend: str, config: CacheConfig) -> CacheSession[Decod
 def make_seq_session(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
     """A session for many sequences over shared cells. Errors as in ``make_decode_session``."""
     return _make_session(backend, "seq", config, SeqCache)  # type: ignore[type-abstract]
+
+
+def make_paged_session(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
+    """A session for many sequences over shared blocks. Errors as in ``make_decode_session``.
+
+    Raises:
+        ConfigError: the capacity holds no block of ``config.block_size`` cells.
+    """
+    return _make_session(backend, "paged", config, SeqCache)  # type: ignore[type-abstract]
 
 
 def make_tree_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:

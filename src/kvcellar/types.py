@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ IntArray = NDArray[np.int64]
 
 FLOAT_KV_DTYPES = ("float32", "bfloat16", "float16")
 """KV storage types of the float pools."""
+
+LAYOUTS = ("layer_first", "page_first")
+"""How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
 
 
 class Run(NamedTuple):
@@ -117,9 +120,14 @@ def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(out)
 
 
-def runs_of(cells: Sequence[int]) -> list[Run]:
+def runs_of(cells: Sequence[int] | IntArray) -> list[Run]:
     """The fewest runs that give these cells in this order."""
-    return list(join_runs(Run(int(cell), 1) for cell in cells))
+    array = np.asarray(cells, dtype=np.int64)
+    if not array.size:
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(array) != 1) + 1).tolist()]
+    lengths = np.diff([*starts, array.size]).tolist()
+    return [Run(int(array[at]), n) for at, n in zip(starts, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,8 @@ class LayerGroup:
                 raise ConfigError(f"a layer group needs {name} >= 1, got {getattr(self, name)}")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"a window sees at least its own token, got window={self.window}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ConfigError(f"a softcap is above 0, or None for no cap; got {self.softcap}")
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"layers of a group ascend without repeats, got {self.layers}")
 
@@ -176,6 +186,9 @@ class ModelCacheParams:
             raise ConfigError(f"a model has at least one layer, got n_layers={self.n_layers}")
         if not self.v_head_dim:
             object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("n_kv_heads", "head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a model needs {name} >= 1, got {getattr(self, name)}")
         if not self.groups:
             full = LayerGroup(
                 tuple(range(self.n_layers)), self.n_kv_heads, self.head_dim, self.v_head_dim
@@ -200,6 +213,9 @@ class CacheConfig:
         min_chunk: cells that a pool allocates at first; it doubles from there up to capacity.
         window_slack: positions kept behind each sliding window, so that a sequence can be cut
             back by that many tokens and go on exactly.
+        block_size: cells per block of a paged cache; the others have token cells.
+        layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.
+        tp_size: tensor-parallel ranks that the KV heads are divided over; the cache is one rank's.
     """
 
     params: ModelCacheParams
@@ -207,6 +223,9 @@ class CacheConfig:
     kv_dtype: str = "float32"
     min_chunk: int = 512
     window_slack: int = 64
+    block_size: int = 16
+    layout: str = "layer_first"
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -223,6 +242,41 @@ class CacheConfig:
             raise ConfigError(f"min_chunk must be at least 1 cell, got {self.min_chunk}")
         if self.window_slack < 0:
             raise ConfigError(f"window_slack cannot be negative, got {self.window_slack}")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1 cell, got {self.block_size}")
+        if self.layout not in LAYOUTS:
+            raise ConfigError(
+                f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}"
+            )
+        for group in self.params.groups:
+            divide_heads(group.n_kv_heads, self.tp_size)
+
+    @property
+    def rank_groups(self) -> tuple[LayerGroup, ...]:
+        """The layer groups with the KV heads that one tensor-parallel rank holds of them."""
+        if self.tp_size == 1:
+            return self.params.groups
+        return tuple(
+            replace(group, n_kv_heads=divide_heads(group.n_kv_heads, self.tp_size))
+            for group in self.params.groups
+        )
+
+
+def divide_heads(n_kv_heads: int, tp_size: int) -> int:
+    """How many KV heads each of ``tp_size`` tensor-parallel ranks holds.
+
+    Raises:
+        ConfigError: they do not divide evenly, or there is no rank.
+    """
+    if tp_size < 1:
+        raise ConfigError(f"tp_size counts ranks and must be at least 1, got {tp_size}")
+    if n_kv_heads % tp_size:
+        fitting = ", ".join(str(n) for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0)
+        raise ConfigError(
+            f"{n_kv_heads} KV heads cannot be divided evenly over {tp_size} tensor-parallel ranks; "
+            f"choose a tp_size of {fitting}"
+        )
+    return n_kv_heads // tp_size
 
 
 def make_config(
@@ -232,13 +286,18 @@ def make_config(
     min_chunk: int = 512,
     *,
     window_slack: int = 64,
+    block_size: int = 16,
+    layout: str = "layer_first",
+    tp_size: int = 1,
 ) -> CacheConfig:
     """The model's facts plus the caller's policy.
 
     Raises:
         ConfigError: a value that cannot work; the message names it.
     """
-    return CacheConfig(params, capacity, kv_dtype, min_chunk, window_slack)
+    return CacheConfig(
+        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, tp_size
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -215,6 +216,7 @@ class CellPoolAgainstDicts(RuleBasedStateMachine):
 
 
 TestCellPoolAgainstDicts = CellPoolAgainstDicts.TestCase
+TestCellPoolAgainstDicts.settings = settings(max_examples=2 * settings().max_examples)
 
 
 # Where cells are handed out -----------------------------------------------------------------------
@@ -337,6 +339,20 @@ def test_the_error_of_a_full_pool_says_what_was_asked_what_was_there_and_the_way
     assert str(full.value) == (
         "step needs 4 cells, 2 free of 8; release a sequence or raise capacity"
     )
+
+
+@pytest.mark.parametrize("first", [0, 4, 5])
+def test_a_position_that_is_held_cannot_be_claimed_again(first):
+    pool = CellPool(16)
+    pool.claim(0, 0, 6)
+    before = snapshot(pool)
+    with pytest.raises(PositionError) as info:
+        pool.claim(0, first, 2)
+    assert str(info.value) == (
+        f"sequence 0 holds positions up to 5; asked to claim {first}; remove the tail with seq_rm "
+        f"first"
+    )
+    assert snapshot(pool) == before
 
 
 def test_the_error_of_a_conflict_names_the_sequence_and_the_positions():

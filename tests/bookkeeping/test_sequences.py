@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -46,6 +48,17 @@ class History:
     tokens: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class Kept:
+    """A history and the cells that it had, outside of any sequence.
+
+    In ``held`` the cells have an owner, as from a prefix index; in ``saved`` only bytes are kept.
+    """
+
+    history: History
+    tables: tuple[np.ndarray, ...]
+
+
 class SeqCacheAgainstHistories(RuleBasedStateMachine):
     """The oracle: one history per sequence. Every forward is checked, query by query."""
 
@@ -56,6 +69,8 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
         self.windows, self.capacity, self.slack = windows, capacity, slack
         self.cache = self.cache_class(config_of(windows, capacity, slack))
         self.want: dict[int, History] = {}
+        self.held: list[Kept] = []
+        self.saved: list[Kept] = []
         self.undo = None  # what cancel_step goes back to
         self.n_ids = 0
 
@@ -81,6 +96,8 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
             window = self.windows[group]
             floor = 0 if window is None else history.length - (window - 1) - self.slack
             needed |= {t for p, t in history.tokens.items() if p >= floor}
+        for held in self.held:
+            needed |= {held.history.tokens[p] for p in np.flatnonzero(held.tables[group] >= 0)}
         return len(needed)
 
     def may_be_full(self, n):
@@ -106,7 +123,15 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
             verb(*args)
         assert len(str(info.value)) > 20
         assert snapshot(settled(self.cache)) == before
-        self.cache.check()
+        self.check()
+
+    def check(self):
+        """The cache's own proof, told of the owners that it does not know."""
+        held = [
+            [c for held in self.held for c in held.tables[group].tolist() if c >= 0]
+            for group in range(len(self.windows))
+        ]
+        self.cache.check(held)
 
     # Forwards -------------------------------------------------------------------------------------
 
@@ -180,7 +205,7 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
             self.cache.cancel_step()
             if all(len(ids) + self.n_pending() <= pool.n_free for pool in before.pools):
                 assert self.unwritten(self.cache) == self.unwritten(before)
-            self.cache.check()
+            self.check()
 
     def n_pending(self):
         """Tokens that are proposed and await their forward."""
@@ -323,8 +348,98 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
     def clear(self):
         self.cache.clear()
         self.want.clear()
+        self.held.clear()
         self.undo = None
         assert all(pool.n_free == self.capacity for pool in self.cache.pools)
+
+    # Cells that outlive their sequence, bytes that come back --------------------------------------
+
+    @rule(seq=SEQ, at=PLACE)
+    def hold(self, seq, at):
+        if seq in self.want:
+            length = min(self.place(seq, at), self.want[seq].length)
+            history = self.history_of(seq, length)
+            tables = self.cache.seq_table(seq, length)
+            for group, window in enumerate(self.windows):
+                if window is None:
+                    assert np.flatnonzero(tables[group] >= 0).tolist() == sorted(history.tokens)
+            if history.tokens:
+                self.cache.end_step()  # a step that may be taken back is not to be held
+                self.undo = None
+                tables = self.cache.seq_table(seq, length)
+                self.cache.retain_cells(tables)
+                self.held.append(Kept(history, tables))
+
+    def history_of(self, seq, length):
+        tokens = {p: t for p, t in self.want[seq].tokens.items() if p < length}
+        return History(length, tokens)
+
+    @rule(which=st.integers(0, 9))
+    def let_go(self, which):
+        if self.held:
+            self.undo = None
+            self.cache.release_cells(self.held.pop(which % len(self.held)).tables)
+
+    @rule(which=st.integers(0, 9), seq=SEQ)
+    def begin_on_held_cells(self, which, seq):
+        if not self.held:
+            return
+        held = self.held[which % len(self.held)]
+        if self.may_begin(seq, held, self.cache.seq_map):
+            free = [pool.n_free for pool in settled(self.cache).pools]
+            self.undo = None
+            self.cache.seq_map(seq, held.tables)
+            assert [pool.n_free for pool in self.cache.pools] == free
+            self.want[seq] = copy.deepcopy(held.history)
+            self.probe(seq)
+
+    def may_begin(self, seq, source, verb):
+        if seq in self.want:
+            self.refused(SequenceConflictError, verb, seq, source.tables)
+            return False
+        for window, table in zip(self.windows, source.tables, strict=True):
+            length = source.history.length
+            due = [p for p in source.history.tokens if window and p > length - window]
+            if any(table[p] < 0 for p in due):
+                self.refused(RewindError, verb, seq, source.tables)
+                return False
+        return True
+
+    @rule(seq=SEQ, at=PLACE)
+    def save(self, seq, at):
+        if seq in self.want:
+            length = min(self.place(seq, at), self.want[seq].length)
+            history = self.history_of(seq, length)
+            if history.tokens:
+                tables = self.cache.seq_table(seq, length)
+                self.saved.append(Kept(history, tables))
+
+    @rule(which=st.integers(0, 9), seq=SEQ)
+    def restore_saved(self, which, seq):
+        if not self.saved:
+            return
+        saved = self.saved[which % len(self.saved)]
+        if not self.may_begin(seq, saved, self.cache.seq_claim):
+            return
+        before = settled(self.cache)
+        n_cells = [int((table >= 0).sum()) + self.n_pending() for table in saved.tables]
+        free = [pool.n_free + before._n_releasable(g) for g, pool in enumerate(before.pools)]
+        if any(n > f for n, f in zip(n_cells, free, strict=True)):
+            assert self.may_be_full(max(n_cells))
+            self.refused(CacheFullError, self.cache.seq_claim, seq, saved.tables)
+            return
+        self.undo = None
+        tables = self.cache.seq_claim(seq, saved.tables)
+        tokens = dict(
+            zip(saved.history.tokens, self.new_ids(len(saved.history.tokens)), strict=True)
+        )
+        for layer in range(self.cache.n_layers):
+            group = self.cache.group_of(layer)
+            here = np.flatnonzero(tables[group] >= 0)
+            assert here.tolist() == np.flatnonzero(saved.tables[group] >= 0).tolist()
+            self.cache.stored[layer][tables[group][here]] = [tokens[p] for p in here]
+        self.want[seq] = History(saved.history.length, tokens)
+        self.probe(seq)
 
     def probe(self, seq):
         """One more token, taken back: what the sequence sees from where it stands now."""
@@ -361,10 +476,13 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
     def ask(self, n, seq, length):
         cache = self.cache
         cache.can_extend(n), cache.is_step_open, cache.needs_positions(), cache.usage()
-        cache.seq_ids(), cache.check(), cache.capacity
+        cache.seq_ids(), self.check(), cache.capacity
+        assert cache.n_free <= min(pool.capacity for pool in cache.pools)
+        assert cache.can_extend(max(0, cache.n_free)) or cache.n_free < 0
+        assert not cache.can_extend(cache.n_free + 1)
         if cache.has_seq(seq):
             cache.can_resume(seq, length), cache.resumable_from(seq), cache.seq_usage(seq)
-            cache.seq_len(seq)
+            cache.seq_len(seq), cache.seq_table(seq), cache.seq_table(seq, length + 1)
         else:
             for ask in (cache.seq_len, cache.resumable_from, cache.seq_usage):
                 with pytest.raises(UnknownSequenceError, match="holds no tokens here; there are:"):
@@ -375,7 +493,7 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         cache = self.cache
-        cache.check()
+        self.check()
         assert sorted(cache.seq_ids()) == sorted(self.want)
         for seq in range(4):
             assert cache.has_seq(seq) == (seq in self.want)
@@ -403,7 +521,8 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
         return 0
 
     def check_usage(self):
-        owners = [t for history in self.want.values() for t in history.tokens.values()]
+        histories = [*self.want.values(), *(held.history for held in self.held)]
+        owners = [t for history in histories for t in history.tokens.values()]
         for group, usage in enumerate(self.cache.usage().groups):
             assert usage.window == self.windows[group]
             assert usage.live + usage.free == usage.capacity == self.capacity
@@ -414,3 +533,4 @@ class SeqCacheAgainstHistories(RuleBasedStateMachine):
 
 
 TestSeqCacheAgainstHistories = SeqCacheAgainstHistories.TestCase
+TestSeqCacheAgainstHistories.settings = settings(max_examples=3 * settings().max_examples)

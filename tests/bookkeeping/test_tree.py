@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -171,7 +172,7 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         tree.parents += parents
         tree.tokens += [None] * len(parents)
         assert got == [tree.position(node) for node in tree.frontier()]
-        self.cache.check()
+        self.check()
 
     @rule(seq=SEQ, draws=st.lists(st.integers(0, 50), max_size=6), bad=st.sampled_from([-2, 0, 3]))
     def propose_a_parent_that_is_no_earlier_node(self, seq, draws, bad):
@@ -265,6 +266,12 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         self.trees.clear()
         super().clear()
 
+    def may_begin(self, seq, source, verb):
+        if seq in self.trees:
+            self.refused(StepError, verb, seq, source.tables)
+            return False
+        return super().may_begin(seq, source, verb)
+
     def probe(self, seq):
         if seq not in self.trees:
             super().probe(seq)
@@ -277,3 +284,4 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
 
 
 TestTreeCacheAgainstHistories = TreeCacheAgainstHistories.TestCase
+TestTreeCacheAgainstHistories.settings = settings(max_examples=3 * settings().max_examples)

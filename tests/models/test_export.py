@@ -34,7 +34,6 @@ def export(model: torch.nn.Module) -> torch.export.ExportedProgram:
     ("family", "op"),
     [
         ("llama", "kvcache.update_and_attend.default"),
-        ("gemma3", "kvcache.update_and_attend.default"),
         ("gpt_oss", "kvcache.update_and_attend_sinks.default"),
     ],
 )

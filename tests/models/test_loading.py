@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.torch
@@ -137,10 +139,12 @@ def test_the_text_part_of_a_multimodal_gemma_3_runs_alone(tmp_path):
     randomize(whole)
     save(whole, tmp_path)
     edit_json(tmp_path / "generation_config.json", eos_token_id=[257, 260])
+    part = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edit_json(tmp_path / "config.json", text_config=part | {"eos_token_id": 258})
     model = load_model(tmp_path)
     assert model.params.n_layers == 7
     assert [group.window for group in model.params.groups] == [8, None]
-    assert model.eos_token_ids == {257, 260, 261}
+    assert model.eos_token_ids == {257, 258, 260, 261}
     assert not any("vision" in name for name, _ in model._model.named_parameters())
     with torch.no_grad():
         want = whole(torch.tensor([text(30)]), use_cache=True).logits[0].numpy()
@@ -289,6 +293,23 @@ def test_a_name_on_the_hub_is_downloaded_with_progress(monkeypatch, checkpoint):
     assert [part for part, _ in seen[:2]] == pytest.approx([0.36, 0.9])
     assert seen == sorted(seen, key=lambda event: event[0])
     assert seen[-1] == (1.0, "ready")
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        ("GatedRepoError", "licence to be accepted.*hf auth login"),
+        ("RepositoryNotFoundError", "no folder 'some/model' here and no model of that name"),
+        ("HfHubHTTPError", "downloading 'some/model' failed: disk on fire"),
+    ],
+)
+def test_what_the_hub_answers_is_told(monkeypatch, error, match):
+    def snapshot_download(name: str, **options: Any) -> str:
+        response = SimpleNamespace(headers={}, request=None)
+        raise getattr(huggingface_hub.errors, error)("disk on fire", response=response)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    refuses(match, "some/model")
 
 
 def test_a_folder_without_a_config(folder):

@@ -108,9 +108,19 @@ def test_an_unknown_token_is_refused_before_anything_changes(llama, kind, bad):
 
 
 @every_cache
-def test_no_tokens_are_refused(llama, kind):
-    with Player(llama, kind) as player, pytest.raises(PromptError, match="at least one token"):
-        player.runner.forward([], [])
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ([], "at least one token"),
+        ("text", "at least one token"),
+        ([[1, 2]], "at least one token"),
+        ([1.5], "whole numbers"),
+        ([10**30], "not in the model's vocabulary"),
+    ],
+)
+def test_what_is_no_list_of_tokens_is_refused(llama, kind, tokens, match):
+    with Player(llama, kind) as player, pytest.raises(PromptError, match=match):
+        player.runner.forward(tokens, range(len(tokens)))
 
 
 @every_cache

@@ -2,6 +2,7 @@
 
 from kvcellar.bookkeeping.cells import CellPool, Span
 from kvcellar.bookkeeping.contiguous import ContiguousBookkeeping
+from kvcellar.bookkeeping.pages import PagedBookkeeping, PagePool
 from kvcellar.bookkeeping.sequences import SeqBookkeeping
 from kvcellar.bookkeeping.tree import DraftTree, TreeBookkeeping
 
@@ -9,6 +10,8 @@ __all__ = [
     "CellPool",
     "ContiguousBookkeeping",
     "DraftTree",
+    "PagePool",
+    "PagedBookkeeping",
     "SeqBookkeeping",
     "Span",
     "TreeBookkeeping",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
-from kvcellar.types import Run, join_runs
+from kvcellar.types import IntArray, Run, join_runs
 
 MIN_RUN = 64
 """Cells that a new run prefers to find free, and leaves free behind another sequence's tail."""
@@ -42,10 +42,18 @@ class Span(NamedTuple):
         return Span(lo, self.cell + lo - self.pos, hi - lo)
 
 
+class CellMove(NamedTuple):
+    """Bytes to copy: those of ``src_cells [n]``, in order, to cells ``[base, base + n)``."""
+
+    base: int
+    src_cells: IntArray
+
+
 class FreeRuns:
     """The free cells as ascending, disjoint, never touching runs."""
 
     def __init__(self, n_cells: int) -> None:
+        self._size = n_cells
         self._starts = [0]
         self._stops = [n_cells]
         self.n_free = n_cells
@@ -67,6 +75,12 @@ class FreeRuns:
     def last_stop(self) -> int:
         """One past the highest free cell, 0 where nothing is free."""
         return self._stops[-1] if self._stops else 0
+
+    @property
+    def n_used(self) -> int:
+        """One past the highest taken cell."""
+        start = self.high_water
+        return self._size if start is None or self.last_stop < self._size else start
 
     def take(self, start: int, length: int) -> None:
         """Mark ``[start, start + length)`` as taken; all of it must be free."""
@@ -147,10 +161,7 @@ class CellPool:
     @property
     def n_cells(self) -> int:
         """One past the highest taken cell: what a read window or a pool has to cover."""
-        start = self._free.high_water
-        if start is None or self._free.last_stop < self.capacity:
-            return self.capacity
-        return start
+        return self._free.n_used
 
     def seq_ids(self) -> list[int]:
         """Sequences that own at least one cell, in the order they came."""
@@ -216,9 +227,13 @@ class CellPool:
                 f"sequence {seq_id} holds positions up to {spans[-1].stop - 1}; asked to claim "
                 f"{first_pos}; remove the tail with seq_rm first"
             )
-        runs = self.take(length, after=spans[-1].cell + spans[-1].length if spans else None)
+        runs = self._claim_runs(spans, first_pos, length)
         self._adopt(seq_id, first_pos, runs)
         return runs
+
+    def _claim_runs(self, spans: list[Span], first_pos: int, length: int) -> list[Run]:
+        """Take the cells of a claim that continues ``spans``; all or CacheFullError."""
+        return self.take(length, after=spans[-1].cell + spans[-1].length if spans else None)
 
     def take(self, length: int, *, after: int | None = None) -> list[Run]:
         """Take cells with one owner that is no sequence (yet); their position is unset (0).
@@ -235,25 +250,31 @@ class CellPool:
                 f"step needs {length} cells, {self.n_free} free of {self.capacity}; "
                 f"release a sequence or raise capacity"
             )
+        runs = self._take_free(length, after)
+        for run in runs:
+            self.refs[run.start : run.stop] = 1
+            self.pos[run.start : run.stop] = 0
+        return runs
+
+    def _take_free(self, length: int, after: int | None) -> list[Run]:
+        """Take runs of so many; in the unit of the free runs, and so many are free."""
         runs: list[Run] = []
         while length:
             start, room = self._find(length, after)
             run = Run(start, min(room, length))
             self._free.take(run.start, run.length)
-            self.refs[run.start : run.stop] = 1
-            self.pos[run.start : run.stop] = 0
             runs.append(run)
             length -= run.length
             after = run.stop
         return list(join_runs(runs))
 
     def _find(self, length: int, after: int | None) -> tuple[int, int]:
-        """Where the next run goes: (start, room), room >= 1."""
+        """Where the next run goes: (start, room), room >= 1; in the unit of the free runs."""
         here = self._free.room_at(after) if after is not None else 0
-        if here and not (self._reuse_first and after is not None and after >= self.n_cells):
+        if here and not (self._reuse_first and after is not None and after >= self._free.n_used):
             assert after is not None
             return after, here
-        gaps = {s[-1].cell + s[-1].length: self._gap(s) for s in self._spans.values()}
+        gaps = self._gaps()
         wanted = max(length, self._min_run)
         best: tuple[int, int] | None = None
         for start, stop in self._free:
@@ -269,6 +290,10 @@ class CellPool:
             return after, here
         assert best is not None, "the caller has made sure that a cell is free"
         return best
+
+    def _gaps(self) -> dict[int, int]:
+        """Where each sequence's tail ends, and how much it wants to have free from there on."""
+        return {s[-1].cell + s[-1].length: self._gap(s) for s in self._spans.values()}
 
     def _gap(self, spans: list[Span]) -> int:
         """Cells left free behind a sequence for it to grow into: half of its length, in bounds."""
@@ -305,13 +330,16 @@ class CellPool:
     def retain(self, runs: Iterable[Run]) -> None:
         """Add one owner to taken cells; the owner is not a sequence (a prefix index, say)."""
         for run in runs:
-            self.refs[run.start : run.stop] += 1
+            refs = self.refs[run.start : run.stop]
+            assert (refs > 0).all(), f"cells [{run.start}, {run.stop}) are not all taken"
+            refs += 1
 
     def release(self, runs: Iterable[Run]) -> None:
         """Drop one owner of these cells; a cell is freed when its last owner lets go."""
         for run in runs:
             refs = self.refs[run.start : run.stop]
             refs -= 1
+            assert (refs >= 0).all(), f"cells [{run.start}, {run.stop}) are released twice"
             gone = np.flatnonzero(refs == 0)
             if not gone.size:
                 continue
@@ -323,13 +351,16 @@ class CellPool:
 
     # Sequences ---------------------------------------------------------------------------------
 
-    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
-        """Let ``dst`` own the cells of ``src`` at positions ``[p0, p1)`` too. Moves no bytes.
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> list[CellMove]:
+        """Let ``dst`` own the cells of ``src`` at positions ``[p0, p1)`` too.
+
+        Returns:
+            As ``share`` does.
 
         Raises:
             SequenceConflictError: ``dst`` owns another cell at one of them; nothing was changed.
         """
-        self.share(dst, self.shareable(src, dst, p0, p1))
+        return self.share(dst, self.shareable(src, dst, p0, p1))
 
     def shareable(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> list[Span]:
         """What ``seq_cp`` would let ``dst`` own; changes nothing.
@@ -341,14 +372,23 @@ class CellPool:
         mine = self._spans.get(dst, [])
         return [new for part in parts for new in self._not_owned(part, dst, mine)]
 
-    def share(self, seq_id: int, parts: list[Span]) -> None:
-        """Let a sequence own taken cells too, at positions where it has none."""
+    def share(self, seq_id: int, parts: list[Span]) -> list[CellMove]:
+        """Let a sequence own taken cells too, at positions where it has none.
+
+        Returns:
+            What the caller has to copy for it, in order: nothing, where each cell stands alone.
+        """
+        self.retain(Run(s.cell, s.length) for s in parts)
+        self._insert(seq_id, parts)
+        return []
+
+    def _insert(self, seq_id: int, parts: list[Span]) -> None:
+        """Add spans to a sequence's, at positions where it has none."""
         if not parts:
             return
-        self.retain(Run(s.cell, s.length) for s in parts)
         mine = self._spans.get(seq_id, [])
         if mine:
-            parts = _merged(sorted([*mine, *parts]))
+            parts = merged(sorted([*mine, *parts]))
         self._spans[seq_id] = parts
 
     def _not_owned(self, part: Span, dst: int, mine: list[Span]) -> list[Span]:
@@ -359,7 +399,7 @@ class CellPool:
             both = span.clip(part.pos, part.stop)
             if both.length <= 0:
                 continue
-            if both.cell - both.pos != part.cell - part.pos:
+            if not self._is_same(both, part.clip(both.pos, both.stop)):
                 raise SequenceConflictError(
                     f"sequence {dst} already owns other cells at positions "
                     f"[{both.pos}, {both.stop}); seq_rm them first"
@@ -370,6 +410,10 @@ class CellPool:
         if lo < part.stop:
             missing.append(part.clip(lo, part.stop))
         return missing
+
+    def _is_same(self, mine: Span, theirs: Span) -> bool:
+        """Whether two spans of the same positions hold the same tokens: here, the same cells."""
+        return mine.cell == theirs.cell
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
         """Let go of positions ``[p0, p1)``; a cell is freed when its last owner lets go."""
@@ -413,6 +457,9 @@ class CellPool:
         np.add.at(refs, np.asarray(held, dtype=np.int64), 1)
         assert np.array_equal(refs, self.refs), "refs are not the number of owners"
         assert np.array_equal(self.pos == -1, self.refs == 0), "free means unowned"
+        self._check_free()
+
+    def _check_free(self) -> None:
         free = [c for a, b in self._free for c in range(a, b)]
         assert free == np.flatnonzero(self.refs == 0).tolist(), "free runs are the unowned cells"
         assert self.n_free == len(free)
@@ -422,7 +469,7 @@ def _span_pos(span: Span) -> int:
     return span.pos
 
 
-def _merged(spans: list[Span]) -> list[Span]:
+def merged(spans: list[Span]) -> list[Span]:
     """Join neighbours that continue each other in both positions and cells."""
     out: list[Span] = []
     for span in spans:

@@ -14,7 +14,7 @@ import numpy as np
 from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
-from kvcellar.errors import CacheFullError, PositionError, RewindError
+from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
 from kvcellar.types import CacheConfig, GroupUsage, IntArray, Run, StepPlan, Write
 
 
@@ -73,11 +73,16 @@ class ContiguousBookkeeping(StepBookkeeping):
     ) -> OpenStep:
         self._settle()
         start = self._length
-        if positions is None:
-            asked = list(range(start, start + n_tokens))
-        else:
-            asked = [int(p) for p in positions]
-        if n_tokens < 1 or asked != list(range(start, start + n_tokens)):
+        if n_tokens < 1:
+            raise StepError(f"a step needs at least one token; the forward brings {n_tokens}")
+        expected = list(range(start, start + n_tokens))
+        asked = expected if positions is None else [int(p) for p in positions]
+        if len(asked) != n_tokens:
+            raise PositionError(
+                f"the forward brings {n_tokens} tokens and {len(asked)} positions; give every "
+                f"token one position"
+            )
+        if asked != expected:
             raise PositionError(
                 f"this cache holds positions 0 to {start - 1} of one sequence, so the next tokens "
                 f"are {start}, {start + 1}, ...; the forward brings {asked[:8]}"

@@ -5,12 +5,12 @@ Sequences fork without copying, are cut back, and let go of cells that a sliding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import MIN_RUN, CellPool, Span
+from kvcellar.bookkeeping.cells import MIN_RUN, CellMove, CellPool, Span
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.errors import (
@@ -75,8 +75,25 @@ class SeqBookkeeping(StepBookkeeping):
 
     def can_extend(self, n: int = 1) -> bool:
         """Whether ``n`` more tokens fit, over all sequences together."""
+        return self._are_free(n)
+
+    def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
+        """Whether ``begin_step`` with these tokens would find its cells, whosever they are.
+
+        Raises:
+            StepError: as ``begin_step`` does.
+        """
+        return self._fits(self._stretches([int(s) for s in seq_ids])[0])
+
+    def _fits(self, stretches: list[Stretch]) -> bool:
+        """Whether the step's cells are free in every group, or would be behind the windows."""
+        n_tokens = sum(stretch.n_tokens for stretch in stretches)
+        return self._are_free(n_tokens + self._n_promised(stretches))
+
+    def _are_free(self, n_cells: int) -> bool:
+        """Whether so many cells are free in every group, or would be behind the windows."""
         return all(
-            n <= pool.n_free or n <= pool.n_free + self._n_releasable(group)
+            n_cells <= pool.n_free or n_cells <= pool.n_free + self._n_releasable(group)
             for group, pool in enumerate(self.pools)
         )
 
@@ -101,8 +118,7 @@ class SeqBookkeeping(StepBookkeeping):
         ids = [int(s) for s in seq_ids]
         if not ids:
             raise StepError("a step needs at least one token; begin_step got no seq_ids")
-        if min(ids) < 0:
-            raise UnknownSequenceError(f"seq_ids are 0 or more, got {min(ids)}")
+        check_seq_id(min(ids))
         stretches, asked = self._stretches(ids)
         if positions is not None:
             given = [int(p) for p in positions]
@@ -142,24 +158,36 @@ class SeqBookkeeping(StepBookkeeping):
 
     def _admit(self, stretches: list[Stretch]) -> None:
         """Make sure that the step's cells are free in every group, or change nothing."""
-        self._need_free(sum(stretch.n_tokens for stretch in stretches))
+        n_tokens = sum(stretch.n_tokens for stretch in stretches)
+        self._need_free("step", [n_tokens] * len(self.groups), self._n_promised(stretches))
 
-    def _need_free(self, n_tokens: int, n_promised: int = 0) -> None:
-        """Have ``n_tokens`` cells free besides promised ones, dropping what windows have passed."""
-        need = n_tokens + n_promised
-        for group, pool in enumerate(self.pools):
-            if need <= pool.n_free:
+    def _n_promised(self, stretches: list[Stretch]) -> int:
+        """Cells that a step has to leave free."""
+        return 0
+
+    def _need_free(self, who: str, n_cells: Sequence[int], n_promised: int) -> None:
+        """Have so many cells free per group, besides promised ones; drop what windows passed."""
+        for group, (pool, n) in enumerate(zip(self.pools, n_cells, strict=True)):
+            if n + n_promised <= pool.n_free:
                 continue
-            free = pool.n_free + self._n_releasable(group)
-            if need > free:
+            free = pool.n_free + self._n_releasable(group) - n_promised
+            if n > free:
                 raise CacheFullError(
-                    f"step needs {n_tokens} cells, {free - n_promised} free of {self.capacity}; "
+                    f"{who} needs {n} cells, {free} free of {self.capacity}; "
                     f"release a sequence or raise capacity"
                 )
-        for group, pool in enumerate(self.pools):
-            if need > pool.n_free:
+        for group, (pool, n) in enumerate(zip(self.pools, n_cells, strict=True)):
+            if n + n_promised > pool.n_free:
                 for seq_id in self._length:
                     self._release_window(group, seq_id, batch=1)
+
+    def _n_pending(self) -> int:
+        """Cells that are promised to tokens which are not in a step yet."""
+        return 0
+
+    def _move_all(self, group: int, moves: Iterable[CellMove]) -> None:
+        for move in moves:
+            self._move_cells(group, move.base, move.src_cells)
 
     def _group_plan(self, group: int, stretches: list[Stretch], n_tokens: int) -> StepPlan:
         pool = self.pools[group]
@@ -194,6 +222,11 @@ class SeqBookkeeping(StepBookkeeping):
     def _implicit_step(
         self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
     ) -> OpenStep:
+        if self.is_step_open:
+            raise StepError(
+                f"layer {layer} has had its turn in this step, which is still open; if its forward "
+                f"raised, call cancel_step and begin_step again"
+            )
         raise StepError(
             f"layer {layer} brings {n_tokens} tokens and no step is open for them; "
             f"call begin_step(seq_ids) before each forward"
@@ -306,13 +339,15 @@ class SeqBookkeeping(StepBookkeeping):
         """Let ``dst`` share what ``src`` holds at positions ``[p0, p1)``. Moves no bytes.
 
         Raises:
-            UnknownSequenceError: ``src`` holds no tokens; nothing was changed.
+            UnknownSequenceError: ``src`` holds no tokens, or ``dst`` is negative; nothing was
+                changed.
             RewindError: ``dst`` could not go on from ``p1``: a window has moved on; nothing was
                 changed.
             SequenceConflictError: ``dst`` holds other tokens there; nothing was changed.
         """
         self._settle()
         length = self.seq_len(src)
+        check_seq_id(dst)
         stop = length if p1 is None else min(p1, length)
         p0 = max(0, p0)
         if stop <= p0 or src == dst:
@@ -322,7 +357,7 @@ class SeqBookkeeping(StepBookkeeping):
             return
         parts = [pool.shareable(src, dst, p0, stop) for pool in self.pools]
         for group, (pool, part) in enumerate(zip(self.pools, parts, strict=True)):
-            pool.share(dst, part)
+            self._move_all(group, pool.share(dst, part))
             self._share_let_go(group, src, dst, p0)
         self._length[dst] = max(self._length.get(dst, 0), stop)
 
@@ -407,7 +442,8 @@ class SeqBookkeeping(StepBookkeeping):
     @property
     def n_free(self) -> int:
         """Cells that a step could claim: the fewest of all layer groups."""
-        return min(pool.n_free + self._n_releasable(group) for group, pool in enumerate(self.pools))
+        free = (pool.n_free + self._n_releasable(group) for group, pool in enumerate(self.pools))
+        return min(free) - self._n_pending()
 
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
         """Per layer group the cell of each position ``[length]``, -1 where the group has none.
@@ -432,18 +468,15 @@ class SeqBookkeeping(StepBookkeeping):
             tables: as ``seq_table`` gives them, all of one length.
 
         Raises:
+            UnknownSequenceError: ``seq_id`` is negative; nothing was changed.
             SequenceConflictError: the sequence holds tokens already; nothing was changed.
+            RewindError: a table lacks what its group's window needs to go on; nothing was changed.
         """
         self._settle()
-        if seq_id in self._length:
-            raise SequenceConflictError(
-                f"sequence {seq_id} holds {self._length[seq_id]} tokens already; seq_rm it first"
-            )
-        if not len(tables[0]):
-            return
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.share(seq_id, _spans_of_table(table))
-        self._start(seq_id, tables)
+        let_go = self._check_start("seq_map", seq_id, tables)
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+            self._move_all(group, pool.share(seq_id, spans_of_table(table)))
+        self._start(seq_id, len(tables[0]), let_go)
 
     def seq_claim(self, seq_id: int, tables: Sequence[IntArray]) -> tuple[IntArray, ...]:
         """Start a sequence on new cells, wherever ``tables`` has a cell; for bytes that come back.
@@ -452,39 +485,69 @@ class SeqBookkeeping(StepBookkeeping):
             The tables with the new cells.
 
         Raises:
+            UnknownSequenceError: ``seq_id`` is negative; nothing was changed.
             SequenceConflictError: the sequence holds tokens already; nothing was changed.
+            RewindError: a table lacks what its group's window needs to go on; nothing was changed.
             CacheFullError: too few cells are free; nothing was changed.
         """
         self._settle()
+        let_go = self._check_start("seq_claim", seq_id, tables)
+        self._need_free("seq_claim", self._n_cells_of(tables), self._n_pending())
+        for pool, table in zip(self.pools, tables, strict=True):
+            for span in spans_of_table(np.where(table >= 0, np.arange(len(table)), -1)):
+                pool.claim(seq_id, span.pos, span.length)
+        self._start(seq_id, len(tables[0]), let_go)
+        return self.seq_table(seq_id, len(tables[0]))
+
+    def _n_cells_of(self, tables: Sequence[IntArray]) -> list[int]:
+        """How many cells a sequence takes that begins with such tables, per layer group."""
+        return [int(np.count_nonzero(table >= 0)) for table in tables]
+
+    def _check_start(self, verb: str, seq_id: int, tables: Sequence[IntArray]) -> list[int]:
+        """Whether a sequence can begin with these tables; what their windows have let go of."""
+        check_seq_id(seq_id)
         if seq_id in self._length:
             raise SequenceConflictError(
                 f"sequence {seq_id} holds {self._length[seq_id]} tokens already; seq_rm it first"
             )
-        self._need_free(max(int(np.count_nonzero(table >= 0)) for table in tables))
-        for pool, table in zip(self.pools, tables, strict=True):
-            for span in _spans_of_table(np.where(table >= 0, np.arange(len(table)), -1)):
-                pool.claim(seq_id, span.pos, span.length)
-        self._start(seq_id, tables)
-        return self.seq_table(seq_id)
+        length = len(tables[0])
+        is_token = np.ones(length, dtype=np.bool_)  # what a full group lacks was removed: a hole
+        for group, table in zip(self.groups, tables, strict=True):
+            if group.window is None:
+                is_token &= table >= 0
+        let_go = [0] * len(self.groups)
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            missing = np.flatnonzero(is_token & (table < 0))
+            if group.window is None or not missing.size:
+                continue
+            let_go[index] = int(missing[-1]) + 1
+            if let_go[index] + group.window - 1 > length:
+                raise RewindError(
+                    f"{verb} of {length} tokens for sequence {seq_id}: a sliding window of "
+                    f"{group.window} has let go of position {missing[-1]}, which the next token "
+                    f"sees; begin with a history whose last {group.window - 1} tokens are held"
+                )
+        return let_go
 
-    def _start(self, seq_id: int, tables: Sequence[IntArray]) -> None:
-        """A sequence begins with these tables; its windows have let go of what they lack."""
-        self._length[seq_id] = len(tables[0])
-        for let_go, group, table in zip(self._let_go, self.groups, tables, strict=True):
-            missing = np.flatnonzero(table < 0)
-            if group.window is not None and missing.size:
-                let_go[seq_id] = int(missing[-1]) + 1
+    def _start(self, seq_id: int, length: int, let_go: Sequence[int]) -> None:
+        """A sequence begins with ``length`` tokens of which windows have let go so far."""
+        if not length:
+            return
+        self._length[seq_id] = length
+        for marks, mark in zip(self._let_go, let_go, strict=True):
+            if mark:
+                marks[seq_id] = mark
 
     def retain_cells(self, cells: Sequence[IntArray]) -> None:
-        """Add an owner that is no sequence to these cells, given per layer group."""
+        """Add an owner that is no sequence to these cells, given per layer group; -1 is none."""
         for pool, part in zip(self.pools, cells, strict=True):
-            pool.retain(runs_of(part.tolist()))
+            pool.retain(runs_of(part[part >= 0]))
 
     def release_cells(self, cells: Sequence[IntArray]) -> None:
         """Drop an owner that is no sequence; a cell is freed when its last owner lets go."""
         self._settle()
         for pool, part in zip(self.pools, cells, strict=True):
-            pool.release(runs_of(part.tolist()))
+            pool.release(runs_of(part[part >= 0]))
 
     def seq_usage(self, seq_id: int) -> tuple[int, int]:
         """(cells, shared cells) that the sequence holds, over all layer groups."""
@@ -520,7 +583,7 @@ class SeqBookkeeping(StepBookkeeping):
         return ()
 
 
-def _spans_of_table(table: IntArray) -> list[Span]:
+def spans_of_table(table: IntArray) -> list[Span]:
     """The spans of a table of cells by position, -1 for none."""
     held = np.flatnonzero(table >= 0)
     if not held.size:
@@ -530,3 +593,13 @@ def _spans_of_table(table: IntArray) -> list[Span]:
     starts = np.concatenate([[0], cuts])
     lengths = np.diff(np.concatenate([starts, [held.size]]))
     return [Span(int(held[a]), int(cells[a]), int(n)) for a, n in zip(starts, lengths, strict=True)]
+
+
+def check_seq_id(seq_id: int) -> None:
+    """Refuse an id that no sequence can have.
+
+    Raises:
+        UnknownSequenceError: it is negative.
+    """
+    if seq_id < 0:
+        raise UnknownSequenceError(f"seq_ids are 0 or more, got {seq_id}")

@@ -45,7 +45,7 @@ class StepBookkeeping(ABC):
     def __init__(self, config: CacheConfig) -> None:
         """Empty bookkeeping for ``config``."""
         self.config = config
-        self.groups = config.params.groups
+        self.groups = config.rank_groups
         self.n_layers = config.params.n_layers
         self._group_of = [0] * self.n_layers
         for index, group in enumerate(self.groups):
@@ -118,14 +118,15 @@ class StepBookkeeping(ABC):
         if n_tokens != step.n_tokens:
             raise StepError(
                 f"the forward brings {n_tokens} tokens to layer {layer}; the step was begun for "
-                f"{step.n_tokens}"
+                f"{step.n_tokens}; cancel_step takes the step back"
             )
         if positions is not None and step.n_left == self.n_layers and not any(step.seen):
             asked = [int(p) for p in positions]
             if asked != step.positions:
                 raise PositionError(
                     f"the forward brings positions {_short(asked)}; the step claimed "
-                    f"{_short(step.positions)}"
+                    f"{_short(step.positions)}; begin_step returns the positions that its tokens "
+                    f"get"
                 )
         step.seen[layer] = 1
         return step.plans[group]

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcellar.bookkeeping.cells import CellPool
 from kvcellar.bookkeeping.reads import as_runs, position_mask, positions_of
-from kvcellar.bookkeeping.sequences import SeqBookkeeping, SeqStep, Stretch
+from kvcellar.bookkeeping.sequences import SeqBookkeeping, SeqStep, Stretch, check_seq_id
 from kvcellar.bookkeeping.step import OpenStep
 from kvcellar.errors import CacheFullError, ProposalError, StepError
 from kvcellar.types import (
@@ -196,7 +196,7 @@ class TreeBookkeeping(SeqBookkeeping):
         return super().can_extend(n + self._n_pending())
 
     def _n_pending(self) -> int:
-        return sum(d.tree.frontier_size for d in self._drafts.values() if d.is_pending)
+        return sum(d.tree.n_nodes - len(d.cells[0]) for d in self._drafts.values())
 
     # Proposing ---------------------------------------------------------------------------------
 
@@ -215,8 +215,10 @@ class TreeBookkeeping(SeqBookkeeping):
             ProposalError: parents that are not earlier nodes, or a frontier that still awaits its
                 forward; nothing was changed.
             CacheFullError: too few cells are free for it; nothing was changed.
+            UnknownSequenceError: ``seq_id`` is negative; nothing was changed.
         """
         self._settle()
+        check_seq_id(seq_id)
         draft = self._drafts.get(seq_id)
         if draft is not None and draft.is_pending:
             raise ProposalError(
@@ -227,9 +229,8 @@ class TreeBookkeeping(SeqBookkeeping):
         parents = [int(p) for p in parents]
         tree.check_frontier(parents)
         if not self.can_extend(len(parents)):
-            free = min(pool.n_free for pool in self.pools) - self._n_pending()
             raise CacheFullError(
-                f"a frontier of {len(parents)} nodes needs as many cells, {free} free of "
+                f"a frontier of {len(parents)} nodes needs as many cells, {self.n_free} free of "
                 f"{self.capacity}; release a sequence or raise capacity"
             )
         tree.propose(parents)
@@ -298,12 +299,11 @@ class TreeBookkeeping(SeqBookkeeping):
 
     # Steps -------------------------------------------------------------------------------------
 
-    def _admit(self, stretches: list[Stretch]) -> None:
+    def _n_promised(self, stretches: list[Stretch]) -> int:
         waiting = set(self._drafts) - {stretch.seq_id for stretch in stretches}
-        promised = sum(
+        return sum(
             self._drafts[s].tree.frontier_size for s in waiting if self._drafts[s].is_pending
         )
-        self._need_free(sum(stretch.n_tokens for stretch in stretches), promised)
 
     def _stretches(self, ids: list[int]) -> tuple[list[Stretch], list[int]]:
         stretches, positions = super()._stretches(ids)
@@ -331,7 +331,6 @@ class TreeBookkeeping(SeqBookkeeping):
     def _implicit_step(
         self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
     ) -> OpenStep:
-        self._settle()
         if any(seq_id != 0 for seq_id in (*self._length, *self._drafts)):
             return super()._implicit_step(layer, n_tokens, positions)
         self.begin_step([0] * n_tokens, positions)
@@ -432,11 +431,20 @@ class TreeBookkeeping(SeqBookkeeping):
             StepError: ``dst`` has proposed nodes; nothing was changed.
         """
         self._settle()
-        if dst in self._drafts and src != dst:
-            raise StepError(
-                f"sequence {dst} has {self.n_nodes(dst)} proposed nodes; commit them first"
-            )
+        if src != dst:
+            self._check_no_tree(dst)
         super().seq_cp(src, dst, p0, p1)
+
+    def _check_no_tree(self, seq_id: int) -> None:
+        if seq_id in self._drafts:
+            raise StepError(
+                f"sequence {seq_id} has {self.n_nodes(seq_id)} proposed nodes; commit them, or "
+                f"commit([]) to drop them, before it gets other tokens"
+            )
+
+    def _check_start(self, verb: str, seq_id: int, tables: Sequence[IntArray]) -> list[int]:
+        self._check_no_tree(seq_id)
+        return super()._check_start(verb, seq_id, tables)
 
     def _clear(self) -> None:
         super()._clear()

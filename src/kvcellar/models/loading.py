@@ -267,7 +267,7 @@ def _from_hub(name: str, report: ProgressFn) -> Path:
         folder = snapshot_download(
             name,
             allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
-            ignore_patterns=["*/*"],  # other formats of the same weights
+            ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
             tqdm_class=_download_bar(name, report),
         )
     except GatedRepoError as error:

@@ -33,7 +33,7 @@ _TEXT_KEYS = {
 }
 """Where a multimodal checkpoint keeps its text model -> where a text model keeps it."""
 
-_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.(?!.*rotary_emb)")
+_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""

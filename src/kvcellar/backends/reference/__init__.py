@@ -4,6 +4,7 @@ from kvcellar.backends.reference.attend import attend, visible
 from kvcellar.backends.reference.caches import (
     ReferenceBytes,
     ReferenceContiguousCache,
+    ReferencePagedCache,
     ReferenceSeqCache,
     ReferenceTreeCache,
     Segment,
@@ -15,6 +16,7 @@ __all__ = [
     "Pool",
     "ReferenceBytes",
     "ReferenceContiguousCache",
+    "ReferencePagedCache",
     "ReferenceSeqCache",
     "ReferenceTreeCache",
     "Segment",
@@ -25,4 +27,5 @@ __all__ = [
 _builders = CacheBuilderRegistry.instance()
 _builders.register_builder("reference", "contiguous", ReferenceContiguousCache)
 _builders.register_builder("reference", "seq", ReferenceSeqCache)
+_builders.register_builder("reference", "paged", ReferencePagedCache)
 _builders.register_builder("reference", "tree", ReferenceTreeCache)

@@ -9,8 +9,19 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kvcellar.backends.reference.attend import FloatArray, attend, visible
-from kvcellar.backends.reference.pools import Pool, from_bfloat16_bits, to_bfloat16_bits
-from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.backends.reference.pools import (
+    PageFirstPool,
+    Pages,
+    Pool,
+    from_bfloat16_bits,
+    to_bfloat16_bits,
+)
+from kvcellar.bookkeeping import (
+    ContiguousBookkeeping,
+    PagedBookkeeping,
+    SeqBookkeeping,
+    TreeBookkeeping,
+)
 from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
 from kvcellar.types import (
@@ -54,19 +65,21 @@ class ReferenceBytes(StepBookkeeping):
     def __init__(self, config: CacheConfig) -> None:
         """Empty pools, one per layer."""
         super().__init__(config)
-        self.layer_pools: list[Pool] = []
-        for layer in range(self.n_layers):
-            group = self._layer_group(layer)
-            self.layer_pools.append(
-                Pool(
-                    group.n_kv_heads,
-                    group.head_dim,
-                    group.v_head_dim,
-                    capacity=config.capacity,
-                    kv_dtype=config.kv_dtype,
-                    min_chunk=config.min_chunk,
-                )
+        self.layer_pools: list[Pool | PageFirstPool] = self._make_pools()
+
+    def _make_pools(self) -> list[Pool | PageFirstPool]:
+        """One pool per layer, without cells."""
+        return [
+            Pool(
+                group.n_kv_heads,
+                group.head_dim,
+                group.v_head_dim,
+                capacity=self.config.capacity,
+                kv_dtype=self.config.kv_dtype,
+                min_chunk=self.config.min_chunk,
             )
+            for group in map(self._layer_group, range(self.n_layers))
+        ]
 
     def update_and_attend(
         self,
@@ -149,6 +162,7 @@ class ReferenceBytes(StepBookkeeping):
 
     def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         for layer in self.groups[group].layers:
+            self.layer_pools[layer].ensure(base + len(src_cells))
             self.layer_pools[layer].gather_into(base, src_cells)
 
 
@@ -160,11 +174,24 @@ class ReferenceSeqCache(ReferenceBytes, SeqBookkeeping):
     """Many sequences over shared cells."""
 
 
+class ReferencePagedCache(ReferenceBytes, PagedBookkeeping):
+    """Many sequences over shared blocks, layer-first or page-first as the config says."""
+
+    def _make_pools(self) -> list[Pool | PageFirstPool]:
+        if self.config.layout == "layer_first":
+            return super()._make_pools()
+        pages = [Pages(group, self.config) for group in self.groups]
+        return [
+            PageFirstPool(pages[index], self.groups[index].layers.index(layer))
+            for layer, index in enumerate(self._group_of)
+        ]
+
+
 class ReferenceTreeCache(ReferenceBytes, TreeBookkeeping):
     """Many sequences, each with or without a draft tree."""
 
 
-def _segment(pool: Pool, spec: AttendSpec) -> Segment:
+def _segment(pool: Pool | PageFirstPool, spec: AttendSpec) -> Segment:
     """The read of one spec: its runs one after the other."""
     parts = [pool.read(*run) for run in spec.runs]
     k = np.concatenate([k for k, _ in parts], axis=1)

@@ -21,6 +21,9 @@ from torch import Tensor
 FEW_ROWS = 16
 """Up to this many query rows per KV head, bf16 on a CPU is faster as two matmuls."""
 
+FEW_NUMBERS = 32_768
+"""Up to this many numbers per KV head, a bf16 matmul on a CPU may copy its operand (256 x 128)."""
+
 CAST_TILE = 4096
 """Cells that are converted at a time, where storage and compute types differ."""
 
@@ -104,7 +107,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     n_heads, n_kv = q.shape[1], k.shape[1]
     if q.device.type == "cpu":
-        if q.dtype == torch.bfloat16 and n_heads <= FEW_ROWS * n_kv:
+        is_fused = v.shape[3] == q.shape[3]
+        if not is_fused or (q.dtype == torch.bfloat16 and n_heads <= FEW_ROWS * n_kv):
             grouped = q.view(n_kv, n_heads // n_kv, 1, q.shape[3])
             out = _few_rows(grouped, k, v, scale)
         else:
@@ -118,7 +122,8 @@ def _attend_segment(
     q: Tensor, parts: Sequence[Part], scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """``q [Hkv, G, T, D] -> [Hkv, G, T, Dv]`` over all parts."""
-    if len(parts) == 1 and sinks is None and softcap is None and parts[0].k.dtype == q.dtype:
+    is_fused = softcap is None and (q.device.type != "cpu" or parts[0].v.shape[3] == q.shape[3])
+    if len(parts) == 1 and sinks is None and is_fused and parts[0].k.dtype == q.dtype:
         return _attend_whole(q, parts[0], scale)
     merged: tuple[Tensor, Tensor] | None = None
     for part in parts:
@@ -186,9 +191,26 @@ def _attend_whole(q: Tensor, part: Part, scale: float) -> Tensor:
 def _few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Two matmuls on the fold around a float32 softmax."""
     n_kv, group, n_tok, dim = q.shape
-    logits = torch.matmul(q.reshape(n_kv, group * n_tok, dim), k[0].transpose(1, 2))
+    logits = _matmul(q.reshape(n_kv, group * n_tok, dim), k[0].transpose(1, 2))
     weights = torch.softmax(logits.float().mul_(scale), dim=-1)
-    return torch.matmul(weights.to(q.dtype), v[0]).view(n_kv, group, n_tok, v.shape[3])
+    return _matmul(weights.to(q.dtype), v[0]).view(n_kv, group, n_tok, v.shape[3])
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a [n_kv, rows, x] @ b [n_kv, x, y]`` without a copy of a long ``b``.
+
+    In bf16 and fp16 on a CPU a batched matmul copies an operand with gaps between its heads, and
+    every view of a pool that is not full has them: 5 to 20 times slower from some thousand cells
+    on. One head of it has no gaps.
+    """
+    is_gapless = b.is_contiguous() or b.transpose(1, 2).is_contiguous()
+    is_short = b.shape[1] * b.shape[2] <= FEW_NUMBERS
+    if b.device.type != "cpu" or b.dtype == torch.float32 or is_gapless or is_short:
+        return torch.matmul(a, b)
+    out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+    for head in range(a.shape[0]):
+        torch.mm(a[head], b[head], out=out[head])
+    return out
 
 
 def _attend_part(
@@ -227,7 +249,7 @@ def _attend_plainly(
     """The same by matmuls: any device, soft-capping, K and V of different lengths."""
     n_kv, group, n_tok, dim = q.shape
     folded = q.reshape(n_kv, group * n_tok, dim)
-    logits = torch.matmul(folded, part.k[0].transpose(1, 2)).float().mul_(scale)
+    logits = _matmul(folded, part.k[0].transpose(1, 2)).float().mul_(scale)
     logits = logits.view(n_kv, group, n_tok, -1)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -238,7 +260,7 @@ def _attend_plainly(
         logits = logits.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.unsqueeze(-1)).to(q.dtype)
-    out = torch.matmul(weights.view(n_kv, group * n_tok, -1), part.v[0])
+    out = _matmul(weights.view(n_kv, group * n_tok, -1), part.v[0])
     return out.view(n_kv, group, n_tok, -1), lse
 
 

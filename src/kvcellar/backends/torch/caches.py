@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
-from kvcellar.backends.torch.pools import Pool
-from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.backends.torch.pools import LayerPool, PageFirstPool, Pages, Pool
+from kvcellar.bookkeeping import (
+    ContiguousBookkeeping,
+    PagedBookkeeping,
+    SeqBookkeeping,
+    TreeBookkeeping,
+)
 from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
 from kvcellar.types import (
@@ -58,8 +63,12 @@ class TorchBytes(StepBookkeeping):
     def __init__(self, config: CacheConfig) -> None:
         """Empty pools; they allocate on the device of the first K that comes."""
         super().__init__(config)
-        self.pools_of_layer = [Pool(self.groups[g], config) for g in self._group_of]
+        self.pools_of_layer = self._make_pools()
         self._prepared: list[Prepared | None] = [None] * len(self.groups)
+
+    def _make_pools(self) -> list[LayerPool]:
+        """One pool per layer, without cells."""
+        return [Pool(self.groups[index], self.config) for index in self._group_of]
 
     def usage(self) -> CacheUsage:
         """Cells by layer group, and the bytes of all pools."""
@@ -157,7 +166,7 @@ class TorchBytes(StepBookkeeping):
         return prepared
 
     def _store(
-        self, layer: int, pool: Pool, prepared: Prepared, k: Tensor, v: Tensor
+        self, layer: int, pool: LayerPool, prepared: Prepared, k: Tensor, v: Tensor
     ) -> list[Segment]:
         writes = prepared.plan.writes
         if prepared.write_cells is not None:
@@ -175,7 +184,7 @@ class TorchBytes(StepBookkeeping):
     def _decode(
         self,
         layer: int,
-        pool: Pool,
+        pool: LayerPool,
         decode: tuple[int, Run],
         q: Tensor,
         k: Tensor,
@@ -183,7 +192,7 @@ class TorchBytes(StepBookkeeping):
         scale: float,
     ) -> Tensor | None:
         """One token over one run: what a hand-written contiguous cache would do, and no more."""
-        if pool.k.dtype != q.dtype:
+        if pool.dtype != q.dtype:
             return None
         cell, run = decode
         pool.write_run(cell, k, v)
@@ -215,14 +224,13 @@ class TorchBytes(StepBookkeeping):
         for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
             cells = self._held_cells(layer, tables)
             if len(cells):
-                device = pool.k.data.device if pool.k.data is not None else k.device
+                device = pool.device or k.device
                 pool.ensure(int(cells.max()) + 1, device)
                 pool.scatter_rows(cells.to(device), k.to(device), v.to(device))
 
     def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> Tensor:
         table = tables[self.group_of(layer)]
-        data = self.pools_of_layer[layer].k.data
-        return torch.as_tensor(table[table >= 0], device=None if data is None else data.device)
+        return torch.as_tensor(table[table >= 0], device=self.pools_of_layer[layer].device)
 
     def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
         if isinstance(position, Tensor):
@@ -237,8 +245,9 @@ class TorchBytes(StepBookkeeping):
     def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         for layer in self.groups[group].layers:
             pool = self.pools_of_layer[layer]
-            if pool.k.data is not None:
-                pool.gather_into(base, torch.as_tensor(src_cells, device=pool.k.data.device))
+            if pool.device is not None:
+                pool.ensure(base + len(src_cells), pool.device)
+                pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
 
 
 def _prepare(plan: StepPlan, k: Tensor) -> Prepared:
@@ -301,7 +310,7 @@ def _split(runs: Sequence[Run], at: int) -> tuple[list[Run], list[Run]]:
     return head, tail
 
 
-def _fetch(pool: Pool, read: PartRead) -> Part:
+def _fetch(pool: LayerPool, read: PartRead) -> Part:
     if read.run is not None:
         k, v = pool.read(read.run.start, read.run.length)
     else:
@@ -316,6 +325,19 @@ class TorchContiguousCache(TorchBytes, ContiguousBookkeeping):
 
 class TorchSeqCache(TorchBytes, SeqBookkeeping):
     """Many sequences over shared cells."""
+
+
+class TorchPagedCache(TorchBytes, PagedBookkeeping):
+    """Many sequences over shared blocks, layer-first or page-first as the config says."""
+
+    def _make_pools(self) -> list[LayerPool]:
+        if self.config.layout == "layer_first":
+            return super()._make_pools()
+        pages = [Pages(group, self.config) for group in self.groups]
+        return [
+            PageFirstPool(pages[index], self.groups[index].layers.index(layer))
+            for layer, index in enumerate(self._group_of)
+        ]
 
 
 class TorchTreeCache(TorchBytes, TreeBookkeeping):

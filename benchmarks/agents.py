@@ -1,0 +1,181 @@
+"""Ask how much of what eight agents share the engine reuses, and what that is worth.
+
+A trace of agents on the bundled model: one trunk of 2k tokens; eight agents fork off it at once;
+each takes turns (its own output and a tool's result join its history), one in three goes back and
+tries again, and at the end one agent reads what all the others wrote. The ideal is a reader of the
+trace that computes every distinct prefix once. The same trace then runs without a prefix index.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import run
+
+import kvcellar as kv
+from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
+from kvcellar.models import load_model
+
+N_AGENTS = 8
+TRUNK = 2048
+CAPACITY = 24 * 1024
+
+
+class Ideal:
+    """Every prefix that was ever computed, as a trie of tokens."""
+
+    def __init__(self) -> None:
+        """Nothing computed yet."""
+        self._root: dict[int, Any] = {}
+
+    def reusable(self, tokens: list[int]) -> int:
+        """Length of the longest prefix that was computed before; the last token never counts."""
+        node, n = self._root, 0
+        for token in tokens[:-1]:
+            if token not in node:
+                break
+            node, n = node[token], n + 1
+        return n
+
+    def computed(self, tokens: list[int]) -> None:
+        """These tokens have their KV somewhere."""
+        node = self._root
+        for token in tokens:
+            node = node.setdefault(token, {})
+
+
+@dataclass
+class Totals:
+    """What a run of the trace did."""
+
+    seconds: float = 0.0
+    ideal: int = 0
+    reused: int = 0
+    turns: int = 0
+    prompt_tokens: int = 0
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+    worst_extra: int = 0
+    overhead_ms: float = 0.0
+
+
+class Replay:
+    """The trace on one engine."""
+
+    def __init__(self, model: Any, index: str, max_tokens: int) -> None:
+        """A fresh cache and engine."""
+        self._model = model
+        self._index = index
+        self._params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.totals = Totals()
+        self._ideal = Ideal()
+
+    def run(self, n_rounds: int) -> Totals:
+        """The whole trace."""
+        config = kv.make_config(self._model.params, CAPACITY)
+        with kv.make_seq_session("torch", config) as session:
+            runner = TimedRunner(self._model.bind(session))
+            engine = Engine(
+                runner, session.cache, config=EngineConfig(index=self._index, max_num_seqs=16)
+            )
+            started = time.perf_counter()
+            self._trace(engine, n_rounds)
+            self.totals.seconds = time.perf_counter() - started
+            stats = engine.stats()
+            spent = stats.steps_s - runner.seconds
+            self.totals.overhead_ms = spent / stats.n_steps * 1e3
+        return self.totals
+
+    def _trace(self, engine: Engine, n_rounds: int) -> None:
+        chance = random.Random(7)
+        vocab = self._model.vocab_size
+
+        def words(n: int) -> list[int]:
+            return [chance.randrange(6, vocab) for _ in range(n)]
+
+        trunk = words(TRUNK)
+        histories = [trunk + words(24) for _ in range(N_AGENTS)]  # sub-agents, all at once
+        for round_ in range(n_rounds):
+            outputs = self._turn(engine, histories)
+            for i, output in enumerate(outputs):
+                if round_ and (i + round_) % 3 == 0:  # backtrack: the answer is thrown away
+                    histories[i] = histories[i][:-12] + words(16)
+                else:  # a tool's result joins the history
+                    histories[i] = histories[i] + list(output) + words(40)
+        joined = histories[0] + [token for h in histories[1:] for token in h[-32:]]
+        self._turn(engine, [joined])
+
+    def _turn(self, engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+        """All prompts at once; the ideal computes a shared prefix of theirs once."""
+        ids = [engine.submit(Request(tuple(p), self._params)) for p in prompts]
+        ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+        totals = self.totals
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            end = ends[request_id]
+            assert end.usage is not None, end.error
+            ideal = self._ideal.reusable(prompt)
+            self._ideal.computed(prompt)
+            totals.ideal += ideal
+            totals.reused += min(ideal, end.usage.cached_tokens)
+            totals.worst_extra = max(totals.worst_extra, ideal - end.usage.cached_tokens)
+            totals.prompt_tokens += len(prompt)
+            totals.turns += 1
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            self._ideal.computed(prompt + list(ends[request_id].token_ids[:-1]))
+        outputs = [ends[request_id].token_ids for request_id in ids]
+        totals.outputs.extend(outputs)
+        return outputs
+
+
+class TimedRunner:
+    """A runner that knows how long its forwards took."""
+
+    def __init__(self, runner: Any) -> None:
+        """Around a runner."""
+        self._runner = runner
+        self.params = runner.params
+        self.vocab_size = runner.vocab_size
+        self.seconds = 0.0
+
+    def forward(self, *args: Any) -> Any:
+        """As the runner's."""
+        started = time.perf_counter()
+        try:
+            return self._runner.forward(*args)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def measure(quick: bool) -> Mapping[str, Any]:
+    """The trace with the radix index and without any."""
+    model = load_model("demo")
+    rounds, max_tokens = (2, 12) if quick else (5, 32)
+    radix = Replay(model, "radix", max_tokens).run(rounds)
+    naive = Replay(model, "naive", max_tokens).run(rounds)
+    same = sum(a == b for a, b in zip(radix.outputs, naive.outputs, strict=True))
+    result = {
+        "reuse_of_ideal": round(radix.reused / radix.ideal, 4),
+        "extra_tokens_per_turn": round((radix.ideal - radix.reused) / radix.turns, 2),
+        "worst_extra_tokens": radix.worst_extra,
+        "speedup_over_naive": round(naive.seconds / radix.seconds, 2),
+        "same_outputs": f"{same}/{len(radix.outputs)}",
+        "step_overhead_ms": round(radix.overhead_ms, 3),
+        "radix_s": round(radix.seconds, 2),
+        "naive_s": round(naive.seconds, 2),
+    }
+    print(f"{radix.turns} turns, {radix.prompt_tokens} prompt tokens, ideal reuse {radix.ideal}:")
+    print(f"  reused of ideal      {result['reuse_of_ideal']} (goal 0.98)")
+    print(f"  extra tokens a turn  {result['extra_tokens_per_turn']} (goal at most 64)")
+    print(
+        f"  radix {radix.seconds:.2f} s, naive {naive.seconds:.2f} s: "
+        f"{result['speedup_over_naive']} times as fast, same outputs {result['same_outputs']}"
+    )
+    print(f"  engine around the forward: {result['step_overhead_ms']} ms a step")
+    return result
+
+
+if __name__ == "__main__":
+    run(__doc__ or "", measure)

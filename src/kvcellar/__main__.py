@@ -1,0 +1,5 @@
+"""``python -m kvcellar``: the command line."""
+
+from kvcellar.cli import main
+
+main()

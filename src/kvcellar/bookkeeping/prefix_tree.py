@@ -1,0 +1,592 @@
+"""What the radix index and the hashed index share: paths of nodes, locks, and whom to evict.
+
+Both keep a tree whose paths are token histories; they differ in how they find the next node. The
+node of a radix tree is as long as nothing branches off, the node of a hashed index is one block.
+
+Least recently used without a heap: every unlocked node is in one ordered dict, and whoever uses a
+node moves it and then each ancestor to the end, the deepest first. So a node never stands behind
+its parent, and the first of the dict is a leaf: the next one to go.
+
+Sources: SGLang's radix cache and mini-sglang's walk-through of it (the locked path, the two sizes,
+splits); SGLang's sliding-window variant for the question that windows ask.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcellar.bookkeeping.cells import Span
+from kvcellar.errors import CacheFullError, ConfigError, PrefixError
+from kvcellar.types import BoolArray, IntArray
+
+Tokens = Sequence[int] | IntArray
+"""Token ids. An int64 array costs nothing to take; a list of 100,000 ints costs milliseconds."""
+
+FIRST_LOOK = 256
+"""Lengths that are tried at once for one that every window can resume from; then 4 times more."""
+
+
+class PathNode:
+    """Tokens ``[start, stop)`` of every history that goes through it, and the cells of their KV.
+
+    Attributes:
+        owner: the index that it is in; None once it was evicted.
+        parent: None for the root, which holds nothing.
+        cells: ``[n_groups, stop - start]``, -1 where a group no longer holds the position.
+        n_held: per layer group, how many of ``cells`` are not -1; [] where no group has a window.
+        n_children: nodes that follow it.
+        pins: locks on handles that end at this node.
+        n_locked_children: children that are locked.
+    """
+
+    __slots__ = (
+        "cells",
+        "n_children",
+        "n_held",
+        "n_locked_children",
+        "owner",
+        "parent",
+        "pins",
+        "start",
+        "stop",
+    )
+
+    def __init__(
+        self,
+        owner: PathTree,
+        parent: PathNode | None,
+        start: int,
+        cells: IntArray,
+        n_held: list[int],
+    ) -> None:
+        self.owner: PathTree | None = owner
+        self.parent = parent
+        self.start = start
+        self.stop: int = start + cells.shape[1]
+        self.cells = cells
+        self.n_held = n_held
+        self.n_children = 0
+        self.pins = 0
+        self.n_locked_children = 0
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a locked handle ends here or further down."""
+        return self.pins > 0 or self.n_locked_children > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHandle:
+    """The first ``length`` tokens of a path in an index, to be locked.
+
+    It outlives splits. It is stale, and cannot be locked, once any of its tokens was evicted.
+    """
+
+    length: int
+    node: PathNode | None
+
+
+class PrefixMatch(NamedTuple):
+    """What of a prompt can be reused.
+
+    Attributes:
+        length: tokens whose KV is there, and from which *every* layer group can go on.
+        cells: per layer group ``[length]``: the cell of each position, -1 where the group no longer
+            holds it; the last w - 1 positions of a window are always there. The arrays are the
+            caller's own. Only safe to use while ``handle`` is locked, or before the next ``evict``.
+        handle: to lock.
+        n_matched: tokens that are the same, whole pages. More than ``length`` where a window has
+            moved on: the difference is what windows cost.
+    """
+
+    length: int
+    cells: tuple[IntArray, ...]
+    handle: PrefixHandle
+    n_matched: int
+
+
+class Inserted(NamedTuple):
+    """What an index took in.
+
+    Attributes:
+        n_present: tokens that were there before.
+        handle: of all that is there now, to lock; its length is below the number of tokens where
+            the last of them fill no page.
+        adopted: per layer group, the cells that the index refers to from now on; the caller
+            retains them, once each.
+    """
+
+    n_present: int
+    handle: PrefixHandle
+    adopted: tuple[IntArray, ...]
+
+
+class Evicted(NamedTuple):
+    """What an index gave up.
+
+    Attributes:
+        n_tokens: how many tokens; at least what was asked.
+        cells: per layer group, the cells that the index no longer refers to; the caller releases
+            them, once each. A window holds fewer cells than tokens.
+    """
+
+    n_tokens: int
+    cells: tuple[IntArray, ...]
+
+
+class SizeInfo(NamedTuple):
+    """What an index holds.
+
+    Attributes:
+        evictable: tokens that ``evict`` could give up now.
+        protected: tokens on locked paths.
+        evictable_cells: per layer group, the cells of the evictable tokens.
+    """
+
+    evictable: int
+    protected: int
+    evictable_cells: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Tokens stored."""
+        return self.evictable + self.protected
+
+
+def token_array(tokens: Tokens) -> IntArray:
+    """``[n]`` int64, without a copy where it is that already.
+
+    Raises:
+        PrefixError: not a flat list of integers.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PrefixError(
+            f"tokens are a flat list of integers, got {array.dtype} of shape {array.shape}"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def check_page_size(page_size: int) -> int:
+    """The page size, or a ConfigError."""
+    if page_size < 1:
+        raise ConfigError(f"a page holds at least 1 token, got page_size={page_size}")
+    return page_size
+
+
+def check_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The windows as a tuple, or a ConfigError."""
+    if not windows or any(window is not None and window < 1 for window in windows):
+        raise ConfigError(
+            f"one window per layer group, None or at least 1, got windows={tuple(windows)}"
+        )
+    return tuple(windows)
+
+
+def spans_of(cells: IntArray) -> list[Span]:
+    """The positions that have a cell, as the fewest spans; what ``CellPool.share`` takes.
+
+    Args:
+        cells: ``[n]``: the cell of each position, -1 for none.
+    """
+    held = np.flatnonzero(cells >= 0)
+    if not held.size:
+        return []
+    cell = cells[held]
+    cuts = np.flatnonzero((np.diff(held) != 1) | (np.diff(cell) != 1)) + 1
+    firsts, stops = [0, *cuts.tolist()], [*cuts.tolist(), held.size]
+    return [
+        Span(int(held[first]), int(cell[first]), stop - first)
+        for first, stop in zip(firsts, stops, strict=True)
+    ]
+
+
+class PathTree(ABC):
+    """Paths of nodes with locks, sizes and eviction. A subclass finds, inserts and splits.
+
+    Invariants (asserted by ``check``):
+      - every node but the root starts and stops at a multiple of ``page_size``;
+      - a full layer group has a cell for every position;
+      - a node is locked exactly if a locked handle ends in its subtree: locks cover whole paths;
+      - ``size_info`` is what the unlocked and the locked nodes hold;
+      - unlocked nodes are in the order in which they were used last, never behind their parent.
+    """
+
+    def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
+        """An empty index.
+
+        Args:
+            windows: per layer group, None for all of the history, else w: the last w - 1 positions
+                are what a sequence needs to go on.
+            page_size: tokens per page; only whole pages are stored and matched. A sequence whose
+                end is stored without a rest of up to page_size - 1 tokens can be resumed there only
+                if its windows still hold that much more (``CacheConfig.window_slack``).
+
+        Raises:
+            ConfigError: a window or a page size below 1.
+        """
+        self.windows = check_windows(windows)
+        self.page_size = check_page_size(page_size)
+        self._windowed = any(window is not None for window in self.windows)
+        self._reach = max(window - 1 if window is not None else 0 for window in self.windows)
+        """How far behind a length the widest window looks."""
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._root = self._new_root()
+        self._lru: OrderedDict[PathNode, None] = OrderedDict()
+        self._n_stored = 0
+        self._n_evictable = 0
+        self._evictable_cells = [0] * len(self.windows)
+
+    # For subclasses ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _new_root(self) -> PathNode:
+        """The root of an empty index."""
+
+    @abstractmethod
+    def _forget(self, node: PathNode) -> None:
+        """Make sure that no walk finds this leaf again."""
+
+    @abstractmethod
+    def _nodes(self) -> Iterator[PathNode]:
+        """Every node but the root."""
+
+    def _no_cells(self) -> IntArray:
+        return np.empty((len(self.windows), 0), dtype=np.int64)
+
+    def _held(self, cells: IntArray) -> list[int]:
+        """How many positions have a cell, per layer group; [] where all have, so nobody asks."""
+        held: list[int] = np.count_nonzero(cells >= 0, axis=1).tolist() if self._windowed else []
+        return held
+
+    def _cells_array(self, cells: Sequence[IntArray], n_tokens: int) -> IntArray:
+        """``[n_groups, n_tokens]``, a copy.
+
+        Raises:
+            PrefixError: not one array per layer group, or not one cell per token.
+        """
+        sizes = [len(group) for group in cells]
+        if sizes != [n_tokens] * len(self.windows):
+            raise PrefixError(
+                f"insert_prefix got {n_tokens} tokens and {sizes} cells for {len(self.windows)} "
+                f"layer groups; give each group one cell per token, -1 for none"
+            )
+        return np.array([token_array(group) for group in cells], dtype=np.int64)
+
+    def _check_full(self, given: IntArray, first: int) -> None:
+        """Refuse new positions, those from ``first`` on, without a cell in a full group."""
+        for group, window in enumerate(self.windows):
+            if window is None and bool((given[group, first:] < 0).any()):
+                raise PrefixError(
+                    f"layer group {group} keeps all of the history, and insert_prefix got no cell "
+                    f"for {int((given[group, first:] < 0).sum())} of its positions from {first} on"
+                )
+
+    def _append(self, node: PathNode) -> None:
+        """Count a new, unlocked leaf that the subclass has just linked to its parent."""
+        assert node.parent is not None
+        node.parent.n_children += 1
+        self._lru[node] = None
+        self._n_stored += node.stop - node.start
+        self._count(node, 1)
+
+    def _fill(self, node: PathNode, given: IntArray) -> list[IntArray]:
+        """Put cells where windows of the path to ``node`` hold none; what was adopted, per group.
+
+        This keeps a trunk's end resumable beside a turn's end: each insertion brings its own tail.
+        """
+        if not self._windowed:
+            return [joined(())] * len(self.windows)
+        parts: list[list[IntArray]] = [[] for _ in self.windows]
+        brought = np.flatnonzero(
+            (given[[w is not None for w in self.windows], : node.stop] >= 0).any(axis=0)
+        )
+        first = int(brought[0]) if brought.size else node.stop
+        while node.stop > first:
+            part = given[:, node.start : node.stop]
+            new = (node.cells < 0) & (part >= 0)
+            if new.any():
+                node.cells[new] = part[new]
+                if not node.is_locked:
+                    self._count(node, -1)
+                node.n_held = self._held(node.cells)
+                if not node.is_locked:
+                    self._count(node, 1)
+                for group, mask in enumerate(new):
+                    parts[group].append(part[group, mask])
+            assert node.parent is not None
+            node = node.parent
+        return [joined(group[::-1]) for group in parts]
+
+    def _touch(self, node: PathNode) -> None:
+        """The path to ``node`` was used now; locked nodes are in no order."""
+        while node is not self._root and not node.is_locked:
+            self._lru.move_to_end(node)
+            assert node.parent is not None
+            node = node.parent
+
+    def _path_cells(self, node: PathNode, first: int, stop: int) -> IntArray:
+        """``[n_groups, stop - first]``: the cells of these positions on the path to ``node``."""
+        parts = []
+        while node.stop > first:
+            if node.start < stop:
+                lo, hi = max(first, node.start) - node.start, min(stop, node.stop) - node.start
+                parts.append(node.cells[:, lo:hi])
+            assert node.parent is not None
+            node = node.parent
+        return np.concatenate(parts[::-1], axis=1) if parts else self._no_cells()
+
+    def _resume_point(self, node: PathNode, limit: int, floor: int) -> int:
+        """The longest length in ``(floor, limit]`` that every group can go on from, else floor.
+
+        Args:
+            node: a node whose path reaches ``limit``.
+            limit: the most tokens.
+            floor: a multiple of the page size.
+        """
+        hi, look = limit - limit % self.page_size, max(FIRST_LOOK, self.page_size)
+        if not self._windowed:
+            return max(hi, floor)
+        if hi - floor == self.page_size and not self._ends_held(node, hi):
+            return floor  # one length to try, and no need to look far
+        while hi > floor:
+            lo = max(floor, hi - look)
+            first = max(0, min(lo, lo + 1 - self._reach))
+            cells = self._path_cells(node, first, hi)
+            lengths = np.flatnonzero(can_resume(cells, self.windows, first, lo)) + lo + 1
+            lengths = lengths[lengths % self.page_size == 0]
+            if lengths.size:
+                return int(lengths[-1])
+            hi, look = lo, 4 * look
+        return floor
+
+    def _ends_held(self, node: PathNode, stop: int) -> bool:
+        """Whether the windows hold the token before ``stop``, which is in ``node``."""
+        return all(
+            window is None or window == 1 or cells[stop - 1 - node.start] >= 0
+            for cells, window in zip(node.cells, self.windows, strict=True)
+        )
+
+    def _match_at(self, node: PathNode, length: int, n_matched: int) -> PrefixMatch:
+        """The result of a match that ends where ``node`` ends; the path to it counts as used."""
+        self._touch(node)
+        cells = self._path_cells(node, 0, length)
+        return PrefixMatch(length, tuple(cells), PrefixHandle(length, node), n_matched)
+
+    # Locks -------------------------------------------------------------------------------------
+
+    def lock_handle(self, handle: PrefixHandle) -> None:
+        """Protect the whole path, the matched node included, until ``unlock_handle``.
+
+        Locks count: a handle that was locked twice is unlocked twice.
+
+        Raises:
+            PrefixError: the handle is stale, some of it was evicted since: match again. Nothing was
+                changed.
+        """
+        node = handle.node
+        if node is None or node.owner is not self or node.stop != handle.length:
+            raise PrefixError(
+                f"the handle of {handle.length} tokens is stale, some of them were evicted; call "
+                f"match_prefix again"
+            )
+        was_locked = node.is_locked
+        node.pins += 1
+        while node is not self._root and not was_locked:
+            del self._lru[node]
+            self._count(node, -1)
+            assert node.parent is not None
+            node = node.parent
+            was_locked = node.is_locked
+            node.n_locked_children += 1
+
+    def unlock_handle(self, handle: PrefixHandle) -> None:
+        """Take one lock back. What no other lock holds can be evicted, as the most recently used.
+
+        Raises:
+            PrefixError: the handle is not locked, or the index was reset; nothing was changed.
+        """
+        node = handle.node
+        if node is None or node.owner is not self or not node.pins:
+            raise PrefixError(
+                f"the handle of {handle.length} tokens is not locked in this index; unlock what "
+                f"was locked, once"
+            )
+        node.pins -= 1
+        while node is not self._root and not node.is_locked:
+            self._lru[node] = None
+            self._count(node, 1)
+            assert node.parent is not None
+            node = node.parent
+            node.n_locked_children -= 1
+
+    def _count(self, node: PathNode, sign: int) -> None:
+        """The node became evictable (1), or is no longer (-1)."""
+        self._n_evictable += sign * (node.stop - node.start)
+        for group, n_held in enumerate(node.n_held):
+            self._evictable_cells[group] += sign * n_held
+
+    # Eviction ----------------------------------------------------------------------------------
+
+    def evict(self, n_tokens: int) -> Evicted:
+        """Give up at least ``n_tokens`` tokens, the least recently used first, from their ends.
+
+        The tail of a path goes first and the head stays, up to a page. More than asked goes where
+        it would be of no use: what is left of a path ends where every window can resume, at another
+        branch, or at a lock. Asking for 0 or less gives up nothing.
+
+        Raises:
+            CacheFullError: fewer tokens are evictable; nothing was changed.
+        """
+        if n_tokens > self._n_evictable:
+            raise CacheFullError(
+                f"asked to evict {n_tokens} tokens, {self._n_evictable} evictable of "
+                f"{self._n_stored} stored; the rest is locked: end a sequence or ask for less"
+            )
+        parts: list[IntArray] = [self._no_cells()]
+        n_gone = 0
+        while n_gone < n_tokens:
+            n_gone += self._trim(next(iter(self._lru)), n_tokens - n_gone, parts)
+        gone = np.concatenate(parts, axis=1)
+        return Evicted(n_gone, tuple(group[group >= 0] for group in gone))
+
+    def _trim(self, node: PathNode, n_tokens: int, parts: list[IntArray]) -> int:
+        """Cut ``n_tokens`` or more off a leaf, and with them what is of no use; how many went."""
+        n_gone = 0
+        while True:
+            keep = self._resume_point(node, node.stop - n_tokens, node.start)
+            n_gone += node.stop - keep
+            if keep == node.stop:
+                return n_gone
+            if keep > node.start:
+                parts.append(self._shorten(node, keep))
+                return n_gone
+            parts.append(node.cells)
+            parent = self._drop(node)
+            if parent is self._root or parent.n_children or parent.is_locked:
+                return n_gone
+            node, n_tokens = parent, 0
+
+    def _shorten(self, node: PathNode, stop: int) -> IntArray:
+        """Cut an unlocked leaf back to ``stop``; the cells that went."""
+        self._count(node, -1)
+        self._n_stored -= node.stop - stop
+        gone = node.cells[:, stop - node.start :]
+        node.cells = owned(node.cells[:, : stop - node.start])
+        node.n_held = [n - m for n, m in zip(node.n_held, self._held(gone), strict=True)]
+        node.stop = stop
+        self._count(node, 1)
+        return gone
+
+    def _drop(self, node: PathNode) -> PathNode:
+        """Take an unlocked leaf out; its parent."""
+        assert node.parent is not None and not node.n_children and not node.is_locked
+        self._forget(node)
+        self._count(node, -1)
+        self._n_stored -= node.stop - node.start
+        del self._lru[node]
+        node.owner = None
+        node.parent.n_children -= 1
+        return node.parent
+
+    # All of it ---------------------------------------------------------------------------------
+
+    def size_info(self) -> SizeInfo:
+        """How much is stored, and how much of it could go."""
+        cells = (
+            tuple(self._evictable_cells)
+            if self._windowed
+            else (self._n_evictable,) * len(self.windows)
+        )
+        return SizeInfo(self._n_evictable, self._n_stored - self._n_evictable, cells)
+
+    def held_cells(self) -> tuple[IntArray, ...]:
+        """Per layer group, every cell that the index refers to, in no order."""
+        cells = np.concatenate([self._no_cells(), *(n.cells for n in self._nodes())], axis=1)
+        return tuple(group[group >= 0] for group in cells)
+
+    def reset(self) -> tuple[IntArray, ...]:
+        """Forget everything, locked or not; per layer group, the cells for the caller to release.
+
+        Handles of before are stale.
+        """
+        cells = self.held_cells()
+        for node in [self._root, *self._nodes()]:
+            node.owner = None
+        self._start_over()
+        return cells
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        nodes = list(self._nodes())
+        locked_below: dict[PathNode, int] = {}
+        children: dict[PathNode, int] = {}
+        for node in nodes:
+            assert node.parent is not None and node.owner is self
+            assert node.start == node.parent.stop, "a node starts where its parent stops"
+            assert node.start < node.stop and node.stop % self.page_size == 0
+            assert node.cells.shape == (len(self.windows), node.stop - node.start)
+            assert node.n_held == self._held(node.cells)
+            for cells, window in zip(node.cells, self.windows, strict=True):
+                assert window is not None or (cells >= 0).all(), "full groups hold everything"
+            children[node.parent] = children.get(node.parent, 0) + 1
+            locked_below[node.parent] = locked_below.get(node.parent, 0) + node.is_locked
+        for node in [self._root, *nodes]:
+            assert node.n_children == children.get(node, 0)
+            assert node.pins >= 0 and node.n_locked_children == locked_below.get(node, 0)
+        assert self._n_stored == sum(n.stop - n.start for n in nodes)
+        assert self._n_evictable == sum(n.stop - n.start for n in nodes if not n.is_locked)
+        unlocked = [node.cells for node in nodes if not node.is_locked]
+        held = np.count_nonzero(np.concatenate([self._no_cells(), *unlocked], axis=1) >= 0, axis=1)
+        assert self.size_info().evictable_cells == tuple(held.tolist())
+        order = {node: i for i, node in enumerate(self._lru)}
+        assert order.keys() == {n for n in nodes if not n.is_locked}, "unlocked nodes have an order"
+        for node in order:
+            assert node.parent is not None
+            assert order.get(node.parent, len(order)) > order[node], (
+                "a child goes before its parent"
+            )
+
+
+def can_resume(cells: IntArray, windows: Sequence[int | None], first: int, floor: int) -> BoolArray:
+    """For each length in ``(floor, stop]``, whether every group holds the window before it.
+
+    A sequence of L tokens goes on if positions ``[max(0, L - w + 1), L)`` have cells: the next
+    query, at position L, sees those and itself.
+
+    Args:
+        cells: ``[n_groups, stop - first]``: the cells of positions ``[first, stop)``, -1 for none.
+        windows: per group, None for all of the history, which is always there.
+        first: at most ``floor + 1 - (w - 1)`` for the widest window w, and at most ``floor``; or 0.
+        floor: lengths above it are tried.
+    """
+    positions = np.arange(first, first + cells.shape[1])
+    lengths = positions[floor - first :] + 1
+    ok = np.ones(lengths.size, dtype=np.bool_)
+    for group, window in zip(cells, windows, strict=True):
+        if window is None:
+            continue
+        last_missing = np.maximum.accumulate(np.where(group < 0, positions, first - 1))
+        n_held = (positions - last_missing)[floor - first :]
+        ok &= n_held >= np.minimum(window - 1, lengths)
+    return ok
+
+
+def owned(part: IntArray) -> IntArray:
+    """The part, copied where it would keep a base of more than twice its size alive."""
+    if part.base is None or 2 * part.size >= part.base.size:
+        return part
+    return part.copy()
+
+
+def joined(parts: Sequence[IntArray]) -> IntArray:
+    """One array of some, or of none."""
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

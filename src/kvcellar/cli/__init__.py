@@ -1,0 +1,5 @@
+"""The command line. Each command parses, calls the library, and prints."""
+
+from kvcellar.cli.app import app, main
+
+__all__ = ["app", "main"]

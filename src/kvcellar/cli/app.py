@@ -1,0 +1,125 @@
+"""The command ``kvcellar``: its commands, and how every one of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import kvcellar
+from kvcellar.cli import chat, demo, generate
+from kvcellar.cli.terminal import examples, print_error
+from kvcellar.errors import KVCellarError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+
+
+class Commands(TyperGroup):
+    """Ends every command alike: one line for what is wrong, never a traceback for it.
+
+    Exit codes: 2 for wrong input, 130 for Ctrl-C, 141 where the reader of a pipe has left.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except KVCellarError as error:
+            print_error(str(error))
+            raise typer.Exit(EXIT_ERROR) from error
+        except KeyboardInterrupt as error:
+            if sys.stderr.isatty():
+                sys.stderr.write("\n")
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+        except BrokenPipeError as error:
+            _abandon_stdout()
+            raise typer.Exit(EXIT_CLOSED_PIPE) from error
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Parse and run; the entry point of ``app`` and of test runners."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except typer.exceptions.TyperException as error:  # of the parser
+            if not standalone_mode:
+                raise
+            code = _explain(error)
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+
+def _explain(error: typer.exceptions.TyperException) -> int:
+    """Say in one line what the parser did not like; return the exit code."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    if context is not None and message:
+        message = f"{message.rstrip('.')}; see {context.command_path} --help"
+    if message:
+        print_error(message[0].lower() + message[1:])
+    return EXIT_ERROR
+
+
+def _abandon_stdout() -> None:
+    """Nobody reads any more: let the flush at exit go nowhere instead of raising again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+app = typer.Typer(
+    name="kvcellar",
+    cls=Commands,
+    help="KV caches for local models and agents: one model, swappable caches.",
+    epilog=examples(
+        "kvcellar demo",
+        "kvcellar generate --prompt 'def fibonacci(n):'",
+        "kvcellar chat ~/models/Qwen3-0.6B",
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcellar {kvcellar.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+for noun in (generate, chat, demo):
+    noun.register(app)
+
+
+def main() -> None:
+    """The console script ``kvcellar``."""
+    app(prog_name="kvcellar")

@@ -1,0 +1,153 @@
+"""``kvcellar generate``: continue a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvcellar.cli import options
+from kvcellar.cli.session import Bound, bound_model
+from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, progress_bar, write
+from kvcellar.engine import Generation, SamplingParams, encode_chat, generate
+from kvcellar.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        name="generate",
+        help=help_of(generate_command),
+        epilog=examples(
+            "kvcellar generate --prompt 'import os' --max-tokens 64",
+            "kvcellar generate ~/models/Qwen3-0.6B --chat --prompt 'Why is the sky blue?'",
+            "cat notes.txt | kvcellar generate --prompt - --temperature 0.7 --seed 1",
+            "kvcellar generate --prompt 'def ' --cache seq --json | jq .usage",
+        ),
+    )(generate_command)
+
+
+def generate_command(
+    model: options.Model = "demo",
+    *,
+    prompt: Annotated[
+        str,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; - for stdin."),
+    ],
+    chat: Annotated[
+        bool,
+        typer.Option("--chat/--raw", help="Put the prompt in the model's chat template, or not."),
+    ] = False,
+    system: options.System = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object when all is done.")
+    ] = False,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    cache: options.Cache = "contiguous",
+    capacity: options.Capacity = None,
+    kv_dtype: options.KvDtype = None,
+    backend: options.Backend = "torch",
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+) -> None:
+    """Continue a text.
+
+    The text streams to stdout as it comes. With --json one object is printed instead: text,
+    token_ids, finish_reason (stop or length), finish_detail and usage.
+    """
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+    )
+    if system is not None and not chat:
+        raise ConfigError("a system message needs a chat template; add --chat")
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    with bound_model(
+        model,
+        kind=cache,
+        backend=backend,
+        capacity=capacity,
+        kv_dtype=kv_dtype,
+        dtype=dtype,
+        device=device,
+    ) as bound:
+        result = _run(bound, _encode(bound, text, chat, system), params, is_quiet=as_json)
+    if as_json:
+        write(json.dumps(as_object(result), ensure_ascii=False) + "\n")
+
+
+def _encode(bound: Bound, text: str, chat: bool, system: str | None) -> list[int]:
+    if not chat:
+        return [int(token_id) for token_id in bound.model.tokenizer.encode(text)]
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return encode_chat(bound.model.tokenizer, [*messages, {"role": "user", "content": text}])
+
+
+def _run(
+    bound: Bound, prompt_ids: list[int], params: SamplingParams, *, is_quiet: bool
+) -> Generation:
+    with progress_bar("reading the prompt") as report:
+        events = generate(
+            bound.runner,
+            bound.cache,
+            bound.model.tokenizer,
+            prompt_ids,
+            params,
+            eos_token_ids=bound.model.eos_token_ids,
+            on_prefill=lambda done, total: report(
+                done / total, f"reading the prompt: {done} of {total} tokens"
+            ),
+        )
+        result: Generation | None = None
+        for event in events:
+            if isinstance(event, Generation):
+                result = event
+            elif not is_quiet:
+                write(event.text)
+    assert result is not None
+    if not is_quiet:
+        write("\n")
+        show_end(result)
+    return result
+
+
+def show_end(result: Generation) -> None:
+    """What it took, for a terminal; and a warning where the text ends for want of room."""
+    usage = result.usage
+    n_prompt, n_cached = usage.prompt_tokens, usage.cached_tokens
+    read = f"reused {n_cached} of {n_prompt} tokens" if n_cached else f"read {n_prompt} tokens"
+    speed = "" if usage.tokens_per_second is None else f", {usage.tokens_per_second:.1f} tokens/s"
+    end = f"; {result.finish.detail}" if result.finish.cause == "max_tokens" else ""
+    print_note(
+        f"{read}, first new one after {usage.time_to_first_token_s:.2f} s; "
+        f"{usage.completion_tokens} new{speed}{end}"
+    )
+    if result.finish.cause == "cache_full":
+        print_warning(f"the text is cut short: {result.finish.detail}")
+
+
+def as_object(result: Generation) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish.reason,
+        "finish_detail": result.finish.detail,
+        "usage": asdict(result.usage),
+    }

@@ -1,0 +1,117 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcellar.types import FLOAT_KV_DTYPES
+
+LOADING = "Model and cache"
+SAMPLING = "Sampling"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, or a name on "
+        "the Hugging Face hub.",
+    ),
+]
+Cache = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND", help="Which cache: contiguous, seq or tree.", rich_help_panel=LOADING
+    ),
+]
+Capacity = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens that the cache may hold. Default: the model's context, at most 8192.",
+        rich_help_panel=LOADING,
+    ),
+]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help=f"How K and V are stored: {', '.join(FLOAT_KV_DTYPES)}. Default: as the weights.",
+        rich_help_panel=LOADING,
+    ),
+]
+Backend = Annotated[
+    str, typer.Option(metavar="NAME", help="Who runs the model: torch.", rich_help_panel=LOADING)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Type of the weights in memory. Default: the checkpoint's own.",
+        rich_help_panel=LOADING,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE",
+        help="Where the model runs, such as cpu or cuda. Default: cpu.",
+        rich_help_panel=LOADING,
+    ),
+]
+
+MaxTokens = Annotated[
+    int, typer.Option(metavar="N", help="Tokens to generate at most.", rich_help_panel=SAMPLING)
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="0 takes the likeliest token; higher is more varied.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        metavar="P",
+        help="Sample from the fewest tokens with this probability together.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        metavar="K", help="Sample from the K likeliest tokens; 0 for all.", rich_help_panel=SAMPLING
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        metavar="P",
+        help="Sample from tokens at least P times as likely as the likeliest.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="Above 1 makes tokens that are there already less likely.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="The same seed gives the same text.", rich_help_panel=SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="End before this text; may be given several times.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")]

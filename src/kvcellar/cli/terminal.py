@@ -1,0 +1,89 @@
+"""What a person at a terminal sees on stderr: progress, notes, errors. A pipe sees errors alone.
+
+Results go to stdout and only there, so that every command can be a part of a pipe. rich is
+imported when something is shown.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+ProgressFn = Callable[[float, str], None]
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help: one example per line."""
+    return "\n".join(["Examples:", *(f"  {command}" for command in commands)])
+
+
+def help_of(command: Callable[..., None]) -> str:
+    """A command's help: its docstring, each paragraph on one line for the terminal to break."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def print_error(message: str) -> None:
+    """One red line."""
+    _print(" ".join(f"error: {message}".split()), "red")
+
+
+def print_warning(message: str) -> None:
+    """One yellow line that also a pipe's user should see: the output is not what it seems."""
+    _print(f"warning: {message}", "yellow")
+
+
+def print_note(message: str) -> None:
+    """One dim line, for a terminal alone."""
+    if sys.stderr.isatty():
+        _print(message, "dim")
+
+
+def _print(message: str, style: str) -> None:
+    from rich.console import Console
+
+    sys.stdout.flush()
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    console.print(message, style=style)
+
+
+def write(text: str) -> None:
+    """Text of the result, at once."""
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[ProgressFn]:
+    """A spinner, and a bar from the first report on; gone when the work is done or has failed.
+
+    Yields a function that takes how much is done, 0 to 1, and what comes now. In a pipe it does
+    nothing.
+    """
+    if not sys.stderr.isatty():
+        yield lambda fraction, what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("[dim]{task.description}"),
+        BarColumn(bar_width=24),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    task = bar.add_task(what, total=None)
+
+    def report(fraction: float, what: str) -> None:
+        bar.update(task, completed=fraction, total=1.0, description=what)
+        if fraction >= 1.0:
+            bar.stop()
+
+    with bar:
+        yield report

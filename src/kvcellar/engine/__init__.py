@@ -1,0 +1,47 @@
+"""Runs models over caches: sampling, text, and the loops that turn prompts into answers.
+
+Everything here is NumPy: a runner takes token ids and gives logits, whatever its backend.
+"""
+
+from kvcellar.engine.branches import Branch, BranchReport, branch
+from kvcellar.engine.conversation import Conversation, encode_chat
+from kvcellar.engine.engine import Engine, EngineConfig
+from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
+from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
+from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, TokenLogprob, sample
+from kvcellar.engine.sequence import OneSequence
+from kvcellar.engine.service import EngineService, EventStream
+from kvcellar.engine.stats import EngineStats
+from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
+
+__all__ = [
+    "Branch",
+    "BranchReport",
+    "Choice",
+    "Conversation",
+    "Detokenizer",
+    "Engine",
+    "EngineConfig",
+    "EngineService",
+    "EngineStats",
+    "Event",
+    "EventStream",
+    "Finish",
+    "FinishEvent",
+    "GeneratedToken",
+    "Generation",
+    "OneSequence",
+    "Request",
+    "SamplingParams",
+    "SamplingState",
+    "StopMatcher",
+    "TextStream",
+    "TokenEvent",
+    "TokenLogprob",
+    "Usage",
+    "branch",
+    "encode_chat",
+    "generate",
+    "last",
+    "sample",
+]

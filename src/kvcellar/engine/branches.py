@@ -1,0 +1,215 @@
+"""One prompt, several continuations: forked without copying, continued in one batch, one kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcellar.cache import SeqCache
+from kvcellar.engine.generate import (
+    Finish,
+    PrefillFn,
+    check_prompt,
+    finish_of,
+    prefill,
+    stopped_by_text,
+)
+from kvcellar.engine.sampling import SamplingParams, SamplingState, sample
+from kvcellar.engine.sequence import OneSequence
+from kvcellar.engine.text import TextStream, Tokenizer
+from kvcellar.errors import ConfigError
+from kvcellar.types import CacheConfig, CacheUsage
+
+if TYPE_CHECKING:
+    from kvcellar.models.runner import Runner
+
+__all__ = ["Branch", "BranchReport", "branch", "bytes_per_cell"]
+
+StepFn = Callable[[int, int], None]
+"""Called with how many tokens each branch has, and how many it may have."""
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(slots=True)
+class Branch:
+    """One continuation of the prompt.
+
+    Attributes:
+        seq_id: its sequence.
+        token_ids: what was sampled.
+        text: the text of it.
+        mean_logprob: the mean log probability of its tokens under the model.
+        finish: why it ended.
+        cells: cells that its sequence held at the end, in all layer groups.
+        shared_cells: of these, the cells that other sequences held too.
+    """
+
+    seq_id: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    mean_logprob: float = 0.0
+    finish: Finish | None = None
+    cells: int = 0
+    shared_cells: int = 0
+
+    @property
+    def private_cells(self) -> int:
+        """Cells that are this branch's alone."""
+        return self.cells - self.shared_cells
+
+
+@dataclass(frozen=True, slots=True)
+class BranchReport:
+    """What ``branch`` did.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, computed once for all branches.
+        branches: in the order of their sequences.
+        best: index of the branch with the highest mean log probability; its sequence was kept.
+        n_forwards: batched forwards after the prompt.
+        prefill_s: time for the prompt.
+        fork_s: time to fork all branches.
+        decode_s: time for the branches' tokens.
+        usage: the cache at its fullest.
+        usage_kept: the cache with the best branch alone.
+    """
+
+    prompt_tokens: int
+    branches: tuple[Branch, ...]
+    best: int
+    n_forwards: int
+    prefill_s: float
+    fork_s: float
+    decode_s: float
+    usage: CacheUsage
+    usage_kept: CacheUsage
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens of all branches together."""
+        return sum(len(branch.token_ids) for branch in self.branches)
+
+
+def branch(
+    runner: Runner,
+    cache: SeqCache,
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    n_branches: int,
+    *,
+    eos_token_ids: Collection[int] = (),
+    prefill_chunk: int = 512,
+    on_prefill: PrefillFn | None = None,
+    on_step: StepFn | None = None,
+) -> BranchReport:
+    """Continue a prompt in several ways and keep the likeliest.
+
+    The prompt is sequence 0, its branches are 1 to ``n_branches``; they share its cells. Branch i
+    samples with the seed ``params.seed + i - 1``.
+
+    Args:
+        runner: the model, bound to the session of ``cache``.
+        cache: for many sequences; 0 to ``n_branches`` must be unused.
+        tokenizer: for the text.
+        prompt_ids: the trunk.
+        params: how to sample; ``max_tokens`` is needed.
+        n_branches: how many continuations.
+        eos_token_ids: tokens with which the model ends a text.
+        prefill_chunk: tokens of the prompt in one forward.
+        on_prefill: called before the first chunk of the prompt and after each.
+        on_step: called after each token of the branches.
+
+    Raises:
+        PromptError: the prompt is empty or of another tokenizer, or it does not fit together with
+            its branches; raised before any compute.
+        ConfigError: no branches, or no ``max_tokens``.
+    """
+    if n_branches < 1:
+        raise ConfigError(f"a prompt needs at least 1 branch, got {n_branches}")
+    if params.max_tokens is None:
+        raise ConfigError("branches need max_tokens, so that their cells can be counted before")
+    trunk = OneSequence(cache)
+    prompt = check_prompt(
+        prompt_ids, runner.vocab_size, trunk, n_reserved=n_branches * (params.max_tokens - 1)
+    )
+    branches = [Branch(seq_id) for seq_id in range(1, n_branches + 1)]
+    states = [
+        SamplingState(_params_of(index, params), runner.vocab_size, prompt)
+        for index in range(n_branches)
+    ]
+    streams = [TextStream(tokenizer, params.stop, context=prompt) for _ in branches]
+
+    started = time.perf_counter()
+    logits = prefill(runner, trunk, prompt, prefill_chunk, on_prefill)
+    prefilled = time.perf_counter()
+    for one in branches:
+        cache.seq_cp(trunk.seq_id, one.seq_id)
+    forked = time.perf_counter()
+
+    logits = np.repeat(logits, n_branches, axis=0)
+    live = list(range(n_branches))
+    logprob_sums = [0.0] * n_branches
+    n_forwards = 0
+    while True:
+        for index, choice in zip(live, sample(logits, [states[i] for i in live]), strict=True):
+            one, state, stream = branches[index], states[index], streams[index]
+            state.record(choice.token_id)
+            one.token_ids.append(choice.token_id)
+            logprob_sums[index] += choice.logprob or 0.0
+            one.finish = finish_of(choice.token_id, state, eos_token_ids)
+            if one.finish is None or one.finish.reason == "length":
+                stream.push(choice.token_id)
+                one.finish = stopped_by_text(stream) or one.finish
+        if on_step is not None:
+            on_step(max(state.n_sampled for state in states), params.max_tokens)
+        live = [index for index in live if branches[index].finish is None]
+        if not live:
+            break
+        positions = cache.begin_step([branches[index].seq_id for index in live])
+        tokens = [branches[index].token_ids[-1] for index in live]
+        logits = runner.forward(tokens, positions, rows=range(len(live)))
+        n_forwards += 1
+    finished = time.perf_counter()
+
+    for one, stream, logprob_sum in zip(branches, streams, logprob_sums, strict=True):
+        stream.flush()
+        one.text = stream.text
+        one.mean_logprob = logprob_sum / len(one.token_ids)
+        one.cells, one.shared_cells = cache.seq_usage(one.seq_id)
+    best = max(range(n_branches), key=lambda index: branches[index].mean_logprob)
+    usage = cache.usage()
+    cache.seq_keep(branches[best].seq_id)
+    return BranchReport(
+        prompt_tokens=len(prompt),
+        branches=tuple(branches),
+        best=best,
+        n_forwards=n_forwards,
+        prefill_s=prefilled - started,
+        fork_s=forked - prefilled,
+        decode_s=finished - forked,
+        usage=usage,
+        usage_kept=cache.usage(),
+    )
+
+
+def bytes_per_cell(config: CacheConfig) -> int:
+    """Bytes of one token's K and V in all layers that keep it."""
+    return (
+        sum(
+            len(group.layers) * group.n_kv_heads * (group.head_dim + group.v_head_dim)
+            for group in config.params.groups
+        )
+        * _ITEM_BYTES[config.kv_dtype]
+    )
+
+
+def _params_of(index: int, params: SamplingParams) -> SamplingParams:
+    """The settings of one branch: a seed of its own, and the log probability of its tokens."""
+    seed = None if params.seed is None else params.seed + index
+    return replace(params, seed=seed, logprobs=params.logprobs or 0)

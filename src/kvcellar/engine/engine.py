@@ -1,0 +1,208 @@
+"""The engine: many requests, one flat batch per step, nothing prefilled twice. Start here.
+
+``Engine.step`` is the whole of it: choose a batch, claim cells, run the model, sample, record.
+Reusing a prefix happens while the batch is chosen; speculation changes what is proposed and what is
+accepted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcellar.bookkeeping.prefix import PrefixIndex, make_index
+from kvcellar.cache import SeqCache
+from kvcellar.engine.batch import BatchOutput, ScheduledBatch
+from kvcellar.engine.policy import Policy, make_policy
+from kvcellar.engine.request import Event, FinishEvent, Request
+from kvcellar.engine.residency import Residency
+from kvcellar.engine.sampling import Choice, SamplingState, sample
+from kvcellar.engine.scheduler import Drafter, Limits, Scheduler
+from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
+from kvcellar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvcellar.models.runner import FloatArray, Runner
+
+__all__ = ["Engine", "EngineConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Policy of an engine.
+
+    Attributes:
+        max_num_batched_tokens: tokens in one forward.
+        max_num_seqs: sequences that run at a time.
+        policy: ``mixed`` or ``prefill-first``.
+        delay_factor: of ``prefill-first``: how long new prompts gather before they are let in.
+        index: ``radix``, ``hashed`` or ``naive``.
+        page_size: tokens per page of the radix index, or per block of the hashed one.
+        max_moved_bytes: host memory for the KV of preempted sequences; 0: they are recomputed.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    policy: str = "mixed"
+    delay_factor: float = 0.0
+    index: str = "radix"
+    page_size: int = 1
+    max_moved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_moved_bytes < 0:
+            raise ConfigError(f"max_moved_bytes must be 0 or more, got {self.max_moved_bytes}")
+
+
+class Engine:
+    """Requests in, events out, one ``step`` at a time. Not for several threads at once.
+
+    Args of the constructor:
+        runner: the model, bound to the session of ``cache``.
+        cache: for many sequences; the engine uses it alone.
+        tokenizer: for texts and stop texts; None for tokens alone.
+        eos_token_ids: tokens with which the model ends a text.
+        config: see :class:`EngineConfig`.
+        drafter: guesses tokens that the same forward verifies; None for none.
+        clock: seconds, for deadlines and times.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: SeqCache,
+        tokenizer: Any = None,
+        *,
+        eos_token_ids: Collection[int] = (),
+        config: EngineConfig | None = None,
+        drafter: Drafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """An engine without requests."""
+        self.config = config or EngineConfig()
+        self.runner = runner
+        self.cache = cache
+        windows = tuple(group.window for group in cache.config.params.groups)
+        self.index: PrefixIndex = make_index(self.config.index, windows, self.config.page_size)
+        policy: Policy = make_policy(self.config.policy, self.config.delay_factor)
+        self.scheduler = Scheduler(
+            Residency(cache, self.index, self.config.max_moved_bytes),
+            policy,
+            Limits(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            tokenizer,
+            runner.vocab_size,
+            eos_token_ids,
+            drafter,
+        )
+        self._times = StepTimes()
+        self._clock = clock
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; return its id, under which its events come.
+
+        Raises:
+            PromptError: it could never run; the message has the numbers. Nothing was queued.
+            UnknownRequestError: its parent is neither running nor kept. Nothing was queued.
+        """
+        return self.scheduler.add(request, self._clock())
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request, waiting or running; what it prefilled stays reusable. False: unknown."""
+        return self.scheduler.cancel(request_id)
+
+    def release(self, request_id: int) -> bool:
+        """Let go of a kept sequence. False: it is not kept."""
+        return self.scheduler.release(request_id)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ``step`` has nothing to do and nothing to tell."""
+        return self.scheduler.is_idle
+
+    def step(self) -> list[Event]:
+        """Advance the scheduled sequences once. Commits whole, or changes nothing."""
+        started = self._clock()
+        batch = self.scheduler.schedule(started)
+        if batch is None:
+            return self.scheduler.events()
+        try:
+            positions = self.cache.begin_step(batch.seq_ids)
+            logits = self.runner.forward(batch.token_ids, positions, batch.rows)
+            output = _sample(batch, logits, self.scheduler.states_of(batch))
+        except Exception as error:
+            self.cache.cancel_step()
+            return self.scheduler.fail(batch, error)
+        self.cache.end_step()
+        now = self._clock()
+        self._times.add(now - started)
+        return self.scheduler.record(batch, output, started, now)
+
+    def run(self) -> Iterator[Event]:
+        """Step until nothing is left to do; yield the events."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def generate(self, request: Request) -> FinishEvent:
+        """Submit one request and run until it has ended.
+
+        Other requests run along; their events are lost, so this is for one caller alone.
+        """
+        request_id = self.submit(request)
+        while True:
+            for event in self.step():
+                if isinstance(event, FinishEvent) and event.request_id == request_id:
+                    return event
+
+    def stats(self) -> EngineStats:
+        """All counts at this moment."""
+        return take_stats(self.scheduler, self._times)
+
+
+def _sample(batch: ScheduledBatch, logits: FloatArray, states: list[SamplingState]) -> BatchOutput:
+    """Choose tokens for every part that has caught up; verify drafted ones on the way.
+
+    A drafted token is right when it is the very token that sampling would have chosen, with the
+    same random draw, so the output is what it would have been without drafts.
+    """
+    state_of = iter(states)
+    plain: list[tuple[int, int, SamplingState]] = []  # part, row, state
+    chosen: list[tuple[Choice, ...]] = [()] * len(batch.parts)
+    row = 0
+    for i, part in enumerate(batch.parts):
+        if part.is_last:
+            state = next(state_of)
+            if part.n_drafted:
+                drafted = part.token_ids[-part.n_drafted :]
+                chosen[i] = _verify(logits[row : row + part.n_rows], drafted, state)
+            else:
+                plain.append((i, row, state))
+        row += part.n_rows
+    if plain:
+        rows = np.asarray([r for _, r, _ in plain])
+        wanted = logits if len(plain) == len(logits) else logits[rows]
+        choices = sample(wanted, [state for *_, state in plain])
+        for (i, _, _), choice in zip(plain, choices, strict=True):
+            chosen[i] = (choice,)
+    return BatchOutput(tuple(chosen))
+
+
+def _verify(
+    logits: FloatArray, drafted: tuple[int, ...], state: SamplingState
+) -> tuple[Choice, ...]:
+    """Sample row by row for as long as the drafted tokens agree; one more than they."""
+    trial = state.fork()
+    choices: list[Choice] = []
+    for row, guess in zip(logits, (*drafted, None), strict=True):
+        choice = sample(row[None], [trial])[0]
+        choices.append(choice)
+        trial.record(choice.token_id)
+        if choice.token_id != guess:
+            break
+    return tuple(choices)

@@ -1,0 +1,318 @@
+"""One sequence, one token at a time: the plain loop, behind any cache.
+
+It is what a faster engine is compared with, so it has no batch, no queue and no second way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvcellar.cache import Cache
+from kvcellar.engine.sampling import SamplingParams, SamplingState, TokenLogprob, sample
+from kvcellar.engine.sequence import OneSequence
+from kvcellar.engine.text import TextStream, Tokenizer
+from kvcellar.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from kvcellar.models.runner import FloatArray, Runner
+
+__all__ = [
+    "Finish",
+    "GeneratedToken",
+    "Generation",
+    "PrefillFn",
+    "Usage",
+    "check_prompt",
+    "finish_of",
+    "generate",
+    "last",
+    "prefill",
+]
+
+PrefillFn = Callable[[int, int], None]
+"""Called with how many of the prompt's new tokens are done, and how many there are."""
+
+_GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sequence ended.
+
+    Attributes:
+        reason: ``stop`` where the model or a stop ended it, ``length`` where room did.
+        cause: which of them.
+        detail: the cause in words, with numbers.
+    """
+
+    reason: Literal["stop", "length"]
+    cause: Literal["eos", "stop_token", "stop_text", "max_tokens", "cache_full"]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a generation took.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, cached ones among them.
+        cached_tokens: tokens of the prompt that were not computed again.
+        completion_tokens: tokens sampled, the one that ended it among them.
+        time_to_first_token_s: from the start to the first token.
+        tokens_per_second: of the tokens after the first; None where there are none.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    time_to_first_token_s: float
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One sampled token.
+
+    Attributes:
+        token_id: the token.
+        text: the text that became certain with it; may be empty, or that of several tokens.
+        logprob: where ``SamplingParams.logprobs`` asks for it.
+        top_logprobs: the most likely tokens, as many as were asked for.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How it ended: the last item of ``generate``.
+
+    Attributes:
+        text: the texts of all tokens, joined; no part of a stop text is in it.
+        token_ids: what was sampled, the end token or the tokens of a stop text among it.
+        finish: why it ended.
+        usage: what it took.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish
+    usage: Usage
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop`` or ``length``."""
+        return self.finish.reason
+
+
+def generate(
+    runner: Runner,
+    cache: Cache,
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    params: SamplingParams = _GREEDY,
+    *,
+    eos_token_ids: Collection[int] = (),
+    seq_id: int = 0,
+    prefill_chunk: int = 512,
+    on_prefill: PrefillFn | None = None,
+) -> Iterator[GeneratedToken | Generation]:
+    """Continue a prompt: a :class:`GeneratedToken` for each token, then one :class:`Generation`.
+
+    The sequence goes on from what the cache holds of it, which the caller promises to be the first
+    tokens of ``prompt_ids``; only the others are computed. The last token that is sampled is not
+    written to the cache. An iteration that is given up, in prefill too, leaves the cache with the
+    tokens that were finished.
+
+    Args:
+        runner: the model, bound to the session of ``cache``.
+        cache: of any kind.
+        tokenizer: for the text; it sees sampled tokens and the end of the prompt.
+        prompt_ids: the whole history.
+        params: how to sample and when to end.
+        eos_token_ids: tokens with which the model ends a text.
+        seq_id: which sequence of the cache.
+        prefill_chunk: tokens of the prompt in one forward.
+        on_prefill: called before the first chunk and after each.
+
+    Raises:
+        PromptError: the prompt is empty, does not fit, holds an id that the model does not have,
+            or is shorter than what the cache holds; raised by this call, before any compute.
+        ConfigError: a ``prefill_chunk`` below 1, or a ``logit_bias`` of an unknown token.
+    """
+    if prefill_chunk < 1:
+        raise ConfigError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+    sequence = OneSequence(cache, seq_id)
+    prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
+    state = SamplingState(params, runner.vocab_size, prompt)
+    stream = TextStream(tokenizer, params.stop, context=prompt)
+    return _generate(
+        runner, sequence, prompt, state, stream, eos_token_ids, prefill_chunk, on_prefill
+    )
+
+
+def _generate(
+    runner: Runner,
+    sequence: OneSequence,
+    prompt: list[int],
+    state: SamplingState,
+    stream: TextStream,
+    eos_token_ids: Collection[int],
+    prefill_chunk: int,
+    on_prefill: PrefillFn | None,
+) -> Iterator[GeneratedToken | Generation]:
+    started = time.perf_counter()
+    n_cached = min(sequence.length, len(prompt) - 1)
+    logits = prefill(runner, sequence, prompt, prefill_chunk, on_prefill)
+    token_ids: list[int] = []
+    first_token_s = decode_s = 0.0
+    finish: Finish | None = None
+    while finish is None:
+        if token_ids:
+            started = time.perf_counter()
+            logits = runner.forward(token_ids[-1:], sequence.begin(1))
+        choice = sample(logits, [state])[0]
+        state.record(choice.token_id)
+        token_ids.append(choice.token_id)
+        if len(token_ids) == 1:
+            first_token_s = time.perf_counter() - started
+        else:
+            decode_s += time.perf_counter() - started
+        text = ""
+        finish = finish_of(choice.token_id, state, eos_token_ids)
+        if finish is None or finish.reason == "length":
+            text = stream.push(choice.token_id)
+            finish = stopped_by_text(stream) or finish or full(sequence)
+        if finish is not None:
+            text += stream.flush()
+        yield GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
+    n_decoded = len(token_ids) - 1
+    usage = Usage(
+        prompt_tokens=len(prompt),
+        cached_tokens=n_cached,
+        completion_tokens=len(token_ids),
+        time_to_first_token_s=first_token_s,
+        tokens_per_second=n_decoded / decode_s if n_decoded else None,
+    )
+    yield Generation(stream.text, tuple(token_ids), finish, usage)
+
+
+def last(events: Iterable[GeneratedToken | Generation]) -> Generation:
+    """Run ``generate`` to its end and return how it ended."""
+    result = None
+    for event in events:
+        result = event
+    assert isinstance(result, Generation), "generate ends with a Generation"
+    return result
+
+
+# The parts, for whoever drives several sequences -------------------------------------------------
+
+
+def check_prompt(
+    prompt_ids: Sequence[int], vocab_size: int, sequence: OneSequence, n_reserved: int = 0
+) -> list[int]:
+    """The prompt, if it can go on from what the sequence holds, and fits.
+
+    Args:
+        prompt_ids: the whole history.
+        vocab_size: ids that the model has.
+        sequence: where it goes.
+        n_reserved: cells that must be free besides.
+
+    Raises:
+        PromptError: see ``generate``.
+    """
+    prompt = [int(token_id) for token_id in prompt_ids]
+    if not prompt:
+        raise PromptError("the prompt has no tokens; give at least one, such as the model's BOS")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise PromptError(
+            f"the prompt holds token id {low if low < 0 else high} and the model has ids 0 to "
+            f"{vocab_size - 1}: its tokens are of a tokenizer that does not match the model; "
+            f"encode the text with the model's own"
+        )
+    held = sequence.length
+    if held > len(prompt):
+        raise PromptError(
+            f"sequence {sequence.seq_id} holds {held} tokens and the prompt has {len(prompt)}; a "
+            f"prompt begins with all that the cache holds; cut the sequence back first"
+        )
+    n_new = len(prompt) - held
+    if not sequence.can_extend(n_new + n_reserved):
+        capacity = sequence.cache.capacity
+        n_free = min(group.free for group in sequence.cache.usage().groups)
+        of_these = f", {n_new} of them new" if held else ""
+        besides = f" and its continuation {n_reserved}" if n_reserved else ""
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens{of_these}{besides}; the cache has {n_free} cells "
+            f"free of {capacity}; shorten the prompt or raise capacity"
+        )
+    return prompt
+
+
+def prefill(
+    runner: Runner,
+    sequence: OneSequence,
+    prompt: list[int],
+    chunk: int = 512,
+    on_prefill: PrefillFn | None = None,
+) -> FloatArray:
+    """Compute what the sequence does not hold of a checked prompt.
+
+    A prompt that is held whole gives its last token back, since that one's logits are needed.
+
+    Returns:
+        The logits of its last token, ``[1, vocab]``.
+    """
+    sequence.cut(len(prompt) - 1)
+    held = sequence.length
+    n_new = len(prompt) - held
+    if on_prefill is not None:
+        on_prefill(0, n_new)
+    for start in range(held, len(prompt), chunk):
+        tokens = prompt[start : start + chunk]
+        logits = runner.forward(tokens, sequence.begin(len(tokens)))
+        if on_prefill is not None:
+            on_prefill(start + len(tokens) - held, n_new)
+    return np.asarray(logits)
+
+
+def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int]) -> Finish | None:
+    """Whether a sequence ends with this token, which is recorded already; None to go on."""
+    params = state.params
+    if token_id in params.stop_token_ids:
+        return Finish("stop", "stop_token", f"stop token {token_id}")
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return Finish("stop", "eos", "the model ended its text")
+    if params.max_tokens is not None and state.n_sampled >= params.max_tokens:
+        return Finish("length", "max_tokens", f"max_tokens {params.max_tokens} reached")
+    return None
+
+
+def stopped_by_text(stream: TextStream) -> Finish | None:
+    """Whether the text so far holds a stop text; None to go on."""
+    if stream.matched_stop is None:
+        return None
+    return Finish("stop", "stop_text", f"stop text {stream.matched_stop!r}")
+
+
+def full(sequence: OneSequence) -> Finish | None:
+    """Whether one more token has no cell; None to go on."""
+    if sequence.can_extend(1):
+        return None
+    cache = sequence.cache
+    return Finish(
+        "length",
+        "cache_full",
+        f"the cache is full: no cell is free of {cache.capacity}; raise capacity",
+    )

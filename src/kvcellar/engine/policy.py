@@ -1,0 +1,144 @@
+"""Which sequences a step serves, and how many tokens of each: two policies behind one interface.
+
+A policy decides on counts alone. Whether cells can be found for them, and who has to give way, is
+the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from kvcellar.engine.request import Sequence
+from kvcellar.errors import ConfigError
+
+__all__ = ["POLICIES", "Allotment", "Mixed", "Policy", "PrefillFirst", "make_policy"]
+
+
+class Allotment(NamedTuple):
+    """How many tokens of a sequence the next step computes."""
+
+    sequence: Sequence
+    n_tokens: int
+
+
+class Policy(Protocol):
+    """Decides whom a step serves."""
+
+    def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
+        """Whether waiting sequences may join now."""
+        ...
+
+    def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
+        """Tokens of the next step, at most ``budget`` in all, drafted ones included."""
+        ...
+
+    def ran(self, n_prefill: int, started: float, took_s: float) -> None:
+        """A step with so many prefill tokens has run."""
+        ...
+
+
+class Mixed:
+    """Decodes and chunks of prefill share every step: nobody waits for a whole prompt.
+
+    Every decoding sequence gets its token first; what is left of the budget is divided evenly over
+    the prompts in prefill, so that a long one neither holds up a short one nor starves beside many.
+    Where there are more decoding sequences than budget, those that waited longest go first.
+    """
+
+    def __init__(self, min_prefill: int = 16) -> None:
+        """At least ``min_prefill`` tokens of a full budget go to prefill where there is any."""
+        self._min_prefill = min_prefill
+
+    def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
+        """At any time."""
+        return True
+
+    def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
+        """Decodes first, then the prompts in even shares."""
+        decodes = sorted((s for s in running if s.is_decoding), key=lambda s: s.last_step)
+        prefills = sorted((s for s in running if not s.is_decoding), key=lambda s: s.order)
+        reserved = min(self._min_prefill, budget // 2) if prefills else 0
+        allotments = _decodes(decodes, budget - reserved)
+        left = budget - sum(a.n_tokens for a in allotments)
+        return allotments + _even_shares(prefills, left)
+
+    def ran(self, n_prefill: int, started: float, took_s: float) -> None:
+        """Nothing to remember."""
+
+
+class PrefillFirst:
+    """All prefill before any decode, as in ATOM's scheduler: best for throughput in bursts.
+
+    With a ``delay_factor`` above 0 new prompts are let in only when the oldest has waited that many
+    times as long as the last prefill took, so that more of them run together; an idle engine waits
+    for nothing.
+    """
+
+    def __init__(self, delay_factor: float = 0.0) -> None:
+        """See the class."""
+        if delay_factor < 0:
+            raise ConfigError(f"delay_factor must be 0 or more, got {delay_factor}")
+        self._delay_factor = delay_factor
+        self._last_prefill_s = 0.0
+
+    def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
+        """Whether the oldest prompt has waited long enough, or nothing else is to be done."""
+        if not self._delay_factor or not waiting or not running:
+            return True
+        oldest = min(sequence.arrived_s for sequence in waiting)
+        return now - oldest > self._delay_factor * self._last_prefill_s
+
+    def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
+        """Prompts in their order, as much as fits; without any, the decodes."""
+        allotments: list[Allotment] = []
+        for sequence in sorted((s for s in running if not s.is_decoding), key=lambda s: s.order):
+            n = min(sequence.n_left, budget)
+            if n:
+                allotments.append(Allotment(sequence, n))
+                budget -= n
+        return allotments or _decodes(sorted(running, key=lambda s: s.last_step), budget)
+
+    def ran(self, n_prefill: int, started: float, took_s: float) -> None:
+        """Remember how long a prefill takes."""
+        if n_prefill:
+            self._last_prefill_s = took_s
+
+
+def _decodes(sequences: Seq[Sequence], budget: int) -> list[Allotment]:
+    """One token each, with its drafted ones as far as the budget goes."""
+    allotments = []
+    for i, sequence in enumerate(sequences):
+        if budget < 1:
+            break
+        room = budget - (len(sequences) - i - 1)  # a token for everyone before drafts for some
+        n = min(1 + len(sequence.drafted), max(1, room))
+        allotments.append(Allotment(sequence, n))
+        budget -= n
+    return allotments
+
+
+def _even_shares(prefills: Seq[Sequence], budget: int) -> list[Allotment]:
+    """Even shares of the budget; what a short prompt does not need goes to the others."""
+    shares: dict[int, int] = {}
+    for i, sequence in enumerate(sorted(prefills, key=lambda s: s.n_left)):
+        share = min(sequence.n_left, -(-budget // (len(prefills) - i)))
+        shares[sequence.request_id] = share
+        budget -= share
+    return [Allotment(s, shares[s.request_id]) for s in prefills if shares[s.request_id]]
+
+
+POLICIES = ("mixed", "prefill-first")
+
+
+def make_policy(name: str, delay_factor: float = 0.0) -> Policy:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name == "mixed":
+        return Mixed()
+    if name == "prefill-first":
+        return PrefillFirst(delay_factor)
+    raise ConfigError(f"policy {name!r} is unknown; there are: {', '.join(POLICIES)}")

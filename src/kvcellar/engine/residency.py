@@ -1,0 +1,256 @@
+"""Whose KV is in the cache: reuse on the way in, the prefix index on the way out, room in between.
+
+Cells of ended sequences stay where they are, owned by the prefix index alone, until somebody needs
+them: ``available = free + evictable``. A sequence locks the indexed prefix that it stands on for as
+long as it lives, so nothing that is in use is ever evicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from kvcellar.bookkeeping.prefix import PrefixIndex
+from kvcellar.cache import SeqCache
+from kvcellar.engine.request import Sequence
+from kvcellar.types import IntArray
+
+__all__ = ["MovedOut", "MovingCache", "Residency", "ResidencyCounts"]
+
+
+@runtime_checkable
+class MovingCache(Protocol):
+    """A cache whose cells' bytes can be copied to host memory and back."""
+
+    def read_cells(self, tables: Seq[IntArray]) -> Any:
+        """The bytes of some cells, per layer group; -1 is skipped."""
+        ...
+
+    def write_cells(self, tables: Seq[IntArray], rows: Any) -> None:
+        """Put back what ``read_cells`` gave, in cells of the same order."""
+        ...
+
+    def seq_claim(self, seq_id: int, tables: Seq[IntArray]) -> tuple[IntArray, ...]:
+        """Start a sequence on new cells, wherever the tables have a cell."""
+        ...
+
+
+@dataclass(slots=True)
+class MovedOut:
+    """A sequence's KV in host memory."""
+
+    tables: tuple[IntArray, ...]
+    rows: Any
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class ResidencyCounts:
+    """What has happened so far."""
+
+    reused_tokens: int = 0
+    evicted_tokens: int = 0
+    moved_out_tokens: int = 0
+    moved_in_tokens: int = 0
+    recompute_preemptions: int = 0
+    move_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Rate:
+    """Seconds per unit, learnt from what was measured; the newest counts most."""
+
+    seconds_per_unit: float | None = None
+
+    def learn(self, units: int, seconds: float) -> None:
+        """One more measurement."""
+        if units <= 0:
+            return
+        new = seconds / units
+        old = self.seconds_per_unit
+        self.seconds_per_unit = new if old is None else 0.7 * old + 0.3 * new
+
+
+@dataclass(slots=True, eq=False)
+class Residency:
+    """The cache and its prefix index, as one store of KV that sequences enter and leave."""
+
+    cache: SeqCache
+    index: PrefixIndex
+    max_moved_bytes: int = 0
+    counts: ResidencyCounts = field(default_factory=ResidencyCounts)
+    prefill_rate: Rate = field(default_factory=Rate)
+    move_rate: Rate = field(default_factory=Rate)
+    moved: dict[int, MovedOut] = field(default_factory=dict)
+    _seq_ids: itertools.count[int] = field(default_factory=itertools.count)
+    _free_seq_ids: list[int] = field(default_factory=list)
+
+    # Room --------------------------------------------------------------------------------------
+
+    @property
+    def n_available(self) -> int:
+        """Cells that are free, or would be after evicting all that may be evicted."""
+        return self.cache.n_free + self.index.size_info().evictable
+
+    def make_room(self, n_cells: int) -> bool:
+        """Evict until ``n_cells`` can be claimed; false where they cannot be had."""
+        while not self.cache.can_extend(n_cells):
+            evictable = self.index.size_info().evictable
+            if not evictable:
+                return False
+            evicted = self.index.evict(min(evictable, max(1, n_cells - self.cache.n_free)))
+            self.cache.release_cells(evicted.cells)
+            self.counts.evicted_tokens += evicted.n_tokens
+        return True
+
+    # In ----------------------------------------------------------------------------------------
+
+    def n_reusable(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that the cache holds already; a hint, nothing is locked."""
+        moved = self.moved.get(sequence.request_id)
+        if moved is not None:
+            return 0  # they come back, and need cells
+        held = self._parent_tokens(sequence)
+        return max(held, self.index.match_prefix(sequence.tokens[:-1]).length)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
+        sequence.seq_id = self._free_seq_ids.pop() if self._free_seq_ids else next(self._seq_ids)
+        if self._move_in(sequence):
+            return
+        n_parent = self._parent_tokens(sequence)
+        match = self.index.match_prefix(sequence.tokens[:-1])
+        parent = sequence.parent
+        if parent is not None and n_parent >= match.length and n_parent:
+            self.cache.seq_cp(parent.seq_id, sequence.seq_id, 0, n_parent)
+            sequence.handle = parent.handle
+            sequence.n_computed = n_parent
+        elif match.length:
+            sequence.handle = match.handle
+            self.cache.seq_map(sequence.seq_id, match.cells)
+            sequence.n_computed = match.length
+        if sequence.handle is not None:
+            self.index.lock_handle(sequence.handle)
+        if match.n_matched > sequence.n_computed:  # a window had moved on: make it a resume point
+            sequence.publish_at.add(match.n_matched)
+        sequence.parent = None
+        self.counts.reused_tokens += sequence.n_computed
+
+    def _parent_tokens(self, sequence: Sequence) -> int:
+        """How much of its parent a fork can share, so that every layer group goes on from there."""
+        parent = sequence.parent
+        if parent is None or not parent.n_computed:
+            return 0
+        n = min(parent.n_computed, len(sequence.tokens) - 1)
+        return n if self.cache.can_resume(parent.seq_id, n) else 0
+
+    # Out ---------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others match what the sequence has computed; it lives on, and holds its lock."""
+        n = sequence.n_computed
+        if not n:
+            return
+        tables = self.cache.seq_table(sequence.seq_id, n)
+        inserted = self.index.insert_prefix(sequence.tokens[:n], tables)
+        self.cache.retain_cells(inserted.adopted)
+        self.index.lock_handle(inserted.handle)
+        if sequence.handle is not None:
+            self.index.unlock_handle(sequence.handle)
+        sequence.handle = inserted.handle
+
+    def leave(self, sequence: Sequence) -> None:
+        """Publish what the sequence has computed, then let go of its cells and its lock."""
+        self.publish(sequence)
+        self._let_go(sequence)
+
+    def take_over(self, heir: Sequence, kept: Sequence) -> None:
+        """A new request goes on in the place of a kept one."""
+        heir.seq_id, heir.handle = kept.seq_id, kept.handle
+        heir.n_computed = kept.n_computed
+        kept.seq_id, kept.handle, kept.n_computed = -1, None, 0
+        heir.parent = None
+        self.counts.reused_tokens += heir.n_computed
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if sequence.n_computed:
+            self.cache.seq_rm(sequence.seq_id)
+        if sequence.handle is not None:
+            self.index.unlock_handle(sequence.handle)
+        if sequence.seq_id >= 0:
+            self._free_seq_ids.append(sequence.seq_id)
+        sequence.seq_id, sequence.handle, sequence.n_computed = -1, None, 0
+
+    # Preemption --------------------------------------------------------------------------------
+
+    def preempt(self, sequence: Sequence) -> bool:
+        """Take a running sequence's cells away, the cheaper way; true if its KV was moved out.
+
+        Recompute leaves the KV to the index, where others may evict it; moving it out copies it to
+        host memory and brings it back later. Which is cheaper is measured: seconds per prefilled
+        token against seconds per byte, out and in.
+        """
+        if self._moves_cheaper(sequence):
+            self._move_out(sequence)
+            self.counts.move_preemptions += 1
+            return True
+        self.leave(sequence)
+        self.counts.recompute_preemptions += 1
+        return False
+
+    def _moves_cheaper(self, sequence: Sequence) -> bool:
+        if not self.max_moved_bytes or not sequence.n_computed:
+            return False
+        if not isinstance(self.cache, MovingCache):
+            return False
+        size = self._size_bytes(sequence.n_computed)
+        if sum(m.size_bytes for m in self.moved.values()) + size > self.max_moved_bytes:
+            return False
+        prefill, move = self.prefill_rate.seconds_per_unit, self.move_rate.seconds_per_unit
+        if prefill is None:
+            return False
+        if move is None:
+            return True  # once, to measure it
+        return 2 * size * move < sequence.n_computed * prefill
+
+    def _size_bytes(self, n_tokens: int) -> int:
+        """About the bytes of so many tokens' KV: what the pools hold, per cell."""
+        usage = self.cache.usage()
+        cells = max((group.n_cells for group in usage.groups), default=0)
+        return usage.size_bytes * n_tokens // max(1, cells)
+
+    def _move_out(self, sequence: Sequence) -> None:
+        assert isinstance(self.cache, MovingCache)
+        size = self._size_bytes(sequence.n_computed)
+        tables = self.cache.seq_table(sequence.seq_id, sequence.n_computed)
+        started = time.perf_counter()
+        rows = self.cache.read_cells(tables)
+        self.move_rate.learn(size, time.perf_counter() - started)
+        self.moved[sequence.request_id] = MovedOut(tables, rows, size)
+        self.counts.moved_out_tokens += sequence.n_computed
+        self._let_go(sequence)
+
+    def _move_in(self, sequence: Sequence) -> bool:
+        """Bring moved KV back; false where there is none, or the index holds as much."""
+        moved = self.moved.get(sequence.request_id)
+        if moved is None:
+            return False
+        assert isinstance(self.cache, MovingCache)
+        n = len(moved.tables[0])
+        del self.moved[sequence.request_id]
+        if self.index.match_prefix(sequence.tokens[:-1]).length >= n or not self.make_room(n):
+            return False
+        tables = self.cache.seq_claim(sequence.seq_id, moved.tables)
+        started = time.perf_counter()
+        self.cache.write_cells(tables, moved.rows)
+        self.move_rate.learn(moved.size_bytes, time.perf_counter() - started)
+        sequence.n_computed = n
+        self.counts.moved_in_tokens += n
+        return True
+
+    def forget_moved(self, request_id: int) -> None:
+        """Drop KV that was moved out and will not be wanted."""
+        self.moved.pop(request_id, None)

@@ -1,0 +1,299 @@
+"""From logits to tokens, many rows at a time, each with settings and randomness of its own.
+
+A row's token depends on its logits, its settings, its seed and how many tokens it has sampled;
+never on the other rows of the batch. Nothing here has a side effect until ``record`` is called,
+so a step that fails after sampling has changed nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.errors import ConfigError, ModelError
+
+__all__ = ["Choice", "SamplingParams", "SamplingState", "TokenLogprob", "sample"]
+
+FloatArray = NDArray[np.float32]
+
+_DRAWS = 64
+"""Random numbers drawn at a time, per sequence."""
+
+_COLDEST = 1e-5
+"""A temperature below it counts as 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence is sampled, and when it ends.
+
+    Applied in this order: penalties and ``logit_bias``, temperature, ``top_k``, ``top_p``,
+    ``min_p``. Tokens that tie at the edge of a cut all stay.
+
+    Attributes:
+        temperature: 0 takes the most likely token, the lowest id of several; above 0 samples.
+        top_k: sample from the k most likely tokens; 0 for all.
+        top_p: sample from the fewest tokens that have at least this probability together.
+        min_p: sample from tokens at least this likely compared with the most likely one.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of all tokens
+            that the prompt or the output holds; 1 for none.
+        frequency_penalty: taken off a token's logit for each time that the output holds it.
+        presence_penalty: taken off the logit of every token that the output holds.
+        logit_bias: token id -> number added to its logit.
+        seed: the same seed and logits give the same tokens; None draws a new one.
+        max_tokens: tokens to sample at most; None until a stop, or until the cache is full.
+        stop: end before the first of these texts; it is not part of the output.
+        stop_token_ids: end after one of these tokens; it adds no text.
+        ignore_eos: sample on after the model's end-of-sequence token.
+        logprobs: None for none, 0 for the sampled token's log probability, n for the n most
+            likely tokens' too; always those of the model itself, before all settings above.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check("temperature", self.temperature, self.temperature >= 0.0, "0 or more")
+        self._check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
+        self._check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1")
+        self._check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1")
+        penalty = self.repetition_penalty
+        self._check("repetition_penalty", penalty, penalty > 0.0, "above 0; 1 is none")
+        self._check("frequency_penalty", self.frequency_penalty, True, "a number")
+        self._check("presence_penalty", self.presence_penalty, True, "a number")
+        for token_id, bias in self.logit_bias.items():
+            self._check(f"logit_bias[{token_id}]", bias, True, "a number; -100 bans a token")
+        if self.seed is not None:
+            self._check("seed", self.seed, self.seed >= 0, "0 or more")
+        if self.max_tokens is not None:
+            self._check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        if self.logprobs is not None:
+            self._check("logprobs", self.logprobs, self.logprobs >= 0, "0 or more, or None")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"stop holds texts of at least one character, got {self.stop!r}")
+
+    def _check(self, name: str, value: float, is_valid: bool, wanted: str) -> None:
+        if not (is_valid and math.isfinite(value)):
+            raise ConfigError(f"{name} must be {wanted}, got {value}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < _COLDEST or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens the sequence holds."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+
+class TokenLogprob(NamedTuple):
+    """A token and its natural-log probability."""
+
+    token_id: int
+    logprob: float
+
+
+class Choice(NamedTuple):
+    """What ``sample`` chose for one row.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log probability under the model, None where it was not asked for.
+        top_logprobs: the most likely tokens, most likely first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class SamplingState:
+    """What one sequence remembers between its tokens: random draws, and tokens to penalise.
+
+    The n-th token of a sequence uses the n-th draw of its seed, however the sequence was batched,
+    cut back or run again.
+    """
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, prompt_ids: Iterable[int] = ()
+    ) -> None:
+        """A sequence that has sampled nothing yet.
+
+        Args:
+            params: its settings.
+            vocab_size: columns of the logits.
+            prompt_ids: what it holds already; only a repetition penalty looks at them.
+
+        Raises:
+            ConfigError: ``logit_bias`` names a token that the model does not have.
+        """
+        self.params = params
+        self.vocab_size = vocab_size
+        self.n_sampled = 0
+        self.seed = params.seed if params.seed is not None else np.random.SeedSequence().entropy
+        self._random = np.random.default_rng(self.seed)
+        self._draws = np.empty(0)
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise ConfigError(
+                    f"logit_bias names token {token_id}; the model has tokens 0 to {vocab_size - 1}"
+                )
+        self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
+        self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        self._counts: NDArray[np.int32] | None = None
+        self._in_prompt: NDArray[np.bool_] | None = None
+        if params.has_penalties:
+            self._counts = np.zeros(vocab_size, dtype=np.int32)
+            self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
+            self._in_prompt[np.fromiter(prompt_ids, dtype=np.int64)] = True
+
+    def fork(self) -> SamplingState:
+        """A copy that goes on by itself, with the same random draws."""
+        other = copy.copy(self)
+        other._random = copy.deepcopy(self._random)
+        if self._counts is not None:
+            other._counts = self._counts.copy()
+        return other
+
+    def record(self, token_id: int) -> None:
+        """The sequence goes on with ``token_id``."""
+        self.n_sampled += 1
+        if self._counts is not None:
+            self._counts[token_id] += 1
+
+    def draw(self) -> float:
+        """The random number in [0, 1) for the next token; the same until ``record``."""
+        while self.n_sampled >= self._draws.size:
+            self._draws = np.concatenate([self._draws, self._random.random(_DRAWS)])
+        return float(self._draws[self.n_sampled])
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether ``adjust`` does anything."""
+        return self._counts is not None or self._bias_ids.size > 0
+
+    def adjust(self, logits: FloatArray) -> None:
+        """Apply penalties and bias to ``logits`` ``[vocab]``, in place."""
+        params = self.params
+        if self._counts is not None and self._in_prompt is not None:
+            if params.repetition_penalty != 1.0:
+                held = np.flatnonzero(self._in_prompt | (self._counts > 0))
+                values = logits[held]
+                penalty = np.float32(params.repetition_penalty)
+                logits[held] = np.where(values > 0, values / penalty, values * penalty)
+            sampled = np.flatnonzero(self._counts)
+            times = self._counts[sampled].astype(np.float32)
+            logits[sampled] -= times * np.float32(params.frequency_penalty)
+            logits[sampled] -= np.float32(params.presence_penalty)
+        if self._bias_ids.size:
+            logits[self._bias_ids] += self._bias
+
+
+def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice]:
+    """Choose the next token of every row. Changes neither the logits nor the states.
+
+    Args:
+        logits: ``[R, vocab]``.
+        states: one per row; call ``record`` with what each sequence really goes on with.
+
+    Raises:
+        ModelError: a row holds NaN or +inf, or nothing but -inf.
+    """
+    raw = np.asarray(logits, dtype=np.float32)
+    assert raw.ndim == 2 and len(raw) == len(states), "one state per row of logits"
+    best = raw.max(axis=1, initial=-np.inf)
+    for row, value in enumerate(best):
+        if not math.isfinite(value):
+            raise ModelError(
+                f"row {row} of the logits has the maximum {value}: the model computed no "
+                f"probabilities; load it in another dtype, or check the weights"
+            )
+    adjusted = raw
+    if any(state.adjusts_logits for state in states):
+        adjusted = raw.copy()
+        for row, state in enumerate(states):
+            state.adjust(adjusted[row])
+    token_ids = adjusted.argmax(axis=1)  # the first of equals
+    drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
+    if drawn:
+        token_ids[drawn] = _draw(adjusted[drawn], [states[row] for row in drawn])
+    return [
+        _with_logprobs(raw[row], int(token_ids[row]), best[row], state.params.logprobs)
+        for row, state in enumerate(states)
+    ]
+
+
+def _draw(logits: FloatArray, states: list[SamplingState]) -> list[int]:
+    """Sample every row by inverting its cumulative distribution, in order of token ids."""
+    temperature = np.array([state.params.temperature for state in states], dtype=np.float32)
+    scaled = logits - logits.max(axis=1, keepdims=True)  # before the division, which may overflow
+    with np.errstate(over="ignore"):  # a temperature near 0: -inf, and exactly 0 for the best
+        scaled /= temperature[:, None]
+    weights = np.exp(scaled)
+    chosen = []
+    for row, state in enumerate(states):
+        edge = _edge(scaled[row], weights[row], state.params)
+        kept = np.flatnonzero((scaled[row] >= edge) & (weights[row] > 0))
+        cumulative = np.cumsum(weights[row][kept].astype(np.float64))
+        at = np.searchsorted(cumulative, state.draw() * cumulative[-1], side="right")
+        chosen.append(int(kept[min(int(at), kept.size - 1)]))
+    return chosen
+
+
+def _edge(scaled: FloatArray, weights: FloatArray, params: SamplingParams) -> float:
+    """The lowest scaled logit that stays; the highest is 0."""
+    edge = -math.inf
+    if 0 < params.top_k < scaled.size:
+        at = scaled.size - params.top_k
+        edge = float(np.partition(scaled, at)[at])
+    if params.top_p < 1.0:
+        order = np.sort(scaled[(scaled >= edge) & (weights > 0)])[::-1]
+        cumulative = np.cumsum(np.exp(order, dtype=np.float64))
+        at = int(np.searchsorted(cumulative, params.top_p * cumulative[-1], side="left"))
+        edge = float(order[min(at, order.size - 1)])
+    if params.min_p > 0.0:
+        edge = max(edge, math.log(params.min_p))
+    return edge
+
+
+def _with_logprobs(logits: FloatArray, token_id: int, best: float, wanted: int | None) -> Choice:
+    """The choice, with log probabilities of the model itself where they are wanted."""
+    if wanted is None:
+        return Choice(token_id)
+    shifted = logits.astype(np.float64) - best
+    logprobs = shifted - math.log(np.exp(shifted).sum())
+    top: tuple[TokenLogprob, ...] = ()
+    if wanted:
+        n = min(wanted, logits.size)
+        edge = np.partition(logits, logits.size - n)[logits.size - n]
+        ids = np.flatnonzero(logits >= edge)
+        ids = ids[np.argsort(-logits[ids], kind="stable")][:n]
+        top = tuple(TokenLogprob(int(i), float(logprobs[i])) for i in ids)
+    return Choice(token_id, float(logprobs[token_id]), top)

@@ -1,0 +1,492 @@
+"""Who runs next: queues, admission, room, and what a step's tokens mean for each sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from kvcellar.engine.batch import BatchOutput, ScheduledBatch, ScheduledTokens
+from kvcellar.engine.generate import (
+    Finish,
+    GeneratedToken,
+    Usage,
+    finish_of,
+    stopped_by_text,
+)
+from kvcellar.engine.policy import Allotment, Policy
+from kvcellar.engine.request import Event, FinishEvent, Request, Sequence, Status, TokenEvent
+from kvcellar.engine.residency import Residency
+from kvcellar.engine.sampling import SamplingState
+from kvcellar.engine.text import TextStream
+from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
+from kvcellar.types import IntArray
+
+__all__ = ["Drafter", "Limits", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step.
+
+    Attributes:
+        max_num_batched_tokens: tokens in one forward.
+        max_num_seqs: sequences that run at a time.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+
+
+class Drafter(Protocol):
+    """Guesses a sequence's next tokens, which the same forward then verifies."""
+
+    def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
+        """At most ``limit`` tokens that may follow; none where it has no guess."""
+        ...
+
+
+MIN_SHARED = 32
+"""Tokens of a prefix that others just compute for which it is worth waiting."""
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What has happened so far."""
+
+    requests: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    queue_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Scheduler:
+    """The waiting and the running, and the rules by which they change places.
+
+    Waiting sequences join in order of priority and arrival, and none overtakes: what does not fit
+    now waits, and a stream of small requests cannot starve a large one. When cells run out for the
+    running ones, the last in that order gives way.
+    """
+
+    residency: Residency
+    policy: Policy
+    limits: Limits
+    tokenizer: Any
+    vocab_size: int
+    eos_token_ids: Collection[int]
+    drafter: Drafter | None = None
+    max_drafted: int = 8
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    kept: dict[int, Sequence] = field(default_factory=dict)
+    counts: SchedulerCounts = field(default_factory=SchedulerCounts)
+    _in_batch: dict[int, Sequence] = field(default_factory=dict)
+    _events: list[Event] = field(default_factory=list)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _step: int = 0
+
+    # Requests come and go ----------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> int:
+        """Queue a request; return its id.
+
+        Raises:
+            PromptError: no tokens, tokens that the model does not have, or more than could ever
+                fit; nothing was queued.
+            UnknownRequestError: its parent is neither running nor kept; nothing was queued.
+        """
+        parent = self._find_parent(request)
+        before = list(parent.tokens) if parent is not None else []
+        tokens = before + list(request.prompt_ids)
+        self._check_prompt(tokens, len(before))
+        request_id = next(self._ids)
+        params = request.params
+        sequence = Sequence(
+            request_id=request_id,
+            request=request,
+            tokens=tokens,
+            n_prompt=len(tokens),
+            state=SamplingState(params, self.vocab_size, tokens),
+            stream=TextStream(self.tokenizer, params.stop, context=tokens)
+            if self.tokenizer is not None
+            else None,
+            arrived_s=now,
+            parent=parent,
+        )
+        self._enqueue(sequence)
+        self.counts.requests += 1
+        self.counts.prompt_tokens += len(tokens)
+        return request_id
+
+    def _find_parent(self, request: Request) -> Sequence | None:
+        if request.parent is None:
+            return None
+        if request.parent in self.kept:
+            return self.kept[request.parent]
+        for sequence in self.running:
+            if sequence.request_id == request.parent and request.is_fork:
+                return sequence
+        raise UnknownRequestError(
+            f"request {request.parent} is not kept"
+            + (" or running" if request.is_fork else "")
+            + f"; kept are: {', '.join(map(str, self.kept)) or 'none'}; submit the parent with "
+            f"keep=True"
+        )
+
+    def _check_prompt(self, tokens: list[int], n_before: int) -> None:
+        capacity = self.residency.cache.capacity
+        if len(tokens) == n_before:
+            raise PromptError(
+                "the prompt has no tokens; give at least one, such as the model's BOS"
+            )
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.vocab_size:
+            raise PromptError(
+                f"the prompt holds token id {low if low < 0 else high} and the model has ids 0 to "
+                f"{self.vocab_size - 1}; encode the text with the model's own tokenizer"
+            )
+        if len(tokens) > capacity:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens and the cache {capacity} cells, so it can "
+                f"never fit; shorten it or raise capacity"
+            )
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request wherever it is; its finished prefill stays reusable. False: unknown."""
+        for sequence in [*self.waiting, *self.running]:
+            if sequence.request_id == request_id:
+                self._end(sequence, "cancelled")
+                return True
+        return False
+
+    def release(self, request_id: int) -> bool:
+        """Let go of a kept sequence; its cells become evictable. False: it is not kept."""
+        sequence = self.kept.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.residency.leave(sequence)
+        sequence.status = Status.ENDED
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits or runs, and no event is left to tell."""
+        return not (self.waiting or self.running or self._events)
+
+    # One step: before --------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> ScheduledBatch | None:
+        """Choose the next batch and make room for it; None where nothing can run."""
+        self._step += 1
+        self._expire(now)
+        self._admit(now)
+        self._draft()
+        while self.running:
+            allotments = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            if self._has_room(allotments):
+                return self._batch(allotments)
+            if len(self.running) == 1 and not self.kept:
+                self._full(self.running[0])
+            else:
+                self._give_way()
+        return None
+
+    def _expire(self, now: float) -> None:
+        for sequence in list(self.waiting):
+            limit = sequence.request.deadline_s
+            if limit is None or sequence.admitted_s is not None:
+                continue
+            waited = now - sequence.arrived_s
+            if waited > limit:
+                cache = self.residency.cache
+                error = DeadlineError(
+                    f"request {sequence.request_id} waited {waited:.2f} s of at most {limit:.2f} s "
+                    f"for {len(sequence.tokens)} cells; {self.residency.n_available} were free or "
+                    f"evictable of {cache.capacity}, {len(self.running)} requests running"
+                )
+                self._end(sequence, "deadline", error=error)
+
+    def _admit(self, now: float) -> None:
+        """Let waiting sequences join, in their order, as long as they fit."""
+        if not self.policy.may_admit(self.waiting, self.running, now):
+            return
+        self.waiting.sort(key=lambda s: s.order)
+        for sequence in list(self.waiting):
+            if len(self.running) >= self.limits.max_num_seqs:
+                return
+            if self._awaits_prefix(sequence):
+                continue
+            if not self._fits(sequence):
+                return
+            self.waiting.remove(sequence)
+            if sequence.admitted_s is None:
+                sequence.admitted_s = now
+                self.counts.queue_s += now - sequence.arrived_s
+            self._enter(sequence)
+            if not sequence.n_preemptions:
+                sequence.n_cached = sequence.n_computed
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there is room for all of its tokens, besides what running ones still need.
+
+        A sequence that has the cache for itself is let in whatever it needs.
+        """
+        promised = sum(other.n_left for other in self.running)
+        while True:
+            fresh = len(sequence.tokens) - self.residency.n_reusable(sequence)
+            if fresh + promised <= self.residency.n_available:
+                return True
+            if self.running or not self._park_kept():
+                return not self.running
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is just computing a prefix that this one could share.
+
+        Then it waits for that instead of computing the same; the other is asked to publish there.
+        """
+        if sequence.parent is not None or sequence.request_id in self.residency.moved:
+            return False
+        best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
+        for other in self.running:
+            if other.n_computed < other.n_prompt:
+                n = _common_prefix(sequence.prompt_array[:-1], other.prompt_array)
+                if n > best:
+                    best, leader = n, other
+        if leader is None:
+            return False
+        if leader.n_computed >= best:  # it is past that point and has not published it yet
+            self.residency.publish(leader)
+            return False
+        leader.publish_at.add(best)
+        return True
+
+    def _enter(self, sequence: Sequence) -> None:
+        parent = sequence.parent
+        if (
+            parent is not None
+            and not sequence.request.is_fork
+            and self.kept.get(parent.request_id) is parent
+        ):
+            del self.kept[parent.request_id]
+            parent.status = Status.ENDED
+            self.residency.take_over(sequence, parent)
+        else:
+            self.residency.enter(sequence)
+
+    def _draft(self) -> None:
+        if self.drafter is None:
+            return
+        for sequence in self.running:
+            if sequence.is_decoding:
+                limit = self.max_drafted
+                if sequence.request.params.max_tokens is not None:
+                    limit = min(
+                        limit, sequence.request.params.max_tokens - len(sequence.sampled) - 1
+                    )
+                sequence.drafted = self.drafter.propose(sequence.tokens, limit) if limit > 0 else ()
+
+    def _has_room(self, allotments: list[Allotment]) -> bool:
+        """Make room for these tokens, giving up drafts and kept sequences before anyone's turn."""
+        if self.residency.make_room(sum(a.n_tokens for a in allotments)):
+            return True
+        if any(a.sequence.drafted for a in allotments):
+            for sequence in self.running:
+                sequence.drafted = ()
+            allotments[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
+            return self._has_room(allotments)
+        return self._park_kept() and self._has_room(allotments)
+
+    def _park_kept(self) -> bool:
+        """Leave the oldest kept sequence's KV to the index; its tokens stay known."""
+        for sequence in self.kept.values():
+            if sequence.n_computed:
+                self.residency.leave(sequence)
+                return True
+        return False
+
+    def _give_way(self) -> None:
+        """The last in order stops running and waits until it fits again."""
+        victim = max(self.running, key=lambda s: s.order)
+        self.running.remove(victim)
+        is_moved = self.residency.preempt(victim)
+        victim.status = Status.MOVED_OUT if is_moved else Status.WAITING
+        victim.drafted = ()
+        victim.n_preemptions += 1
+        victim.publish_at.clear()
+        self.counts.preemptions += 1
+        self.waiting.append(victim)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def _batch(self, allotments: list[Allotment]) -> ScheduledBatch:
+        parts = []
+        self._in_batch = {}
+        for sequence, allotted in allotments:
+            stops = [at for at in sequence.publish_at if at > sequence.n_computed]
+            n = min([allotted, *(at - sequence.n_computed for at in stops)])
+            tokens = sequence.tokens[sequence.n_computed : sequence.n_computed + n]
+            drafted = sequence.drafted[: n - len(tokens)]
+            is_last = sequence.n_computed + len(tokens) == len(sequence.tokens)
+            sequence.last_step = self._step
+            parts.append(
+                ScheduledTokens(
+                    sequence.request_id,
+                    sequence.seq_id,
+                    (*tokens, *drafted),
+                    len(drafted),
+                    is_last,
+                )
+            )
+            self._in_batch[sequence.request_id] = sequence
+        return ScheduledBatch(tuple(parts))
+
+    # One step: after ---------------------------------------------------------------------------
+
+    def states_of(self, batch: ScheduledBatch) -> list[SamplingState]:
+        """The sampling state of every part of the batch that has caught up."""
+        return [self._in_batch[p.request_id].state for p in batch.parts if p.is_last]
+
+    def record(
+        self, batch: ScheduledBatch, output: BatchOutput, started: float, now: float
+    ) -> list[Event]:
+        """Take a step's tokens into the sequences; return what there is to tell."""
+        n_prefill = 0
+        for part, choices in zip(batch.parts, output.choices, strict=True):
+            sequence = self._in_batch[part.request_id]
+            n_known = len(part.token_ids) - part.n_drafted
+            was_prefill = not sequence.is_decoding
+            n_prefill += n_known if was_prefill else 0
+            self.counts.computed_tokens += len(part.token_ids)
+            sequence.n_computed += n_known
+            if part.n_drafted:
+                n_right = len(choices) - 1
+                self.counts.drafted_tokens += part.n_drafted
+                self.counts.accepted_tokens += n_right
+                sequence.n_computed += n_right
+                sequence.drafted = ()
+                if n_right < part.n_drafted:
+                    self.residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
+            if was_prefill and (part.is_last or sequence.n_computed in sequence.publish_at):
+                self.residency.publish(sequence)
+                sequence.publish_at = {n for n in sequence.publish_at if n > sequence.n_computed}
+            for choice in choices:
+                if not self._take(sequence, choice, now):
+                    break
+        if n_prefill:
+            self.residency.prefill_rate.learn(batch.n_tokens, now - started)
+        self.policy.ran(n_prefill, started, now - started)
+        return self.events()
+
+    def _take(self, sequence: Sequence, choice: Any, now: float) -> bool:
+        """One more token of a sequence; false if it ends with it."""
+        sequence.state.record(choice.token_id)
+        sequence.tokens.append(choice.token_id)
+        self.counts.sampled_tokens += 1
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+        sequence.last_token_s = now
+        text = ""
+        stream = sequence.stream
+        finish = finish_of(choice.token_id, sequence.state, self.eos_token_ids)
+        if stream is not None:
+            if finish is None or finish.reason == "length":
+                text = stream.push(choice.token_id)
+                finish = stopped_by_text(stream) or finish
+            if finish is not None:
+                text += stream.flush()
+        token = GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
+        self._events.append(TokenEvent(sequence.request_id, token))
+        if finish is None:
+            return True
+        self._end(sequence, finish.reason, finish=finish)
+        return False
+
+    def fail(self, batch: ScheduledBatch, error: Exception) -> list[Event]:
+        """End the requests of a batch whose forward raised; the others do not notice."""
+        for part in batch.parts:
+            self._end(self._in_batch[part.request_id], "error", error=error)
+        return self.events()
+
+    def events(self) -> list[Event]:
+        """What there is to tell, once."""
+        events, self._events = self._events, []
+        return events
+
+    def _full(self, sequence: Sequence) -> None:
+        """The only sequence left has no cell for its next token."""
+        capacity = self.residency.cache.capacity
+        finish = Finish(
+            "length",
+            "cache_full",
+            f"the cache is full: no cell is free of {capacity}; raise capacity",
+        )
+        if sequence.stream is not None:
+            sequence.stream.flush()
+        self._end(sequence, "length", finish=finish)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: Literal["stop", "length", "cancelled", "deadline", "error"],
+        *,
+        finish: Finish | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.residency.forget_moved(sequence.request_id)
+        if sequence.request.keep and reason in ("stop", "length"):
+            self.residency.publish(sequence)
+            sequence.status = Status.KEPT
+            self.kept[sequence.request_id] = sequence
+        else:
+            self.residency.leave(sequence)
+            sequence.status = Status.ENDED
+        sequence.parent = None
+        self.counts.finished += 1
+        self._events.append(
+            FinishEvent(
+                sequence.request_id,
+                reason,
+                sequence.stream.text if sequence.stream is not None else "",
+                tuple(sequence.sampled),
+                self._usage(sequence),
+                finish,
+                error,
+            )
+        )
+
+    def _usage(self, sequence: Sequence) -> Usage | None:
+        first = sequence.first_token_s
+        if first is None:
+            return None
+        n = len(sequence.sampled)
+        decode_s = sequence.last_token_s - first
+        return Usage(
+            prompt_tokens=sequence.n_prompt,
+            cached_tokens=sequence.n_cached,
+            completion_tokens=n,
+            time_to_first_token_s=first - sequence.arrived_s,
+            tokens_per_second=(n - 1) / decode_s if n > 1 and decode_s > 0 else None,
+        )
+
+
+def _common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many tokens two prompts begin with in common."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n

@@ -1,0 +1,69 @@
+"""One sequence of any cache, asked and changed with the same words."""
+
+from __future__ import annotations
+
+from kvcellar.cache import Cache, DecodeCache, SeqCache
+from kvcellar.errors import UnknownCacheError
+
+__all__ = ["OneSequence"]
+
+
+class OneSequence:
+    """What a cache holds of one sequence, whether it is a contiguous, sequence or tree cache."""
+
+    def __init__(self, cache: Cache, seq_id: int = 0) -> None:
+        """A view; nothing is claimed.
+
+        Raises:
+            UnknownCacheError: the cache has neither face, or a contiguous one is asked for another
+                sequence than 0.
+        """
+        self.cache = cache
+        self.seq_id = seq_id
+        self._many = cache if isinstance(cache, SeqCache) else None
+        self._single = cache if isinstance(cache, DecodeCache) else None
+        if self._many is None and self._single is None:
+            raise UnknownCacheError(
+                f"{type(cache).__name__} is neither a DecodeCache nor a SeqCache"
+            )
+        if self._many is None and seq_id != 0:
+            raise UnknownCacheError(
+                f"a contiguous cache holds sequence 0 alone, asked for {seq_id}; use a seq cache"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens held: the position that the next one gets."""
+        if self._many is not None:
+            return self._many.seq_len(self.seq_id) if self._many.has_seq(self.seq_id) else 0
+        assert self._single is not None
+        return self._single.length
+
+    def can_extend(self, n: int = 1) -> bool:
+        """Whether ``n`` more tokens fit."""
+        return self.cache.can_extend(n)
+
+    def begin(self, n: int) -> list[int]:
+        """Announce ``n`` more tokens; return their positions. The next forward brings them.
+
+        Raises:
+            CacheFullError: they do not fit; nothing was claimed.
+        """
+        if self._many is not None:
+            return self._many.begin_step([self.seq_id] * n)
+        return list(range(self.length, self.length + n))
+
+    def cut(self, new_length: int) -> None:
+        """Cut the history back to its first ``new_length`` tokens.
+
+        Raises:
+            RewindError: a sliding window has let go of what it needs to go on from there; nothing
+                was changed.
+        """
+        if new_length >= self.length:
+            return
+        if self._many is not None:
+            self._many.seq_rm(self.seq_id, new_length)
+        else:
+            assert self._single is not None
+            self._single.rewind(new_length)

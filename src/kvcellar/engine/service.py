@@ -1,0 +1,195 @@
+"""The engine for many callers: one thread steps, everybody else submits and listens."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.request import Event, FinishEvent, Request
+from kvcellar.engine.stats import EngineStats
+from kvcellar.errors import EngineClosedError
+
+__all__ = ["EngineService", "EventStream"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class EventStream:
+    """The events of one request, in order, ending with its :class:`FinishEvent`.
+
+    Iterate it to the end, or ``await cancel()``; leaving an ``async with`` block does that too.
+    """
+
+    request_id: int
+    _events: asyncio.Queue[Event]
+    _service: EngineService
+    _is_done: bool = False
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """The stream itself."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event."""
+        if self._is_done:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        self._is_done = isinstance(event, FinishEvent)
+        return event
+
+    async def cancel(self) -> None:
+        """End the request if it has not ended; its cells are free before the next step."""
+        if not self._is_done:
+            await self._service.cancel(self.request_id)
+
+    async def __aenter__(self) -> EventStream:
+        """The stream itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Cancel what has not ended."""
+        await self.cancel()
+
+
+class EngineService:
+    """An engine in a thread of its own.
+
+    Use it as a context manager, or call ``close``. Callers may be on any event loop and thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Start the thread."""
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="kvcellar-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> EngineService:
+        """The service itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    async def submit(self, request: Request) -> EventStream:
+        """Queue a request and return its events as they come.
+
+        Raises:
+            PromptError, UnknownRequestError: as ``Engine.submit``; nothing was queued.
+            EngineClosedError: the service is closed.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def add() -> int:
+            request_id = self._engine.submit(request)
+            self._listeners[request_id] = (loop, events)
+            return request_id
+
+        call = asyncio.wrap_future(self._call(add))
+        try:
+            request_id = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The caller left while the request was on its way in: nobody would listen to it.
+            call.add_done_callback(self._cancel_submitted)
+            raise
+        return EventStream(request_id, events, self)
+
+    async def cancel(self, request_id: int) -> bool:
+        """End a request; false where it has ended already."""
+        return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
+
+    async def release(self, request_id: int) -> bool:
+        """Let go of a kept sequence; false where it is not kept."""
+        return await asyncio.wrap_future(self._call(lambda: self._engine.release(request_id)))
+
+    async def stats(self) -> EngineStats:
+        """The engine's counts, between two steps."""
+        return await asyncio.wrap_future(self._call(self._engine.stats))
+
+    def close(self) -> None:
+        """Cancel what runs, tell its listeners, and end the thread. May be called twice."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._commands.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # The engine's thread -----------------------------------------------------------------------
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function between two steps, in the engine's thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed; start another one")
+            self._commands.put(run)
+        return future
+
+    def _cancel_submitted(self, call: Any) -> None:
+        if not call.cancelled() and call.exception() is None:
+            request_id = call.result()
+            with self._lock:
+                if not self._is_closed:
+                    self._commands.put(lambda: self._forget(request_id))
+
+    def _forget(self, request_id: int) -> None:
+        self._listeners.pop(request_id, None)
+        self._engine.cancel(request_id)
+
+    def _work(self) -> None:
+        is_open = True
+        while is_open:
+            is_open = self._take_commands()
+            if is_open and not self._engine.is_idle:
+                self._tell(self._engine.step())
+        for request_id in list(self._listeners):
+            self._engine.cancel(request_id)
+        self._tell(self._engine.scheduler.events())
+
+    def _take_commands(self) -> bool:
+        """Run what callers asked for; wait for it where there is nothing else to do."""
+        while True:
+            try:
+                command = self._commands.get(block=self._engine.is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            is_last = isinstance(event, FinishEvent)
+            listener = (
+                self._listeners.pop(event.request_id, None)
+                if is_last
+                else self._listeners.get(event.request_id)
+            )
+            if listener is not None:
+                loop, events_of_one = listener
+                try:
+                    loop.call_soon_threadsafe(events_of_one.put_nowait, event)
+                except RuntimeError:  # its event loop is closed: nobody listens any more
+                    self._engine.cancel(event.request_id)

@@ -1,0 +1,136 @@
+"""What the engine has done and holds, as one value that the CLI, the server and tests read."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcellar.types import CacheUsage
+
+if TYPE_CHECKING:
+    from kvcellar.engine.scheduler import Scheduler
+
+__all__ = ["EngineStats", "StepTimes", "take_stats"]
+
+RECENT = 256
+"""Steps over which times are given."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """How long steps take."""
+
+    n_steps: int = 0
+    total_s: float = 0.0
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, seconds: float) -> None:
+        """One more step."""
+        self.n_steps += 1
+        self.total_s += seconds
+        self.recent_s.append(seconds)
+
+    @property
+    def median_s(self) -> float:
+        """The middle one of the recent steps; 0 where there are none."""
+        return sorted(self.recent_s)[len(self.recent_s) // 2] if self.recent_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment. Counts are since its start; tokens are tokens.
+
+    Attributes:
+        waiting: requests in the queue, preempted ones among them.
+        running: requests that run.
+        kept: sequences held for others to go on from.
+        requests: requests that came.
+        finished: requests that ended, whatever the reason.
+        prompt_tokens: tokens of all prompts.
+        reused_tokens: tokens that were in the cache when their request was let in.
+        computed_tokens: tokens that went through the model.
+        sampled_tokens: tokens that were sampled.
+        drafted_tokens: guesses that were verified.
+        accepted_tokens: guesses that were right.
+        evicted_tokens: tokens whose cells were taken back from the prefix index.
+        preemptions: times that a running sequence gave way.
+        recompute_preemptions: of these, those whose KV was left to the index.
+        move_preemptions: of these, those whose KV was moved to host memory.
+        moved_in_tokens: tokens whose KV came back.
+        queue_s: time that all requests together have waited.
+        n_steps: steps that ran a batch.
+        step_median_s: the middle one of the last steps.
+        steps_s: time in all steps.
+        live_cells: cells that sequences stand on, in the fullest layer group.
+        evictable_cells: cells that only the prefix index holds.
+        free_cells: cells that nobody holds.
+        protected_tokens: tokens of the index that live sequences stand on.
+        cache: the cache's own account, by layer group, and its bytes.
+    """
+
+    waiting: int
+    running: int
+    kept: int
+    requests: int
+    finished: int
+    prompt_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    sampled_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    evicted_tokens: int
+    preemptions: int
+    recompute_preemptions: int
+    move_preemptions: int
+    moved_in_tokens: int
+    queue_s: float
+    n_steps: int
+    step_median_s: float
+    steps_s: float
+    live_cells: int
+    evictable_cells: int
+    free_cells: int
+    protected_tokens: int
+    cache: CacheUsage
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused tokens over those of all prompts that were let in or wait; 0 without any."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
+    """All counts at this moment."""
+    counts, moves = scheduler.counts, scheduler.residency.counts
+    usage = scheduler.residency.cache.usage()
+    sizes = scheduler.residency.index.size_info()
+    free = min(group.free for group in usage.groups)
+    return EngineStats(
+        waiting=len(scheduler.waiting),
+        running=len(scheduler.running),
+        kept=len(scheduler.kept),
+        requests=counts.requests,
+        finished=counts.finished,
+        prompt_tokens=counts.prompt_tokens,
+        reused_tokens=moves.reused_tokens,
+        computed_tokens=counts.computed_tokens,
+        sampled_tokens=counts.sampled_tokens,
+        drafted_tokens=counts.drafted_tokens,
+        accepted_tokens=counts.accepted_tokens,
+        evicted_tokens=moves.evicted_tokens,
+        preemptions=counts.preemptions,
+        recompute_preemptions=moves.recompute_preemptions,
+        move_preemptions=moves.move_preemptions,
+        moved_in_tokens=moves.moved_in_tokens,
+        queue_s=counts.queue_s,
+        n_steps=times.n_steps,
+        step_median_s=times.median_s,
+        steps_s=times.total_s,
+        live_cells=scheduler.residency.cache.capacity - free - sizes.evictable,
+        evictable_cells=sizes.evictable,
+        free_cells=free,
+        protected_tokens=sizes.protected,
+        cache=usage,
+    )

@@ -1,0 +1,197 @@
+"""From tokens to text while they come: whole characters only, and nothing of a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvcellar.errors import ConfigError
+
+__all__ = ["Detokenizer", "StopMatcher", "TextStream", "Tokenizer"]
+
+REPLACEMENT = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not yet."""
+
+MAX_HELD = 8
+"""Most trailing replacement characters that can still become one character.
+
+A byte-fallback decoder writes one for each byte of a run with an unfinished end: up to four of
+the character before, and three of the next.
+"""
+
+LONGEST_HELD = 64
+"""Tokens enough for ``MAX_HELD`` replacement characters, and for what is before them."""
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer; those of transformers have it."""
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool = ...,
+    ) -> str:
+        """The text of some tokens."""
+        ...
+
+
+class Detokenizer:
+    """The text of one growing sequence of tokens, in pieces that end between characters.
+
+    The pieces together are the text of all tokens. A token in the middle of a character adds
+    nothing until the character is whole; bytes that never become one come out as replacement
+    characters, as they do when everything is decoded at once.
+
+    Only the tokens since the last whole character, and those of the piece before, are decoded:
+    some decoders drop the space of a first token, so none is ever decoded as the first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        """Nothing yet, behind the tokens of ``context``, whose text is not repeated."""
+        self._tokenizer = tokenizer
+        self._window = self._clean_tail(list(context))
+        self._whole = len(self._window)  # tokens of the window that end between characters
+        self._shown = len(self._decode(self._window).rstrip(REPLACEMENT))
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that became certain, often that of the token alone."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        n_held = len(text) - len(text.rstrip(REPLACEMENT))
+        sure = max(self._shown, len(text) - min(n_held, MAX_HELD))
+        piece, self._shown = text[self._shown : sure], sure
+        if not n_held:
+            self._cut_at_piece(piece)
+        elif piece and len(self._window) > 2 * LONGEST_HELD:
+            self._cut_inside(len(text) - sure)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, where the last tokens ended inside a character. Call it once, at the end."""
+        text = self._decode(self._window)
+        piece = text[self._shown :]
+        self._shown = len(text)
+        return piece
+
+    def _cut_at_piece(self, piece: str) -> None:
+        """All is shown: keep the tokens of the last piece alone, if they have text by themselves.
+
+        A space does not where a first token's space is dropped; it stays behind what was before.
+        """
+        alone = self._decode(self._window[self._whole :])
+        if alone:
+            del self._window[: self._whole]
+            self._whole = len(self._window)
+            self._shown = len(alone)
+        elif not piece and self._shown:  # a special token
+            del self._window[self._whole :]
+
+    def _cut_inside(self, n_unshown: int) -> None:
+        """Bytes that are no characters, on and on: keep what the last few tokens need."""
+        tail = self._window[-LONGEST_HELD:]
+        shown = len(self._decode(tail)) - n_unshown
+        if shown >= MAX_HELD:
+            self._window, self._shown, self._whole = tail, shown, 0
+
+    def _clean_tail(self, ids: list[int]) -> list[int]:
+        """The fewest last tokens that have text and do not begin inside a character."""
+        for n in range(1, min(len(ids), LONGEST_HELD) + 1):
+            text = self._decode(ids[-n:])
+            if text and not text.startswith(REPLACEMENT):
+                return ids[-n:]
+        return ids[-LONGEST_HELD:]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+class StopMatcher:
+    """Finds the stop text that is complete first, and holds back what may become one.
+
+    Of several that are complete at the same character, the longest counts: it begins first.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Nothing seen yet."""
+        if not all(stops):
+            raise ConfigError(f"a stop text has at least one character, got {list(stops)!r}")
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._held = ""
+        self.matched: str | None = None
+        """The stop text that was found; nothing is let through from then on."""
+
+    def push(self, text: str) -> str:
+        """Add text; return what can no longer be a part of a stop text."""
+        if not self._stops:
+            return text
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = min(
+            (
+                (text.find(stop) + len(stop), -len(stop), stop)
+                for stop in self._stops
+                if stop in text
+            ),
+            default=None,
+        )
+        if found is not None:
+            stop_end, minus_length, self.matched = found
+            self._held = ""
+            return text[: stop_end + minus_length]
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What was held back, now that nothing follows it."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper beginning of ``stop`` that ``text`` ends with."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+
+
+class TextStream:
+    """Tokens in, text for the reader out: a :class:`Detokenizer` and a :class:`StopMatcher`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
+        """See the two classes."""
+        self._detokenizer = Detokenizer(tokenizer, context)
+        self._matcher = StopMatcher(stops)
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._pieces)
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop text that was found."""
+        return self._matcher.matched
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is certain now."""
+        return self._keep(self._matcher.push(self._detokenizer.push(token_id)))
+
+    def flush(self) -> str:
+        """The rest. Call it once, after the last token."""
+        piece = self._matcher.push(self._detokenizer.flush())
+        return self._keep(piece + self._matcher.flush())
+
+    def _keep(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+        return piece

@@ -1,0 +1,145 @@
+"""How the conformance suite speaks to each backend: NumPy in, NumPy out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from tests.backends.dense import rounded
+
+
+class Adapter(ABC):
+    """One backend as the suite sees it.
+
+    Attributes:
+        name: what the tests print.
+        backend: its id for ``make_decode_session`` and the others.
+        kv_dtypes: the storage types that it has.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[str]
+    kv_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """What holds for as long as one of this backend's tests lasts."""
+        yield
+
+    @abstractmethod
+    def tolerance(self, in_dtype: str) -> float:
+        """Largest absolute error of an output, where q, k and v come as ``in_dtype``.
+
+        Values are standard normal, and the oracle knows what the pool rounds: what is left is the
+        arithmetic's own error and the result's rounding.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        cache: Any,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        position: Any,
+        scale: float,
+        sinks: np.ndarray | None,
+        out_dtype: str,
+        in_dtype: str = "float32",
+    ) -> np.ndarray:
+        """Call the cache's op as a model of ``in_dtype`` would, assert that the result is of
+        ``out_dtype``, and return it in float64."""
+
+
+class ReferenceAdapter(Adapter):
+    name = "reference"
+    backend = "reference"
+
+    def tolerance(self, in_dtype: str) -> float:
+        return {"float32": 1e-6, "bfloat16": 1.6e-2, "float16": 2e-3}[in_dtype]
+
+    def attend(
+        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
+    ) -> np.ndarray:
+        out = cache.update_and_attend(q, k, v, position, layer, scale, out_dtype, sinks)
+        if out_dtype == "bfloat16":
+            assert out.dtype == np.float32
+            finite = out[np.isfinite(out)]
+            assert np.array_equal(finite, rounded(finite, "bfloat16"))
+        else:
+            assert out.dtype == np.dtype(out_dtype)
+        return out.astype(np.float64)
+
+
+class TorchAdapter(Adapter):
+    name = "torch"
+    backend = "torch"
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """One thread: tensors this small are slower on two."""
+        import torch
+
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(n_threads)
+
+    def tolerance(self, in_dtype: str) -> float:
+        return {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[in_dtype]
+
+    def attend(
+        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
+    ) -> np.ndarray:
+        import torch
+
+        dtype = getattr(torch, in_dtype)
+        with torch.no_grad():
+            out = cache.update_and_attend(
+                self._heads_last(q, dtype),
+                self._heads_last(k, dtype),
+                self._heads_last(v, dtype),
+                torch.as_tensor(np.asarray(position)),
+                layer,
+                scale,
+                getattr(torch, out_dtype),
+                None if sinks is None else torch.from_numpy(sinks).to(dtype),
+            )
+        assert out.dtype == getattr(torch, out_dtype)
+        return out.double().numpy()
+
+    @staticmethod
+    def _heads_last(values: np.ndarray, dtype: Any) -> Any:
+        """The strides of a model's projection: ``[1, n_tok, n_heads, dim]``, then transposed."""
+        import torch
+
+        tensor = torch.from_numpy(values)
+        if tensor.dim() != 4:
+            return tensor.to(dtype)
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2).to(dtype)
+
+
+class TorchInSmallPieces(TorchAdapter):
+    """The same backend with every threshold so low that short histories cross all of them."""
+
+    name = "torch-small-pieces"
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.torch import attention, caches
+        from kvcellar.bookkeeping import reads
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(caches, "LONG_RUN", 2)
+            patch.setattr(caches, "FEW_RUNS", 1)
+            patch.setattr(attention, "FEW_ROWS", 2)
+            patch.setattr(attention, "FEW_NUMBERS", 30)
+            patch.setattr(attention, "CAST_TILE", 3)
+            patch.setattr(reads, "TILE", 5)
+            yield

@@ -1,0 +1,59 @@
+"""The models and settings that the conformance suite runs: few, and pairwise over the choices."""
+
+from __future__ import annotations
+
+from kvcellar import LayerGroup
+from tests.backends.driver import Case
+
+
+def group(
+    layers: tuple[int, ...],
+    n_kv_heads: int,
+    head_dim: int = 8,
+    v_head_dim: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> LayerGroup:
+    """A layer group; V rows are as long as K rows where nothing else is said."""
+    return LayerGroup(layers, n_kv_heads, head_dim, v_head_dim or head_dim, window, softcap)
+
+
+CASES = (
+    Case("mha", 4, (group((0, 1), 4),)),
+    Case("gqa-sinks-short-v", 4, (group((0,), 2, 8, 6),), has_sinks=True),
+    Case("mqa-window-softcap", 4, (group((0,), 1, 6, 8, window=5, softcap=2.0),), window_slack=3),
+    Case("gqa-sinks-window", 6, (group((0, 1), 2, window=12),), has_sinks=True, window_slack=0),
+    Case(
+        "mixed-three-groups",
+        6,
+        (group((1, 4), 3), group((0, 3), 3, window=4), group((2,), 3, window=9, softcap=1.5)),
+        window_slack=6,
+    ),
+    Case(
+        "mixed-shapes-sinks",
+        4,
+        (group((0, 2), 2, 8, window=6), group((1,), 1, 12, 10)),
+        has_sinks=True,
+        window_slack=4,
+    ),
+    Case("two-windows-no-slack", 2, (group((0,), 1, window=3), group((1,), 2, window=2)), False,
+         window_slack=0),
+    Case("bf16-gqa", 4, (group((0, 1), 2, 16),), kv_dtype="bfloat16", in_dtype="bfloat16"),
+    Case("bf16-model-fp32-kv", 4, (group((0,), 4, 16),), has_sinks=True, in_dtype="bfloat16"),
+    Case(
+        "bf16-kv-of-a-fp32-model",
+        4,
+        (group((0,), 2, 8), group((1,), 2, 8, 12, window=7, softcap=3.0)),
+        kv_dtype="bfloat16",
+        window_slack=5,
+    ),
+    Case(
+        "fp16-mqa-window",
+        4,
+        (group((0,), 1), group((1,), 1, window=6)),
+        has_sinks=True,
+        kv_dtype="float16",
+        in_dtype="float16",
+        window_slack=8,
+    ),
+)  # fmt: skip

@@ -1,0 +1,421 @@
+"""A cache and its oracle side by side: every verb goes to both, every output is compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar import (
+    LayerGroup,
+    ModelCacheParams,
+    make_config,
+    make_decode_session,
+    make_seq_session,
+    make_tree_session,
+)
+from tests.backends.adapters import Adapter
+from tests.backends.dense import Token, Tree, attend_dense, rounded
+
+MAKERS = {"decode": make_decode_session, "seq": make_seq_session, "tree": make_tree_session}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A made-up model and how its cache is set up.
+
+    Attributes:
+        name: what the tests print.
+        n_q_heads: query heads of every layer.
+        groups: the layer groups; a full one among them or not.
+        has_sinks: whether every layer has attention sinks.
+        kv_dtype: how K and V are stored.
+        in_dtype: the model's own type: that of q, k, v and of the result.
+        window_slack: see ``CacheConfig``.
+        capacity, min_chunk: see ``CacheConfig``.
+    """
+
+    name: str
+    n_q_heads: int
+    groups: tuple[LayerGroup, ...]
+    has_sinks: bool = False
+    kv_dtype: str = "float32"
+    in_dtype: str = "float32"
+    window_slack: int = 64
+    capacity: int = 256
+    min_chunk: int = 8
+
+    @property
+    def params(self) -> ModelCacheParams:
+        first = self.groups[0]
+        return ModelCacheParams(
+            sum(len(g.layers) for g in self.groups),
+            first.n_kv_heads,
+            first.head_dim,
+            first.v_head_dim,
+            self.groups,
+        )
+
+    @property
+    def has_window(self) -> bool:
+        return any(g.window is not None for g in self.groups)
+
+    def group(self, layer: int) -> LayerGroup:
+        return next(g for g in self.groups if layer in g.layers)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model's forward brings: per layer q, k and v, ``[heads, n_tok, dim]`` float32."""
+
+    q: list[np.ndarray]
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+
+
+class Driver:
+    """One open session, the histories it should hold, and the random model that feeds it."""
+
+    def __init__(self, adapter: Adapter, case: Case, kind: str, cache: Any, salt: str = "") -> None:
+        self.adapter = adapter
+        self.case = case
+        self.kind = kind
+        self.cache = cache
+        self.n_layers = case.params.n_layers
+        self.rng = np.random.default_rng(zlib.crc32(f"{case.name} {salt}".encode()))
+        self.histories: dict[int, list[Token]] = {}
+        self.lengths: dict[int, int] = {}  # more than the tokens that are held, where holes are
+        self.trees: dict[int, Tree] = {}
+        self.last_step: tuple[dict[int, list[Token]], dict[int, int], set[int]] | None = None
+        self.column_positions = False
+        self.sinks: list[np.ndarray | None] = [
+            self._random(case.n_q_heads) if case.has_sinks else None for _ in range(self.n_layers)
+        ]
+
+    # Forwards ----------------------------------------------------------------------------------
+
+    def begin(self, *batch: tuple[int, int]) -> tuple[list[int], list[Token]]:
+        """Claim cells for ``(seq_id, n_tok)`` stretches and check the positions that come back."""
+        ids = [seq for seq, n in batch for _ in range(n)]
+        tokens = self._new_tokens(ids)
+        self.last_step = None
+        if self.kind != "decode":
+            assert list(self.cache.begin_step(ids)) == [t.pos for t in tokens]
+        return ids, tokens
+
+    def forward(
+        self, *batch: tuple[int, int], inputs: Inputs | None = None, out_dtype: str | None = None
+    ) -> list[np.ndarray]:
+        """A whole forward; every layer's output must be the oracle's. Returns the outputs."""
+        ids, tokens = self.begin(*batch)
+        inputs = inputs or self.random_inputs(len(ids))
+        self._store(tokens, inputs)
+        seen = self._visibility(ids, tokens)
+        out_dtype = out_dtype or self.case.in_dtype
+        outputs = []
+        for layer in range(self.n_layers):
+            got = self.attend(layer, tokens, inputs, out_dtype)
+            want = self._dense(layer, ids, tokens, inputs.q[layer], seen)
+            assert got.shape == want.shape
+            tolerance = max(
+                self.adapter.tolerance(self.case.in_dtype), self.adapter.tolerance(out_dtype)
+            )
+            np.testing.assert_allclose(
+                got, want, rtol=0, atol=tolerance, err_msg=f"layer {layer}, batch {batch}"
+            )
+            outputs.append(got)
+        self._complete(ids, tokens)
+        return outputs
+
+    def abort(self, n_layers: int, *batch: tuple[int, int], inputs: Inputs | None = None) -> None:
+        """A forward that ends after ``n_layers`` layers; the oracle knows nothing of it.
+
+        Without ``inputs`` its tokens are NaN, so that whoever reads them shows it.
+        """
+        ids, tokens = self.begin(*batch)
+        inputs = inputs or self.poison(len(ids))
+        for layer in range(n_layers):
+            self.attend(layer, tokens, inputs, self.case.in_dtype)
+        self.last_step = None
+
+    def cancel(self) -> None:
+        """``cancel_step``: the last forward, whole or not, has not happened."""
+        self.cache.cancel_step()
+        if self.last_step is not None:
+            self.histories, self.lengths, drafting = self.last_step
+            for seq in drafting:
+                self.trees[seq].is_pending = True
+        self.last_step = None
+
+    def attend(
+        self, layer: int, tokens: Sequence[Token], inputs: Inputs, out_dtype: str
+    ) -> np.ndarray:
+        """One layer's call; ``[n_q_heads, n_tok, v_head_dim]`` in float64."""
+        positions = np.array([t.pos for t in tokens])
+        out = self.adapter.attend(
+            self.cache,
+            layer,
+            inputs.q[layer][None],
+            inputs.k[layer][None],
+            inputs.v[layer][None],
+            positions[:, None] if self.column_positions else positions,
+            self.scale(layer),
+            self.sinks[layer],
+            out_dtype,
+            self.case.in_dtype,
+        )
+        assert out.ndim == 4 and out.shape[0] == 1
+        return out[0]
+
+    def scale(self, layer: int) -> float:
+        """A little sharper than usual, so that single tokens weigh."""
+        return 1.5 * self.case.group(layer).head_dim ** -0.5
+
+    def random_inputs(self, n_tok: int) -> Inputs:
+        """Standard normal q, k and v of the model's type."""
+        q, k, v = [], [], []
+        for layer in range(self.n_layers):
+            g = self.case.group(layer)
+            q.append(self._random(self.case.n_q_heads, n_tok, g.head_dim))
+            k.append(self._random(g.n_kv_heads, n_tok, g.head_dim))
+            v.append(self._random(g.n_kv_heads, n_tok, g.v_head_dim))
+        return Inputs(q, k, v)
+
+    def poison(self, n_tok: int) -> Inputs:
+        """NaN for K and V."""
+        inputs = self.random_inputs(n_tok)
+        for part in (*inputs.k, *inputs.v):
+            part.fill(np.nan)
+        return inputs
+
+    def run_poisoned(self, *batch: tuple[int, int]) -> None:
+        """A whole forward of NaN tokens, nothing compared: their cells are poison once freed."""
+        ids, tokens = self.begin(*batch)
+        inputs = self.poison(len(ids))
+        self._store(tokens, inputs)
+        for layer in range(self.n_layers):
+            self.attend(layer, tokens, inputs, self.case.in_dtype)
+        self._complete(ids, tokens)
+
+    # Verbs -------------------------------------------------------------------------------------
+
+    def cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        self.cache.seq_cp(src, dst, p0, p1)
+        mine = {t.pos: t for t in self.histories.get(dst, [])}
+        theirs = {t.pos: t for t in self._range(src, p0, p1)}
+        merged = theirs | mine
+        if theirs:
+            self.histories[dst] = [merged[p] for p in sorted(merged)]
+            stop = self.lengths[src] if p1 is None else min(p1, self.lengths[src])
+            self.lengths[dst] = max(self.lengths.get(dst, 0), stop)
+        self.last_step = None
+
+    def rm(self, seq: int, p0: int = 0, p1: int | None = None) -> None:
+        self.cache.seq_rm(seq, p0, p1)
+        gone = {t.pos for t in self._range(seq, p0, p1)}
+        if seq in self.trees:
+            del self.trees[seq]
+        kept = [t for t in self.histories.get(seq, []) if t.pos not in gone]
+        if kept:
+            self.histories[seq] = kept
+            if p1 is None or p1 >= self.lengths[seq]:
+                self.lengths[seq] = min(self.lengths[seq], p0)
+        else:
+            self.histories.pop(seq, None)
+            self.lengths.pop(seq, None)
+        self.last_step = None
+
+    def keep(self, seq: int) -> None:
+        self.cache.seq_keep(seq)
+        self.histories = {seq: self.histories[seq]}
+        self.lengths = {seq: self.lengths[seq]}
+        self.trees = {s: t for s, t in self.trees.items() if s == seq}
+        self.last_step = None
+
+    def rewind(self, length: int) -> None:
+        self.cache.rewind(length)
+        self.histories = {0: self.histories.get(0, [])[:length]}
+        self.lengths = {0: length}
+        self.last_step = None
+
+    def clear(self) -> None:
+        self.cache.clear()
+        self.histories, self.lengths, self.trees, self.last_step = {}, {}, {}, None
+
+    def propose(self, parents: Sequence[int], seq: int = 0) -> int:
+        """Append a frontier; returns how many tokens the sequence now brings."""
+        positions = self.cache.propose(parents, seq)
+        tree = self.trees.setdefault(seq, Tree())
+        base = self.lengths.get(seq, 0)
+        tree.frontier = len(tree.parents)
+        tree.parents.extend(parents)
+        for node in range(tree.frontier, len(tree.parents)):
+            tree.tokens.append(Token(base + len(tree.ancestors(node)) - 1))
+        assert list(positions) == [t.pos for t in tree.tokens[tree.frontier :]]
+        tree.is_pending = True
+        self.last_step = None
+        return len(parents)
+
+    def commit(self, accepted: Sequence[int], seq: int = 0) -> None:
+        assert list(self.cache.commit(accepted, seq)) == list(accepted)
+        tree = self.trees.pop(seq)
+        if accepted:
+            self.histories.setdefault(seq, []).extend(tree.tokens[node] for node in accepted)
+            self.lengths[seq] = self.lengths.get(seq, 0) + len(accepted)
+        self.last_step = None
+
+    # What should hold --------------------------------------------------------------------------
+
+    def agrees(self) -> None:
+        """The cache holds the oracle's sequences at the oracle's lengths."""
+        if self.kind == "decode":
+            assert self.cache.length == self.lengths.get(0, 0)
+        else:
+            assert {s: self.cache.seq_len(s) for s in self.cache.seq_ids()} == self.lengths
+
+    def state(self) -> tuple[Any, ...]:
+        """All that a caller can see of the cache."""
+        usage = self.cache.usage()
+        if self.kind == "decode":
+            return usage, self.cache.length, self.cache.resumable_from()
+        lengths = {s: self.cache.seq_len(s) for s in self.cache.seq_ids()}
+        return usage, lengths, {s: self.cache.seq_usage(s) for s in lengths}
+
+    @contextmanager
+    def refuses(self, *errors: type[Exception], in_step: bool = False) -> Iterator[None]:
+        """The block raises one of these and nothing that a caller can see has changed.
+
+        ``in_step`` says that a step is open and should stay open; otherwise the last one is
+        accepted first, which may let go of what windows have passed.
+        """
+        if not in_step:
+            self.cache.end_step()
+            self.last_step = None
+        before = self.state()
+        with pytest.raises(errors):
+            yield
+        assert self.state() == before
+
+    # The oracle --------------------------------------------------------------------------------
+
+    def _new_tokens(self, ids: Sequence[int]) -> list[Token]:
+        """The tokens that a forward brings: a tree's frontier, or what follows a history."""
+        tokens = []
+        n_before: Counter[int] = Counter()
+        for seq in ids:
+            tree = self.trees.get(seq)
+            if tree is not None:
+                node = tree.frontier + n_before[seq]
+                tokens.append(Token(tree.tokens[node].pos))
+            else:
+                tokens.append(Token(self.lengths.get(seq, 0) + n_before[seq]))
+            n_before[seq] += 1
+        return tokens
+
+    def _store(self, tokens: Sequence[Token], inputs: Inputs) -> None:
+        """Give every token its K and V, as the pool rounds them."""
+        for layer in range(self.n_layers):
+            k = rounded(inputs.k[layer], self.case.kv_dtype)
+            v = rounded(inputs.v[layer], self.case.kv_dtype)
+            for i, token in enumerate(tokens):
+                token.k.append(k[:, i])
+                token.v.append(v[:, i])
+
+    def _visibility(
+        self, ids: Sequence[int], tokens: Sequence[Token]
+    ) -> dict[int, tuple[list[int], list[Token], np.ndarray]]:
+        """Per sequence: its rows of the batch, all its tokens, and who may see whom by ancestry.
+
+        The last is ``[rows, tokens]``; a window comes on top of it.
+        """
+        out = {}
+        for seq in dict.fromkeys(ids):
+            rows = [i for i, s in enumerate(ids) if s == seq]
+            history = self.histories.get(seq, [])
+            tree = self.trees.get(seq)
+            new = [tokens[i] for i in rows]
+            if tree is None:
+                keys = [*history, *new]
+                mask = np.ones((len(rows), len(keys)), dtype=bool)
+            else:
+                keys = [*history, *tree.tokens[: tree.frontier], *new]
+                mask = np.zeros((len(rows), len(keys)), dtype=bool)
+                mask[:, : len(history)] = True
+                for i in range(len(rows)):
+                    for node in tree.ancestors(tree.frontier + i):
+                        mask[i, len(history) + node] = True
+            out[seq] = rows, keys, mask
+        return out
+
+    def _dense(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        tokens: Sequence[Token],
+        q: np.ndarray,
+        seen: dict[int, tuple[list[int], list[Token], np.ndarray]],
+    ) -> np.ndarray:
+        group = self.case.group(layer)
+        out = np.empty((self.case.n_q_heads, len(ids), group.v_head_dim))
+        for rows, keys, by_ancestry in seen.values():
+            where = np.array([t.pos for t in keys])
+            behind = np.array([tokens[i].pos for i in rows])[:, None] - where[None, :]
+            mask = by_ancestry & (behind >= 0)
+            if group.window is not None:
+                mask &= behind < group.window
+            out[:, rows] = attend_dense(
+                q[:, rows], keys, mask, layer, self.scale(layer), group.softcap, self.sinks[layer]
+            )
+        return out
+
+    def _complete(self, ids: Sequence[int], tokens: Sequence[Token]) -> None:
+        drafting = {s for s in ids if s in self.trees}
+        histories = {s: list(h) for s, h in self.histories.items()}
+        self.last_step = histories, dict(self.lengths), drafting
+        n_before: Counter[int] = Counter()
+        for seq, token in zip(ids, tokens, strict=True):
+            if seq in drafting:
+                tree = self.trees[seq]
+                tree.tokens[tree.frontier + n_before[seq]] = token
+                tree.is_pending = False
+                n_before[seq] += 1
+            else:
+                self.histories.setdefault(seq, []).append(token)
+                self.lengths[seq] = token.pos + 1
+
+    def _range(self, seq: int, p0: int, p1: int | None) -> list[Token]:
+        return [
+            t for t in self.histories.get(seq, []) if t.pos >= p0 and (p1 is None or t.pos < p1)
+        ]
+
+    def _random(self, *shape: int) -> np.ndarray:
+        return rounded(self.rng.standard_normal(shape), self.case.in_dtype)
+
+
+@contextmanager
+def open_driver(
+    adapter: Adapter, case: Case, kind: str, salt: str = "", **settings: Any
+) -> Iterator[Driver]:
+    """A driver for as long as its session is open; ``settings`` replace those of the case."""
+    values = {
+        "capacity": case.capacity,
+        "min_chunk": case.min_chunk,
+        "window_slack": case.window_slack,
+    } | settings
+    config = make_config(
+        case.params,
+        values["capacity"],
+        case.kv_dtype,
+        values["min_chunk"],
+        window_slack=values["window_slack"],
+    )
+    with MAKERS[kind](adapter.backend, config) as session:
+        driver = Driver(adapter, case, kind, session.cache, salt)
+        yield driver
+        driver.agrees()

@@ -1,0 +1,18 @@
+"""Every backend runs the one conformance suite. A new backend adds its adapter and three lines."""
+
+from __future__ import annotations
+
+from tests.backends.adapters import ReferenceAdapter, TorchAdapter, TorchInSmallPieces
+from tests.backends.conformance import Conformance
+
+
+class TestReference(Conformance):
+    adapter = ReferenceAdapter()
+
+
+class TestTorch(Conformance):
+    adapter = TorchAdapter()
+
+
+class TestTorchInSmallPieces(Conformance):
+    adapter = TorchInSmallPieces()

@@ -1,0 +1,306 @@
+"""Random walks over the verbs: whatever the order, every output is the oracle's."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvcellar.errors import (
+    CacheFullError,
+    KVCellarError,
+    RewindError,
+    SequenceConflictError,
+    StepError,
+    UnknownSequenceError,
+)
+from tests.backends.adapters import Adapter
+from tests.backends.driver import Case, Driver, open_driver
+
+SEQ = st.integers(0, 4)
+BATCH = st.lists(st.tuples(SEQ, st.integers(1, 6)), min_size=1, max_size=4)
+NODES = st.lists(st.integers(0, 99), min_size=1, max_size=6)
+BOUND = st.integers(0, 40)
+FATES = st.sampled_from(
+    ["done", "done", "done", "done", "done", "cancelled", "raised", "raised and cancelled"]
+)
+RARELY = st.integers(0, 9).map(lambda n: n == 7)
+
+
+class Walk(RuleBasedStateMachine):
+    """What both walks share."""
+
+    def __init__(self, adapter: Adapter, case: Case, kind: str, **settings: Any) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.d: Driver = self.stack.enter_context(open_driver(adapter, case, kind, **settings))
+
+    def teardown(self) -> None:
+        self.stack.close()
+
+    def step(self, batch: list[tuple[int, int]], fate: str, n_layers: int) -> None:
+        """A forward that is let be, taken back whole, or ends after some layers."""
+        d = self.d
+        if fate == "done":
+            d.forward(*batch)
+        elif fate == "cancelled":
+            inputs = d.random_inputs(sum(n for _, n in batch))
+            first = d.forward(*batch, inputs=inputs)
+            d.cancel()
+            for a, b in zip(first, d.forward(*batch, inputs=inputs), strict=True):
+                np.testing.assert_array_equal(a, b)
+            d.cancel()
+        else:
+            d.abort(n_layers % d.n_layers, *batch)
+            if fate == "raised and cancelled":
+                d.cancel()
+
+    @precondition(lambda self: self.d.last_step is not None)
+    @rule(is_cancelled=RARELY)
+    def end_step(self, is_cancelled):
+        if is_cancelled:
+            self.d.cancel()
+        else:
+            self.d.cache.end_step()
+            self.d.last_step = None
+
+    @precondition(lambda self: sum(self.d.lengths.values()) > 30)
+    @rule(really=RARELY)
+    def clear(self, really):
+        if really:
+            self.d.clear()
+
+    def refused(self, verb, *args) -> KVCellarError | None:
+        """Call a verb; where it refuses, nothing may have changed. Returns the refusal."""
+        self.d.cache.end_step()
+        self.d.last_step = None
+        before = self.d.state()
+        try:
+            verb(*args)
+        except KVCellarError as error:
+            assert self.d.state() == before
+            return error
+        return None
+
+    @invariant()
+    def agrees(self):
+        self.d.agrees()
+
+
+class SequenceWalk(Walk):
+    """Forwards, forks, cuts, and trees where the session has them."""
+
+    def __init__(self, adapter: Adapter, case: Case, kind: str) -> None:
+        super().__init__(adapter, case, kind, capacity=80, min_chunk=4, window_slack=6)
+
+    def seq(self, pick: int) -> int:
+        """A sequence that is there, as a rule."""
+        there = sorted({*self.d.histories, *self.d.trees})
+        return there[pick % len(there)] if there and pick < 9 else 4
+
+    def batch(self, drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What was drawn, as far as trees allow: a frontier comes whole and once."""
+        out: list[tuple[int, int]] = []
+        for seq, n in drawn:
+            tree = self.d.trees.get(seq)
+            if tree is None:
+                out.append((seq, n))
+            elif tree.is_pending and not any(s == seq for s, _ in out):
+                out.append((seq, len(tree.parents) - tree.frontier))
+        return out
+
+    @initialize(n=st.integers(0, 12), m=st.integers(0, 12))
+    def prefill(self, n, m):
+        if n or m:
+            self.d.forward(*[(seq, k) for seq, k in ((0, n), (1, m)) if k])
+
+    @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
+    def forward(self, drawn, fate, n_layers):
+        d = self.d
+        batch = self.batch(drawn)
+        if not batch:
+            return
+        d.cache.end_step()
+        if d.cache.can_extend(sum(n for s, n in batch if s not in d.trees)):
+            self.step(batch, fate, n_layers)
+        else:
+            assert isinstance(self.refused(d.begin, *batch), CacheFullError)
+
+    @rule(seqs=st.lists(SEQ, min_size=1, max_size=5, unique=True))
+    def decode(self, seqs):
+        self.forward([(seq, 1) for seq in seqs], "done", 0)
+
+    @rule(pick=st.integers(0, 9), dst=SEQ, p0=st.just(0) | BOUND, p1=st.none() | BOUND)
+    def cp(self, pick, dst, p0, p1):
+        d = self.d
+        src = self.seq(pick)
+        mine = {t.pos: t for t in d.histories.get(dst, [])}
+        parts = d._range(src, p0, p1)
+        conflicts = any(mine.get(t.pos, t) is not t for t in parts)
+        error = self.refused(d.cp, src, dst, p0, p1)
+        if error is None:
+            assert src in d.histories
+            assert not (conflicts and any(g.window is None for g in d.case.groups))
+        elif isinstance(error, UnknownSequenceError):
+            assert src not in d.histories
+        elif isinstance(error, SequenceConflictError):
+            assert conflicts
+        elif isinstance(error, StepError):
+            assert dst in d.trees
+        else:
+            assert isinstance(error, RewindError) and d.case.has_window
+
+    @rule(src=st.integers(0, 8), dst=SEQ)
+    def fork(self, src, dst):
+        d = self.d
+        src = self.seq(src)
+        if src in d.histories and src != dst:
+            if dst in {*d.histories, *d.trees}:
+                d.rm(dst)
+            d.cp(src, dst)
+
+    @rule(pick=st.integers(0, 9), p0=st.just(0) | BOUND, p1=st.none() | BOUND)
+    def rm(self, pick, p0, p1):
+        d = self.d
+        seq = self.seq(pick)
+        error = self.refused(d.rm, seq, p0, p1)
+        if isinstance(error, StepError):
+            assert seq in d.trees
+        elif isinstance(error, UnknownSequenceError):
+            assert seq not in d.histories
+        elif error is not None:
+            assert isinstance(error, RewindError) and d.case.has_window and p0
+
+    @rule(pick=st.integers(0, 8), n=st.integers(1, 8))
+    def rollback(self, pick, n):
+        d = self.d
+        seq = self.seq(pick)
+        length = d.lengths.get(seq, 0)
+        if length > n and seq not in d.trees and d.cache.can_resume(seq, length - n):
+            d.rm(seq, length - n)
+
+    @precondition(lambda self: len(self.d.lengths) > 2)
+    @rule(pick=st.integers(0, 9), really=RARELY)
+    def keep(self, pick, really):
+        seq = self.seq(pick)
+        was_there = seq in self.d.histories
+        if really:
+            assert (self.refused(self.d.keep, seq) is None) == was_there
+
+    @precondition(lambda self: self.d.kind == "tree")
+    @rule(seq=SEQ, draws=NODES)
+    def propose(self, seq, draws):
+        d = self.d
+        tree = d.trees.get(seq)
+        if tree is not None and tree.is_pending:
+            return
+        n_nodes = len(tree.parents) if tree else 0
+        parents = [draw % (n_nodes + i + 1) - 1 for i, draw in enumerate(draws)]
+        d.cache.end_step()
+        fits = d.cache.can_extend(len(parents))
+        error = self.refused(d.propose, parents, seq)
+        assert (error is None) == fits
+
+    @precondition(lambda self: self.d.kind == "tree")
+    @rule(seqs=st.lists(SEQ, min_size=1, max_size=3), levels=st.lists(NODES, max_size=3),
+          drawn=BATCH, fate=FATES, pick=st.integers(0, 9), leaf=st.integers(0, 99))  # fmt: skip
+    def speculate(self, seqs, levels, drawn, fate, pick, leaf):
+        """Whole rounds: frontiers on some sequences, each verified, and one committed."""
+        for draws in levels:
+            for seq in seqs:
+                self.propose(seq, draws)
+            self.verify(drawn, fate, 2)
+        if any(not t.is_pending for t in self.d.trees.values()):
+            self.commit(pick, leaf, False)
+
+    @precondition(lambda self: any(t.is_pending for t in self.d.trees.values()))
+    @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
+    def verify(self, drawn, fate, n_layers):
+        pending = [(seq, 1) for seq, tree in self.d.trees.items() if tree.is_pending]
+        plain = [(seq, n) for seq, n in drawn if seq not in self.d.trees]
+        self.forward([*plain[:1], *pending, *plain[1:]], fate, n_layers)
+
+    @precondition(lambda self: any(not t.is_pending for t in self.d.trees.values()))
+    @rule(pick=st.integers(0, 9), leaf=st.integers(0, 99), is_dropped=RARELY)
+    def commit(self, pick, leaf, is_dropped):
+        d = self.d
+        seen = sorted(seq for seq, tree in d.trees.items() if not tree.is_pending)
+        seq = seen[pick % len(seen)]
+        tree = d.trees[seq]
+        chain = sorted(tree.ancestors(leaf % len(tree.parents)))
+        d.commit([] if is_dropped else chain, seq)
+
+    @precondition(lambda self: any(t.is_pending for t in self.d.trees.values()))
+    @rule(pick=st.integers(0, 9), leaf=st.integers(0, 99), really=RARELY)
+    def commit_early(self, pick, leaf, really):
+        """A frontier that has been through no forward is dropped; what came before may stay."""
+        d = self.d
+        pending = sorted(seq for seq, tree in d.trees.items() if tree.is_pending)
+        if really:
+            seq = pending[pick % len(pending)]
+            n_seen = d.trees[seq].frontier
+            chain = sorted(d.trees[seq].ancestors(leaf % n_seen)) if n_seen else []
+            d.commit(chain, seq)
+
+
+class SingleWalk(Walk):
+    """One sequence: forwards and rewinds."""
+
+    def __init__(self, adapter: Adapter, case: Case) -> None:
+        super().__init__(adapter, case, "decode", capacity=150, min_chunk=4, window_slack=5)
+
+    @rule(n=st.integers(1, 14), fate=FATES, n_layers=st.integers(0, 3))
+    def forward(self, n, fate, n_layers):
+        if self.d.cache.can_extend(n):
+            if fate.startswith("raised"):  # a layer that met the cache has begun the step
+                n_layers = max(1, n_layers % self.d.n_layers)
+                fate = fate if n_layers < self.d.n_layers else "done"
+            self.step([(0, n)], fate, n_layers)
+        else:
+            tokens = self.d._new_tokens([0] * n)
+            inputs = self.d.random_inputs(n)
+            error = self.refused(self.d.attend, 0, tokens, inputs, self.d.case.in_dtype)
+            assert isinstance(error, CacheFullError)
+
+    @rule(n=st.integers(1, 8))
+    def decode(self, n):
+        for _ in range(n):
+            self.forward(1, "done", 0)
+
+    @precondition(lambda self: self.d.lengths.get(0, 0) > 0)
+    @rule(n=st.integers(0, 12))
+    def rewind(self, n):
+        length = self.d.lengths.get(0, 0)
+        target = max(0, length - n)
+        error = self.refused(self.d.rewind, target)
+        if error is not None:
+            assert isinstance(error, RewindError)
+            assert 0 < target < self.d.cache.resumable_from()
+
+
+def walk_sequences(adapter: Adapter, case: Case, kind: str) -> None:
+    """Walks in a session for many sequences; as many as the Hypothesis profile says."""
+    run_state_machine_as_test(lambda: SequenceWalk(adapter, case, kind), settings=_settings())
+
+
+def walk_one_sequence(adapter: Adapter, case: Case) -> None:
+    """Walks in a session for one sequence."""
+    run_state_machine_as_test(lambda: SingleWalk(adapter, case), settings=_settings())
+
+
+def _settings() -> settings:
+    """A sixth of the profile's examples: there is one walk per case and kind."""
+    profile = settings.default
+    assert profile is not None
+    return settings(max_examples=max(5, profile.max_examples // 6), stateful_step_count=40)

@@ -1,0 +1,292 @@
+"""Radix and hashed index against one slow oracle: a dict from token tuples to pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcellar.bookkeeping import prefix_tree
+from kvcellar.bookkeeping.prefix import HashedIndex, RadixIndex
+from kvcellar.errors import CacheFullError, PrefixError
+
+
+@dataclass(eq=False)
+class Page:
+    """The cells of one page, per group and position, and when it was used last."""
+
+    cells: list[list[int]]
+    used: int = 0
+
+
+@dataclass
+class Pages:
+    """The oracle: every stored page under the tokens up to its end. Walks everything, every time."""
+
+    windows: tuple[int | None, ...]
+    size: int
+    pages: dict[tuple[int, ...], Page] = field(default_factory=dict)
+    locks: list[tuple[int, ...]] = field(default_factory=list)
+    clock: int = 0
+
+    def keys(self, tokens):
+        """The whole pages of a history, shortest first."""
+        return [tuple(tokens[:n]) for n in range(self.size, len(tokens) + 1, self.size)]
+
+    def touch(self, keys):
+        self.clock += 1
+        for key in keys:
+            self.pages[key].used = self.clock
+
+    def cells(self, key):
+        """Per group, the cells of this path."""
+        pages = [self.pages[k].cells for k in self.keys(key)]
+        return [[c for page in pages for c in page[g]] for g in range(len(self.windows))]
+
+    def resumes(self, key):
+        return all(
+            window is None or all(c >= 0 for c in cells[max(0, len(key) - window + 1) :])
+            for window, cells in zip(self.windows, self.cells(key), strict=True)
+        )
+
+    def match(self, tokens):
+        stored = [key for key in self.keys(tokens) if key in self.pages]
+        longest = max((key for key in stored if self.resumes(key)), key=len, default=())
+        self.touch(self.keys(longest))
+        return longest, len(max(stored, key=len, default=()))
+
+    def insert(self, tokens, given):
+        adopted = [[] for _ in self.windows]
+        n_present = 0
+        for key in self.keys(tokens):
+            lo, hi = len(key) - self.size, len(key)
+            n_present = hi if key in self.pages else n_present
+            nothing = Page([[-1] * self.size for _ in self.windows])
+            page = self.pages.setdefault(key, nothing)
+            for g, cells in enumerate(page.cells):
+                for i, cell in enumerate(given[g][lo:hi]):
+                    if cells[i] < 0 <= cell:
+                        cells[i] = cell
+                        adopted[g].append(cell)
+        self.touch(self.keys(tokens))
+        return n_present, adopted
+
+    def is_locked(self, key):
+        return any(lock[: len(key)] == key for lock in self.locks)
+
+    def is_leaf(self, key):
+        return not any(k[: len(key)] == key for k in self.pages if len(k) > len(key))
+
+    def unlock(self, key):
+        self.locks.remove(key)
+        self.touch([k for k in self.keys(key) if not self.is_locked(k)])
+
+    def sizes(self):
+        free = [k for k in self.pages if not self.is_locked(k)]
+        cells = [
+            sum(c >= 0 for k in free for c in self.pages[k].cells[g])
+            for g in range(len(self.windows))
+        ]
+        n_free = self.size * len(free)
+        return n_free, self.size * len(self.pages) - n_free, tuple(cells)
+
+    def evict(self, n_tokens):
+        """One page at a time, and after each one what nothing can be resumed from."""
+        gone = [[] for _ in self.windows]
+        n_gone = 0
+        while n_gone < n_tokens:
+            leaves = [k for k in self.pages if self.is_leaf(k) and not self.is_locked(k)]
+            key = min(leaves, key=lambda k: self.pages[k].used)
+            while True:
+                for g, cells in enumerate(self.pages.pop(key).cells):
+                    gone[g].extend(c for c in cells if c >= 0)
+                n_gone += self.size
+                key = key[: -self.size]
+                if not key or self.is_locked(key) or not self.is_leaf(key) or self.resumes(key):
+                    break
+        return n_gone, gone
+
+
+WINDOWS = st.sampled_from(
+    [(None,), (None,), (None, 3), (2,), (None, 1), (None, 5, 2), (7, None), (40, None)]
+)
+
+
+class IndexAgainstPages(RuleBasedStateMachine):
+    """Histories that share prefixes are stored, matched, locked and evicted."""
+
+    index_type: type
+
+    @initialize(
+        windows=WINDOWS, page_size=st.sampled_from([1, 1, 4, 16]), look=st.sampled_from([1, 5, 256])
+    )
+    def start(self, windows, page_size, look):
+        self.index = self.index_type(windows, page_size)
+        self.want = Pages(windows, page_size)
+        self.held = [Counter() for _ in windows]
+        self.known = [[]]
+        self.handles = []
+        self.locked = []
+        self.n_cells = 0
+        self.first_look = prefix_tree.FIRST_LOOK
+        prefix_tree.FIRST_LOOK = look
+
+    def history(self, base, cut, words, rest):
+        """A known history up to some page, then more pages, then a rest that fills none."""
+        size = self.want.size
+        pages = [[7] * size, [7] * (size - 1) + [8], [8] * size]
+        start = self.known[base % len(self.known)]
+        tokens = start[: len(start) // size * size]
+        tokens = tokens[: max(0, len(tokens) - cut * size)]
+        for word in words:
+            tokens = tokens + pages[word]
+        return tokens + pages[0][: rest % size]
+
+    def remember(self, handle, key):
+        pages = [self.want.pages[k] for k in self.want.keys(key)]
+        self.handles.append((handle, key, pages))
+
+    HISTORY = dict(
+        base=st.integers(0, 30),
+        cut=st.integers(0, 3),
+        words=st.lists(st.integers(0, 2), max_size=8),
+        rest=st.integers(0, 15),
+    )
+
+    @rule(**HISTORY, tail=st.sampled_from([0, 1, 2, 4, 6, 45, 200]), hole=st.integers(0, 12))
+    def insert(self, base, cut, words, rest, tail, hole):
+        tokens = self.history(base, cut, words, rest)
+        n = len(tokens)
+        given = []
+        for window in self.want.windows:
+            cells = list(range(self.n_cells, self.n_cells + n))
+            self.n_cells += n
+            if window is not None:
+                missing = {*range(n - tail), n - hole}
+                cells = [-1 if p in missing else cell for p, cell in enumerate(cells)]
+            given.append(cells)
+        inserted = self.index.insert_prefix(tokens, [np.array(c, dtype=np.int64) for c in given])
+        n_present, adopted = self.want.insert(tokens, given)
+        assert inserted.n_present == n_present
+        assert inserted.handle.length == n - n % self.want.size
+        assert [sorted(cells.tolist()) for cells in inserted.adopted] == [
+            sorted(cells) for cells in adopted
+        ]
+        for held, cells in zip(self.held, inserted.adopted, strict=True):
+            held.update(cells.tolist())
+        self.known.append(tokens)
+        self.remember(inserted.handle, tuple(tokens[: inserted.handle.length]))
+
+    @rule(**HISTORY)
+    def match(self, base, cut, words, rest):
+        tokens = self.history(base, cut, words, rest)
+        sizes = self.index.size_info()
+        match = self.index.match_prefix(np.array(tokens, dtype=np.int32))
+        key, n_matched = self.want.match(tokens)
+        assert match.length == len(key) == match.handle.length
+        assert match.n_matched == n_matched
+        assert [cells.tolist() for cells in match.cells] == self.want.cells(key)
+        assert self.index.size_info() == sizes
+        for cells in match.cells:
+            cells.fill(-7)  # the arrays are the caller's own
+        self.remember(match.handle, key)
+
+    @precondition(lambda self: self.handles)
+    @rule(i=st.integers(0, 99))
+    def lock(self, i):
+        handle, key, pages = self.handles[i % len(self.handles)]
+        now = [self.want.pages.get(k) for k in self.want.keys(key)]
+        if any(a is not b for a, b in zip(pages, now, strict=True)):
+            with pytest.raises(PrefixError, match="stale"):
+                self.index.lock_handle(handle)
+            return
+        self.index.lock_handle(handle)
+        self.want.locks.append(key)
+        self.locked.append((handle, key))
+
+    @precondition(lambda self: self.locked)
+    @rule(i=st.integers(0, 99))
+    def unlock(self, i):
+        handle, key = self.locked.pop(i % len(self.locked))
+        self.index.unlock_handle(handle)
+        self.want.unlock(key)
+
+    @precondition(lambda self: self.handles)
+    @rule(i=st.integers(0, 99))
+    def unlock_what_is_not_locked(self, i):
+        handle, key, _ = self.handles[i % len(self.handles)]
+        if key and key not in self.want.locks:
+            with pytest.raises(PrefixError, match="not locked"):
+                self.index.unlock_handle(handle)
+
+    @rule(n=st.integers(0, 70))
+    def evict(self, n):
+        evictable = self.index.size_info().evictable
+        if n > evictable:
+            with pytest.raises(CacheFullError, match=f"{n} tokens, {evictable} evictable"):
+                self.index.evict(n)
+            return
+        evicted = self.index.evict(n)
+        n_gone, gone = self.want.evict(n)
+        assert evicted.n_tokens == n_gone >= n
+        assert [sorted(cells.tolist()) for cells in evicted.cells] == [sorted(c) for c in gone]
+        self.let_go(evicted.cells)
+
+    def let_go(self, cells):
+        for held, gone in zip(self.held, cells, strict=True):
+            held.subtract(gone.tolist())
+
+    @rule(dice=st.integers(0, 9))
+    def reset(self, dice):
+        if dice:
+            return
+        self.let_go(self.index.reset())
+        self.want = Pages(self.want.windows, self.want.size, clock=self.want.clock)
+        for handle, key in self.locked:
+            if key:
+                with pytest.raises(PrefixError):
+                    self.index.unlock_handle(handle)
+        self.locked.clear()
+        self.handles = [(h, key, pages) for h, key, pages in self.handles if key]
+
+    @invariant()
+    def agrees(self):
+        self.index.check()
+        info = self.index.size_info()
+        assert info == self.want.sizes()
+        assert info.total == self.want.size * len(self.want.pages)
+        pages = self.want.pages.values()
+        for g, (held, cells) in enumerate(zip(self.held, self.index.held_cells(), strict=True)):
+            assert set(held.values()) <= {0, 1}, "a cell is adopted once and released once"
+            assert sorted(cells.tolist()) == sorted(held.elements())
+            assert sorted(held.elements()) == sorted(
+                c for page in pages for c in page.cells[g] if c >= 0
+            )
+
+    def teardown(self):
+        prefix_tree.FIRST_LOOK = self.first_look
+        for handle, _ in self.locked:
+            self.index.unlock_handle(handle)
+        info = self.index.size_info()
+        assert info.protected == 0
+        evicted = self.index.evict(info.evictable)
+        self.let_go(evicted.cells)
+        assert self.index.size_info().total == 0
+        assert all(not list(held.elements()) for held in self.held)
+        self.index.check()
+
+
+class RadixAgainstPages(IndexAgainstPages):
+    index_type = RadixIndex
+
+
+class HashedAgainstPages(IndexAgainstPages):
+    index_type = HashedIndex
+
+
+TestRadixAgainstPages = RadixAgainstPages.TestCase
+TestHashedAgainstPages = HashedAgainstPages.TestCase

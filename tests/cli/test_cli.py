@@ -1,0 +1,336 @@
+"""The command line in process, with a tiny model of random weights and with the bundled one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import kvcellar
+from kvcellar.cli import app
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+RUNNER = CliRunner()
+KEYS = {"text", "token_ids", "finish_reason", "finish_detail", "usage"}
+USAGE_KEYS = {
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "time_to_first_token_s",
+    "tokens_per_second",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with one token per byte, 512 positions and a chat template."""
+    from tests.models.tiny_checkpoints import make_checkpoint
+
+    return str(make_checkpoint("llama", tmp_path_factory.mktemp("tiny")))
+
+
+def run(*args: str, stdin: str | None = None) -> Result:
+    result = RUNNER.invoke(app, list(args), input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def error_of(*args: str, stdin: str | None = None) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    result = run(*args, stdin=stdin)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+# generate -----------------------------------------------------------------------------------------
+
+
+def generated(*args: str, stdin: str | None = None) -> dict[str, Any]:
+    result = run("generate", *args, "--json", stdin=stdin)
+    assert (result.exit_code, result.stderr) == (0, "")
+    value: dict[str, Any] = json.loads(result.stdout)
+    assert set(value) == KEYS
+    assert set(value["usage"]) == USAGE_KEYS
+    return value
+
+
+def test_json_is_one_object_with_text_tokens_reason_and_usage(tiny: str) -> None:
+    value = generated(tiny, "--prompt", "hello", "--max-tokens", "7")
+    assert len(value["token_ids"]) == 7
+    assert value["finish_reason"] == "length"
+    assert value["usage"]["prompt_tokens"] == 5
+    assert value["usage"]["completion_tokens"] == 7
+
+
+def test_every_cache_gives_the_same_text(tiny: str) -> None:
+    texts = [
+        generated(tiny, "-p", "hello", "--max-tokens", "20", "--cache", kind)["text"]
+        for kind in ("contiguous", "seq", "tree")
+    ]
+    assert len(set(texts)) == 1
+
+
+def test_the_text_alone_is_streamed_and_a_pipe_hears_nothing_else(tiny: str) -> None:
+    args = (tiny, "-p", "hello", "--max-tokens", "9", "--temperature", "0.8", "--seed", "3")
+    result = run("generate", *args)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == generated(*args)["text"].replace("\r\n", "\n") + "\n"
+
+
+def test_a_prompt_of_a_dash_is_read_from_stdin(tiny: str) -> None:
+    args = ("--max-tokens", "5", "--temperature", "1", "--top-k", "20", "--seed", "1")
+    given = generated(tiny, "--prompt", "two\nlines", *args)
+    piped = generated(tiny, "--prompt", "-", *args, stdin="two\nlines\n")
+    assert piped["token_ids"] == given["token_ids"]
+
+
+def test_stop_may_be_given_several_times(tiny: str) -> None:
+    free = generated(tiny, "-p", "hello", "--max-tokens", "30")["text"]
+    stop = next(c for c in free[3:] if c.isascii() and c.isprintable())
+    value = generated(tiny, "-p", "hello", "--stop", "no such text", "--stop", stop)
+    assert value["finish_reason"] == "stop"
+    assert value["finish_detail"] == f"stop text {stop!r}"
+    assert value["text"] == free[: free.index(stop)]
+
+
+def test_a_chat_prompt_is_put_in_the_template(tiny: str) -> None:
+    value = generated(tiny, "-p", "hi", "--chat", "--system", "be brief", "--max-tokens", "1")
+    text = "<s><|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+    assert value["usage"]["prompt_tokens"] == 6 + len("be brief") + len("hi"), text
+
+
+def test_a_full_cache_is_said_on_stderr_too(tiny: str) -> None:
+    result = run("generate", tiny, "-p", "hello", "--capacity", "10", "--max-tokens", "50")
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "warning: the text is cut short: the cache is full: no cell is free of 10; raise capacity\n"
+    )
+
+
+def test_k_and_v_may_be_stored_in_fewer_bits(tiny: str) -> None:
+    value = generated(tiny, "-p", "hello", "--max-tokens", "4", "--kv-dtype", "bfloat16")
+    assert len(value["token_ids"]) == 4
+
+
+def test_the_bundled_model_is_the_default() -> None:
+    value = generated("--prompt", "import os", "--max-tokens", "4")
+    assert len(value["token_ids"]) == 4
+
+
+# Wrong input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--cache", "ring"), "cache 'ring' is unknown; choose one of contiguous, seq, tree"),
+        (("--kv-dtype", "int3"), "kv_dtype 'int3' is not known; choose one of"),
+        (("--backend", "abacus"), "backend 'abacus' is unknown; there are:"),
+        (("--capacity", "0"), "capacity is the number of tokens a cache can hold"),
+        (("--capacity", "513"), "capacity 513 is more than the 512 positions that"),
+        (("--capacity", "3"), "the prompt has 5 tokens; the cache has 3 cells free of 3; shorten"),
+        (("--dtype", "float7"), "float7"),
+        (("--temperature", "-1"), "temperature must be 0 or more, got -1.0"),
+        (("--top-p", "0"), "top_p must be above 0 and up to 1"),
+        (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
+        (("--max-tokens", "many"), "invalid value for '--max-tokens'"),
+        (("--stop", ""), "stop holds texts of at least one character"),
+        (("--system", "x"), "add --chat"),
+        (("--colour",), "no such option: --colour; see kvcellar generate --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_option_gives_one_clear_line(tiny: str, args: tuple[str, ...], words: str) -> None:
+    assert words in error_of("generate", tiny, "-p", "hello", *args)
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "hello"), ("chat",)])
+def test_a_model_that_is_not_there_gives_one_clear_line(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    assert f"there is no folder {tmp_path}/none" in error_of(*command, f"{tmp_path}/none")
+    assert "no config.json" in error_of(*command, str(tmp_path))
+
+
+def test_an_empty_prompt_gives_one_clear_line(tiny: str) -> None:
+    assert "the prompt has no tokens" in error_of("generate", tiny, "-p", "")
+
+
+def test_a_missing_prompt_and_an_unknown_command_give_one_clear_line() -> None:
+    assert error_of("generate") == "missing option '--prompt' / '-p'; see kvcellar generate --help"
+    assert error_of("genrate").startswith("no such command 'genrate'. Did you mean 'generate'?")
+
+
+def test_settings_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "none")
+    for args in (("--cache", "ring"), ("--kv-dtype", "int3"), ("--capacity", "0")):
+        assert "there is no folder" not in error_of("generate", nowhere, "-p", "x", *args)
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvcellar.models.load_model", interrupt)
+    for command in (("generate", "-p", "x"), ("chat",), ("demo",)):
+        result = run(*command)
+        assert (result.exit_code, result.output) == (130, "")
+
+
+def test_a_reader_that_leaves_ends_it_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    def closed(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("kvcellar.cli.generate.write", closed)
+    result = run("generate", tiny, "-p", "hello")
+    assert (result.exit_code, result.output) == (141, "")
+
+
+# chat ---------------------------------------------------------------------------------------------
+
+
+def chat_lines(tiny: str, stdin: str, *args: str) -> list[dict[str, Any]]:
+    result = run("chat", tiny, "--json", "--max-tokens", "6", "--seed", "1", *args, stdin=stdin)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
+def test_every_line_of_a_pipe_is_a_message_and_only_new_tokens_are_computed(
+    tiny: str, kind: str
+) -> None:
+    first, second, third = chat_lines(tiny, "one\n\ntwo\nthree\n", "--cache", kind)
+    assert first["usage"]["cached_tokens"] == 0
+    for before, after in ((first, second), (second, third)):
+        held = before["usage"]["prompt_tokens"] + before["usage"]["completion_tokens"]
+        assert after["usage"]["cached_tokens"] == held - 1
+        assert after["usage"]["prompt_tokens"] > held
+
+
+def test_undo_reset_and_quit_work_from_a_pipe(tiny: str) -> None:
+    answers = chat_lines(tiny, "one\ntwo\n/undo\ntwo\n/reset\none\n/quit\nthree\n")
+    assert len(answers) == 4
+    assert answers[1]["token_ids"] == answers[2]["token_ids"]
+    assert answers[0]["token_ids"] == answers[3]["token_ids"]
+    assert answers[2]["usage"]["cached_tokens"] == answers[0]["usage"]["prompt_tokens"] + 6
+    assert answers[3]["usage"]["cached_tokens"] == 0
+
+
+def test_answers_are_text_without_json(tiny: str) -> None:
+    args = ("chat", tiny, "--max-tokens", "6", "--temperature", "0")
+    result = run(*args, stdin="one\n")
+    (answer,) = chat_lines(tiny, "one\n", "--temperature", "0")
+    assert result.stdout == answer["text"].replace("\r\n", "\n") + "\n"
+    assert result.stderr == ""
+
+
+def test_an_unknown_command_of_a_chat_is_named_and_the_chat_goes_on(tiny: str) -> None:
+    result = run("chat", tiny, "--max-tokens", "2", stdin="/redo\none\n")
+    assert result.exit_code == 0
+    assert result.stderr == "error: there is no command /redo; /help lists them\n"
+    assert result.stdout != ""
+
+
+def test_a_message_without_room_ends_a_piped_chat_with_one_clear_line(tiny: str) -> None:
+    message = "x" * 40
+    line = error_of("chat", tiny, "--capacity", "30", stdin=f"{message}\n")
+    assert "the prompt has 44 tokens; the cache has 30 cells free of 30" in line
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    from tests.models.tiny_checkpoints import make_checkpoint, make_tokenizer
+
+    folder = make_checkpoint("llama", tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(chat_template=None).save_pretrained(folder)
+    assert "has no chat template" in error_of("chat", str(folder), stdin="hi\n")
+    assert "has no chat template" in error_of("generate", str(folder), "--chat", "-p", "hi")
+
+
+# demo ---------------------------------------------------------------------------------------------
+
+
+def test_the_demo_shares_the_trunk_and_keeps_the_best() -> None:
+    result = run("demo", "--json", "--max-tokens", "6", "--branches", "3", "--seed", "4")
+    assert (result.exit_code, result.stderr) == (0, "")
+    value = json.loads(result.stdout)
+    branches = value["branches"]
+    assert len(branches) == 3
+    for branch in branches:
+        assert branch["shared_cells"] == value["prompt_tokens"]
+        assert branch["private_cells"] == len(branch["token_ids"]) - 1
+    best = max(branches, key=lambda branch: branch["mean_logprob"])
+    assert [branch for branch in branches if branch["is_kept"]] == [best]
+    memory = value["memory"]
+    assert memory["live_cells"] == value["prompt_tokens"] + sum(
+        branch["private_cells"] for branch in branches
+    )
+    assert memory["kept_cells"] == best["cells"]
+    assert memory["live_bytes"] < memory["unshared_bytes"] / 2
+    again = json.loads(
+        run("demo", "--json", "--max-tokens", "6", "--branches", "3", "--seed", "4").stdout
+    )
+    assert again["branches"] == branches
+
+
+def test_the_demo_is_a_readable_table() -> None:
+    result = run("demo", "--max-tokens", "3")
+    assert (result.exit_code, result.stderr) == (0, "")
+    for words in ("trunk", "branch 4", "cells shared", "cells private", "0 bytes copied", "kept"):
+        assert words in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+# The whole ----------------------------------------------------------------------------------------
+
+
+def test_the_version_is_printed() -> None:
+    assert run("--version").stdout == f"kvcellar {kvcellar.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("demo",)])
+def test_every_command_has_help_with_examples(command: tuple[str, ...]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
+    assert "kvcellar " + " ".join(command) in result.stdout
+
+
+def test_the_command_line_starts_without_a_tensor_library() -> None:
+    code = (
+        "import sys, kvcellar.cli\n"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_help_comes_at_once() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "kvcellar", "--help"], check=True, stdout=subprocess.DEVNULL
+        )
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1.5  # 0.25 on an idle machine
+
+
+def test_the_documentation_is_what_the_commands_say() -> None:
+    tool = Path(__file__).parents[2] / "tools" / "write_cli_docs.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,115 @@
+"""What a person sees: the same commands in a pseudo-terminal, and in a pipe whose reader leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pty = pytest.importorskip("pty")
+pytest.importorskip("torch")
+
+KVCELLAR = [sys.executable, "-m", "kvcellar"]
+TIMEOUT_S = 60.0
+
+
+class Terminal:
+    """A command in a terminal: what it wrote so far, and keys for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process = process
+        self._master = master
+        self._raw = b""
+
+    @property
+    def text(self) -> str:
+        """All output without colours and cursor movements."""
+        text = self._raw.decode(errors="replace").replace("\r\n", "\n")
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+    def wait_for(self, words: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"no {words!r} in {self.text!r}"
+            self._read(0.2)
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def ends_with(self) -> int:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running: {self.text!r}"
+            self._read(0.2)
+        self._read(0.2)
+        return self.process.returncode
+
+    def _read(self, timeout_s: float) -> None:
+        if select.select([self._master], [], [], timeout_s)[0]:
+            try:
+                self._raw += os.read(self._master, 65536)
+            except OSError:  # the other end is closed
+                time.sleep(0.05)
+
+
+@contextmanager
+def terminal(*args: str) -> Iterator[Terminal]:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*KVCELLAR, *args],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_a_terminal_sees_progress_reuse_and_commands() -> None:
+    with terminal("chat", "--seed", "1", "--max-tokens", "12") as screen:
+        screen.wait_for("starting torch")
+        screen.wait_for("contiguous cache of 4096 tokens")
+        screen.type("Hello\n")
+        screen.wait_for("12 new")
+        screen.type("And more\n")
+        screen.wait_for("reused ")
+        screen.type("/undo\n")
+        screen.wait_for("took back: And more")
+        screen.type("/help\n")
+        screen.wait_for("/undo   take back the last turn")
+        screen.type("\x04")
+        assert screen.ends_with() == 0
+        assert "Traceback" not in screen.text
+
+
+def test_ctrl_c_at_a_terminal_ends_without_a_traceback() -> None:
+    with terminal("generate", "-p", "import os", "--max-tokens", "4000") as screen:
+        screen.wait_for("import")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.ends_with() == 130
+        assert "Traceback" not in screen.text
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    command = [*KVCELLAR, "generate", "-p", "import os", "--max-tokens", "4000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=TIMEOUT_S) == 141

@@ -1,0 +1,198 @@
+"""A model without a tensor: its logits are a hash of the history that the cache shows it.
+
+The caches are the bookkeeping alone, with one token instead of K and V in each cell. A wrong cell,
+a wrong mask or a wrong position anywhere changes the history and with it every later token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.registry import CacheSession
+from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams, make_config
+
+WINDOW = 5
+PARAMS = ModelCacheParams(
+    n_layers=2,
+    n_kv_heads=1,
+    head_dim=4,
+    groups=(LayerGroup((0,), 1, 4, 4), LayerGroup((1,), 1, 4, 4, window=WINDOW)),
+)
+"""One layer sees all of the history and one a window of it."""
+
+FULL_PARAMS = ModelCacheParams(n_layers=2, n_kv_heads=1, head_dim=4)
+"""All layers see all of the history."""
+
+
+class _TokenCells:
+    """What a backend adds to the bookkeeping: here, one token per cell and layer group."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.stored = [np.full(4 * config.capacity + 64, -1) for _ in self.groups]  # type: ignore[attr-defined]
+
+    def _move_cells(self, group: int, base: int, src_cells: Any) -> None:
+        self.stored[group][base : base + len(src_cells)] = self.stored[group][src_cells].copy()
+
+
+class ContiguousCells(_TokenCells, ContiguousBookkeeping):
+    pass
+
+
+class SeqCells(_TokenCells, SeqBookkeeping):
+    pass
+
+
+class TreeCells(_TokenCells, TreeBookkeeping):
+    pass
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": ContiguousCells,
+    "seq": SeqCells,
+    "tree": TreeCells,
+}
+
+
+def make_cache(kind: str, capacity: int = 256, params: ModelCacheParams = PARAMS) -> Any:
+    return KINDS[kind](make_config(params, capacity, min_chunk=16))
+
+
+def make_session(kind: str, capacity: int = 256) -> CacheSession[Any]:
+    return CacheSession(make_cache(kind, capacity), backend="fake")
+
+
+def logits_of(history: Sequence[int], vocab_size: int, params: ModelCacheParams) -> np.ndarray:
+    """The oracle: the logits after ``history``, from the tokens alone."""
+    seen = [
+        tuple(history if group.window is None else history[-group.window :])
+        for group in params.groups
+    ]
+    return _hashed(seen, vocab_size)
+
+
+def _hashed(seen: Sequence[tuple[int, ...]], vocab_size: int) -> np.ndarray:
+    seed = zlib.crc32(repr([tuple(int(t) for t in tokens) for tokens in seen]).encode())
+    return np.random.default_rng(seed).normal(0, 2, vocab_size).astype(np.float32)
+
+
+class HashRunner:
+    """A :class:`kvcellar.models.Runner` over one of the caches above."""
+
+    def __init__(self, cache: Any, vocab_size: int) -> None:
+        self.cache = cache
+        self.params = cache.config.params
+        self.vocab_size = vocab_size
+        self.forwards: list[list[int]] = []
+        self.bias: dict[int, float] = {}
+        self.fail_after: int | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that went through the model."""
+        return sum(map(len, self.forwards))
+
+    def forward(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        cache = self.cache
+        if not cache.is_step_open:
+            cache.end_step()  # the step before is no longer to be cancelled
+        if self.fail_after is not None and len(self.forwards) >= self.fail_after:
+            cache.cancel_step()
+            raise RuntimeError("the machine is on fire")
+        self.forwards.append(list(token_ids))
+        histories: list[list[tuple[int, ...]]] = []
+        for layer in range(cache.n_layers):
+            group = cache.group_of(layer)
+            plan = cache.plan(layer, len(token_ids), positions)
+            cells = cache.stored[group]
+            cells[plan.write_cells] = token_ids
+            per_query: list[tuple[int, ...]] = []
+            for read in plan.reads:
+                per_query += _seen_by_queries(cells, read)
+            histories.append(per_query)
+            cache.wrote(layer)
+        wanted = [len(token_ids) - 1] if rows is None else list(rows)
+        by_group = [histories[group.layers[0]] for group in self.params.groups]
+        logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
+        for i, row in enumerate(wanted):
+            logits[i] = _hashed([seen[row] for seen in by_group], self.vocab_size)
+        for token_id, extra in self.bias.items():
+            logits[:, token_id] += extra
+        return logits
+
+
+def _seen_by_queries(cells: np.ndarray, read: AttendSpec) -> list[tuple[int, ...]]:
+    tokens = np.concatenate([cells[run.start : run.stop] for run in read.runs])
+    seen = []
+    for i in range(read.q_len):
+        mask = np.ones(len(tokens), dtype=bool)
+        if read.kind is AttendKind.CAUSAL:
+            mask[len(tokens) - read.q_len + i + 1 :] = False
+        elif read.kind is AttendKind.EXPLICIT:
+            assert read.mask is not None
+            mask[len(tokens) - read.mask.shape[1] :] = read.mask[i]
+        seen.append(tuple(tokens[mask].tolist()))
+    return seen
+
+
+class ByteTokenizer:
+    """One token per byte, then the end token, then one token per role."""
+
+    END = 256
+    ROLES = ("system", "user", "assistant")
+    vocab_size = 260
+    bos_token_id = None
+
+    def __init__(self) -> None:
+        self.chat_template: str | None = "bytes"
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.encoded.append(text)
+        ids: list[int] = []
+        for part in _split(text):
+            ids += [self._specials()[part]] if part in self._specials() else part.encode()
+        return ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        names = {token_id: name for name, token_id in self._specials().items()}
+        out, raw = "", b""
+        for token_id in token_ids:
+            if token_id < 256:
+                raw += bytes([token_id])
+            elif not skip_special_tokens:
+                out += raw.decode(errors="replace") + names[token_id]
+                raw = b""
+        return out + raw.decode(errors="replace")
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        assert not tokenize
+        text = "".join(f"<{m['role']}>{m['content'].strip()}<end>\n" for m in conversation)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    def _specials(self) -> dict[str, int]:
+        return {"<end>": self.END} | {f"<{role}>": 257 + i for i, role in enumerate(self.ROLES)}
+
+
+def _split(text: str) -> list[str]:
+    import re
+
+    return [part for part in re.split(r"(<end>|<system>|<user>|<assistant>)", text) if part]

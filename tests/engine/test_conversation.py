@@ -1,0 +1,232 @@
+"""A chat whose history is its tokens: reuse, undo, and templates that do odd things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcellar.engine import Conversation, GeneratedToken, Generation, SamplingParams, last
+from kvcellar.errors import ModelError, PromptError
+from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, HashRunner, make_cache
+
+VOCAB = ByteTokenizer.vocab_size
+END = ByteTokenizer.END
+SAY = SamplingParams(max_tokens=8)
+
+every_cache = pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
+
+
+def make_chat(
+    kind: str = "contiguous", capacity: int = 512, **options: Any
+) -> tuple[Conversation, HashRunner, ByteTokenizer]:
+    cache = make_cache(kind, capacity, FULL_PARAMS)
+    runner = HashRunner(cache, VOCAB)
+    runner.bias = dict.fromkeys(range(ord("a"), ord("z") + 1), 100.0)
+    tokenizer = ByteTokenizer()
+    chat = Conversation(runner, cache, tokenizer, eos_token_ids={END}, **options)
+    return chat, runner, tokenizer
+
+
+def rendered(chat: Conversation, tokenizer: ByteTokenizer) -> list[int]:
+    text = tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False, tokenize=False)
+    return tokenizer.encode(text)
+
+
+@every_cache
+def test_the_history_is_that_of_the_template_and_only_new_tokens_are_computed(kind: str) -> None:
+    chat, runner, tokenizer = make_chat(kind, system="be brief")
+    for turn in range(4):
+        before = list(chat.tokens)
+        cached = chat.cached_tokens
+        runner.forwards.clear()
+        result = last(chat.say(f"message {turn}", SAY))
+        assert chat.tokens[: len(before)] == before
+        assert result.usage.cached_tokens == cached >= len(before) - 1
+        assert runner.n_tokens == len(chat.tokens) - cached - 1
+        # the answer ended for want of room, so the template's end is missing
+        assert rendered(chat, tokenizer) == [*chat.tokens, END, *b"\n"]
+    assert chat.n_turns == 4
+    assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * 4]
+
+
+@every_cache
+def test_an_answer_that_the_model_ends_is_not_ended_twice(kind: str) -> None:
+    chat, runner, tokenizer = make_chat(kind)
+    for _ in range(3):
+        runner.bias[END] = -100.0
+        events = chat.say("hello", SamplingParams())
+        tokens = [next(events) for _ in range(5)]
+        assert all(isinstance(token, GeneratedToken) for token in tokens)
+        runner.bias[END] = 1000.0
+        assert last(events).finish.cause == "eos"
+        assert rendered(chat, tokenizer) == [*chat.tokens, *b"\n"]
+
+
+def test_sampled_tokens_are_never_encoded_again() -> None:
+    chat, runner, tokenizer = make_chat()
+    runner.bias = dict.fromkeys(range(128, 256), 100.0)  # no text at all
+    result = last(chat.say("hello", SAY))
+    tokenizer.encoded.clear()
+    last(chat.say("again", SAY))
+    assert tokenizer.encoded == ["<end>\n<user>again<end>\n<assistant>"]
+    start = chat.tokens.index(result.token_ids[0])
+    assert tuple(chat.tokens[start : start + 8]) == result.token_ids
+
+
+def test_a_template_that_rewrites_old_answers_changes_nothing() -> None:
+    chat, _, tokenizer = make_chat()
+
+    def forgetful(conversation: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:
+        kept = [
+            {**m, "content": "..." + m["content"][-20:]} if m["role"] == "assistant" else m
+            for m in conversation
+        ]
+        return ByteTokenizer.apply_chat_template(
+            tokenizer, kept, add_generation_prompt=add_generation_prompt, tokenize=tokenize
+        )
+
+    tokenizer.apply_chat_template = forgetful  # type: ignore[method-assign,assignment]
+    for turn in range(3):
+        cached, before = chat.cached_tokens, list(chat.tokens)
+        last(chat.say(f"message {turn}", SAY))
+        assert chat.tokens[: len(before)] == before
+        assert cached >= len(before) - 1
+
+
+def test_a_template_that_leaves_out_old_answers_is_refused() -> None:
+    chat, _, tokenizer = make_chat()
+    last(chat.say("hello", SAY))
+    tokenizer.apply_chat_template = lambda *args, **options: "nothing"  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match="leaves out the answers of earlier turns"):
+        chat.say("again", SAY)
+    assert chat.n_turns == 1
+
+
+def test_a_template_that_refuses_is_quoted() -> None:
+    chat, _, tokenizer = make_chat()
+
+    def refuse(*args: object, **options: object) -> str:
+        raise ValueError("roles must alternate")
+
+    tokenizer.apply_chat_template = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(ModelError, match="refuses these messages: roles must alternate"):
+        chat.say("hello", SAY)
+    assert (chat.messages, chat.tokens, chat.n_turns) == ([], [], 0)
+
+
+def test_without_a_template_there_is_no_chat() -> None:
+    cache = make_cache("seq")
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="the model has no chat template"):
+        Conversation(HashRunner(cache, VOCAB), cache, tokenizer)
+
+
+def test_an_answer_with_another_end_is_ended_as_the_template_does() -> None:
+    other_end = ord("q")
+    cache = make_cache("seq", 512, FULL_PARAMS)
+    runner = HashRunner(cache, VOCAB)
+    tokenizer = ByteTokenizer()
+    chat = Conversation(runner, cache, tokenizer, eos_token_ids={END, other_end})
+    runner.bias = {other_end: 1000.0}
+    last(chat.say("hello", SAY))
+    assert chat.tokens[-1] == other_end
+    last(chat.say("again", SAY))
+    assert other_end not in chat.tokens[:-1]
+    chat.undo()
+    assert chat.tokens[-1] == other_end
+    last(chat.say("again", SAY))
+    assert other_end not in chat.tokens[:-1]
+    assert rendered(chat, tokenizer) == [*chat.tokens[:-1], END, *b"\n"]
+
+
+# Going back ---------------------------------------------------------------------------------------
+
+
+@every_cache
+def test_undo_takes_back_the_last_turn_and_keeps_the_cache_of_those_before(kind: str) -> None:
+    chat, runner, _ = make_chat(kind)
+    last(chat.say("one", SAY))
+    want = last(chat.say("two", SAY))
+    state = (list(chat.tokens), [dict(message) for message in chat.messages])
+    last(chat.say("three", SAY))
+    assert chat.undo() == "three"
+    assert (chat.tokens, chat.messages) == state
+    assert chat.undo() == "two"
+    n_first = len(chat.tokens)
+    assert chat.cached_tokens == n_first
+    runner.forwards.clear()
+    again = last(chat.say("two", SAY))
+    assert again.token_ids == want.token_ids
+    assert again.usage.cached_tokens == n_first
+    assert (chat.tokens, chat.messages) == state
+
+
+def test_undo_of_nothing_is_none() -> None:
+    chat, _, _ = make_chat()
+    assert chat.undo() is None
+
+
+@every_cache
+def test_undo_behind_a_window_computes_the_history_again(kind: str) -> None:
+    cache = make_cache(kind, 600)
+    runner = HashRunner(cache, VOCAB)
+    chat = Conversation(runner, cache, ByteTokenizer(), eos_token_ids={END})
+    want = last(chat.say("one", SAY))
+    first = list(chat.tokens)
+    want = last(chat.say("two", SAY))
+    chat.undo()
+    last(chat.say("a longer message " * 20, SamplingParams(max_tokens=60)))
+    chat.undo()
+    assert chat.tokens == first
+    again = last(chat.say("two", SAY))
+    assert again.token_ids == want.token_ids
+
+
+@every_cache
+def test_reset_forgets_all_but_the_system_message(kind: str) -> None:
+    chat, _, _ = make_chat(kind, system="be brief")
+    want = last(chat.say("one", SAY))
+    last(chat.say("two", SAY))
+    chat.reset()
+    assert (chat.n_turns, chat.cached_tokens, chat.tokens) == (0, 0, [])
+    again = last(chat.say("one", SAY))
+    assert again.token_ids == want.token_ids
+    assert again.usage.cached_tokens == 0
+
+
+@every_cache
+def test_an_answer_that_is_given_up_stays_as_far_as_it_came(kind: str) -> None:
+    chat, _, tokenizer = make_chat(kind)
+    events = chat.say("hello", SamplingParams())
+    answer = ""
+    for _ in range(4):
+        event = next(events)
+        assert isinstance(event, GeneratedToken)
+        answer += event.text
+    assert chat.messages[-1] == {"role": "assistant", "content": answer}
+    result = last(chat.say("go on", SAY))
+    assert result.usage.cached_tokens == 9 + 4 - 1
+    assert rendered(chat, tokenizer) == [*chat.tokens, END, *b"\n"]
+
+
+@every_cache
+def test_a_message_without_room_changes_nothing(kind: str) -> None:
+    chat, runner, _ = make_chat(kind, capacity=60)
+    last(chat.say("one", SAY))
+    state = (list(chat.tokens), [dict(m) for m in chat.messages], chat.n_turns)
+    runner.forwards.clear()
+    with pytest.raises(PromptError, match="of them new; the cache has"):
+        chat.say("x" * 60, SAY)
+    assert (chat.tokens, chat.messages, chat.n_turns) == state
+    assert runner.forwards == []
+    assert isinstance(last(chat.say("two", SAY)), Generation)
+
+
+def test_a_message_may_hold_any_text() -> None:
+    chat, _, _ = make_chat()
+    last(chat.say("hello", SAY))
+    before = len(chat.tokens)
+    last(chat.say("kvcellar-answer", SAY))
+    assert b"kvcellar-answer" in bytes(token for token in chat.tokens[before:] if token < 256)

@@ -1,0 +1,556 @@
+"""The engine against the plain loop: the same tokens, however requests are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.engine.engine import Engine, EngineConfig
+from kvcellar.engine.generate import Generation, generate, last
+from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
+from kvcellar.engine.sampling import SamplingParams
+from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
+from kvcellar.types import ModelCacheParams
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    ByteTokenizer,
+    HashRunner,
+    SeqCells,
+    make_cache,
+)
+
+VOCAB = ByteTokenizer.vocab_size
+EOS = (ByteTokenizer.END,)
+
+
+class MovingCells(SeqCells):
+    """Cells whose tokens can leave and come back."""
+
+    def read_cells(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [self.stored[g][t[t >= 0]].copy() for g, t in enumerate(tables)]
+
+    def write_cells(self, tables: Sequence[np.ndarray], rows: list[np.ndarray]) -> None:
+        for g, (table, tokens) in enumerate(zip(tables, rows, strict=True)):
+            self.stored[g][table[table >= 0]] = tokens
+
+
+@dataclass
+class Clock:
+    """Time that passes when the test says so, and a little with every look."""
+
+    now: float = 0.0
+    tick: float = 0.001
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def make_engine(
+    capacity: int = 96,
+    params: ModelCacheParams = PARAMS,
+    drafter: Any = None,
+    cache: Any = None,
+    **config: Any,
+) -> Engine:
+    cache = cache or make_cache("seq", capacity, params)
+    return Engine(
+        HashRunner(cache, VOCAB),
+        cache,
+        ByteTokenizer(),
+        eos_token_ids=EOS,
+        config=EngineConfig(**{"max_num_batched_tokens": 16, "max_num_seqs": 4, **config}),
+        drafter=drafter,
+        clock=Clock(),
+    )
+
+
+def plain_loop(
+    prompt: Sequence[int], params: SamplingParams, cache_params: ModelCacheParams = PARAMS
+) -> Generation:
+    """The oracle: one request alone in a fresh cache."""
+    cache = make_cache("seq", 512, cache_params)
+    runner = HashRunner(cache, VOCAB)
+    return last(generate(runner, cache, ByteTokenizer(), prompt, params, eos_token_ids=EOS))
+
+
+def nothing_is_left(engine: Engine) -> None:
+    """Every cell is free or evictable, no lock is left, and the pool's counts are right."""
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.protected_tokens) == (0, 0, 0)
+    assert stats.free_cells + stats.evictable_cells == engine.cache.capacity
+    assert not engine.cache.seq_ids()
+    assert not engine.scheduler.residency.moved
+    sizes = engine.index.size_info()
+    if sizes.evictable:
+        evicted = engine.index.evict(sizes.evictable)
+        engine.cache.release_cells(evicted.cells)
+    engine.cache.check()
+    assert engine.cache.n_free == engine.cache.capacity
+
+
+@dataclass
+class Heard:
+    """What was told of each request."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, FinishEvent] = field(default_factory=dict)
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            assert event.request_id not in self.ends, "nothing follows the end"
+            if isinstance(event, TokenEvent):
+                self.tokens.setdefault(event.request_id, []).append(event.token.token_id)
+                text = self.texts.get(event.request_id, "") + event.token.text
+                self.texts[event.request_id] = text
+            else:
+                self.ends[event.request_id] = event
+
+
+# Any mixture of requests ------------------------------------------------------------------------
+
+TRUNKS = st.sampled_from([(), (1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 50, 60)])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    tail = draw(st.lists(st.integers(0, 3), min_size=1, max_size=25))
+    params = SamplingParams(
+        max_tokens=draw(st.integers(1, 12)),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.8])),
+        seed=draw(st.integers(0, 3)),
+        ignore_eos=draw(st.booleans()),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+    )
+    return Request((*draw(TRUNKS), *tail), params, priority=draw(st.integers(0, 1)))
+
+
+class GuessAgain:
+    """A drafter that is sometimes right: it repeats what followed the last token before."""
+
+    def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
+        at = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == tokens[-1]), None)
+        return () if at is None else tuple(tokens[at + 1 : at + 1 + min(limit, 3)])
+
+
+@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@settings(max_examples=60)
+@given(
+    arrivals=st.lists(
+        st.tuples(requests(), st.integers(0, 4), st.none() | st.integers(0, 12)), max_size=9
+    ),
+    config=st.fixed_dictionaries(
+        {
+            "policy": st.sampled_from(["mixed", "prefill-first"]),
+            "delay_factor": st.sampled_from([0.0, 2.0]),
+            "index": st.sampled_from(["radix", "hashed", "naive"]),
+            "page_size": st.sampled_from([1, 4]),
+            "max_num_batched_tokens": st.integers(1, 24),
+            "max_num_seqs": st.integers(1, 5),
+            "max_moved_bytes": st.sampled_from([0, 10**9]),
+        }
+    ),
+    capacity=st.integers(48, 110),
+    drafter=st.sampled_from([None, GuessAgain()]),
+)
+def test_any_mixture_gives_the_tokens_of_the_plain_loop(
+    params, arrivals, config, capacity, drafter
+):
+    cache = MovingCells(make_cache("seq", capacity, params).config)
+    engine = make_engine(cache=cache, drafter=drafter, **config)
+    heard = Heard()
+    asked: dict[int, Request] = {}
+    cancelled: set[int] = set()
+    cancels: list[tuple[int, int]] = []
+    n_steps = 0
+
+    def step() -> None:
+        nonlocal n_steps
+        n_steps += 1
+        for request_id, at in cancels:
+            if at == n_steps and engine.cancel(request_id):
+                cancelled.add(request_id)
+        heard.take(engine.step())
+        assert n_steps < 5000, "the engine stands still"
+
+    for request, pause, cancel_after in arrivals:
+        request_id = engine.submit(request)
+        asked[request_id] = request
+        if cancel_after is not None:
+            cancels.append((request_id, n_steps + 1 + cancel_after))
+        for _ in range(pause):
+            step()
+    while not engine.is_idle:
+        step()
+
+    assert set(heard.ends) == set(asked)
+    for request_id, request in asked.items():
+        want = plain_loop(request.prompt_ids, request.params, params)
+        end = heard.ends[request_id]
+        assert list(end.token_ids) == heard.tokens.get(request_id, [])
+        assert end.text == heard.texts.get(request_id, "") or end.reason == "cancelled"
+        if request_id in cancelled:
+            assert end.reason == "cancelled"
+            assert want.token_ids[: len(end.token_ids)] == end.token_ids
+        elif end.finish is not None and end.finish.cause == "cache_full":
+            assert want.token_ids[: len(end.token_ids)] == end.token_ids
+            assert len(request.prompt_ids) + len(end.token_ids) >= capacity
+        else:
+            assert end.token_ids == want.token_ids
+            assert (end.reason, end.text) == (want.finish_reason, want.text)
+            assert end.usage is not None
+            assert end.usage.prompt_tokens == len(request.prompt_ids)
+            assert end.usage.cached_tokens < len(request.prompt_ids)
+    nothing_is_left(engine)
+
+
+# Reuse ------------------------------------------------------------------------------------------
+
+
+def ran_tokens(engine: Engine) -> int:
+    return engine.runner.n_tokens
+
+
+GREEDY8 = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def test_a_second_turn_prefills_only_what_is_new():
+    engine = make_engine(capacity=200)
+    first = engine.generate(Request(tuple(range(40)), GREEDY8))
+    before = ran_tokens(engine)
+    prompt = (*range(40), *first.token_ids, 7, 7, 7)
+    second = engine.generate(Request(prompt, SamplingParams(max_tokens=1)))
+    # the last sampled token was never computed, so it is new as well
+    assert ran_tokens(engine) - before == 4
+    assert second.usage.cached_tokens == 47
+    assert second.token_ids == plain_loop(prompt, SamplingParams(max_tokens=1)).token_ids
+
+
+def test_a_prompt_that_is_still_generating_is_matched_already():
+    engine = make_engine(capacity=200)
+    engine.submit(Request(tuple(range(30)), SamplingParams(max_tokens=20, ignore_eos=True)))
+    for _ in range(4):
+        engine.step()
+    before = ran_tokens(engine)
+    engine.submit(Request((*range(30), 9), SamplingParams(max_tokens=1)))
+    engine.step()
+    assert ran_tokens(engine) - before == 2  # one decode beside it, one new token
+
+
+def test_the_finished_chunks_of_a_cancelled_prefill_are_reused():
+    engine = make_engine(capacity=200)
+    request_id = engine.submit(Request(tuple(range(60)), GREEDY8))
+    for _ in range(3):
+        engine.step()
+    n_done = ran_tokens(engine)
+    assert n_done == 48 and engine.cancel(request_id)
+    assert not engine.cache.seq_ids()  # its cells are the index's alone now
+    end = engine.generate(Request(tuple(range(60)), SamplingParams(max_tokens=1)))
+    assert end.usage.cached_tokens == n_done
+
+
+@pytest.mark.parametrize("state", ["waiting", "in prefill", "decoding"])
+def test_cancelling_frees_private_cells_before_the_next_step(state):
+    engine = make_engine(capacity=100, max_num_seqs=1)
+    ids = [engine.submit(Request(tuple(range(20 + i, 60 + i)), GREEDY8)) for i in range(2)]
+    for _ in range({"waiting": 1, "in prefill": 1, "decoding": 4}[state]):
+        engine.step()
+    victim = ids[1] if state == "waiting" else ids[0]
+    assert engine.cancel(victim) and not engine.cancel(victim)
+    stats = engine.stats()
+    assert stats.running == (1 if state == "waiting" else 0)
+    assert stats.free_cells + stats.evictable_cells + stats.live_cells == 100
+    ended = [e for e in engine.run() if isinstance(e, FinishEvent)]
+    assert {e.request_id: e.reason for e in ended} == {
+        victim: "cancelled",
+        ids[0] if victim == ids[1] else ids[1]: "length",
+    }
+    nothing_is_left(engine)
+
+
+def test_eviction_takes_the_oldest_and_never_what_somebody_stands_on():
+    engine = make_engine(capacity=64)
+    engine.generate(Request(tuple(range(20)), SamplingParams(max_tokens=1)))
+    engine.generate(Request(tuple(range(100, 120)), SamplingParams(max_tokens=1)))
+    engine.generate(Request(tuple(range(200, 230)), SamplingParams(max_tokens=1)))
+    assert engine.stats().evicted_tokens > 0
+    again = engine.generate(Request(tuple(range(200, 231)), SamplingParams(max_tokens=1)))
+    assert again.usage.cached_tokens == 30
+    nothing_is_left(engine)
+
+
+# Forks and kept sequences -----------------------------------------------------------------------
+
+
+def test_a_fork_of_a_kept_request_computes_only_its_own_prompt():
+    engine = make_engine(capacity=200, index="naive")
+    trunk = engine.generate(Request(tuple(range(30)), GREEDY8, keep=True))
+    before = ran_tokens(engine)
+    ids = [
+        engine.submit(Request((5, i), SamplingParams(max_tokens=3), parent=trunk.request_id))
+        for i in range(3)
+    ]
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    assert ran_tokens(engine) - before == sum(3 + len(ends[i].token_ids) - 1 for i in ids)
+    for i, request_id in enumerate(ids):
+        prompt = (*range(30), *trunk.token_ids, 5, i)
+        want = plain_loop(prompt, SamplingParams(max_tokens=3))
+        assert ends[request_id].token_ids == want.token_ids
+    assert engine.release(trunk.request_id) and not engine.release(trunk.request_id)
+    nothing_is_left(engine)
+
+
+def test_a_request_forks_from_one_that_is_still_generating():
+    engine = make_engine(capacity=200, index="naive")
+    parent = engine.submit(Request(tuple(range(30)), SamplingParams(max_tokens=9, ignore_eos=True)))
+    for _ in range(4):
+        engine.step()
+    so_far = list(engine.scheduler.running[0].tokens)
+    child = engine.submit(Request((7,), SamplingParams(max_tokens=4), parent=parent))
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    assert ends[child].usage.cached_tokens == len(so_far) - 1
+    want = plain_loop([*so_far, 7], SamplingParams(max_tokens=4))
+    assert ends[child].token_ids == want.token_ids
+    nothing_is_left(engine)
+
+
+def test_a_request_goes_on_in_the_place_of_a_kept_one():
+    engine = make_engine(capacity=200, index="naive")
+    first = engine.generate(Request(tuple(range(30)), GREEDY8, keep=True))
+    (seq_id,) = engine.cache.seq_ids()
+    second = engine.submit(
+        Request((3,), GREEDY8, parent=first.request_id, is_fork=False, keep=True)
+    )
+    list(engine.run())
+    assert engine.cache.seq_ids() == [seq_id]
+    with pytest.raises(UnknownRequestError, match=f"request {first.request_id} is not kept"):
+        engine.submit(Request((3,), GREEDY8, parent=first.request_id, is_fork=False))
+    assert engine.release(second)
+    nothing_is_left(engine)
+
+
+def test_a_kept_sequence_gives_its_cells_up_when_nothing_else_is_left():
+    engine = make_engine(capacity=64)
+    kept = engine.generate(Request(tuple(range(40)), SamplingParams(max_tokens=1), keep=True))
+    prompt = tuple(range(100, 150))
+    end = engine.generate(Request(prompt, SamplingParams(max_tokens=2)))
+    assert end.token_ids == plain_loop(prompt, SamplingParams(max_tokens=2)).token_ids
+    # it is still known, only slower to go on from
+    child = engine.generate(Request((1,), SamplingParams(max_tokens=1), parent=kept.request_id))
+    want = plain_loop([*range(40), *kept.token_ids, 1], SamplingParams(max_tokens=1))
+    assert child.token_ids == want.token_ids
+    engine.release(kept.request_id)
+    nothing_is_left(engine)
+
+
+# Fairness ---------------------------------------------------------------------------------------
+
+
+def tokens_by_step(engine: Engine, n_steps: int) -> list[set[int]]:
+    return [
+        {e.request_id for e in engine.step() if isinstance(e, TokenEvent)} for _ in range(n_steps)
+    ]
+
+
+def test_a_long_prompt_never_holds_up_a_decode():
+    engine = make_engine(capacity=400)
+    decode = engine.submit(Request((1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
+    engine.step()
+    engine.submit(Request(tuple(range(200)), SamplingParams(max_tokens=1)))
+    assert all(decode in told for told in tokens_by_step(engine, 12))
+    assert engine.scheduler.running[1].n_left > 0  # the prompt was under way all the time
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    engine = make_engine(capacity=400)
+    engine.submit(Request(tuple(range(200)), SamplingParams(max_tokens=1)))
+    engine.step()
+    short = engine.submit(Request((5, 6, 7), SamplingParams(max_tokens=1)))
+    assert short in tokens_by_step(engine, 1)[0]
+
+
+def test_a_stream_of_short_prompts_never_starves_a_long_one():
+    engine = make_engine(capacity=400)
+    long = engine.submit(Request(tuple(range(120)), SamplingParams(max_tokens=1)))
+    for i in range(60):
+        engine.submit(Request((5, i, 7, 8, 9, 10, 11), SamplingParams(max_tokens=1)))
+        if any(e.request_id == long for e in engine.step()):
+            break
+    else:
+        pytest.fail("the long prompt never came to its first token")
+    assert i < 40
+
+
+def test_more_decodes_than_budget_take_turns():
+    engine = make_engine(capacity=400, max_num_batched_tokens=3, max_num_seqs=6)
+    ids = [
+        engine.submit(Request((i,), SamplingParams(max_tokens=40, ignore_eos=True)))
+        for i in range(6)
+    ]
+    for _ in range(4):
+        engine.step()
+    told = tokens_by_step(engine, 8)
+    assert all(sum(i in t for t in told) == 4 for i in ids)
+
+
+def test_a_higher_priority_goes_first_and_is_not_the_one_to_give_way():
+    engine = make_engine(capacity=400, max_num_seqs=1)
+    low = engine.submit(Request((1, 2), SamplingParams(max_tokens=2, ignore_eos=True)))
+    high = engine.submit(Request((3, 4), SamplingParams(max_tokens=2, ignore_eos=True), priority=1))
+    ends = [e.request_id for e in engine.run() if isinstance(e, FinishEvent)]
+    assert ends == [high, low]
+
+
+def test_prefill_first_runs_no_decode_while_a_prompt_is_left():
+    engine = make_engine(capacity=400, policy="prefill-first")
+    decode = engine.submit(Request((1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
+    engine.step()
+    engine.submit(Request(tuple(range(40)), SamplingParams(max_tokens=1)))
+    told = tokens_by_step(engine, 4)
+    assert [decode in t for t in told] == [False, False, False, True]
+
+
+def test_with_a_delay_factor_prompts_gather_before_they_are_let_in():
+    engine = make_engine(capacity=400, policy="prefill-first", delay_factor=1e6)
+    engine.submit(Request((1, 2), SamplingParams(max_tokens=5, ignore_eos=True)))
+    engine.step()
+    engine.submit(Request((3, 4), SamplingParams(max_tokens=1)))
+    engine.step()
+    assert (engine.stats().waiting, engine.stats().running) == (1, 1)
+    list(engine.run())  # once nothing else runs it is let in all the same
+    nothing_is_left(engine)
+
+
+# Preemption -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved_bytes", [0, 10**9])
+def test_a_preempted_sequence_ends_with_the_same_tokens(moved_bytes):
+    cache = MovingCells(make_cache("seq", 64, FULL_PARAMS).config)
+    engine = make_engine(cache=cache, max_moved_bytes=moved_bytes, index="naive")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [(i, *range(10)) for i in range(3)]
+    ids = [engine.submit(Request(p, params)) for p in prompts]
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert ends[request_id].token_ids == plain_loop(prompt, params, FULL_PARAMS).token_ids
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert (stats.move_preemptions > 0) == bool(moved_bytes)
+    assert stats.moved_in_tokens > 0 if moved_bytes else stats.recompute_preemptions > 0
+    nothing_is_left(engine)
+
+
+# Bad input and trouble --------------------------------------------------------------------------
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers():
+    engine = make_engine(capacity=64)
+    with pytest.raises(PromptError, match="65 tokens and the cache 64 cells"):
+        engine.submit(Request(tuple(range(65)), GREEDY8))
+    assert engine.is_idle and not engine.runner.forwards
+
+
+@pytest.mark.parametrize("prompt", [(), (VOCAB,), (-1,)])
+def test_an_impossible_prompt_is_refused(prompt):
+    with pytest.raises(PromptError):
+        make_engine().submit(Request(prompt, GREEDY8))
+
+
+def test_a_prompt_that_fills_the_cache_gives_one_token_and_says_why_it_ended():
+    engine = make_engine(capacity=40)
+    end = engine.generate(Request(tuple(range(40)), GREEDY8))
+    assert (end.reason, len(end.token_ids)) == ("length", 1)
+    assert end.finish.cause == "cache_full" and "raise capacity" in end.finish.detail
+    nothing_is_left(engine)
+
+
+def test_a_request_that_waits_past_its_deadline_is_told_with_numbers():
+    engine = make_engine(capacity=64, max_num_seqs=1)
+    engine.submit(Request(tuple(range(40)), SamplingParams(max_tokens=20, ignore_eos=True)))
+    engine.step()
+    late = engine.submit(Request((1, 2), GREEDY8, deadline_s=0.002))
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    assert ends[late].reason == "deadline" and isinstance(ends[late].error, DeadlineError)
+    assert "waited" in str(ends[late].error) and ends[late].usage is None
+    nothing_is_left(engine)
+
+
+def test_a_forward_that_raises_fails_its_batch_only_and_the_engine_lives_on():
+    engine = make_engine(capacity=200, max_num_seqs=2)
+    ids = [engine.submit(Request((i, *range(20)), GREEDY8)) for i in range(3)]
+    heard = Heard()
+    heard.take(engine.step())
+    heard.take(engine.step())
+    engine.runner.fail_after = len(engine.runner.forwards)
+    heard.take(engine.step())
+    assert {i: e.reason for i, e in heard.ends.items()} == {ids[0]: "error", ids[1]: "error"}
+    assert isinstance(heard.ends[ids[0]].error, RuntimeError)
+    engine.runner.fail_after = None
+    for event in engine.run():
+        heard.take([event])
+    want = plain_loop((2, *range(20)), GREEDY8)
+    assert heard.ends[ids[2]].token_ids == want.token_ids
+    again = engine.generate(Request((0, *range(20)), GREEDY8))
+    assert again.token_ids == plain_loop((0, *range(20)), GREEDY8).token_ids
+    nothing_is_left(engine)
+
+
+def test_ten_thousand_requests_later_every_count_is_back_where_it_began():
+    engine = make_engine(capacity=300, max_num_batched_tokens=64, max_num_seqs=16)
+    n_done = 0
+    for i in range(10_000):
+        engine.submit(Request((i % 7, i % 11, i % 13), SamplingParams(max_tokens=1)))
+        if i % 16 == 15:
+            n_done += sum(isinstance(e, FinishEvent) for e in engine.step())
+    n_done += sum(isinstance(e, FinishEvent) for e in engine.run())
+    assert n_done == 10_000 == engine.stats().finished
+    assert len(engine.scheduler.residency._free_seq_ids) <= 16
+    nothing_is_left(engine)
+
+
+# Postprocessing ---------------------------------------------------------------------------------
+
+
+def test_a_stop_text_ends_the_request_and_is_never_streamed():
+    want = plain_loop((1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True))
+    stop = want.text[4:6]
+    engine = make_engine(capacity=200)
+    heard = Heard()
+    request_id = engine.submit(
+        Request((1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop,)))
+    )
+    for event in engine.run():
+        heard.take([event])
+    end = heard.ends[request_id]
+    assert end.reason == "stop" and end.finish.cause == "stop_text"
+    assert heard.texts[request_id] == end.text == want.text[: want.text.index(stop)]
+
+
+def test_drafted_tokens_change_how_many_forwards_run_and_nothing_else():
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=3)
+    want = plain_loop((1, 2, 1, 2, 1), params)
+
+    class Oracle:
+        """Right for three tokens, then wrong."""
+
+        def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
+            done = len(tokens) - 5
+            right = want.token_ids[done : done + min(3, limit)]
+            return (*right, 0)[:limit]
+
+    engine = make_engine(capacity=200, drafter=Oracle())
+    end = engine.generate(Request((1, 2, 1, 2, 1), params))
+    assert end.token_ids == want.token_ids
+    stats = engine.stats()
+    assert stats.accepted_tokens >= 27 and stats.drafted_tokens > stats.accepted_tokens
+    assert stats.n_steps <= 12
+    nothing_is_left(engine)

@@ -1,0 +1,300 @@
+"""Caches by key, builders by backend and kind, sessions, and the cache that is active."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from types import ModuleType
+
+import pytest
+
+from kvcellar import registry
+from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
+from kvcellar.registry import (
+    CacheBuilderRegistry,
+    CacheRegistry,
+    CacheSession,
+    active_cache,
+    make_decode_session,
+    make_seq_session,
+    make_tree_session,
+    make_unique_key,
+    use_cache,
+)
+from kvcellar.types import ModelCacheParams, make_config
+
+CONFIG = make_config(ModelCacheParams(1, 1, 1), 8)
+
+
+def make_cache():
+    return SeqBookkeeping(CONFIG)
+
+
+@pytest.fixture
+def fake_backend(monkeypatch):
+    """A backend 'fake' that builds bookkeeping without bytes; 'odd' builds a cache of no face."""
+    builders = CacheBuilderRegistry()
+    monkeypatch.setattr(CacheBuilderRegistry, "_global", builders)
+    monkeypatch.setitem(registry.BACKENDS, "fake", "fake")
+    monkeypatch.setitem(registry.BACKENDS, "odd", "odd")
+    for name in ("fake", "odd"):
+        module = f"kvcellar.backends.{name}"
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    builders.register_builder("fake", "contiguous", ContiguousBookkeeping)
+    builders.register_builder("fake", "seq", SeqBookkeeping)
+    builders.register_builder("fake", "tree", TreeBookkeeping)
+    builders.register_builder("odd", "seq", ContiguousBookkeeping)
+    return builders
+
+
+# Caches by key ------------------------------------------------------------------------------------
+
+
+def test_a_cache_is_found_under_its_key_until_it_is_erased():
+    caches, cache = CacheRegistry(), make_cache()
+    caches.install("a", cache)
+    assert caches.get("a") is cache
+    assert caches.keys() == ["a"]
+    caches.erase("a")
+    assert caches.keys() == []
+
+
+def test_an_unknown_key_says_which_there_are():
+    caches = CacheRegistry()
+    with pytest.raises(UnknownCacheError, match="under 'x'; installed are: none; a session inst"):
+        caches.get("x")
+    caches.install("a", make_cache())
+    caches.install("b", make_cache())
+    with pytest.raises(UnknownCacheError, match="installed are: a, b;"):
+        caches.get("x")
+
+
+def test_erasing_an_unknown_key_is_no_error():
+    CacheRegistry().erase("x")
+
+
+def test_who_looked_a_cache_up_keeps_it_when_the_entry_is_erased_in_mid_use():
+    caches = CacheRegistry()
+    caches.install("a", make_cache())
+    cache = caches.get("a")
+    cache.begin_step([0, 0])
+    caches.erase("a")
+    cache.plan(0, 2, None)
+    cache.wrote(0)
+    assert cache.seq_len(0) == 2
+
+
+def test_a_cache_that_nobody_holds_any_more_is_freed():
+    caches, cache = CacheRegistry(), make_cache()
+    caches.install("a", cache)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is not None
+    caches.erase("a")
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_entry_is_replaced_unless_it_must_not_be():
+    caches, first, second = CacheRegistry(), make_cache(), make_cache()
+    caches.install("a", first)
+    with pytest.raises(ConfigError, match="has the cache_key 'a'; end it first, or leave"):
+        caches.install("a", second, replace=False)
+    assert caches.get("a") is first
+    caches.install("a", first, replace=False)
+    caches.install("a", second)
+    assert caches.get("a") is second
+
+
+def in_threads(n, work):
+    """Run ``work(i)`` in n threads that start together; raise what any of them raised."""
+    errors, start = [], threading.Barrier(n)
+
+    def body(i):
+        try:
+            start.wait()
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_install_get_and_erase_side_by_side():
+    caches = CacheRegistry()
+
+    def work(i):
+        for n in range(200):
+            key, cache = f"{i}-{n}", make_cache()
+            caches.install(key, cache)
+            assert caches.get(key) is cache
+            caches.keys()
+            caches.erase(key)
+
+    in_threads(8, work)
+    assert caches.keys() == []
+
+
+def test_keys_are_unique_across_threads():
+    keys = []
+    in_threads(8, lambda i: keys.extend([make_unique_key() for _ in range(500)]))
+    assert len(set(keys)) == 4000
+    assert all(key.startswith("cache-") for key in keys)
+
+
+# Sessions -----------------------------------------------------------------------------------------
+
+
+def test_a_session_installs_its_cache_for_as_long_as_its_with_lasts():
+    cache = make_cache()
+    session = CacheSession(cache, backend="fake")
+    assert session.cache_key not in CacheRegistry.instance().keys()  # noqa: SIM118
+    with session as entered:
+        assert entered is session and session.cache is cache
+        assert CacheRegistry.instance().get(session.cache_key) is cache
+    assert session.cache_key not in CacheRegistry.instance().keys()  # noqa: SIM118
+
+
+def test_a_session_is_erased_when_its_block_raises():
+    session = CacheSession(make_cache(), backend="fake")
+    with pytest.raises(RuntimeError, match="boom"), session:
+        raise RuntimeError("boom")
+    with pytest.raises(UnknownCacheError):
+        CacheRegistry.instance().get(session.cache_key)
+    with pytest.raises(SessionClosedError):
+        _ = session.cache
+
+
+def test_a_session_used_outside_of_its_with_says_what_to_do():
+    session = CacheSession(make_cache(), backend="fake", cache_key="mine")
+    for _ in range(2):
+        with pytest.raises(SessionClosedError) as info:
+            _ = session.cache
+        assert str(info.value) == (
+            "session mine is not open; use its cache inside 'with session: ...', and make a new "
+            "session once it has ended"
+        )
+        with session:
+            pass
+
+
+def test_a_session_whose_entry_was_erased_in_mid_use_goes_on():
+    with CacheSession(make_cache(), backend="fake") as session:
+        CacheRegistry.instance().erase(session.cache_key)
+        assert session.cache.begin_step([0]) == [0]
+
+
+def test_a_with_inside_of_a_with_does_not_end_the_session():
+    with CacheSession(make_cache(), backend="fake") as session:
+        with session:
+            pass
+        assert CacheRegistry.instance().get(session.cache_key) is session.cache
+    assert session.cache_key not in CacheRegistry.instance().keys()  # noqa: SIM118
+
+
+def test_a_session_cannot_take_the_key_of_another():
+    with CacheSession(make_cache(), backend="fake", cache_key="mine") as first:
+        second = CacheSession(make_cache(), backend="fake", cache_key="mine")
+        with pytest.raises(ConfigError, match="another session has the cache_key 'mine'"), second:
+            raise AssertionError("not entered")
+        assert CacheRegistry.instance().get("mine") is first.cache
+        with pytest.raises(SessionClosedError):
+            _ = second.cache
+    with second:
+        assert CacheRegistry.instance().get("mine") is second.cache
+
+
+def test_sessions_get_keys_of_their_own():
+    sessions = [CacheSession(make_cache(), backend="fake") for _ in range(3)]
+    assert len({session.cache_key for session in sessions}) == 3
+
+
+def test_which_cache_it_is_is_said_by_the_factory(fake_backend):
+    for make, kind in (
+        (make_decode_session, ContiguousBookkeeping),
+        (make_seq_session, SeqBookkeeping),
+        (make_tree_session, TreeBookkeeping),
+    ):
+        with make("fake", CONFIG) as session:
+            assert type(session.cache) is kind
+            assert session.cache.config is CONFIG
+            assert session.backend == "fake"
+
+
+def test_a_cache_that_lacks_the_verbs_of_its_face_is_refused_where_it_is_made(fake_backend):
+    with pytest.raises(UnknownCacheError, match="built ContiguousBookkeeping for 'seq', which lac"):
+        make_seq_session("odd", CONFIG)
+
+
+# Builders -----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_backend_says_which_there_are():
+    with pytest.raises(BackendError, match="backend 'tensorflow' is unknown; there are: reference"):
+        make_seq_session("tensorflow", CONFIG)
+
+
+def test_a_kind_that_a_backend_does_not_build_says_which_it_does(fake_backend):
+    with pytest.raises(UnknownCacheError, match="'odd' builds no 'tree' cache; it builds: seq"):
+        make_tree_session("odd", CONFIG)
+
+
+def test_a_later_builder_of_the_same_kind_wins(fake_backend):
+    fake_backend.register_builder("odd", "seq", TreeBookkeeping)
+    with make_seq_session("odd", CONFIG) as session:
+        assert type(session.cache) is TreeBookkeeping
+
+
+def test_a_bug_inside_of_a_backend_is_not_taken_for_a_missing_package(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "broken", "no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        registry.load_backend("broken")
+
+
+# The active cache ---------------------------------------------------------------------------------
+
+
+def test_the_active_cache_nests_and_comes_back():
+    outer, inner = make_cache(), make_cache()
+    assert active_cache() is None
+    with use_cache(outer):
+        assert active_cache() is outer
+        with use_cache(inner):
+            assert active_cache() is inner
+        assert active_cache() is outer
+    assert active_cache() is None
+
+
+def test_the_active_cache_comes_back_when_a_block_raises():
+    outer = make_cache()
+    with use_cache(outer):
+        with pytest.raises(RuntimeError), use_cache(make_cache()):
+            raise RuntimeError
+        assert active_cache() is outer
+    assert active_cache() is None
+
+
+def test_every_thread_has_an_active_cache_of_its_own():
+    both_inside = threading.Barrier(4)
+
+    def work(i):
+        assert active_cache() is None
+        cache = make_cache()
+        with use_cache(cache):
+            both_inside.wait()
+            assert active_cache() is cache
+            both_inside.wait()
+        assert active_cache() is None
+
+    with use_cache(make_cache()):
+        in_threads(4, work)
