@@ -322,6 +322,65 @@ def test_a_request_forks_from_one_that_is_still_generating():
     nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("index", ["naive", "radix"])
+@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+def test_a_fork_that_has_to_wait_does_not_take_what_its_parent_wrote_since(params, index):
+    engine = make_engine(capacity=300, max_num_seqs=2, index=index, params=params)
+    long = SamplingParams(max_tokens=90, ignore_eos=True)
+    parent = engine.submit(Request(tuple(range(10)), long))
+    engine.submit(Request((3, 3), SamplingParams(max_tokens=80, ignore_eos=True)))
+    for _ in range(4):
+        engine.step()
+    so_far = list(engine.scheduler.running[0].tokens)
+    child = engine.submit(Request((7, 8, 9), SamplingParams(max_tokens=4), parent=parent))
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    want = plain_loop([*so_far, 7, 8, 9], SamplingParams(max_tokens=4), params)
+    assert ends[child].token_ids == want.token_ids
+    if params is FULL_PARAMS:
+        assert ends[child].usage.cached_tokens >= len(so_far) - 1
+    nothing_is_left(engine)
+
+
+def test_eight_that_start_at_once_on_one_trunk_compute_it_once():
+    engine = make_engine(capacity=400, max_num_batched_tokens=24, max_num_seqs=8)
+    trunk = range(60)
+    ids = [
+        engine.submit(Request((*trunk, 70 + i, i), SamplingParams(max_tokens=1))) for i in range(8)
+    ]
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    assert ran_tokens(engine) == 60 + 8 * 2
+    for i, request_id in enumerate(ids):
+        want = plain_loop((*trunk, 70 + i, i), SamplingParams(max_tokens=1))
+        assert ends[request_id].token_ids == want.token_ids
+    nothing_is_left(engine)
+
+
+def test_who_waits_for_a_prefix_goes_on_alone_when_the_other_is_cancelled():
+    engine = make_engine(capacity=400, max_num_seqs=4)
+    first = engine.submit(Request((*range(60), 1), SamplingParams(max_tokens=1)))
+    second = engine.submit(Request((*range(60), 2), SamplingParams(max_tokens=1)))
+    engine.step()
+    assert engine.stats().waiting == 1 and engine.cancel(first)
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    want = plain_loop((*range(60), 2), SamplingParams(max_tokens=1))
+    assert ends[second].token_ids == want.token_ids
+    assert ends[second].usage.cached_tokens == 16
+    nothing_is_left(engine)
+
+
+def test_a_window_resumes_where_an_earlier_branch_left_the_trunk():
+    engine = make_engine(capacity=300)
+    one = SamplingParams(max_tokens=1)
+    trunk = tuple(range(40))
+    engine.generate(Request((*trunk, *range(100, 220)), one))
+    second = engine.generate(Request((*trunk, 1, 2), one))
+    assert second.usage.cached_tokens == 0  # the window had moved on; it passes there again
+    third = engine.generate(Request((*trunk, 3, 4), one))
+    assert third.usage.cached_tokens == 40
+    assert third.token_ids == plain_loop((*trunk, 3, 4), one).token_ids
+    nothing_is_left(engine)
+
+
 def test_a_request_goes_on_in_the_place_of_a_kept_one():
     engine = make_engine(capacity=200, index="naive")
     first = engine.generate(Request(tuple(range(30)), GREEDY8, keep=True))
@@ -446,6 +505,20 @@ def test_a_preempted_sequence_ends_with_the_same_tokens(moved_bytes):
     assert stats.preemptions > 0
     assert (stats.move_preemptions > 0) == bool(moved_bytes)
     assert stats.moved_in_tokens > 0 if moved_bytes else stats.recompute_preemptions > 0
+    nothing_is_left(engine)
+
+
+def test_cancelling_a_sequence_that_was_moved_out_drops_its_bytes():
+    cache = MovingCells(make_cache("seq", 64, FULL_PARAMS).config)
+    engine = make_engine(cache=cache, max_moved_bytes=10**9, index="naive")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for i in range(3):
+        engine.submit(Request((i, *range(10)), params))
+    while not engine.scheduler.residency.moved:
+        engine.step()
+    (victim,) = engine.scheduler.residency.moved
+    assert engine.cancel(victim)
+    list(engine.run())
     nothing_is_left(engine)
 
 

@@ -80,7 +80,8 @@ def test_a_caller_that_is_gone_before_its_request_is_in_leaves_nothing_behind():
 
     async def main(service: EngineService) -> None:
         first = await service.submit(Request((9,), GREEDY))
-        task = asyncio.create_task(service.submit(Request((1, 2), GREEDY)))
+        endless = SamplingParams(max_tokens=250, ignore_eos=True)
+        task = asyncio.create_task(service.submit(Request((1, 2), endless)))
         await asyncio.sleep(0)  # it is on its way, and the engine is held up in a step
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -88,7 +89,9 @@ def test_a_caller_that_is_gone_before_its_request_is_in_leaves_nothing_behind():
         gate.set()
         async for _ in first:
             pass
-        await service.stats()  # whatever was queued before this has been done
+        stats = await service.stats()  # whatever was queued before this has been done
+        assert (stats.finished, stats.running, stats.waiting) == (2, 0, 0)
+        assert stats.sampled_tokens < 20
 
     def slow_step() -> list[Any]:
         gate.wait(10)

@@ -119,6 +119,8 @@ class Sequence:
     state: SamplingState
     stream: TextStream | None
     arrived_s: float
+    n_inherited: int = 0
+    """Tokens at the beginning that are its parent's."""
     seq_id: int = -1
     status: Status = Status.WAITING
     n_computed: int = 0

@@ -144,7 +144,7 @@ class Residency:
         parent = sequence.parent
         if parent is None or not parent.n_computed:
             return 0
-        n = min(parent.n_computed, len(sequence.tokens) - 1)
+        n = min(parent.n_computed, sequence.n_inherited)  # the parent has gone its own way since
         return n if self.cache.can_resume(parent.seq_id, n) else 0
 
     # Out ---------------------------------------------------------------------------------------

@@ -121,8 +121,9 @@ class Scheduler:
             else None,
             arrived_s=now,
             parent=parent,
+            n_inherited=len(before),
         )
-        self._enqueue(sequence)
+        self.waiting.append(sequence)
         self.counts.requests += 1
         self.counts.prompt_tokens += len(tokens)
         return request_id
@@ -326,9 +327,6 @@ class Scheduler:
         victim.publish_at.clear()
         self.counts.preemptions += 1
         self.waiting.append(victim)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
 
     def _batch(self, allotments: list[Allotment]) -> ScheduledBatch:
         parts = []

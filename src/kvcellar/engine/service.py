@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.request import Event, FinishEvent, Request
@@ -92,17 +93,20 @@ class EngineService:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
+        submitted: list[int] = []
+
         def add() -> int:
-            request_id = self._engine.submit(request)
-            self._listeners[request_id] = (loop, events)
-            return request_id
+            submitted.append(self._engine.submit(request))
+            self._listeners[submitted[0]] = (loop, events)
+            return submitted[0]
 
         call = asyncio.wrap_future(self._call(add))
         try:
             request_id = await asyncio.shield(call)
         except asyncio.CancelledError:
             # The caller left while the request was on its way in: nobody would listen to it.
-            call.add_done_callback(self._cancel_submitted)
+            with contextlib.suppress(EngineClosedError):
+                self._call(lambda: self._forget(submitted))
             raise
         return EventStream(request_id, events, self)
 
@@ -147,16 +151,10 @@ class EngineService:
             self._commands.put(run)
         return future
 
-    def _cancel_submitted(self, call: Any) -> None:
-        if not call.cancelled() and call.exception() is None:
-            request_id = call.result()
-            with self._lock:
-                if not self._is_closed:
-                    self._commands.put(lambda: self._forget(request_id))
-
-    def _forget(self, request_id: int) -> None:
-        self._listeners.pop(request_id, None)
-        self._engine.cancel(request_id)
+    def _forget(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._listeners.pop(request_id, None)
+            self._engine.cancel(request_id)
 
     def _work(self) -> None:
         is_open = True
