@@ -29,6 +29,11 @@ class Cache(Protocol):
         """Whether ``n`` more tokens fit: the host's admission test."""
         ...
 
+    @property
+    def is_step_open(self) -> bool:
+        """Whether a step was begun and not all of its layers have written yet."""
+        ...
+
     def cancel_step(self) -> None:
         """Take back the last step; a no-op where there is none. For a forward that raised."""
         ...

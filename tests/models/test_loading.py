@@ -265,6 +265,7 @@ def test_the_bundled_model_answers_in_a_chat():
 def test_a_folder_that_is_not_there(tmp_path):
     refuses(r"there is no folder .*nowhere", tmp_path / "nowhere")
     refuses(r"there is no folder .*nowhere", "./no/where/nowhere")
+    refuses(r"there is no folder demo", Path("demo"))
 
 
 def test_a_file_in_place_of_a_folder(tmp_path):
@@ -507,10 +508,15 @@ def test_loading_is_silent_and_leaves_the_logging_of_transformers_alone(folder, 
 
     rewrite(folder / "model.safetensors", add)
     noise = transformers.utils.logging
-    before = noise.get_verbosity(), noise.set_tqdm_hook(None)
-    with caplog.at_level(logging.INFO):
-        load_model(folder)
-    assert (noise.get_verbosity(), noise.set_tqdm_hook(None)) == before
+    verbosity = noise.get_verbosity()
+    noise.set_verbosity_info()
+    try:
+        with caplog.at_level(logging.INFO):
+            load_model(folder)
+        assert noise.get_verbosity() == logging.INFO
+        assert noise.set_tqdm_hook(None) is None
+    finally:
+        noise.set_verbosity(verbosity)
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
 

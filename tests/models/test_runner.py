@@ -85,9 +85,10 @@ def test_logits_are_the_callers_to_keep_and_change(llama):
         first[:] = 0
 
 
-def test_arrays_are_as_good_as_lists(llama):
-    ids, positions = np.array([1, 2, 3], dtype=np.int32), np.arange(3)
-    ids.flags.writeable = False
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_arrays_are_as_good_as_lists(llama, dtype):
+    ids, positions = np.array([1, 2, 3], dtype=dtype), np.arange(3)
+    ids.flags.writeable = False  # torch warns of these where it shares their memory
     with Player(llama, "contiguous") as player:
         got = player.runner.forward(ids, positions)
     with Player(llama, "contiguous") as player:

@@ -205,6 +205,15 @@ def test_what_no_cache_here_can_serve(config, match):
         params_from_config(config)
 
 
+def test_a_config_that_was_cut_short_by_hand_needs_its_layer_types_cut_too():
+    config = FAMILIES["gpt_oss"]()
+    config.num_hidden_layers = 2
+    with pytest.raises(ModelError, match="2 layers and 4 layer_types"):
+        params_from_config(config)
+    config.layer_types = config.layer_types[:2]
+    assert params_from_config(config).n_layers == 2
+
+
 def test_the_cause_of_an_impossible_window_is_kept():
     with pytest.raises(ModelError) as caught:
         params_from_config(raw("mistral", sliding_window=-1))

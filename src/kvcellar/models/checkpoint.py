@@ -98,7 +98,7 @@ def check_weights(folder: Path) -> Counter[str]:
     if missing:
         raise ModelError(
             f"{folder} lacks {len(missing)} of the {len(shards)} files that its index names: "
-            f"{_few(missing)}; the checkpoint is half copied, copy it again"
+            f"{few(missing)}; the checkpoint is half copied, copy it again"
         )
     dtypes: Counter[str] = Counter()
     for name in shards:
@@ -107,7 +107,7 @@ def check_weights(folder: Path) -> Counter[str]:
         if lost:
             raise ModelError(
                 f"{folder / name} lacks {len(lost)} tensors that the index says it has: "
-                f"{_few(lost)}; index and files are not of one checkpoint, copy it again"
+                f"{few(lost)}; index and files are not of one checkpoint, copy it again"
             )
         dtypes.update(tensor["dtype"] for tensor in tensors.values())
     return dtypes
@@ -149,5 +149,6 @@ def _tensors(path: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """Names for an error message: all of three, the first of many."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -232,8 +232,7 @@ def load_model(
 
 def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
     """The folder of the checkpoint; downloads it where the name is one of the hub's."""
-    name = str(name_or_path)
-    if name == DEMO:
+    if name_or_path == DEMO:  # a Path of that name is a folder
         if not DEMO_FOLDER.is_dir():
             raise ModelError(
                 f"the bundled model is not in this installation ({DEMO_FOLDER}); install kvcellar "
@@ -249,9 +248,9 @@ def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
             f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
             f"tokenizer and safetensors{hint}"
         )
-    if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name):
+    if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name_or_path):
         raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
-    return _from_hub(name, report)
+    return _from_hub(name_or_path, report)
 
 
 def _from_hub(name: str, report: ProgressFn) -> Path:

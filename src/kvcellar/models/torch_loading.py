@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as hf_logging
 
 from kvcellar.errors import ConfigError, ModelError
+from kvcellar.models.checkpoint import few
 
 DTYPES = {
     "float32": torch.float32,
@@ -139,7 +140,7 @@ def load_weights(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} tensors that a {class_name} has: {_few(missing)}; the "
+            f"{folder} lacks {len(missing)} tensors that a {class_name} has: {few(missing)}; the "
             f"checkpoint is half copied or of another architecture"
         )
     strangers = sorted(
@@ -150,7 +151,7 @@ def load_weights(
     if strangers:
         raise ModelError(
             f"{folder} has {len(strangers)} tensors that a {class_name} does not know: "
-            f"{_few(strangers)}; its config.json is of another architecture"
+            f"{few(strangers)}; its config.json is of another architecture"
         )
     return model.to(device).eval()
 
@@ -185,7 +186,3 @@ def quiet(progress: Callable[[float], None]) -> Iterator[None]:
             hf_logging.set_tqdm_hook(hook)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

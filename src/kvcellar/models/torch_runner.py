@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +13,6 @@ from kvcellar.errors import PromptError, StepError
 from kvcellar.models.runner import FloatArray
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
-
-
-class StepCache(Cache, Protocol):
-    """A cache as the runner sees it."""
-
-    @property
-    def is_step_open(self) -> bool:
-        """Whether a step was begun whose forward has not come yet."""
-        ...
 
 
 class TorchRunner:
@@ -52,7 +43,7 @@ class TorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> FloatArray:
         """See :meth:`kvcellar.models.runner.Runner.forward`."""
-        cache: StepCache = self._session.cache
+        cache: Cache = self._session.cache
         if not cache.is_step_open:
             cache.end_step()  # from here on cancel_step can only mean this forward's step
         try:
