@@ -8,9 +8,9 @@ settings.register_profile(
     "local",
     deadline=None,
     max_examples=60,
-    stateful_step_count=30,
+    stateful_step_count=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
-settings.register_profile("thorough", settings.get_profile("local"), max_examples=2000)
+settings.register_profile("thorough", settings.get_profile("local"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))

@@ -79,6 +79,11 @@ class SeqCache(Cache, Protocol):
         """Say whose tokens the next forward brings, claim their cells, return their positions."""
         ...
 
+    @property
+    def block_size(self) -> int:
+        """Cells that are taken and freed together: 1 for token cells."""
+        ...
+
     def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
         """Whether ``begin_step`` with these tokens would find its cells, whosever they are."""
         ...

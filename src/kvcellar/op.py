@@ -78,30 +78,21 @@ def eager_update_and_attend(
         StepError: no cache is active in this thread, or it is not ready for this forward.
         ShapeError, PositionError, CacheFullError: from the cache; nothing was written.
     """
+    args = (q, k, v, position, layer_id, scale, out_dtype, sinks)
     cache = active_cache()
     if cache is None:
-        return _hand_over(q, k, v, position, layer_id, scale, out_dtype, sinks)
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return cast(OpCache, cache).update_and_attend(
-                q, k, v, position, layer_id, scale, out_dtype, sinks
-            )
-    return cast(OpCache, cache).update_and_attend(
-        q, k, v, position, layer_id, scale, out_dtype, sinks
-    )
+        return _hand_over(*args)
+    if not torch.is_grad_enabled():
+        return cast(OpCache, cache).update_and_attend(*args)
+    with torch.no_grad():
+        return cast(OpCache, cache).update_and_attend(*args)
 
 
 def _hand_over(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    layer_id: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, *rest: Any
 ) -> Tensor:
     """No cache of ours is active: use ExecuTorch's, where it is imported and has one."""
+    scale, out_dtype, sinks = rest
     theirs: Any = sys.modules.get(_ET_MODULE)
     if theirs is None or theirs.REGISTRY._active is None or sinks is not None:
         raise StepError(
@@ -110,18 +101,6 @@ def _hand_over(
         )
     keys, values, spec = theirs.REGISTRY.current().update_and_fetch(layer_id, k, v, position)
     return cast(Tensor, theirs.attend(q, keys, values, spec, scale, out_dtype))
-
-
-def _kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    layer_id: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return eager_update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
 
 
 def _fake(
@@ -146,7 +125,7 @@ def _register() -> list[torch.library.Library]:
     if not _is_defined("update_and_attend"):
         torch.library.custom_op(
             f"{NAMESPACE}::update_and_attend",
-            _kernel,
+            eager_update_and_attend,
             mutates_args=(),
             schema=_SCHEMAS["update_and_attend"],
         ).register_fake(_fake)
@@ -158,7 +137,7 @@ def _register() -> list[torch.library.Library]:
     ).register_fake(_fake)
     kernels = torch.library.Library(NAMESPACE, "IMPL")
     for key in ("CPU", "CUDA"):
-        kernels.impl("update_and_attend", _kernel, key)
+        kernels.impl("update_and_attend", eager_update_and_attend, key)
     fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
     for name, schema in _SCHEMAS.items():
         args = schema[1 : schema.index(")")]

@@ -24,9 +24,9 @@ from kvcellar.errors import (
     UnknownSequenceError,
 )
 from tests.backends.adapters import Adapter
-from tests.backends.cases import CASES
+from tests.backends.cases import CASES, Case
 from tests.backends.dense import rounded
-from tests.backends.driver import Case, Inputs, open_driver
+from tests.backends.driver import Inputs, open_driver
 from tests.backends.walks import walk_one_sequence, walk_sequences
 
 
@@ -36,13 +36,19 @@ class Conformance:
     adapter: ClassVar[Adapter]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        cases = [case for case in CASES if case.kv_dtype in self.adapter.kv_dtypes]
-        if "windowed" in metafunc.fixturenames:
-            windowed = [case for case in cases if case.has_window]
-            metafunc.parametrize("windowed", windowed, ids=lambda case: case.name)
-        if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", cases, ids=lambda case: case.name)
-        if "kind" in metafunc.fixturenames:
+        """Every scenario in every case; with trees in the session, in every second one."""
+        cases = [case for case in self.adapter.cases if case.kv_dtype in self.adapter.kv_dtypes]
+        wanted = set(metafunc.fixturenames)
+        case = "windowed" if "windowed" in wanted else "case"
+        if case == "windowed":
+            cases = [c for c in cases if c.has_window]
+        if {case, "kind"} <= wanted:
+            pairs = [(c, "seq") for c in cases] + [(c, "tree") for c in cases[::2]]
+            ids = [f"{c.name}-{kind}" for c, kind in pairs]
+            metafunc.parametrize((case, "kind"), pairs, ids=ids)
+        elif case in wanted:
+            metafunc.parametrize(case, cases, ids=[c.name for c in cases])
+        elif "kind" in wanted:
             metafunc.parametrize("kind", ["seq", "tree"])
 
     @pytest.fixture(autouse=True)
@@ -112,6 +118,18 @@ class Conformance:
             d.forward((0, 1))
             d.rewind(0)
             d.forward((0, 9))
+
+    def test_the_lowest_length_that_a_rewind_accepts_goes_on_exactly(self, windowed: Case) -> None:
+        with open_driver(self.adapter, windowed, "decode", window_slack=3) as d:
+            for n in (40, 35, 1):
+                d.forward((0, n))
+            low = d.cache.resumable_from()
+            assert 0 < low < 76
+            with d.refuses(RewindError):
+                d.rewind(low - 1)
+            d.rewind(low)
+            d.forward((0, 1))
+            d.forward((0, 3))
 
     def test_a_window_wraps_many_times_by_single_tokens(self, windowed: Case) -> None:
         with open_driver(self.adapter, windowed, "decode", min_chunk=4) as d:
@@ -422,6 +440,24 @@ class Conformance:
                 d.forward((3, 1), (0, 2), (1, 1), (2, 1))
             sliding = [g for g in d.cache.usage().groups if g.window is not None]
             assert all(g.live < 100 for g in sliding)
+
+    def test_the_lowest_length_that_a_cut_accepts_goes_on_exactly(
+        self, windowed: Case, kind: str
+    ) -> None:
+        with open_driver(self.adapter, windowed, kind, window_slack=3) as d:
+            d.forward((0, 90), (1, 2))
+            d.forward((0, 1), (1, 1))
+            d.cache.end_step()
+            low = d.cache.resumable_from(0)
+            assert 0 < low < 91
+            with d.refuses(RewindError):
+                d.rm(0, low - 1)
+            with d.refuses(RewindError):
+                d.cp(0, 2, 0, low - 1)
+            d.cp(0, 2, 0, low)
+            d.rm(0, low)
+            d.forward((0, 1), (2, 2))
+            d.forward((2, 1), (0, 3))
 
     def test_a_full_sliding_pool_lets_go_behind_its_windows(self, kind: str) -> None:
         case = next(c for c in CASES if c.name == "two-windows-no-slack")

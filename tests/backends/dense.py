@@ -61,6 +61,8 @@ def attend_dense(
 ) -> np.ndarray:
     """Attention of ``q [n_q_heads, n, head_dim]`` over all of ``keys``, in float64.
 
+    A query that sees a token of NaN gets NaN, one that does not is none the worse.
+
     Args:
         q: the queries.
         keys: every token that is there.
@@ -75,6 +77,8 @@ def attend_dense(
     """
     k = np.stack([t.k[layer] for t in keys], axis=1).astype(np.float64)
     v = np.stack([t.v[layer] for t in keys], axis=1).astype(np.float64)
+    is_nan = np.isnan(k).any(axis=(0, 2)) | np.isnan(v).any(axis=(0, 2))
+    k, v = (np.where(is_nan[:, None], 0.0, x) for x in (k, v))
     repeats = q.shape[0] // k.shape[0]
     k, v = np.repeat(k, repeats, axis=0), np.repeat(v, repeats, axis=0)
     logits = np.einsum("hnd,hld->hnl", q.astype(np.float64), k) * scale
@@ -86,4 +90,6 @@ def attend_dense(
         logits = np.concatenate([logits, extra], axis=2)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    return np.einsum("hnl,hlv->hnv", weights[:, :, : len(keys)], v)
+    out = np.einsum("hnl,hlv->hnv", weights[:, :, : len(keys)], v)
+    out[:, mask[:, is_nan].any(axis=1)] = np.nan
+    return out

@@ -13,61 +13,16 @@ import numpy as np
 import pytest
 
 from kvcellar import (
-    LayerGroup,
-    ModelCacheParams,
     make_config,
     make_decode_session,
     make_seq_session,
     make_tree_session,
 )
 from tests.backends.adapters import Adapter
+from tests.backends.cases import Case
 from tests.backends.dense import Token, Tree, attend_dense, rounded
 
 MAKERS = {"decode": make_decode_session, "seq": make_seq_session, "tree": make_tree_session}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A made-up model and how its cache is set up.
-
-    Attributes:
-        name: what the tests print.
-        n_q_heads: query heads of every layer.
-        groups: the layer groups; a full one among them or not.
-        has_sinks: whether every layer has attention sinks.
-        kv_dtype: how K and V are stored.
-        in_dtype: the model's own type: that of q, k, v and of the result.
-        window_slack: see ``CacheConfig``.
-        capacity, min_chunk: see ``CacheConfig``.
-    """
-
-    name: str
-    n_q_heads: int
-    groups: tuple[LayerGroup, ...]
-    has_sinks: bool = False
-    kv_dtype: str = "float32"
-    in_dtype: str = "float32"
-    window_slack: int = 64
-    capacity: int = 256
-    min_chunk: int = 8
-
-    @property
-    def params(self) -> ModelCacheParams:
-        first = self.groups[0]
-        return ModelCacheParams(
-            sum(len(g.layers) for g in self.groups),
-            first.n_kv_heads,
-            first.head_dim,
-            first.v_head_dim,
-            self.groups,
-        )
-
-    @property
-    def has_window(self) -> bool:
-        return any(g.window is not None for g in self.groups)
-
-    def group(self, layer: int) -> LayerGroup:
-        return next(g for g in self.groups if layer in g.layers)
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,17 @@ def test_a_commit_moves_only_the_accepted_rows(kv_dtype: str, tmp_path: Path) ->
         assert addresses(cache) == before
 
 
+def test_a_commit_of_rows_that_lie_right_moves_none(kv_dtype: str) -> None:
+    with make_tree_session("torch", config(kv_dtype, 64)) as session:
+        cache = session.cache
+        forward(cache, kv_dtype, [0] * 5)
+        cache.propose([-1, 0, 1, 0])
+        forward(cache, kv_dtype, [0] * 4)
+        before = places(cache)
+        cache.commit([0, 1, 2])
+        assert places(cache) == before
+
+
 def test_pools_are_bytes_of_the_type_that_was_asked(kv_dtype: str) -> None:
     with make_decode_session("torch", config(kv_dtype, 64)) as session:
         forward(session.cache, "float32", [0] * 3, "decode")

@@ -26,7 +26,8 @@ from kvcellar.errors import (
     UnknownSequenceError,
 )
 from tests.backends.adapters import Adapter
-from tests.backends.driver import Case, Driver, open_driver
+from tests.backends.cases import Case
+from tests.backends.driver import Driver, open_driver
 
 SEQ = st.integers(0, 4)
 BATCH = st.lists(st.tuples(SEQ, st.integers(1, 6)), min_size=1, max_size=4)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.bookkeeping.contiguous import ContiguousBookkeeping
+from kvcellar.bookkeeping.pages import PagedBookkeeping
 from kvcellar.bookkeeping.reads import TILE
 from kvcellar.bookkeeping.sequences import SeqBookkeeping
 from kvcellar.bookkeeping.step import StepBookkeeping
@@ -157,6 +158,10 @@ class SimulatedContiguous(ByteSimulator, ContiguousBookkeeping):
 
 class SimulatedSeq(ByteSimulator, SeqBookkeeping):
     """A cache of many sequences, of token ids."""
+
+
+class SimulatedPaged(ByteSimulator, PagedBookkeeping):
+    """A cache of many sequences in blocks, of token ids."""
 
 
 class SimulatedTree(ByteSimulator, TreeBookkeeping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -44,8 +44,8 @@ class BlocksAgainstLists(RuleBasedStateMachine):
     """The oracle: lists that are searched from end to end, and the history that wrote each cell."""
 
     @initialize(
-        n_blocks=st.integers(1, 12),
-        size=st.sampled_from([1, 2, 3, 4]),
+        n_blocks=st.sampled_from([1, 2, 3, 4, 4, 5, 5, 9]),
+        size=st.sampled_from([1, 1, 2, 2, 3]),
         caching=st.sampled_from([True, True, True, False]),
         n_digests=st.sampled_from([None, None, 1, 3]),
     )
@@ -143,11 +143,12 @@ class BlocksAgainstLists(RuleBasedStateMachine):
 
     @rule(
         base=st.integers(0, 20),
-        cut=st.integers(0, 6),
-        more=st.lists(st.integers(0, 1), max_size=9),
-        cap=st.sampled_from([None, None, 0, 1, -1]),
+        cut=st.sampled_from([0, 0, 1, 4]),
+        more=st.lists(st.integers(0, 1), max_size=4),
+        cap=st.sampled_from([None, None, None, 0, 1, -1]),
+        later=st.sampled_from([False, False, False, True]),
     )
-    def allocate(self, base, cut, more, cap):
+    def allocate(self, base, cut, more, cap, later):
         tokens = self.known[base % len(self.known)]
         tokens = tokens[: max(0, len(tokens) - cut)] + more
         max_cached = cap if cap is None or cap >= 0 else max(0, len(tokens) - 1)
@@ -172,7 +173,7 @@ class BlocksAgainstLists(RuleBasedStateMachine):
         self.known.append(tokens)
         self.next_id += 1
         self.refused(SequenceConflictError, "already", self.blocks.allocate, seq_id, [])
-        if len(tokens) > n_cached and base % 3:  # else its forward comes later, or never
+        if len(tokens) > n_cached and not later:  # else its forward comes later, or never
             self.write(seq_id, tokens[n_cached:], known=True)
 
     @precondition(lambda self: self.seqs)
@@ -267,6 +268,16 @@ class BlocksAgainstLists(RuleBasedStateMachine):
         del self.seqs[seq_id]
         self.refused(UnknownSequenceError, "no block table", self.blocks.deallocate, seq_id)
 
+    @precondition(lambda self: len(self.seqs) > 2)
+    @rule(i=st.integers(0, 9))
+    def deallocate_once_there_are_some(self, i):
+        self.deallocate(i)
+
+    @precondition(lambda self: len(self.free) < 2 and self.seqs)
+    @rule(i=st.integers(0, 9))
+    def deallocate_where_blocks_are_scarce(self, i):
+        self.deallocate(i)
+
     @precondition(lambda self: self.seqs)
     @rule(i=st.integers(0, 9), n=st.integers(0, 3))
     def hold(self, i, n):
@@ -320,6 +331,7 @@ class BlocksAgainstLists(RuleBasedStateMachine):
 
 
 TestBlocksAgainstLists = BlocksAgainstLists.TestCase
+TestBlocksAgainstLists.settings = settings(max_examples=4 * settings().max_examples)
 
 
 @given(
@@ -391,12 +403,33 @@ def test_a_freed_block_that_still_holds_its_content_is_revived():
 
 
 def test_a_revived_block_is_not_given_out_as_a_new_one_too():
-    blocks = BlockManager(3, 4)
+    blocks = BlockManager(2, 4)
+    for seq_id, prompt in enumerate((PROMPT[:4], [7] * 4)):
+        prefilled(blocks, seq_id, prompt)
+    blocks.deallocate(0)  # so its block is the next to be taken
+    blocks.deallocate(1)
+    assert blocks.allocate(2, PROMPT[:5]) == ((0, 1), 4)
+
+
+def test_a_block_that_was_taken_again_is_no_longer_found_by_what_it_held():
+    blocks = BlockManager(1, 4)
     prefilled(blocks, 0, PROMPT[:4])
     blocks.deallocate(0)
-    prefilled(blocks, 1, [7] * 8)
-    table = blocks.allocate(2, PROMPT[:4]).block_table
-    assert set(table).isdisjoint(blocks.block_table(1))
+    prefilled(blocks, 1, [7])
+    blocks.deallocate(1)
+    assert blocks.allocate(2, PROMPT[:4]).n_cached == 0
+
+
+def test_what_two_sequences_computed_alike_continues_as_one():
+    blocks = BlockManager(6, 2)
+    for seq_id in (0, 1):  # neither finds the other: both are admitted before a forward
+        blocks.allocate(seq_id, [1, 1, 2, 2])
+    blocks.record(0, [1, 1])
+    blocks.record(1, [1, 1, 2, 2])
+    assert blocks.allocate(2, [1, 1, 2, 2]) == ((0, 3), 4)
+    blocks.deallocate(0)
+    blocks.deallocate(2)
+    assert blocks.allocate(3, [1, 1, 2, 2]).n_cached == 4
 
 
 def test_a_prompt_that_needs_revived_blocks_counts_them():
@@ -521,6 +554,25 @@ def test_blocks_behind_unknown_tokens_are_not_found():
     blocks.advance(0, 1)
     blocks.record(0, [3, 3])
     assert blocks.allocate(1, [1, 1, 2, 2, 3, 3]).n_cached == 2
+
+
+def test_a_block_behind_an_unknown_one_is_not_taken_for_a_first_block():
+    blocks = BlockManager(8, 2)
+    blocks.allocate(0, [1, 1])
+    blocks.advance(0, 2)
+    blocks.fork(0, 1)
+    blocks.may_append(1, 2)
+    blocks.record(1, [3, 3])
+    assert blocks.allocate(2, [3, 3]).n_cached == 0
+
+
+def test_recording_no_tokens_forgets_none():
+    blocks = BlockManager(8, 2)
+    prefilled(blocks, 0, [1])
+    blocks.advance(0, 0)
+    blocks.may_append(0)
+    blocks.record(0, [2])
+    assert blocks.allocate(1, [1, 2]).n_cached == 2
 
 
 def test_without_caching_nothing_is_found():

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcellar.bookkeeping.cells import MIN_RUN, CellPool, FreeRuns, Span
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import Run, cells_of, runs_of
+from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import snapshot
 
 
@@ -71,11 +72,13 @@ def test_a_cell_that_is_free_cannot_be_given_again(start, length):
 
 
 SEQ = st.integers(0, 3)
-POS = st.integers(0, 30)
-END = st.none() | st.integers(0, 30)
+PICK = st.integers(0, 9)
+"""A sequence, most often one that is there: see ``picked``."""
+PLACE = st.integers(0, 40)
+"""A position in a sequence of any length: taken modulo the length and a little more."""
 
 
-class CellPoolAgainstDicts(RuleBasedStateMachine):
+class CellPoolAgainstDicts(ActionMachine):
     """The oracle: one dict per sequence, position -> cell, and one list of cells per holder."""
 
     @initialize(
@@ -93,13 +96,23 @@ class CellPoolAgainstDicts(RuleBasedStateMachine):
         held = {cell for runs in self.held for cell in cells_of(runs).tolist()}
         return held.union(*(cells.values() for cells in self.want.values()))
 
+    def picked(self, draw):
+        there = sorted(self.want)
+        return there[draw % len(there)] if there and draw < 9 else draw % 4
+
+    def range_of(self, seq, a, b, to_end):
+        """p0 and p1 as a caller gives them, most often inside of the sequence; what p1 means."""
+        n = max(self.want.get(seq, {}), default=0) + 4
+        p0, p1 = a % n - 1, None if to_end else b % n
+        return p0, p1, 10**9 if p1 is None else p1
+
     def refused(self, error, verb, *args):
         before = snapshot(self.pool)
         with pytest.raises(error):
             verb(*args)
         assert snapshot(self.pool) == before
 
-    @rule(seq=SEQ, gap=st.sampled_from([0, 0, 0, 2]), n=st.integers(0, 12))
+    @action(weight=12, seq=SEQ, gap=st.sampled_from([0, 0, 0, 2]), n=st.integers(0, 12))
     def claim(self, seq, gap, n):
         cells = self.want.get(seq, {})
         first = max(cells, default=-1) + 1 + gap
@@ -113,13 +126,13 @@ class CellPoolAgainstDicts(RuleBasedStateMachine):
         if n:
             self.want[seq] = cells | dict(zip(range(first, first + n), new, strict=True))
 
-    @rule(seq=SEQ, back=st.integers(1, 4))
+    @action(seq=SEQ, back=st.integers(1, 4))
     def claim_a_position_that_is_held(self, seq, back):
         first = max(self.want.get(seq, {}), default=-1) + 1 - back
         if first >= 0:
             self.refused(PositionError, self.pool.claim, seq, first, 1)
 
-    @rule(n=st.integers(1, 8), after=st.none() | st.integers(0, 40))
+    @action(weight=3, n=st.integers(1, 8), after=st.none() | st.integers(0, 40))
     def take(self, n, after):
         if n > self.capacity - len(self.taken()):
             before = snapshot(self.pool)
@@ -133,7 +146,7 @@ class CellPoolAgainstDicts(RuleBasedStateMachine):
         assert len(set(cells)) == n and not set(cells) & before
         self.held.append(runs)
 
-    @rule(seq=SEQ, which=st.integers(0, 9), gap=st.sampled_from([0, 0, 3]))
+    @action(weight=3, seq=SEQ, which=st.integers(0, 9), gap=st.sampled_from([0, 0, 3]))
     def adopt(self, seq, which, gap):
         alone = [
             i for i, runs in enumerate(self.held) if (self.pool.refs[cells_of(runs)] == 1).all()
@@ -146,21 +159,24 @@ class CellPoolAgainstDicts(RuleBasedStateMachine):
             new = cells_of(runs).tolist()
             cells.update(zip(range(first, first + len(new)), new, strict=True))
 
-    @rule(seq=SEQ, p0=POS, p1=END)
-    def retain_what_a_sequence_holds(self, seq, p0, p1):
+    @action(weight=3, pick=PICK, a=PLACE, b=PLACE, to_end=st.booleans())
+    def retain_what_a_sequence_holds(self, pick, a, b, to_end):
+        seq = self.picked(pick)
+        p0, p1, _ = self.range_of(seq, a, b, to_end)
         runs = list(self.pool.runs(seq, p0, p1))
         if runs:
             self.pool.retain(runs)
             self.held.append(runs)
 
-    @rule(which=st.integers(0, 9))
+    @action(weight=3, which=st.integers(0, 9))
     def release(self, which):
         if self.held:
             self.pool.release(self.held.pop(which % len(self.held)))
 
-    @rule(src=SEQ, dst=SEQ, p0=POS, p1=END)
-    def seq_cp(self, src, dst, p0, p1):
-        end = 10**9 if p1 is None else p1
+    @action(weight=6, pick=PICK, dst=SEQ, a=PLACE, b=PLACE, to_end=st.booleans())
+    def seq_cp(self, pick, dst, a, b, to_end):
+        src = self.picked(pick)
+        p0, p1, end = self.range_of(src, a, b, to_end)
         part = {p: c for p, c in self.want.get(src, {}).items() if p0 <= p < end}
         mine = self.want.get(dst, {})
         if any(mine.get(p, c) != c for p, c in part.items()):
@@ -170,23 +186,25 @@ class CellPoolAgainstDicts(RuleBasedStateMachine):
             if part:
                 self.want[dst] = mine | part
 
-    @rule(seq=SEQ, p0=POS, p1=END)
-    def seq_rm(self, seq, p0, p1):
-        end = 10**9 if p1 is None else p1
+    @action(weight=5, pick=PICK, a=PLACE, b=PLACE, to_end=st.booleans())
+    def seq_rm(self, pick, a, b, to_end):
+        seq = self.picked(pick)
+        p0, p1, end = self.range_of(seq, a, b, to_end)
         self.pool.seq_rm(seq, p0, p1)
         left = {p: c for p, c in self.want.pop(seq, {}).items() if not p0 <= p < end}
         if left:
             self.want[seq] = left
 
-    @rule()
+    @action()
     def clear(self):
         self.pool.clear()
         self.want.clear()
         self.held.clear()
 
-    @rule(seq=SEQ, p0=st.integers(-3, 30), p1=END)
-    def reads_by_range(self, seq, p0, p1):
-        end = 10**9 if p1 is None else p1
+    @action(weight=2, pick=PICK, a=PLACE, b=PLACE, to_end=st.booleans())
+    def reads_by_range(self, pick, a, b, to_end):
+        seq = self.picked(pick)
+        p0, p1, end = self.range_of(seq, a, b, to_end)
         part = {p: c for p, c in self.want.get(seq, {}).items() if p0 <= p < end}
         assert self.pool.seq_positions(seq, p0, p1) == sorted(part)
         assert cells_of(self.pool.runs(seq, p0, p1)).tolist() == [part[p] for p in sorted(part)]

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant
 
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
+from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (
     SimulatedContiguous,
     check_causal_masks,
@@ -21,7 +22,7 @@ from tests.bookkeeping.byte_simulator import (
 WINDOWS = st.sampled_from([(None,), (None, 4), (None, 1, 7), (3,), (1,), (None, 70), (2, 20)])
 
 
-class ContiguousCacheAgainstAList(RuleBasedStateMachine):
+class ContiguousCacheAgainstAList(ActionMachine):
     """The oracle: the list of the token ids so far."""
 
     @initialize(
@@ -48,7 +49,8 @@ class ContiguousCacheAgainstAList(RuleBasedStateMachine):
         assert len(str(info.value)) > 20
         assert snapshot(settled(self.cache)) == before
 
-    @rule(
+    @action(
+        weight=10,
         n=st.sampled_from([1, 1, 1, 2, 3, 9, 70, 150, 300]),
         end=st.sampled_from(["finish", "finish", "finish", "finish", "cancel", "abandon"]),
         n_layers=st.integers(1, 4),
@@ -83,18 +85,18 @@ class ContiguousCacheAgainstAList(RuleBasedStateMachine):
             cache.cancel_step()
         self.longest_step = max(self.longest_step, n)
 
-    @rule()
+    @action(weight=2)
     def cancel(self):
         self.cache.cancel_step()
         if self.undo is not None:
             self.want, self.undo = self.undo, None
 
-    @rule()
+    @action()
     def end_step(self):
         self.cache.end_step()
         self.undo = None
 
-    @rule(draw=st.integers(0, 2000), back=st.booleans())
+    @action(weight=4, draw=st.integers(0, 2000), back=st.booleans())
     def rewind(self, draw, back):
         length = len(self.want)
         new_length = max(0, length - draw % 12) if back else draw % (length + 3)
@@ -121,14 +123,14 @@ class ContiguousCacheAgainstAList(RuleBasedStateMachine):
             for window, base in zip(self.windows, bases, strict=True)
         )
 
-    @rule()
+    @action()
     def clear(self):
         self.cache.clear()
         self.want.clear()
         self.undo = None
         self.is_uncut = True
 
-    @rule(off=st.sampled_from([-3, -1, 1, 4]), n=st.integers(1, 9))
+    @action(off=st.sampled_from([-3, -1, 1, 4]), n=st.integers(1, 9))
     def bring_other_positions(self, off, n):
         length, plan = len(self.want), self.cache.plan
         if n > 1:
@@ -141,7 +143,7 @@ class ContiguousCacheAgainstAList(RuleBasedStateMachine):
         self.refused(StepError, plan, 0, 0, [])
         self.refused(StepError, plan, 99, n, None)
 
-    @rule(n=st.integers(0, 100))
+    @action(weight=2, n=st.integers(0, 100))
     def questions_change_nothing(self, n):
         cache = self.cache
         before = snapshot(cache)

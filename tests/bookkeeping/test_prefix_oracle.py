@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,7 +26,7 @@ class Page:
 
 @dataclass
 class Pages:
-    """The oracle: every stored page under the tokens up to its end. Walks everything, every time."""
+    """The oracle: every stored page under the tokens up to its end. Walks all of it every time."""
 
     windows: tuple[int | None, ...]
     size: int
@@ -112,8 +113,16 @@ class Pages:
 
 
 WINDOWS = st.sampled_from(
-    [(None,), (None,), (None, 3), (2,), (None, 1), (None, 5, 2), (7, None), (40, None)]
+    [(None,), (None,), (None, 3), (2,), (1,), (None, 5, 2), (7, None), (40, None)]
 )
+
+
+HISTORY = {
+    "base": st.integers(0, 30),
+    "cut": st.integers(0, 3),
+    "words": st.lists(st.integers(0, 2), max_size=8),
+    "rest": st.integers(0, 15),
+}
 
 
 class IndexAgainstPages(RuleBasedStateMachine):
@@ -150,15 +159,13 @@ class IndexAgainstPages(RuleBasedStateMachine):
         pages = [self.want.pages[k] for k in self.want.keys(key)]
         self.handles.append((handle, key, pages))
 
-    HISTORY = dict(
-        base=st.integers(0, 30),
-        cut=st.integers(0, 3),
-        words=st.lists(st.integers(0, 2), max_size=8),
-        rest=st.integers(0, 15),
+    @rule(
+        **HISTORY,
+        tail=st.sampled_from([0, 1, 2, 4, 6, 45, 200]),
+        hole=st.sampled_from([0, 0, 0, 1, 2, 3, 9]),
+        early=st.sampled_from([-99, -99, 0, 1, 3, 6]),
     )
-
-    @rule(**HISTORY, tail=st.sampled_from([0, 1, 2, 4, 6, 45, 200]), hole=st.integers(0, 12))
-    def insert(self, base, cut, words, rest, tail, hole):
+    def insert(self, base, cut, words, rest, tail, hole, early):
         tokens = self.history(base, cut, words, rest)
         n = len(tokens)
         given = []
@@ -166,7 +173,7 @@ class IndexAgainstPages(RuleBasedStateMachine):
             cells = list(range(self.n_cells, self.n_cells + n))
             self.n_cells += n
             if window is not None:
-                missing = {*range(n - tail), n - hole}
+                missing = {*range(n - tail)} - {*range(early, early + window)} | {n - hole}
                 cells = [-1 if p in missing else cell for p, cell in enumerate(cells)]
             given.append(cells)
         inserted = self.index.insert_prefix(tokens, [np.array(c, dtype=np.int64) for c in given])
@@ -183,7 +190,9 @@ class IndexAgainstPages(RuleBasedStateMachine):
 
     @rule(**HISTORY)
     def match(self, base, cut, words, rest):
-        tokens = self.history(base, cut, words, rest)
+        self.match_tokens(self.history(base, cut, words, rest))
+
+    def match_tokens(self, tokens):
         sizes = self.index.size_info()
         match = self.index.match_prefix(np.array(tokens, dtype=np.int32))
         key, n_matched = self.want.match(tokens)
@@ -194,6 +203,11 @@ class IndexAgainstPages(RuleBasedStateMachine):
         for cells in match.cells:
             cells.fill(-7)  # the arrays are the caller's own
         self.remember(match.handle, key)
+
+    @rule(i=st.integers(0, 30), drop=st.sampled_from([0, 0, 1, 2, 5]))
+    def match_a_known_history(self, i, drop):
+        tokens = self.known[i % len(self.known)]
+        self.match_tokens(tokens[: max(0, len(tokens) - drop)])
 
     @precondition(lambda self: self.handles)
     @rule(i=st.integers(0, 99))
@@ -290,3 +304,6 @@ class HashedAgainstPages(IndexAgainstPages):
 
 TestRadixAgainstPages = RadixAgainstPages.TestCase
 TestHashedAgainstPages = HashedAgainstPages.TestCase
+for case in (TestRadixAgainstPages, TestHashedAgainstPages):
+    case.settings = settings(max_examples=4 * settings().max_examples)  # cheap, and deep
+del case

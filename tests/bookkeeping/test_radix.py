@@ -176,6 +176,17 @@ def test_a_handle_is_unlocked_as_often_as_it_was_locked():
     assert index.size_info()[:2] == (10, 0)
 
 
+def test_a_stale_handle_does_not_take_back_the_lock_of_a_shorter_one():
+    index = RadixIndex()
+    stale = insert(index, TRUNK).handle
+    index.evict(4)
+    short = index.match_prefix(TRUNK).handle
+    index.lock_handle(short)
+    with pytest.raises(PrefixError, match="not locked"):
+        index.unlock_handle(stale)
+    assert index.size_info().protected == 6
+
+
 def test_a_handle_of_another_index_is_refused():
     index, other = RadixIndex(), RadixIndex()
     handle = insert(other, TRUNK).handle
@@ -317,6 +328,31 @@ def test_a_window_needs_one_position_less_than_its_width():
         assert match.handle.length == want
 
 
+@pytest.mark.parametrize("length", [3, 4, 343, 344, 345, 1000, 1367, 1368, 1369, 1623, 1624])
+@pytest.mark.parametrize("n_nodes", [1, 4])
+def test_a_resumable_length_is_found_however_far_it_is_behind_the_match(length, n_nodes):
+    index = RadixIndex((None, 4))
+    tokens = np.arange(1624)
+    window = np.where((tokens >= length - 3) & (tokens < length), tokens, -1)
+    for stop in range(1624 // n_nodes, 1625, 1624 // n_nodes):
+        index.insert_prefix(tokens[:stop], [tokens[:stop], window[:stop]])
+    assert index.match_prefix(tokens).length == length
+
+
+def test_a_match_ends_with_a_page_even_where_a_window_could_go_on_inside_one():
+    index = RadixIndex((None, 3), page_size=4)
+    tokens = list(range(12))
+    index.insert_prefix(tokens, [cells(0, 12), np.array([-1, -1, 2, 3, 4, 5, 6, 7, 8, 9, -1, 11])])
+    assert index.match_prefix(tokens).length == 8
+
+
+def test_a_window_of_one_token_needs_nothing():
+    index = RadixIndex((None, 1))
+    windowed(index, TRUNK, held=0)
+    assert index.match_prefix(TRUNK[:7]).length == 7
+    assert index.evict(2).n_tokens == 2
+
+
 def test_a_history_shorter_than_its_window_needs_all_of_it():
     index = RadixIndex((None, 50))
     windowed(index, TRUNK, held=10)
@@ -382,6 +418,14 @@ def test_a_trunk_that_nothing_resumes_from_goes_with_its_last_branch():
     assert index.evict(1).n_tokens == 3
     assert index.evict(1).n_tokens == 13
     assert index.size_info() == (0, 0, (0, 0))
+
+
+def test_a_locked_trunk_stays_when_its_last_branch_goes_even_if_nothing_resumes_from_it():
+    index = RadixIndex((None, 4))
+    index.lock_handle(windowed(index, TRUNK, held=0).handle)
+    windowed(index, [*TRUNK, 1, 1, 1], held=3)
+    assert index.evict(1).n_tokens == 3
+    assert index.size_info() == (0, 10, (0, 0))
 
 
 def test_evictable_cells_say_what_a_window_can_give_back():

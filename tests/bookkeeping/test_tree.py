@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize
 
 from kvcellar.errors import CacheFullError, ProposalError, StepError
 from kvcellar.types import AttendKind
+from tests.bookkeeping.actions import action
 from tests.bookkeeping.byte_simulator import (
     SimulatedTree,
     check_causal_masks,
@@ -19,6 +20,7 @@ from tests.bookkeeping.byte_simulator import (
 )
 from tests.bookkeeping.test_sequences import (
     CAPACITY,
+    PICK,
     PLACE,
     SEQ,
     SLACK,
@@ -91,12 +93,8 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
             stretches.append(stretch)
         return stretches
 
-    def fits_as_promised(self, stretches):
-        """Proposed nodes are counted by can_extend already."""
-        if not any(seq in self.trees for seq, _, _ in stretches):
-            return False
-        n_plain = sum(len(p) for seq, p, _ in stretches if seq not in self.trees)
-        return settled(self.cache).can_extend(n_plain)
+    def n_proposed(self, stretches):
+        return sum(len(positions) for seq, positions, _ in stretches if seq in self.trees)
 
     def expected(self, stretches, window):
         plain = [s for s in stretches if s[0] not in self.trees]
@@ -151,7 +149,7 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
 
     # Trees ----------------------------------------------------------------------------------------
 
-    @rule(seq=SEQ, draws=st.lists(st.integers(0, 50), min_size=1, max_size=9))
+    @action(weight=7, seq=SEQ, draws=st.lists(st.integers(0, 50), min_size=1, max_size=9))
     def propose(self, seq, draws):
         tree = self.trees.get(seq)
         length = self.want[seq].length if seq in self.want else 0
@@ -174,7 +172,9 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         assert got == [tree.position(node) for node in tree.frontier()]
         self.check()
 
-    @rule(seq=SEQ, draws=st.lists(st.integers(0, 50), max_size=6), bad=st.sampled_from([-2, 0, 3]))
+    @action(
+        seq=SEQ, draws=st.lists(st.integers(0, 50), max_size=6), bad=st.sampled_from([-2, 0, 3])
+    )
     def propose_a_parent_that_is_no_earlier_node(self, seq, draws, bad):
         tree = self.trees.get(seq)
         n_nodes = len(tree.tokens) if tree else 0
@@ -183,8 +183,10 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         self.refused(ProposalError, self.cache.propose, parents, seq)
         self.refused(ProposalError, self.cache.propose, [], seq)
 
-    @rule(seq=SEQ, draw=PLACE, nothing=st.booleans())
-    def commit(self, seq, draw, nothing):
+    @action(weight=6, pick=PICK, draw=PLACE, nothing=st.sampled_from([False, False, False, True]))
+    def commit(self, pick, draw, nothing):
+        there = sorted(self.trees)
+        seq = there[pick % len(there)] if there and pick < 10 else pick % 6
         tree = self.trees.get(seq)
         if tree is None:
             self.refused(ProposalError, self.cache.commit, [], seq)
@@ -203,18 +205,18 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
                 history.length += 1
         self.probe(seq)
 
-    @rule(seq=SEQ, chain=st.lists(st.integers(-2, 12), min_size=1, max_size=4))
+    @action(seq=SEQ, chain=st.lists(st.integers(-2, 12), min_size=1, max_size=4))
     def commit_what_is_no_chain(self, seq, chain):
         tree = self.trees.get(seq, Tree(0))
         if chain[-1] in range(len(tree.tokens)) and chain == tree.lineage(chain[-1]):
             return
         self.refused(ProposalError, self.cache.commit, chain, seq)
 
-    @rule(n=st.integers(1, 12), twice=st.booleans())
+    @action(n=st.integers(1, 12), twice=st.booleans())
     def bring_other_tokens_than_were_proposed(self, n, twice):
         for seq, tree in self.trees.items():
             size = len(tree.frontier())
-            other = next(s for s in range(5) if s != seq and s not in self.trees)
+            other = next(s for s in range(9) if s != seq and s not in self.trees)
             if size and n != size:
                 self.refused(StepError, self.cache.begin_step, [seq] * n)
             if size > 1 and twice:
@@ -224,10 +226,9 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
 
     # Sequences ------------------------------------------------------------------------------------
 
-    @rule(seq=SEQ, at=PLACE)
-    def cut(self, seq, at):
+    def cut_seq(self, seq, at):
         if seq not in self.trees:
-            super().cut(seq, at)
+            super().cut_seq(seq, at)
             return
         p0 = self.place(seq, at)
         length = self.want[seq].length if seq in self.want else 0
@@ -239,29 +240,25 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
             del self.trees[seq]
             self.want.pop(seq, None)
 
-    @rule(seq=SEQ, a=PLACE, b=PLACE)
-    def make_a_hole(self, seq, a, b):
+    def make_a_hole_in(self, seq, a, b):
         if seq not in self.trees or seq not in self.want:
-            super().make_a_hole(seq, a, b)
+            super().make_a_hole_in(seq, a, b)
             return
         p0, p1 = sorted((self.place(seq, a), self.place(seq, b)))
         if p1 < self.want[seq].length:
             self.refused(StepError, self.cache.seq_rm, seq, p0, p1)
 
-    @rule(src=SEQ, dst=SEQ, a=PLACE, b=PLACE, whole=st.booleans(), to_end=st.booleans())
-    def copy(self, src, dst, a, b, whole, to_end):
+    def copy_seq(self, src, dst, a, b, whole, to_end):
         if dst in self.trees and src != dst:
             self.refused(StepError, self.cache.seq_cp, src, dst)
             return
-        super().copy(src, dst, a, b, whole, to_end)
+        super().copy_seq(src, dst, a, b, whole, to_end)
 
-    @rule(seq=SEQ)
-    def keep(self, seq):
+    def keep_seq(self, seq):
         if seq in self.want:
             self.trees = {s: tree for s, tree in self.trees.items() if s == seq}
-        super().keep(seq)
+        super().keep_seq(seq)
 
-    @rule()
     def clear(self):
         self.trees.clear()
         super().clear()
@@ -284,4 +281,4 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
 
 
 TestTreeCacheAgainstHistories = TreeCacheAgainstHistories.TestCase
-TestTreeCacheAgainstHistories.settings = settings(max_examples=3 * settings().max_examples)
+TestTreeCacheAgainstHistories.settings = settings(max_examples=2 * settings().max_examples)

@@ -115,7 +115,7 @@ class BlockTable:
     Attributes:
         blocks: in position order; there may be more of them than its tokens need.
         n_tokens: tokens whose KV was written.
-        tail: the tokens behind its last full block, as bytes; None where they are not known.
+        tail: the tokens behind its last full block, as bytes; None behind unknown tokens.
     """
 
     blocks: list[int]
@@ -430,7 +430,7 @@ class BlockManager:
                 self._register(table, first + i, piece)
             table.tail = known[n_full * size * TOKEN_BYTES :]
         else:
-            table.tail = b"" if stop % size == 0 else None
+            table.tail = None
 
     def _register(self, table: BlockTable, i: int, tokens: bytes) -> None:
         """Block i of a table is full of known tokens: it can be found, if its prefix can."""
@@ -528,8 +528,7 @@ class BlockManager:
 
     def _own(self, block: int) -> None:
         """One more owner for a block that may be free."""
-        if not self._blocks[block].n_owners:
-            del self._free[block]
+        self._free.pop(block, None)
         self._blocks[block].n_owners += 1
 
     def _take(self) -> int:

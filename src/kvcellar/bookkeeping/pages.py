@@ -127,13 +127,12 @@ class PagePool(CellPool):
         counts = self.refs if refs is None else refs
         return int(counts[first : first + self.block_size].sum())
 
-    def _is_own(self, seq_id: int, pos: int, refs: Refs | None = None) -> bool:
-        """Whether the sequence, and nobody else, holds a block for ``pos``."""
-        mine = self._own_part(seq_id, pos)
-        if not mine:
+    def _is_own(self, part: list[Span], refs: Refs | None = None) -> bool:
+        """Whether the sequence whose part of a block this is holds that block alone."""
+        if not part:
             return False
-        block = mine[0].cell // self.block_size
-        return self._n_owned(block, refs) == sum(span.length for span in mine)
+        block = part[0].cell // self.block_size
+        return self._n_owned(block, refs) == sum(span.length for span in part)
 
     # Admission ---------------------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class PagePool(CellPool):
         inside = length % self.block_size
         if not inside:
             return room
-        if self._is_own(seq_id, length, refs):
+        if self._is_own(self._own_part(seq_id, length), refs):
             return room + self.block_size - inside
         return max(0, room - inside)
 
@@ -185,7 +184,7 @@ class PagePool(CellPool):
         """
         _, copied = self._joints(seq_id, parts)
         joints = {span.pos - span.pos % self.block_size for span in copied}
-        needed = sum(not self._is_own(seq_id, first) for first in joints)
+        needed = sum(not self._is_own(self._own_part(seq_id, first)) for first in joints)
         if needed > self._free.n_free:
             raise CacheFullError(
                 f"sequence {seq_id} would hold parts of different blocks at the same block of its "
@@ -273,7 +272,7 @@ class PagePool(CellPool):
             CacheFullError: no block is free; nothing was changed.
         """
         mine = self._own_part(seq_id, pos)
-        if not mine or self._is_own(seq_id, pos):
+        if not mine or self._is_own(mine):
             return None
         if not self._free.n_free:
             raise CacheFullError(
@@ -448,6 +447,11 @@ class PagedBookkeeping(SeqBookkeeping):
         """The most cells that a layer group may hold: whole blocks."""
         return self.pages[0].capacity
 
+    @property
+    def block_size(self) -> int:
+        """Cells that are taken and freed together. A prefix index shares whole blocks."""
+        return self.config.block_size
+
     # Admission and steps -----------------------------------------------------------------------
 
     def can_extend(self, n: int = 1) -> bool:
@@ -455,7 +459,7 @@ class PagedBookkeeping(SeqBookkeeping):
 
         For a batch of several, ask ``can_begin_step``: each may need a block of its own.
         """
-        slack = self.config.block_size - 1
+        slack = self.block_size - 1
         return all(
             n + slack <= pool.n_free or n <= self._n_fitting(group)
             for group, pool in enumerate(self.pages)
@@ -485,12 +489,12 @@ class PagedBookkeeping(SeqBookkeeping):
         return refs, pool.n_blocks - int(np.count_nonzero(taken))
 
     def _n_releasable(self, group: int) -> int:
-        return self._behind_windows(group)[1] * self.config.block_size - self.pages[group].n_free
+        return self._behind_windows(group)[1] * self.block_size - self.pages[group].n_free
 
     def _window_floor(self, group: int, seq_id: int) -> int:
         """The lowest position that the group must keep, or one before it: where a block begins."""
         floor = super()._window_floor(group, seq_id)
-        return floor - floor % self.config.block_size
+        return floor - floor % self.block_size
 
     def _fits(self, stretches: list[Stretch]) -> bool:
         appends = _appends(stretches)
@@ -515,8 +519,14 @@ class PagedBookkeeping(SeqBookkeeping):
                     self._release_window(group, seq_id, batch=1)
 
     def _demand(self, group: int, appends: Appends) -> tuple[int, int, bool]:
-        """(blocks that a step needs, blocks it can have, whether windows must let go for it)."""
+        """(blocks that a step needs, blocks it can have, whether windows must let go for it).
+
+        Where there is plenty, the first is a bound.
+        """
         pool = self.pages[group]
+        most = sum(-(-n_tokens // pool.block_size) + 1 for _, n_tokens in appends.values())
+        if most <= pool.n_free_blocks:
+            return most, pool.n_free_blocks, False
         needed = pool.n_blocks_needed(appends)
         if needed <= pool.n_free_blocks or self.groups[group].window is None:
             return needed, pool.n_free_blocks, False
@@ -578,7 +588,7 @@ class PagedBookkeeping(SeqBookkeeping):
         super().seq_map(seq_id, tables)
 
     def _n_cells_of(self, tables: Sequence[IntArray]) -> list[int]:
-        size = self.config.block_size
+        size = self.block_size
         return [size * len(np.unique(np.flatnonzero(table >= 0) // size)) for table in tables]
 
 

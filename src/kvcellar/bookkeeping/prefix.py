@@ -264,6 +264,7 @@ class HashedIndex(PathTree):
             before = block.parent.digest if block.parent is not self._root else None
             assert block.digest == digest == self._digest(before, block.tokens)
             assert block.stop - block.start == self.page_size
+            assert block.cells.base is None, "a block keeps no larger array alive"
 
 
 class NaiveIndex:

@@ -392,8 +392,8 @@ class PathTree(ABC):
             PrefixError: the handle is stale, some of it was evicted since: match again. Nothing was
                 changed.
         """
-        node = handle.node
-        if node is None or node.owner is not self or node.stop != handle.length:
+        node = self._node(handle)
+        if node is None:
             raise PrefixError(
                 f"the handle of {handle.length} tokens is stale, some of them were evicted; call "
                 f"match_prefix again"
@@ -414,8 +414,8 @@ class PathTree(ABC):
         Raises:
             PrefixError: the handle is not locked, or the index was reset; nothing was changed.
         """
-        node = handle.node
-        if node is None or node.owner is not self or not node.pins:
+        node = self._node(handle)
+        if node is None or not node.pins:
             raise PrefixError(
                 f"the handle of {handle.length} tokens is not locked in this index; unlock what "
                 f"was locked, once"
@@ -427,6 +427,11 @@ class PathTree(ABC):
             assert node.parent is not None
             node = node.parent
             node.n_locked_children -= 1
+
+    def _node(self, handle: PrefixHandle) -> PathNode | None:
+        """The node that ends where the handle does; None where that is no longer so."""
+        node = handle.node
+        return node if node and node.owner is self and node.stop == handle.length else None
 
     def _count(self, node: PathNode, sign: int) -> None:
         """The node became evictable (1), or is no longer (-1)."""

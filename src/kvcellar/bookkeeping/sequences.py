@@ -71,6 +71,11 @@ class SeqBookkeeping(StepBookkeeping):
         """Per layer group and sequence: one past the highest position that its window let go of."""
         self._step: SeqStep | None = None
 
+    @property
+    def block_size(self) -> int:
+        """Cells that are taken and freed together: 1, each stands alone."""
+        return 1
+
     # Admission and steps -----------------------------------------------------------------------
 
     def can_extend(self, n: int = 1) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -104,7 +103,7 @@ class Status(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way: its tokens, and how many of them the cache holds.
 
@@ -135,11 +134,14 @@ class Sequence:
     n_preemptions: int = 0
     publish_at: set[int] = field(default_factory=set)
     """Lengths at which others wait to share what this sequence has computed by then."""
+    _array: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
-    @cached_property
-    def prompt_array(self) -> IntArray:
-        """The prompt, for comparing it with others."""
-        return np.asarray(self.tokens[: self.n_prompt], dtype=np.int64)
+    def token_array(self) -> IntArray:
+        """All tokens as an array; those that were seen before are not converted again."""
+        if len(self._array) < len(self.tokens):
+            fresh = np.asarray(self.tokens[len(self._array) :], dtype=np.int64)
+            self._array = np.concatenate([self._array, fresh])
+        return self._array
 
     @property
     def n_left(self) -> int:

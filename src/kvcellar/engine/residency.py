@@ -114,7 +114,7 @@ class Residency:
         if moved is not None:
             return 0  # they come back, and need cells
         held = self._parent_tokens(sequence)
-        return max(held, self.index.match_prefix(sequence.tokens[:-1]).length)
+        return max(held, self.index.match_prefix(sequence.token_array()[:-1]).length)
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
@@ -122,7 +122,7 @@ class Residency:
         if self._move_in(sequence):
             return
         n_parent = self._parent_tokens(sequence)
-        match = self.index.match_prefix(sequence.tokens[:-1])
+        match = self.index.match_prefix(sequence.token_array()[:-1])
         parent = sequence.parent
         if parent is not None and n_parent >= match.length and n_parent:
             self.cache.seq_cp(parent.seq_id, sequence.seq_id, 0, n_parent)
@@ -155,7 +155,7 @@ class Residency:
         if not n:
             return
         tables = self.cache.seq_table(sequence.seq_id, n)
-        inserted = self.index.insert_prefix(sequence.tokens[:n], tables)
+        inserted = self.index.insert_prefix(sequence.token_array()[:n], tables)
         self.cache.retain_cells(inserted.adopted)
         self.index.lock_handle(inserted.handle)
         if sequence.handle is not None:
@@ -241,7 +241,9 @@ class Residency:
         assert isinstance(self.cache, MovingCache)
         n = len(moved.tables[0])
         del self.moved[sequence.request_id]
-        if self.index.match_prefix(sequence.tokens[:-1]).length >= n or not self.make_room(n):
+        if self.index.match_prefix(sequence.token_array()[:-1]).length >= n or not self.make_room(
+            n
+        ):
             return False
         tables = self.cache.seq_claim(sequence.seq_id, moved.tables)
         started = time.perf_counter()

@@ -261,7 +261,7 @@ class Scheduler:
         best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
         for other in self.running:
             if other.n_computed < other.n_prompt:
-                n = _common_prefix(sequence.prompt_array[:-1], other.prompt_array)
+                n = _common_prefix(sequence.token_array()[:-1], other.token_array())
                 if n > best:
                     best, leader = n, other
         if leader is None:

@@ -1,0 +1,384 @@
+"""Paged caches prove what every cache of many sequences proves, in both layouts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from kvcellar import (
+    CacheSession,
+    LayerGroup,
+    ModelCacheParams,
+    make_config,
+    make_paged_session,
+    make_seq_session,
+)
+from kvcellar.cache import SeqCache
+from kvcellar.errors import CacheFullError, ConfigError, ShapeError
+from kvcellar.types import LAYOUTS, CacheConfig, divide_heads
+from tests.backends import driver
+from tests.backends.adapters import Adapter, ReferenceAdapter, TorchInSmallPieces
+from tests.backends.cases import CASES
+from tests.backends.conformance import Conformance
+from tests.backends.driver import Case, open_driver
+from tests.backends.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
+
+BLOCK_SIZES = {"layer_first": 4, "page_first": 3}
+
+
+def make_session_of(layout: str) -> Any:
+    """What opens a session of this layout with small blocks, as many as the scenario wants cells.
+
+    So a scenario that fits into token cells fits into blocks, whatever it leaves of each unused.
+    """
+
+    def make(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
+        size = BLOCK_SIZES[layout]
+        config = replace(config, layout=layout, block_size=size, capacity=size * config.capacity)
+        return make_paged_session(backend, config)
+
+    return make
+
+
+class PagedWalk(SequenceWalk):
+    """The walks over the verbs, in fewer cells; what fits is asked of the batch."""
+
+    def __init__(self, adapter: Adapter, case: Case, kind: str) -> None:
+        Walk.__init__(self, adapter, case, kind, capacity=24, min_chunk=4, window_slack=6)
+
+    @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
+    def forward(self, drawn, fate, n_layers):
+        d = self.d
+        d.cache.end_step()
+        if d.cache.can_begin_step([seq for seq, n in drawn for _ in range(n)]):
+            self.step(drawn, fate, n_layers)
+        else:
+            assert isinstance(self.refused(d.begin, *drawn), CacheFullError)
+
+    @rule(pick=st.integers(0, 9), dst=SEQ, p0=st.just(0) | BOUND, p1=st.none() | BOUND)
+    def cp(self, pick, dst, p0, p1):
+        """As in the other walks, but for parts of blocks that may find no block to meet in."""
+        try:
+            super().cp(pick, dst, p0, p1)
+        except AssertionError:
+            with pytest.raises(CacheFullError, match="blocks to join"):
+                self.d.cache.seq_cp(self.seq(pick), dst, p0, p1)
+
+    @rule(pick=st.integers(0, 8), dst=SEQ, fate=FATES, n_layers=st.integers(0, 3))
+    def fork_and_append_to_both(self, pick, dst, fate, n_layers):
+        src = self.seq(pick)
+        if src in self.d.histories and src != dst:
+            self.fork(pick, dst)
+            self.forward([(dst, 1), (src, 1)], fate, n_layers)
+
+
+class PagedConformance(Conformance):
+    """The scenarios for many sequences. ``kind`` is the layout; cases take turns with it."""
+
+    turn: ClassVar[int]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        cases = [case for case in CASES if case.kv_dtype in self.adapter.kv_dtypes]
+        name = "windowed" if "windowed" in metafunc.fixturenames else "case"
+        if name not in metafunc.fixturenames:
+            metafunc.parametrize("kind", LAYOUTS)
+            return
+        turns = [(case, LAYOUTS[(i + self.turn) % 2]) for i, case in enumerate(cases)]
+        turns = [turn for turn in turns if name == "case" or turn[0].has_window]
+        ids = [f"{case.name}-{layout}" for case, layout in turns]
+        metafunc.parametrize((name, "kind"), turns, ids=ids)
+
+    @pytest.fixture(autouse=True)
+    def _settings(self) -> Iterator[None]:
+        with self.adapter.settings(), pytest.MonkeyPatch.context() as patch:
+            for layout in LAYOUTS:
+                patch.setitem(driver.MAKERS, layout, make_session_of(layout))
+            yield
+
+    def test_freed_cells_are_used_again_and_nothing_of_them_is_seen(
+        self, case: Case, kind: str
+    ) -> None:
+        size = BLOCK_SIZES[kind]
+        slack = 9 * size
+        with open_driver(self.adapter, case, kind, capacity=7, window_slack=slack) as d:
+            d.forward((0, 2 * size))
+            for _ in range(4):
+                d.run_poisoned((1, 2 * size + 1), (2, 2 * size))
+                with d.refuses(CacheFullError):
+                    d.begin((0, 1))
+                with d.refuses(CacheFullError):
+                    d.begin((1, size))
+                d.run_poisoned((1, size - 1))
+                d.rm(1)
+                d.forward((3, size + 1), (0, 1))
+                d.rm(2)
+                d.forward((4, size), (3, size), (0, 1))
+                d.keep(0)
+                d.rm(0, 2 * size)
+            assert d.cache.usage().groups[0].live == 2 * size
+
+    def test_a_fork_at_any_place_of_a_block_is_copied_before_it_is_written(
+        self, case: Case, kind: str
+    ) -> None:
+        with open_driver(self.adapter, case, kind, window_slack=30) as d:
+            for length in range(1, 2 * BLOCK_SIZES[kind] + 2):
+                d.forward((0, length))
+                for seq in (1, 2, 3):
+                    d.cp(0, seq)
+                d.forward((2, 1), (0, 1), (2, 1))
+                d.forward((1, 3), (2, 1), (0, 2), (3, 1))
+                d.rm(2, length)
+                d.forward((2, 2), (3, 1))
+                d.clear()
+
+    def test_a_step_that_copied_blocks_is_taken_back(self, case: Case, kind: str) -> None:
+        with open_driver(self.adapter, case, kind) as d:
+            d.forward((0, 5))
+            for seq in (1, 2, 3):
+                d.cp(0, seq)
+            d.cache.end_step()
+            before = d.state()
+            batch = ((2, 2), (0, 1), (3, 4), (1, 1))
+            for n_layers in range(d.n_layers):
+                d.abort(n_layers, *batch)
+                d.cancel()
+                assert d.state()[0].groups == before[0].groups and d.state()[1:] == before[1:]
+            inputs = d.random_inputs(8)
+            first = d.forward(*batch, inputs=inputs)
+            d.cancel()
+            d.abort(d.n_layers - 1, *batch)
+            for a, b in zip(first, d.forward(*batch, inputs=inputs), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+    def test_parts_of_two_blocks_are_joined(self, case: Case, kind: str) -> None:
+        with open_driver(self.adapter, case, kind, window_slack=60) as d:
+            for at in range(1, 9):
+                d.forward((0, 14), (1, at))
+                d.cp(1, 2)
+                d.cp(0, 1, at)  # behind tokens that sequence 2 has too
+                d.cp(0, 2, at + 1, 12)  # the last one to join has the block to itself
+                d.forward((1, 1), (0, 1), (2, 2))
+                d.clear()
+
+    def test_no_sequence_of_verbs_parts_a_paged_session_from_the_oracle(
+        self, case: Case, kind: str
+    ) -> None:
+        profile = settings.default
+        assert profile is not None
+        n = max(5, profile.max_examples // 6)
+        run_state_machine_as_test(
+            lambda: PagedWalk(self.adapter, case, kind),
+            settings=settings(max_examples=n, stateful_step_count=40),
+        )
+
+
+for name, test in vars(Conformance).items():
+    if name.startswith("test_") and "kind" not in inspect.signature(test).parameters:
+        setattr(PagedConformance, name, None)  # one sequence, or trees
+
+
+class TestReferencePaged(PagedConformance):
+    adapter = ReferenceAdapter()
+    turn = 0
+
+
+class TestTorchPaged(PagedConformance):
+    adapter = TorchInSmallPieces()
+    turn = 1
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+TWO_GROUPS = ModelCacheParams(
+    3, 2, 8, 6, (LayerGroup((0, 2), 2, 8, 6), LayerGroup((1,), 4, 8, 8, window=9))
+)
+
+
+def tensors(n_tok: int, layer: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    group = TWO_GROUPS.groups[layer % 2]
+    make = torch.Generator().manual_seed(100 * seed + layer)
+    heads = (4, group.n_kv_heads, group.n_kv_heads)
+    dims = (8, group.head_dim, group.v_head_dim)
+    return tuple(
+        torch.randn(1, n, n_tok, dim, generator=make) for n, dim in zip(heads, dims, strict=True)
+    )
+
+
+def run(cache: Any, *batch: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
+    ids = [seq for seq, n in batch for _ in range(n)]
+    positions = cache.begin_step(ids)
+    outputs = []
+    for layer in range(3):
+        q, k, v = tensors(len(ids), layer, seed)
+        outputs.append(cache.update_and_attend(q, k, v, positions, layer, 0.3, torch.float32))
+    return outputs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writes_are_in_place_and_growth_doubles_up_to_whole_blocks(layout: str) -> None:
+    config = make_config(TWO_GROUPS, 70, min_chunk=8, block_size=4, layout=layout, window_slack=70)
+    per_cell = 4 * (2 * 2 * (8 + 6) + 4 * (8 + 8))
+    with make_paged_session("torch", config) as session:
+        cache = session.cache
+        assert cache.capacity == 68
+        places, sizes = [], []
+        for n in (5, 1, 1, 9, 1, 30, 20, 1):
+            run(cache, (0, n))
+            read = cache.pools_of_layer[0].read(0, 1)[0]
+            places.append(read.data_ptr())
+            sizes.append(cache.usage().size_bytes // per_cell)
+        most = 70 if layout == "layer_first" else 68
+        assert sizes == [8, 8, 8, 16, 32, 64, most, most]
+        assert len(set(places)) <= len(set(sizes)), "bytes move only to grow"
+
+
+def test_page_first_keeps_what_a_block_holds_together() -> None:
+    config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="page_first")
+    with make_paged_session("torch", config) as session:
+        run(session.cache, (0, 6))
+        first, _, last = session.cache.pools_of_layer
+        pages = first._pages
+        assert last._pages is pages
+        assert pages.k.shape == (2, 2, 2, 4, 8) and pages.v.shape == (2, 2, 2, 4, 6)
+        assert pages.k.is_contiguous() and pages.v.is_contiguous()
+        for index, layer in enumerate((0, 2)):
+            _, k, v = tensors(6, layer)
+            assert torch.equal(pages.k[0, index], k[0, :, :4])
+            assert torch.equal(pages.v[1, index, :, :2], v[0, :, 4:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_layouts_have_the_shapes_of_token_cells(layout: str) -> None:
+    config = make_config(TWO_GROUPS, 64, block_size=4, layout=layout)
+    with make_paged_session("torch", config) as paged, make_seq_session("torch", config) as seq:
+        for session in (paged, seq):
+            run(session.cache, (0, 11))
+        for a, b in zip(paged.cache.pools_of_layer, seq.cache.pools_of_layer, strict=True):
+            for start, length in ((0, 11), (1, 2), (3, 6), (4, 4), (5, 0), (10, 1)):
+                for mine, theirs in zip(a.read(start, length), b.read(start, length), strict=True):
+                    assert torch.equal(mine, theirs)
+            cells = torch.tensor([7, 0, 3, 10])
+            for mine, theirs in zip(a.gather(cells), b.gather(cells), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_the_reference_keeps_what_a_block_holds_together_too() -> None:
+    config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="page_first")
+    with make_paged_session("reference", config) as session:
+        for pool, index in zip(session.cache.layer_pools, (0, 0, 1), strict=True):
+            assert pool.index == index
+        session.cache.begin_step([0] * 6)
+        for layer in range(3):
+            rows = [t.numpy() for t in tensors(6, layer)]
+            session.cache.update_and_attend(*rows, range(6), layer, 0.3, "float32")
+        pages = session.cache.layer_pools[2].pages
+        assert session.cache.layer_pools[0].pages is pages
+        assert pages.k.shape == (2, 2, 2, 4, 8) and pages.v.shape == (2, 2, 2, 4, 6)
+        np.testing.assert_array_equal(pages.v[1, 1, :, :2], tensors(6, 2)[2][0, :, 4:])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cells_are_all_read_before_any_is_written(backend: str, layout: str) -> None:
+    config = make_config(TWO_GROUPS, 64, block_size=4, layout=layout)
+    with make_paged_session(backend, config) as session:
+        _, k, v = tensors(11, 0)
+        cells = np.array([0, 3, 4, 1, 9, 8])
+        if backend == "torch":
+            pool = session.cache.pools_of_layer[0]
+            pool.ensure(11, k.device)
+            pool.write_run(0, k, v)
+            pool.gather_into(2, torch.as_tensor(cells))
+            got = [part[0].numpy() for part in pool.read(0, 11)]
+        else:
+            pool = session.cache.layer_pools[0]
+            pool.ensure(11)
+            pool.write_run(0, k[0].numpy(), v[0].numpy())
+            pool.gather_into(2, cells)
+            got = list(pool.read(0, 11))
+        order = [0, 1, *cells, 8, 9, 10]
+        for part, rows in zip(got, (k, v), strict=True):
+            np.testing.assert_array_equal(part, rows[0].numpy()[:, order])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sequence_that_was_moved_out_comes_back_bit_for_bit(layout: str) -> None:
+    config = make_config(TWO_GROUPS, 64, block_size=4, layout=layout, window_slack=3)
+    with make_paged_session("torch", config) as session:
+        cache = session.cache
+        run(cache, (0, 11))
+        cache.seq_cp(0, 1)
+        run(cache, (1, 2), (0, 3), seed=1)
+        expected = run(cache, (0, 1), seed=2)
+        cache.cancel_step()
+        tables = cache.seq_table(0)
+        rows = cache.read_cells(tables)
+        cache.seq_rm(0)
+        run(cache, (5, 9), seed=3)
+        new = cache.seq_claim(0, tables)
+        cache.write_cells(new, rows)
+        for back, saved in zip(cache.read_cells(new), rows, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(back, saved, strict=True))
+        for a, b in zip(run(cache, (0, 1), seed=2), expected, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+# Tensor parallelism -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_paged_session, make_seq_session])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_ranks_together_attend_as_one(make: Any, layout: str) -> None:
+    whole = make_config(TWO_GROUPS, 64, block_size=4, layout=layout)
+    halved = replace(whole, tp_size=2)
+    with make("torch", whole) as one, make("torch", halved) as left, make("torch", halved) as right:
+        for n in (7, 1, 3):
+            for session in (one, left, right):
+                session.cache.begin_step([0] * n)
+            for layer in range(3):
+                rows = tensors(n, layer)
+                args = (None, layer, 0.3, torch.float32)
+                halves = [
+                    session.cache.update_and_attend(*(t.chunk(2, dim=1)[i] for t in rows), *args)
+                    for i, session in enumerate((left, right))
+                ]
+                together = one.cache.update_and_attend(*rows, *args)
+                assert torch.allclose(torch.cat(halves, dim=1), together, atol=1e-6)
+        sizes = [session.cache.usage().size_bytes for session in (one, left, right)]
+        assert sizes[0] == sizes[1] + sizes[2]
+        left.cache.begin_step([0])
+        with pytest.raises(ShapeError, match=r"this cache holds \[1, 1, T, 8\]"):
+            left.cache.update_and_attend(*tensors(1, 0), None, 0, 0.3, torch.float32)
+
+
+def test_heads_that_do_not_divide_over_the_ranks_are_refused() -> None:
+    assert divide_heads(8, 4) == 2
+    with pytest.raises(ConfigError, match="8 KV heads cannot be divided evenly over 3 tensor"):
+        divide_heads(8, 3)
+    with pytest.raises(ConfigError, match="choose a tp_size of 1, 2, 4, 8"):
+        divide_heads(8, 16)
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        make_config(TWO_GROUPS, 64, tp_size=0)
+    with pytest.raises(ConfigError, match="2 KV heads cannot be divided evenly over 4"):
+        make_config(TWO_GROUPS, 64, tp_size=4)
+    odd = ModelCacheParams(2, 4, 8, 8, (LayerGroup((0,), 4, 8, 8), LayerGroup((1,), 3, 8, 8)))
+    with pytest.raises(ConfigError, match="3 KV heads cannot be divided evenly over 2"):
+        make_config(odd, 64, tp_size=2)
+
+
+def test_settings_of_pages_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="block_size must be at least 1"):
+        make_config(TWO_GROUPS, 64, block_size=0)
+    with pytest.raises(ConfigError, match="choose one of layer_first, page_first"):
+        make_config(TWO_GROUPS, 64, layout="head_first")
+    with pytest.raises(ConfigError, match="capacity of 15 cells holds no block of 16"):
+        make_paged_session("torch", make_config(TWO_GROUPS, 15))
