@@ -98,8 +98,7 @@ class TorchAdapter(Adapter):
     @contextmanager
     def settings(self) -> Iterator[None]:
         """One thread: tensors this small are slower on two."""
-        import torch
-
+        torch = pytest.importorskip("torch")
         n_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield

@@ -104,6 +104,8 @@ class CellPoolAgainstDicts(ActionMachine):
         """p0 and p1 as a caller gives them, most often inside of the sequence; what p1 means."""
         n = max(self.want.get(seq, {}), default=0) + 4
         p0, p1 = a % n - 1, None if to_end else b % n
+        if a > 32:
+            p0 = 0
         return p0, p1, 10**9 if p1 is None else p1
 
     def refused(self, error, verb, *args):
@@ -334,6 +336,17 @@ def test_a_cell_lives_until_its_last_owner_lets_go():
     pool.release(runs)
     assert pool.n_free == 8
     pool.check()
+
+
+def test_of_one_run_only_the_cells_without_an_owner_come_free():
+    pool = CellPool(12)
+    pool.claim(0, 0, 10)
+    pool.seq_cp(0, 1, 2, 4)
+    pool.seq_cp(0, 2, 7, 8)
+    pool.seq_rm(0)
+    pool.check()
+    assert (pool.refs > 0).nonzero()[0].tolist() == [2, 3, 7]
+    assert pool.n_free == 9
 
 
 def test_more_sequences_than_64_share_one_trunk():

@@ -165,17 +165,43 @@ def test_a_copy_does_not_make_a_sequence_forget_what_its_own_window_let_go_of():
 
 
 def test_letting_go_of_what_a_copy_gave_back_does_not_forget_what_came_after_it():
-    cache = cache_of(capacity=230)
+    cache = cache_of((WINDOW,), capacity=30)
     bring(cache, 0, list(range(10)))
     cache.seq_cp(0, 1)
-    bring(cache, 1, list(range(10, 200)))
+    for token in range(10, 100):
+        bring(cache, 1, [token])
     cache.seq_cp(0, 1)
-    cache.seq_rm(0)
-    bring(cache, 1, list(range(200, 230)))
+    assert cache.pools[0].seq_positions(1)[:3] == [7, 8, 9]
+    bring(cache, 2, list(range(500, 500 + cache.n_free)))  # a full pool lets go of all it can
+    assert cache.pools[0].seq_positions(1) == [97, 98, 99]
+    assert cache.resumable_from(1) == 100
+
+
+def test_a_copy_that_gives_back_all_that_a_window_let_go_of_makes_rewinds_possible_again():
+    cache = cache_of()
+    cache.begin_step([0] * 67)
+    cache.forward(list(range(67)))
+    tables = cache.seq_table(0)
+    cache.retain_cells(tables)  # before the step is accepted and the window moves on
     cache.end_step()
-    cache._release_window(1, 1, batch=1)
-    assert cache.pools[1].seq_positions(1) == [227, 228, 229]
-    assert cache.resumable_from(1) == 230
+    assert cache.resumable_from(0) == 67
+    cache.seq_map(1, tables)
+    assert cache.resumable_from(1) == 0
+    cache.seq_cp(1, 0)
+    assert cache.resumable_from(0) == 0
+    cache.seq_rm(0, 10)
+    sees(cache, 0, numbered(*range(10)))
+
+
+def test_a_window_lets_go_of_tokens_and_not_of_the_hole_behind_them():
+    cache = cache_of(slack=20)
+    bring(cache, 0, list(range(80)))
+    cache.seq_rm(0, 64, 79)
+    bring(cache, 0, list(range(80, 88)))
+    assert cache.pools[1].seq_positions(0) == list(range(79, 88))
+    assert cache.resumable_from(0) == 64 + WINDOW - 1
+    cache.seq_rm(0, 67)
+    sees(cache, 0, numbered(*range(64)))
 
 
 # Tables: sequences that begin on held cells, or with bytes that come back -------------------------

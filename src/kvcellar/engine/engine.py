@@ -41,7 +41,8 @@ class EngineConfig:
         policy: ``mixed`` or ``prefill-first``.
         delay_factor: of ``prefill-first``: how long new prompts gather before they are let in.
         index: ``radix``, ``hashed`` or ``naive``.
-        page_size: tokens per page of the radix index, or per block of the hashed one.
+        page_size: tokens per page of the radix index, or per block of the hashed one; None: as
+            many as the cache takes and frees together.
         max_moved_bytes: host memory for the KV of preempted sequences; 0: they are recomputed.
     """
 
@@ -50,13 +51,14 @@ class EngineConfig:
     policy: str = "mixed"
     delay_factor: float = 0.0
     index: str = "radix"
-    page_size: int = 1
+    page_size: int | None = None
     max_moved_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.max_moved_bytes < 0:
             raise ConfigError(f"max_moved_bytes must be 0 or more, got {self.max_moved_bytes}")
 
@@ -90,7 +92,13 @@ class Engine:
         self.runner = runner
         self.cache = cache
         windows = tuple(group.window for group in cache.config.params.groups)
-        self.index: PrefixIndex = make_index(self.config.index, windows, self.config.page_size)
+        page_size = self.config.page_size or cache.block_size
+        if page_size % cache.block_size:
+            raise ConfigError(
+                f"page_size {page_size} cannot be used over blocks of {cache.block_size} cells, "
+                f"which are shared and freed whole; choose a multiple, or None"
+            )
+        self.index: PrefixIndex = make_index(self.config.index, windows, page_size)
         policy: Policy = make_policy(self.config.policy, self.config.delay_factor)
         self.scheduler = Scheduler(
             Residency(cache, self.index, self.config.max_moved_bytes),

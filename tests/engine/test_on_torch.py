@@ -1,0 +1,127 @@
+"""The engine on a real model: the same trace on token cells and on pages, in either layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvcellar as kv
+from kvcellar.engine import (
+    Engine,
+    EngineConfig,
+    FinishEvent,
+    Request,
+    SamplingParams,
+    generate,
+    last,
+)
+from kvcellar.errors import ConfigError
+from kvcellar.models import load_model
+
+CAPACITY = 640
+PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    return load_model("demo")
+
+
+def prompts(model: Any) -> list[list[int]]:
+    trunk = model.tokenizer("import os\nimport sys\n\n\ndef main(argv):\n    for arg in argv:\n")
+    tails = [
+        "        print(arg)\n",
+        "        os.remove(arg)\n",
+        "        with open(arg) as f:\n",
+        "",
+    ]
+    encoded = [model.tokenizer(tail)["input_ids"] for tail in tails]
+    return [list(trunk["input_ids"]) + list(tail) for tail in encoded]
+
+
+@pytest.fixture(scope="module")
+def wanted(demo: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The plain loop, one prompt at a time, in a contiguous cache."""
+    results = {}
+    for prompt in prompts(demo):
+        config = kv.make_config(demo.params, CAPACITY)
+        with kv.make_decode_session("torch", config) as session:
+            runner = demo.bind(session)
+            events = generate(runner, session.cache, demo.tokenizer, prompt, PARAMS)
+            results[tuple(prompt)] = last(events).token_ids
+    return results
+
+
+CACHES = {
+    "cells": lambda params: kv.make_seq_session("torch", kv.make_config(params, CAPACITY)),
+    "pages, layer first": lambda params: kv.make_paged_session(
+        "torch", kv.make_config(params, CAPACITY, block_size=16, layout="layer_first")
+    ),
+    "pages, page first": lambda params: kv.make_paged_session(
+        "torch", kv.make_config(params, CAPACITY, block_size=16, layout="page_first")
+    ),
+}
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed", "naive"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_pages(demo, wanted, cache, index):
+    page_size = 1 if cache == "cells" and index == "radix" else 16
+    with CACHES[cache](demo.params) as session:
+        engine = Engine(
+            demo.bind(session),
+            session.cache,
+            demo.tokenizer,
+            config=EngineConfig(index=index, page_size=page_size, max_num_batched_tokens=24),
+        )
+        for round_ in range(2):
+            ids = {engine.submit(Request(tuple(p), PARAMS)): tuple(p) for p in prompts(demo)}
+            ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+            for request_id, prompt in ids.items():
+                assert ends[request_id].token_ids == wanted[prompt], ends[request_id].error
+                if round_ and index != "naive":
+                    reused = ends[request_id].usage.cached_tokens
+                    assert reused >= len(prompt) - 1 - (page_size - 1)
+        stats = engine.stats()
+        assert stats.protected_tokens == 0 and not session.cache.seq_ids()
+        if cache == "cells":
+            assert stats.free_cells + stats.evictable_cells == CAPACITY
+
+
+def test_an_index_of_other_pages_than_the_cache_has_is_refused(demo):
+    with (
+        CACHES["pages, layer first"](demo.params) as session,
+        pytest.raises(ConfigError, match="page_size 24 cannot be used over blocks of 16"),
+    ):
+        Engine(demo.bind(session), session.cache, config=EngineConfig(page_size=24))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_kv_that_was_moved_out_comes_back_bit_for_bit(demo, cache):
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    long = prompts(demo)[:3]
+    with CACHES[cache](demo.params) as session:
+        alone = []
+        for prompt in long:
+            engine = Engine(demo.bind(session), session.cache, config=EngineConfig(index="naive"))
+            alone.append(engine.generate(Request(tuple(prompt), params)).token_ids)
+    make = {
+        "cells": lambda: kv.make_seq_session("torch", kv.make_config(demo.params, 192)),
+        "pages, layer first": lambda: kv.make_paged_session(
+            "torch", kv.make_config(demo.params, 192, layout="layer_first")
+        ),
+        "pages, page first": lambda: kv.make_paged_session(
+            "torch", kv.make_config(demo.params, 192, layout="page_first")
+        ),
+    }[cache]
+    with make() as session:
+        engine = Engine(
+            demo.bind(session),
+            session.cache,
+            config=EngineConfig(index="naive", max_moved_bytes=1 << 30),
+        )
+        ids = [engine.submit(Request(tuple(prompt), params)) for prompt in long]
+        ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+        assert engine.stats().moved_in_tokens > 0
+        assert [ends[i].token_ids for i in ids] == alone
