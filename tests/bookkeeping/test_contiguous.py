@@ -78,6 +78,7 @@ class ContiguousCacheAgainstAList(ActionMachine):
             plan = cache._open.plans[cache.group_of(layer)]
             check_causal_masks(plan.reads, window)
             assert len(plan.writes) == 1, "history stays in one run"
+            assert plan.n_cells == plan.writes[0].run.stop
             assert all(len(read.runs) == 1 for read in plan.reads)
         if end == "finish":
             self.undo, self.want = self.want, self.want + tokens
@@ -169,3 +170,20 @@ class ContiguousCacheAgainstAList(ActionMachine):
 
 
 TestContiguousCacheAgainstAList = ContiguousCacheAgainstAList.TestCase
+
+
+@pytest.mark.parametrize("window, slack", [(2, 0), (64, 0), (64, 10), (1000, 64)])
+def test_a_window_copies_about_one_cell_per_token_and_never_onto_itself(window, slack):
+    cache = SimulatedContiguous(config_of((window,), 20_000, slack, min_chunk=2))
+    moved = []
+
+    def move(group, base, src_cells):
+        assert base == 0 and src_cells.min() >= len(src_cells)
+        moved.append(len(src_cells))
+
+    cache._move_cells = move
+    for _ in range(10_000):
+        for layer in range(cache.n_layers):
+            cache.plan(layer, 1, None)
+            cache.wrote(layer)
+    assert 0 < sum(moved) <= 10_000

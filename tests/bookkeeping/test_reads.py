@@ -156,6 +156,7 @@ def test_commit_takes_every_chain_from_a_root_and_nothing_else(frontiers, data):
     if is_chain:
         assert tree.commit(chain) == chain
         assert (tree.base, tree.n_nodes, tree.is_active) == (5 + len(chain), 0, False)
+        assert (tree.frontier_size, tree.frontier_positions()) == (0, [])
     else:
         with pytest.raises(ProposalError):
             tree.commit(chain)

@@ -203,6 +203,41 @@ def test_one_sequence_needs_no_begin_step_in_a_tree_cache():
     assert cache.seq_len(0) == 4
 
 
+def test_a_tree_that_was_forwarded_brings_nothing_until_it_is_committed_or_grows():
+    cache = SimulatedTree(config_of(MIXED))
+    cache.propose([-1, 0])
+    cache.forward([10, 11])
+    cache.end_step()
+    before = snapshot(cache)
+    for n in (1, 2, 3):
+        assert message(StepError, cache.begin_step, [0] * n) == (
+            "the tree of sequence 0 awaits its commit; commit a chain, commit([]) to drop it, or "
+            "propose the next frontier"
+        )
+        assert snapshot(cache) == before
+    cache.propose([1])
+    assert message(StepError, cache.begin_step, [0] * 2) == (
+        "sequence 0 proposed 1 nodes; the step brings 2 tokens for it"
+    )
+    assert cache.forward([12])[0] == [[10, 11, 12]]
+
+
+def test_a_chain_in_scattered_cells_is_brought_into_order():
+    cache = SimulatedTree(config_of((None,), capacity=12))
+    cache.begin_step([1] * 10)
+    cache.forward(list(range(100, 110)))
+    for hole in (1, 3, 5):
+        cache.seq_rm(1, hole, hole + 1)
+    cache.propose([-1, -1, 1, 2, 3])
+    cache.begin_step([0] * 5)
+    cache.forward([0, 1, 2, 3, 4])
+    assert len(cache._open.plans[0].writes) >= 3
+    cache.commit([1, 2, 3, 4])
+    cache.begin_step([0])
+    assert cache.forward([5])[0] == [[1, 2, 3, 4, 5]]
+    assert cache.stored[0][cache.pools[0].seq_cells(0)].tolist() == [1, 2, 3, 4, 5]
+
+
 def test_several_sequences_need_begin_step_in_a_tree_cache_too():
     cache = SimulatedTree(config_of(MIXED))
     cache.begin_step([0, 1])

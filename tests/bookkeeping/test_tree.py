@@ -216,6 +216,8 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
     def bring_other_tokens_than_were_proposed(self, n, twice):
         for seq, tree in self.trees.items():
             size = len(tree.frontier())
+            if not size:
+                self.refused(StepError, self.cache.begin_step, [seq] * min(n, len(tree.tokens)))
             other = next(s for s in range(9) if s != seq and s not in self.trees)
             if size and n != size:
                 self.refused(StepError, self.cache.begin_step, [seq] * n)

@@ -25,8 +25,7 @@ class ContiguousBookkeeping(StepBookkeeping):
         """An empty history."""
         super().__init__(config)
         self._length = 0
-        self._base = [0] * len(self.groups)  # position of cell 0
-        self._floor = [0] * len(self.groups)  # lowest position whose bytes are still whole
+        self._base = [0] * len(self.groups)  # position of cell 0, the lowest that is held
 
     @property
     def length(self) -> int:
@@ -40,8 +39,8 @@ class ContiguousBookkeeping(StepBookkeeping):
     def resumable_from(self) -> int:
         """The lowest length, other than 0, that ``rewind`` can cut back to."""
         return max(
-            (floor + group.window - 1 if group.window is not None and floor else 0)
-            for group, floor in zip(self.groups, self._floor, strict=True)
+            (base + group.window - 1 if group.window is not None and base else 0)
+            for group, base in zip(self.groups, self._base, strict=True)
         )
 
     def rewind(self, new_length: int) -> None:
@@ -107,8 +106,7 @@ class ContiguousBookkeeping(StepBookkeeping):
         base = self._base[index]
 
         def spans_of(p0: int, p1: int) -> list[Span]:
-            low = max(p0, self._floor[index])
-            return [Span(low, low - base, p1 - low)]
+            return [Span(p0, p0 - base, p1 - p0)]
 
         end = start + n_tokens
         reads = causal_reads(0, start, n_tokens, window, spans_of)
@@ -120,7 +118,6 @@ class ContiguousBookkeeping(StepBookkeeping):
         base = self._base[index]
         if start - base < max(2 * keep, self.config.min_chunk):
             return
-        self._floor[index] = start - keep
         if keep:
             src = np.arange(start - keep - base, start - base, dtype=np.int64)
             self._move_cells(index, 0, src)
@@ -135,9 +132,7 @@ class ContiguousBookkeeping(StepBookkeeping):
     def _clear(self) -> None:
         self._length = 0
         self._base = [0] * len(self.groups)
-        self._floor = [0] * len(self.groups)
 
     def _group_usage(self, group: int) -> GroupUsage:
-        live = self._length - self._floor[group]
-        n_cells = self._length - self._base[group]
-        return GroupUsage(self.groups[group].window, self.capacity, live, 0, n_cells)
+        live = self._length - self._base[group]
+        return GroupUsage(self.groups[group].window, self.capacity, live, 0, live)

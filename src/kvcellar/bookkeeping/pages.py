@@ -25,7 +25,7 @@ from kvcellar.bookkeeping.cells import (
 from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, spans_of_table
 from kvcellar.bookkeeping.step import OpenStep
 from kvcellar.errors import CacheFullError, ConfigError
-from kvcellar.types import CacheConfig, IntArray, Run, join_runs, runs_of
+from kvcellar.types import CacheConfig, IntArray, Run, StepPlan, join_runs, runs_of
 
 Refs = NDArray[np.int32]
 
@@ -544,12 +544,16 @@ class PagedBookkeeping(SeqBookkeeping):
                 self._undo(OpenStep([], [], 0))
             raise
 
-    def _claim(self, group: int, stretch: Stretch) -> list[Run]:
-        copy = self.pages[group].unshare(stretch.seq_id, stretch.first_pos)
-        if copy is not None:
-            self._copies.append((group, copy))
-            self._move_all(group, [copy.move])
-        return super()._claim(group, stretch)
+    def _group_plan(self, group: int, stretches: list[Stretch], n_tokens: int) -> StepPlan:
+        # Of those that share a block and all append, the longest comes last and may keep it: it
+        # writes behind what the others had there, so that they can have it back.
+        appends = _appends(stretches).items()
+        for seq_id, (first_pos, _) in sorted(appends, key=lambda item: item[1][0]):
+            copy = self.pages[group].unshare(seq_id, first_pos)
+            if copy is not None:
+                self._copies.append((group, copy))
+                self._move_all(group, [copy.move])
+        return super()._group_plan(group, stretches, n_tokens)
 
     def _undo(self, step: OpenStep) -> None:
         super()._undo(step)

@@ -131,6 +131,17 @@ class StepBookkeeping(ABC):
         step.seen[layer] = 1
         return step.plans[group]
 
+    def take_plan(self, layer: int, plan: StepPlan) -> bool:
+        """Take ``plan`` for one more layer of its group, in the forward that it was made for.
+
+        The short way for all layers after the first: what ``plan`` would return, or false.
+        """
+        step = self._open
+        if step is None or step.seen[layer] or step.plans[self._group_of[layer]] is not plan:
+            return False
+        step.seen[layer] = 1
+        return True
+
     def needs_positions(self) -> bool:
         """Whether the next ``plan`` call compares positions (or must learn them)."""
         step = self._open

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcellar.bookkeeping.cells import CellPool
 from kvcellar.bookkeeping.reads import as_runs, position_mask, positions_of
-from kvcellar.bookkeeping.sequences import SeqBookkeeping, SeqStep, Stretch, check_seq_id
+from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, check_seq_id
 from kvcellar.bookkeeping.step import OpenStep
 from kvcellar.errors import CacheFullError, ProposalError, StepError
 from kvcellar.types import (
@@ -391,8 +391,6 @@ class TreeBookkeeping(SeqBookkeeping):
                 pool.release(runs_of(cells[draft.tree.frontier_start :]))
                 del cells[draft.tree.frontier_start :]
             draft.is_pending = True
-        plain = {s: n for s, n in self._step.lengths.items() if s not in self._drafts}
-        self._step = SeqStep(self._step.stretches, plain)
         super()._undo(step)
 
     # Sequences ---------------------------------------------------------------------------------

@@ -105,16 +105,15 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         v: ``[1, n_kv_heads, L, v_head_dim]``.
         scale: factor on the logits.
     """
-    n_heads, n_kv = q.shape[1], k.shape[1]
-    if q.device.type == "cpu":
-        is_fused = v.shape[3] == q.shape[3]
-        if not is_fused or (q.dtype == torch.bfloat16 and n_heads <= FEW_ROWS * n_kv):
-            grouped = q.view(n_kv, n_heads // n_kv, 1, q.shape[3])
-            out = _few_rows(grouped, k, v, scale)
+    _, n_heads, _, dim = q.shape
+    n_kv, v_dim = k.shape[1], v.shape[3]
+    if q.is_cpu:
+        if v_dim != dim or (q.dtype == torch.bfloat16 and n_heads <= FEW_ROWS * n_kv):
+            out = _few_rows(q.view(n_kv, n_heads // n_kv, 1, dim), k, v, scale)
         else:
-            folded = q.view(1, n_kv, n_heads // n_kv, q.shape[3])
+            folded = q.view(1, n_kv, n_heads // n_kv, dim)
             out = F.scaled_dot_product_attention(folded, k, v, scale=scale)
-        return out.view(1, n_heads, 1, v.shape[3])
+        return out.view(1, n_heads, 1, v_dim)
     return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=n_heads > n_kv)
 
 

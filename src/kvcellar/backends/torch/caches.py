@@ -55,6 +55,8 @@ class Prepared:
     reads: tuple[tuple[int, int, tuple[PartRead, ...]], ...]
     decode: tuple[int, Run] | None
     """(cell to write, run to read) of one token of one sequence in one run: the hot path."""
+    shapes: tuple[torch.Size, torch.Size, torch.Size | None]
+    """Of k, v and q: checked once, the same in every layer of the group."""
 
 
 class TorchBytes(StepBookkeeping):
@@ -136,6 +138,15 @@ class TorchBytes(StepBookkeeping):
         q: Tensor | None = None,
     ) -> Prepared:
         """Check the shapes, ask for the plan, put it in tensors once per forward and group."""
+        prepared = self._prepared[index]
+        shapes = (k.shape, v.shape, None if q is None else q.shape)
+        if (
+            prepared is not None
+            and shapes == prepared.shapes
+            and self.take_plan(layer, prepared.plan)
+        ):
+            self.pools_of_layer[layer].ensure(prepared.plan.n_cells, k.device)
+            return prepared
         group = self.groups[index]
         n_tok = k.shape[2]
         if k.shape != (1, group.n_kv_heads, n_tok, group.head_dim) or v.shape != (
@@ -159,9 +170,7 @@ class TorchBytes(StepBookkeeping):
                 )
         positions = self._positions(position) if self.needs_positions() else None
         plan = self.plan(layer, n_tok, positions)
-        prepared = self._prepared[index]
-        if prepared is None or prepared.plan is not plan:
-            prepared = self._prepared[index] = _prepare(plan, k)
+        prepared = self._prepared[index] = _prepare(plan, k, shapes)
         self.pools_of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
 
@@ -250,23 +259,23 @@ class TorchBytes(StepBookkeeping):
                 pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
 
 
-def _prepare(plan: StepPlan, k: Tensor) -> Prepared:
+def _prepare(
+    plan: StepPlan, k: Tensor, shapes: tuple[torch.Size, torch.Size, torch.Size | None]
+) -> Prepared:
     """Everything about a plan that does not depend on the layer."""
+    first = plan.reads[0]
+    if plan.n_tokens == 1 and first.kind is AttendKind.NONE and len(first.runs) == 1:
+        run = first.runs[0]
+        reads = ((0, 1, (PartRead(run, None, None, False),)),)
+        return Prepared(plan, None, reads, (plan.writes[0].run.start, run), shapes)
     with torch.inference_mode(False):
         cells = None
         if len(plan.writes) > FEW_RUNS:
             cells = torch.as_tensor(plan.write_cells, device=k.device)
-        reads = tuple(
+        parts = tuple(
             (spec.q_start, spec.q_len, tuple(_part_reads(spec, k))) for spec in plan.reads
         )
-    decode = None
-    if (
-        plan.n_tokens == 1
-        and plan.reads[0].kind is AttendKind.NONE
-        and len(plan.reads[0].runs) == 1
-    ):
-        decode = (plan.writes[0].run.start, plan.reads[0].runs[0])
-    return Prepared(plan, cells, reads, decode)
+    return Prepared(plan, cells, parts, None, shapes)
 
 
 def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:

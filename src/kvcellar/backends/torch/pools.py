@@ -29,11 +29,8 @@ class Rows:
         self.dim = dim
         self.dtype = dtype
         self.data: Tensor | None = None
-
-    @property
-    def n_cells(self) -> int:
+        self.n_cells = 0
         """Cells that are allocated."""
-        return 0 if self.data is None else self.data.shape[2]
 
     def grow(self, n_cells: int, device: torch.device) -> None:
         """Allocate ``n_cells`` and keep what is there."""
@@ -42,7 +39,7 @@ class Rows:
             data = torch.empty(shape, dtype=self.dtype, device=device)
             if self.data is not None:
                 data[:, :, : self.n_cells] = self.data
-        self.data = data
+        self.data, self.n_cells = data, n_cells
 
 
 class Pool:
