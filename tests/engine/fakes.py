@@ -12,7 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.bookkeeping import (
+    ContiguousBookkeeping,
+    PagedBookkeeping,
+    SeqBookkeeping,
+    TreeBookkeeping,
+)
 from kvcellar.registry import CacheSession
 from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams, make_config
 
@@ -52,10 +57,15 @@ class TreeCells(_TokenCells, TreeBookkeeping):
     pass
 
 
+class PagedCells(_TokenCells, PagedBookkeeping):
+    pass
+
+
 KINDS: dict[str, Callable[[Any], Any]] = {
     "contiguous": ContiguousCells,
     "seq": SeqCells,
     "tree": TreeCells,
+    "paged": PagedCells,
 }
 
 

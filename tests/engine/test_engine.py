@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tests.engine.fakes import (
     PARAMS,
     ByteTokenizer,
     HashRunner,
+    PagedCells,
     SeqCells,
     make_cache,
 )
@@ -210,6 +211,45 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
             assert end.usage.prompt_tokens == len(request.prompt_ids)
             assert end.usage.cached_tokens < len(request.prompt_ids)
     nothing_is_left(engine)
+
+
+@settings(max_examples=60)
+@given(
+    arrivals=st.lists(st.tuples(requests(), st.integers(0, 4)), max_size=9),
+    index=st.sampled_from(["radix", "hashed", "naive"]),
+    params=st.sampled_from([FULL_PARAMS, PARAMS]),
+    block_size=st.sampled_from([1, 3, 4]),
+    n_blocks=st.integers(16, 30),
+    max_num_seqs=st.integers(1, 5),
+    drafter=st.sampled_from([None, GuessAgain()]),
+)
+def test_any_mixture_gives_the_tokens_of_the_plain_loop_on_pages(
+    arrivals, index, params, block_size, n_blocks, max_num_seqs, drafter
+):
+    capacity = max(48, n_blocks * block_size)
+    capacity -= capacity % block_size
+    cache = PagedCells(replace(make_cache("seq", capacity, params).config, block_size=block_size))
+    engine = make_engine(cache=cache, drafter=drafter, index=index, max_num_seqs=max_num_seqs)
+    heard = Heard()
+    asked: dict[int, Request] = {}
+    for request, pause in arrivals:
+        asked[engine.submit(request)] = request
+        for _ in range(pause):
+            heard.take(engine.step())
+    for event in engine.run():
+        heard.take([event])
+    for request_id, request in asked.items():
+        want = plain_loop(request.prompt_ids, request.params, params)
+        end = heard.ends[request_id]
+        assert end.error is None
+        assert want.token_ids[: len(end.token_ids)] == end.token_ids
+        assert end.token_ids == want.token_ids or end.finish.cause == "cache_full"
+    sizes = engine.index.size_info()
+    assert sizes.protected == 0 and not cache.seq_ids()
+    if sizes.evictable:
+        cache.release_cells(engine.index.evict(sizes.evictable).cells)
+    cache.check()
+    assert cache.n_free == capacity
 
 
 # Reuse ------------------------------------------------------------------------------------------

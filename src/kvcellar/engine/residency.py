@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -95,9 +96,16 @@ class Residency:
         """Cells that are free, or would be after evicting all that may be evicted."""
         return self.cache.n_free + self.index.size_info().evictable
 
+    def make_room_for(self, seq_ids: Seq[int]) -> bool:
+        """Evict until a step with these tokens finds its cells; false where they cannot be had."""
+        return self._evict_until(lambda: self.cache.can_begin_step(seq_ids), len(seq_ids))
+
     def make_room(self, n_cells: int) -> bool:
-        """Evict until ``n_cells`` can be claimed; false where they cannot be had."""
-        while not self.cache.can_extend(n_cells):
+        """Evict until one sequence can claim ``n_cells``; false where they cannot be had."""
+        return self._evict_until(lambda: self.cache.can_extend(n_cells), n_cells)
+
+    def _evict_until(self, is_enough: Callable[[], bool], n_cells: int) -> bool:
+        while not is_enough():
             evictable = self.index.size_info().evictable
             if not evictable:
                 return False

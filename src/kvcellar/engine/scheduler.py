@@ -299,7 +299,8 @@ class Scheduler:
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
         """Make room for these tokens, giving up drafts and kept sequences before anyone's turn."""
-        if self.residency.make_room(sum(a.n_tokens for a in allotments)):
+        seq_ids = [a.sequence.seq_id for a in allotments for _ in range(a.n_tokens)]
+        if self.residency.make_room_for(seq_ids):
             return True
         if any(a.sequence.drafted for a in allotments):
             for sequence in self.running:
