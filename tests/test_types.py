@@ -148,3 +148,18 @@ def test_a_pool_doubles_up_to_its_capacity_and_never_shrinks(
         assert size < 2 * n_cells, "no more than one doubling too far"
     if n_cells <= allocated and allocated >= min_chunk:
         assert size == allocated
+
+
+@pytest.mark.parametrize(
+    "n_cells, allocated, min_chunk, capacity, size",
+    [
+        (1, 0, 512, 4096, 512),
+        (513, 512, 512, 4096, 1024),
+        (1500, 512, 512, 4096, 2048),
+        (2500, 2048, 512, 3000, 3000),
+        (3, 0, 512, 100, 100),
+        (10, 64, 512, 4096, 512),
+    ],
+)
+def test_growth_doubles_from_the_first_chunk_on(n_cells, allocated, min_chunk, capacity, size):
+    assert grown_size(n_cells, allocated, min_chunk, capacity) == size

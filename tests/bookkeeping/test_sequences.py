@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass, field
 
@@ -525,6 +526,8 @@ class SeqCacheAgainstHistories(ActionMachine):
         assert cache.n_free <= min(pool.capacity for pool in cache.pools)
         assert cache.can_extend(max(0, cache.n_free)) or cache.n_free < 0
         assert not cache.can_extend(cache.n_free + 1)
+        with contextlib.suppress(StepError):  # of a tree that awaits its commit
+            cache.can_begin_step([seq] * max(1, n))
         if cache.has_seq(seq):
             cache.can_resume(seq, length), cache.resumable_from(seq), cache.seq_usage(seq)
             cache.seq_len(seq), cache.seq_table(seq), cache.seq_table(seq, length + 1)

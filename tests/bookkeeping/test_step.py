@@ -8,6 +8,7 @@ import pytest
 from kvcellar.errors import (
     CacheFullError,
     PositionError,
+    ProposalError,
     RewindError,
     StepError,
     UnknownSequenceError,
@@ -403,3 +404,83 @@ def test_a_window_that_has_moved_on_says_from_where_it_can_resume():
     )
     assert message(RewindError, cache.seq_cp, 0, 1, 0, 50).startswith("seq_cp of sequence 0 at 50:")
     assert not cache.has_seq(1)
+
+
+def test_a_chain_that_cannot_be_committed_says_why():
+    cache = filled(SimulatedTree)
+    assert message(ProposalError, cache.commit, []) == (
+        "sequence 0 has no proposed nodes; call propose first"
+    )
+    cache.propose([-1, 0, -1])
+    cache.forward([10, 11, 12])
+    cache.propose([1])
+    before = snapshot(cache)
+    assert message(ProposalError, cache.commit, [0, 7]) == (
+        "commit names node 7; 4 nodes are proposed, 0 to 3"
+    )
+    assert message(ProposalError, cache.commit, [-1]).startswith("commit names node -1; 4 nodes")
+    assert message(ProposalError, cache.commit, [0, 2]) == (
+        "commit needs a chain from a root downwards: node 2 hangs off -1, the chain so far ends "
+        "at 0 (-1 is the last committed token)"
+    )
+    assert "node 1 hangs off 0, the chain so far ends at -1" in message(
+        ProposalError, cache.commit, [1]
+    )
+    assert message(ProposalError, cache.commit, [0, 1, 3]) == (
+        "commit names node 3, whose frontier has not been through a forward yet; run it first"
+    )
+    assert snapshot(cache) == before
+
+
+def test_a_frontier_that_cannot_be_proposed_says_why():
+    cache = filled(SimulatedTree, capacity=8)
+    assert message(ProposalError, cache.propose, []) == (
+        "propose got no nodes; a frontier has at least one"
+    )
+    assert message(ProposalError, cache.propose, [-1, 0, 2]) == (
+        "node 2 names parent 2; a parent is -1 (the last committed token) or an earlier node, "
+        "0 to 1"
+    )
+    assert message(CacheFullError, cache.propose, [-1] * 6) == (
+        "a frontier of 6 nodes needs as many cells, 5 free of 8; release a sequence or raise "
+        "capacity"
+    )
+    assert not cache.has_tree()
+    cache.propose([-1, -1])
+    before = snapshot(cache)
+    assert message(ProposalError, cache.propose, [0]) == (
+        "sequence 0 has a frontier of 2 nodes that awaits its forward; run it, or commit([]) to "
+        "drop the tree"
+    )
+    assert message(CacheFullError, cache.propose, [-1] * 4, 1).startswith(
+        "a frontier of 4 nodes needs as many cells, 3 free of 8;"
+    ), "what is proposed already is promised"
+    assert snapshot(cache) == before
+
+
+def test_a_history_under_a_tree_cannot_change_and_says_so():
+    cache = filled(SimulatedTree)
+    cache.propose([-1, -1])
+    before = snapshot(cache)
+    for part in ((2,), (0, 1), (1, 2)):
+        assert message(StepError, cache.seq_rm, 0, *part) == (
+            "sequence 0 has 2 proposed nodes; commit them, or commit([]) to drop them, before a "
+            "part of its history is dropped"
+        )
+    cache.begin_step([5])
+    cache.cancel_step()
+    assert "before it gets other tokens" in message(StepError, cache.seq_cp, 5, 0)
+    assert snapshot(cache) == before
+    cache.seq_rm(0)
+    assert not cache.has_seq(0) and not cache.has_tree()
+
+
+def test_promised_cells_are_left_to_the_nodes_that_they_were_promised_to():
+    cache = filled(SimulatedTree, capacity=8)
+    cache.propose([-1] * 3)
+    assert cache.can_extend(2) and not cache.can_extend(3)
+    assert message(CacheFullError, cache.begin_step, [1] * 3).startswith(
+        "step needs 3 cells, 2 free of 8;"
+    )
+    cache.begin_step([1, 1, 0, 0, 0])
+    assert cache.n_free == 0

@@ -178,7 +178,7 @@ class SeqBookkeeping(StepBookkeeping):
             free = pool.n_free + self._n_releasable(group) - n_promised
             if n > free:
                 raise CacheFullError(
-                    f"{who} needs {n} cells, {free} free of {self.capacity}; "
+                    f"{who} needs {n} cells, {max(0, free)} free of {self.capacity}; "
                     f"release a sequence or raise capacity"
                 )
         for group, (pool, n) in enumerate(zip(self.pools, n_cells, strict=True)):

@@ -123,8 +123,9 @@ class DraftTree:
                 )
             if self.parents[node] != above:
                 raise ProposalError(
-                    f"commit needs a chain: node {node} hangs off {self.parents[node]}, "
-                    f"the chain so far ends at {above}"
+                    f"commit needs a chain from a root downwards: node {node} hangs off "
+                    f"{self.parents[node]}, the chain so far ends at {above} (-1 is the last "
+                    f"committed token)"
                 )
             above = node
         return rows
@@ -229,8 +230,9 @@ class TreeBookkeeping(SeqBookkeeping):
         parents = [int(p) for p in parents]
         tree.check_frontier(parents)
         if not self.can_extend(len(parents)):
+            free = max(0, self.n_free)
             raise CacheFullError(
-                f"a frontier of {len(parents)} nodes needs as many cells, {self.n_free} free of "
+                f"a frontier of {len(parents)} nodes needs as many cells, {free} free of "
                 f"{self.capacity}; release a sequence or raise capacity"
             )
         tree.propose(parents)
@@ -273,7 +275,8 @@ class TreeBookkeeping(SeqBookkeeping):
         for row in rows:
             if row >= len(draft.cells[0]):
                 raise ProposalError(
-                    f"commit names node {row}, whose frontier has not been through a forward yet"
+                    f"commit names node {row}, whose frontier has not been through a forward yet; "
+                    f"run it first"
                 )
         base = draft.tree.base
         for group, pool in enumerate(self.pools):
