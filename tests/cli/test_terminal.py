@@ -92,7 +92,8 @@ def test_a_terminal_sees_progress_reuse_and_commands() -> None:
         screen.wait_for("took back: And more")
         screen.type("/help\n")
         screen.wait_for("/undo   take back the last turn")
-        screen.type("\x04")
+        screen.wait_for("at the prompt it leaves.")
+        screen.type("/quit\n")
         assert screen.ends_with() == 0
         assert "Traceback" not in screen.text
 
