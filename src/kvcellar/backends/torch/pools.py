@@ -28,7 +28,7 @@ class Rows:
         self.n_heads = n_heads
         self.dim = dim
         self.dtype = dtype
-        self.data: Tensor | None = None
+        self.data: Tensor = torch.empty((1, n_heads, 0, dim), dtype=dtype)
         self.n_cells = 0
         """Cells that are allocated."""
 
@@ -37,8 +37,7 @@ class Rows:
         with torch.inference_mode(False):  # pools outlive any inference_mode block
             shape = (1, self.n_heads, n_cells, self.dim)
             data = torch.empty(shape, dtype=self.dtype, device=device)
-            if self.data is not None:
-                data[:, :, : self.n_cells] = self.data
+            data[:, :, : self.n_cells] = self.data
         self.data, self.n_cells = data, n_cells
 
 
@@ -63,12 +62,12 @@ class Pool:
     @property
     def device(self) -> torch.device | None:
         """Where the bytes are; None before the first."""
-        return None if self.k.data is None else self.k.data.device
+        return self.k.data.device if self.k.n_cells else None
 
     @property
     def size_bytes(self) -> int:
         """Bytes that are allocated."""
-        return sum(0 if r.data is None else r.data.nbytes for r in (self.k, self.v))
+        return self.k.data.nbytes + self.v.data.nbytes
 
     def ensure(self, n_cells: int, device: torch.device) -> None:
         """Hold at least ``n_cells``: doubles from ``min_chunk``, never past ``capacity``."""
@@ -81,32 +80,27 @@ class Pool:
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in cells ``[start, start + T)``."""
         n = k.shape[2]
-        _data(self.k).narrow(2, start, n).copy_(k)
-        _data(self.v).narrow(2, start, n).copy_(v)
+        self.k.data.narrow(2, start, n).copy_(k)
+        self.v.data.narrow(2, start, n).copy_(v)
 
     def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in ``cells [T]`` (int64, on the pool's device)."""
-        _data(self.k).index_copy_(2, cells, k.to(self.k.dtype))
-        _data(self.v).index_copy_(2, cells, v.to(self.v.dtype))
+        self.k.data.index_copy_(2, cells, k.to(self.k.dtype))
+        self.v.data.index_copy_(2, cells, v.to(self.v.dtype))
 
     def gather_into(self, base: int, src_cells: Tensor) -> None:
         """Copy ``src_cells [n]`` to cells ``[base, base + n)``; all are read before any write."""
         for rows in (self.k, self.v):
-            data = _data(rows)
+            data = rows.data
             data.narrow(2, base, src_cells.shape[0]).copy_(data.index_select(2, src_cells))
 
     def read(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Views ``[1, n_kv_heads, length, dim]`` of K and V; no copy."""
-        return _data(self.k).narrow(2, start, length), _data(self.v).narrow(2, start, length)
+        return self.k.data.narrow(2, start, length), self.v.data.narrow(2, start, length)
 
     def gather(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         """Copies ``[1, n_kv_heads, len(cells), dim]`` of K and V."""
-        return _data(self.k).index_select(2, cells), _data(self.v).index_select(2, cells)
-
-
-def _data(rows: Rows) -> Tensor:
-    assert rows.data is not None, "ensure comes before the first read or write"
-    return rows.data
+        return self.k.data.index_select(2, cells), self.v.data.index_select(2, cells)
 
 
 class LayerPool(Protocol):
