@@ -11,12 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.errors import ConfigError
+from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
-
-FLOAT_KV_DTYPES = ("float32", "bfloat16", "float16")
-"""KV storage types of the float pools."""
 
 LAYOUTS = ("layer_first", "page_first")
 """How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
@@ -162,6 +160,11 @@ class LayerGroup:
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"layers of a group ascend without repeats, got {self.layers}")
 
+    def cell_bytes(self, kv: KvDtype) -> int:
+        """Bytes of one token's K and V in all layers of the group, scales and biases included."""
+        row_bytes = kv.k.row_bytes(self.head_dim) + kv.v.row_bytes(self.v_head_dim)
+        return len(self.layers) * self.n_kv_heads * row_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCacheParams:
@@ -209,7 +212,7 @@ class CacheConfig:
         params: the model's facts.
         capacity: the most cells that a layer group may hold, over all sequences; the context
             budget of the session. A fork's shared cells count once, a draft tree's nodes count.
-        kv_dtype: how K and V are stored: one of ``FLOAT_KV_DTYPES``.
+        kv_dtype: how K and V are stored: a name that ``kv_dtype.parse_kv_dtype`` reads.
         min_chunk: cells that a pool allocates at first; it doubles from there up to capacity.
         window_slack: positions kept behind each sliding window, so that a sequence can be cut
             back by that many tokens and go on exactly.
@@ -233,11 +236,9 @@ class CacheConfig:
                 f"capacity is the number of tokens a cache can hold and must be at least 1, "
                 f"got {self.capacity}"
             )
-        if self.kv_dtype not in FLOAT_KV_DTYPES:
-            raise ConfigError(
-                f"kv_dtype {self.kv_dtype!r} is not known; choose one of "
-                f"{', '.join(FLOAT_KV_DTYPES)}"
-            )
+        for group in self.params.groups:
+            for side, dim in ((self.kv.k, group.head_dim), (self.kv.v, group.v_head_dim)):
+                side.row_bytes(dim)  # a group size that does not divide the row is refused
         if self.min_chunk < 1:
             raise ConfigError(f"min_chunk must be at least 1 cell, got {self.min_chunk}")
         if self.window_slack < 0:
@@ -250,6 +251,11 @@ class CacheConfig:
             )
         for group in self.params.groups:
             divide_heads(group.n_kv_heads, self.tp_size)
+
+    @property
+    def kv(self) -> KvDtype:
+        """``kv_dtype``, read."""
+        return parse_kv_dtype(self.kv_dtype)
 
     @property
     def rank_groups(self) -> tuple[LayerGroup, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvcellar.types import FLOAT_KV_DTYPES
+from kvcellar.kv_dtype import KV_DTYPES
 
 LOADING = "Model and cache"
 SAMPLING = "Sampling"
@@ -37,7 +37,8 @@ KvDtype = Annotated[
     str | None,
     typer.Option(
         metavar="DTYPE",
-        help=f"How K and V are stored: {', '.join(FLOAT_KV_DTYPES)}. Default: as the weights.",
+        help=f"How K and V are stored: {', '.join(KV_DTYPES)}, or each by itself, as k8v4; :g32, "
+        ":g64 and :g128 set a group size, :rot rotates K. Default: as the weights.",
         rich_help_panel=LOADING,
     ),
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.cache import Cache
 from kvcellar.cli.terminal import progress_bar
 from kvcellar.errors import ConfigError
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.registry import (
     CacheSession,
     load_backend,
@@ -17,7 +18,7 @@ from kvcellar.registry import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.types import FLOAT_KV_DTYPES, CacheConfig, ModelCacheParams, make_config
+from kvcellar.types import CacheConfig, ModelCacheParams, make_config
 
 if TYPE_CHECKING:
     from kvcellar.models import LoadedModel, Runner

@@ -32,8 +32,6 @@ __all__ = ["Branch", "BranchReport", "branch", "bytes_per_cell"]
 StepFn = Callable[[int, int], None]
 """Called with how many tokens each branch has, and how many it may have."""
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(slots=True)
 class Branch:
@@ -200,13 +198,7 @@ def branch(
 
 def bytes_per_cell(config: CacheConfig) -> int:
     """Bytes of one token's K and V in all layers that keep it."""
-    return (
-        sum(
-            len(group.layers) * group.n_kv_heads * (group.head_dim + group.v_head_dim)
-            for group in config.params.groups
-        )
-        * _ITEM_BYTES[config.kv_dtype]
-    )
+    return sum(group.cell_bytes(config.kv) for group in config.params.groups)
 
 
 def _params_of(index: int, params: SamplingParams) -> SamplingParams:

@@ -1,0 +1,157 @@
+"""How K and V are stored: the names, what a row costs, and the arithmetic of the quantised ones.
+
+Quantisation is affine, per group of consecutive numbers of a row (along head_dim), to unsigned
+integers: ``x ~ scale * q + bias``. Every backend computes it by the same float32 operations, so the
+same rows give the same bytes everywhere, and a snapshot taken on one restores on any other::
+
+    low, high = min(group), max(group)
+    bias  = float16(low - |low| / 1024)               # at most low: nothing is cut off below
+    scale = float16((high - bias) * (1025 / 1024) / (2**bits - 1))
+    q     = clip(round_half_even((x - bias) * (1 / scale)), 0, 2**bits - 1)    # 0 if scale is 0
+
+The error of a number is at most half a scale and what float16 cannot say of very small scales.
+``packed`` holds int8 values as bytes, and int4 values two to a byte, the first in the low bits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvcellar.errors import ConfigError
+
+FLOAT_KV_DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the float storage types."""
+
+KV_DTYPES = (*FLOAT_KV_DTYPES, "int8", "int4")
+"""Names that say how K and V are both stored; ``k8v4`` and the like say each by itself."""
+
+GROUP_SIZES = (32, 64, 128)
+"""Numbers that may share a scale and a bias."""
+
+AFFINE_BYTES = 4
+"""A float16 scale and a float16 bias."""
+
+_BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float16": 16, "float32": 32}
+_SIDES = {"4": "int4", "8": "int8", "16": "bfloat16", "32": "float32"}
+_PREFERRED_GROUP = {"int8": 64, "int4": 32}
+_PAIR = re.compile(r"k(\d+)v(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SideDtype:
+    """How the rows of one side, K or V, are stored.
+
+    Attributes:
+        name: one of ``KV_DTYPES``.
+        group_size: numbers that share a scale and a bias; None: the preferred one that divides
+            the row (64 for int8, 32 for int4), or the whole row where none does.
+        is_rotated: rows are turned by a Hadamard matrix before they are quantised, which spreads
+            outliers over the row; attention turns the queries too, and the logits are the same.
+    """
+
+    name: str
+    group_size: int | None = None
+    is_rotated: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of one stored number."""
+        return _BITS[self.name]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether rows are integers with scales and biases."""
+        return self.name not in FLOAT_KV_DTYPES
+
+    def group_of(self, dim: int) -> int:
+        """Numbers per group of a row of ``dim``.
+
+        Raises:
+            ConfigError: the group size that was asked for does not divide the row.
+        """
+        if self.group_size is None:
+            preferred = _PREFERRED_GROUP[self.name]
+            return next((g for g in (preferred, 32) if dim % g == 0), dim)
+        if dim % self.group_size:
+            fitting = [str(g) for g in GROUP_SIZES if dim % g == 0]
+            raise ConfigError(
+                f"groups of {self.group_size} do not divide a row of {dim} numbers; "
+                + (f"choose {' or '.join(fitting)}, or " if fitting else "")
+                + "leave the group size out and the row is divided as it can be"
+            )
+        return self.group_size
+
+    def n_groups(self, dim: int) -> int:
+        """Scales per row of ``dim`` numbers; 0 for the float types."""
+        return dim // self.group_of(dim) if self.is_quantised else 0
+
+    def packed_bytes(self, dim: int) -> int:
+        """Bytes of the stored numbers of a row, without scales and biases."""
+        return -(-dim * self.bits // 8)
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row of ``dim`` numbers: one token, one head, one layer."""
+        return self.packed_bytes(dim) + AFFINE_BYTES * self.n_groups(dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KvDtype:
+    """How K and V are stored."""
+
+    k: SideDtype
+    v: SideDtype
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether one of the two is."""
+        return self.k.is_quantised or self.v.is_quantised
+
+
+@lru_cache
+def parse_kv_dtype(name: str) -> KvDtype:
+    """Read ``int8``, ``k8v4``, ``int4:g64``, ``k4v8:rot`` and the like.
+
+    The first word says the types: one of ``KV_DTYPES`` for both sides, or ``k<bits>v<bits>`` with
+    4 (int4), 8 (int8), 16 (bfloat16) or 32 (float32) bits. ``:g32``, ``:g64``, ``:g128`` set the
+    group size, ``:rot`` rotates a quantised K.
+
+    Raises:
+        ConfigError: nothing that is known; the message says what is.
+    """
+    first, *options = name.split(":")
+    pair = _PAIR.fullmatch(first)
+    if pair and pair[1] in _SIDES and pair[2] in _SIDES:
+        k, v = _SIDES[pair[1]], _SIDES[pair[2]]
+    elif first in KV_DTYPES:
+        k = v = first
+    else:
+        raise _unknown(name)
+    group_size: int | None = None
+    is_rotated = False
+    for option in options:
+        if option == "rot" and not is_rotated:
+            is_rotated = True
+        elif group_size is None and option in {f"g{size}" for size in GROUP_SIZES}:
+            group_size = int(option[1:])
+        else:
+            raise _unknown(name)
+    sides = [
+        SideDtype(side, group_size if side not in FLOAT_KV_DTYPES else None) for side in (k, v)
+    ]
+    if options and not any(side.is_quantised for side in sides):
+        raise ConfigError(f"kv_dtype {name!r} is a float type, which has no groups and no rotation")
+    if is_rotated:
+        if not sides[0].is_quantised:
+            raise ConfigError(f"kv_dtype {name!r} rotates K, which only a quantised K needs")
+        sides[0] = SideDtype(k, sides[0].group_size, is_rotated=True)
+    return KvDtype(*sides)
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(
+        f"kv_dtype {name!r} is not known; choose one of {', '.join(KV_DTYPES)}, or K and V by "
+        f"themselves as k<bits>v<bits> with 4, 8, 16 or 32 bits (k8v4), then :g32, :g64 or :g128 "
+        f"for the group size and :rot to rotate K (int4:g64:rot)"
+    )
