@@ -11,6 +11,10 @@ same rows give the same bytes everywhere, and a snapshot taken on one restores o
 
 The error of a number is at most half a scale and what float16 cannot say of very small scales.
 ``packed`` holds int8 values as bytes, and int4 values two to a byte, the first in the low bits.
+
+A rotated K is multiplied by a Hadamard matrix first, in blocks of the largest power of two that
+divides the row: pairs of numbers ``(a, b)`` at distance 1, 2, 4, ... become ``(a + b, a - b)``, and
+the result is multiplied by the square root of one over the block's length. Twice is nothing.
 """
 
 from __future__ import annotations
@@ -107,6 +111,11 @@ class KvDtype:
     def is_quantised(self) -> bool:
         """Whether one of the two is."""
         return self.k.is_quantised or self.v.is_quantised
+
+
+def rotated_block(dim: int) -> int:
+    """How many numbers of a row of ``dim`` are rotated together."""
+    return dim & -dim
 
 
 @lru_cache

@@ -21,6 +21,9 @@ SPLITTABLE = (
     "mixed-shapes-sinks",
     "bf16-gqa",
     "bf16-kv-of-a-fp32-model",
+    "int4-window-sinks",
+    "k8v4-odd-rows-softcap",
+    "int4-rotated",
 )
 """Cases in which every way to cut a read is met."""
 
@@ -31,13 +34,11 @@ class Adapter(ABC):
     Attributes:
         name: what the tests print.
         backend: its id for ``make_decode_session`` and the others.
-        kv_dtypes: the storage types that it has.
         cases: the models and settings that it runs.
     """
 
     name: ClassVar[str]
     backend: ClassVar[str]
-    kv_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
     cases: ClassVar[tuple[Case, ...]] = CASES
 
     @contextmanager

@@ -101,4 +101,13 @@ CASES = (
         in_dtype="float16",
         window_slack=8,
     ),
+    Case("int8", 4, (group((0, 1), 2, 64),), kv_dtype="int8"),
+    Case("int4-window-sinks", 6, (group((0,), 2, 64, 96), group((1,), 2, 32, window=6)),
+         has_sinks=True, kv_dtype="int4", window_slack=5),
+    Case("k8v4-odd-rows-softcap", 3, (group((0,), 1, 9, 7), group((1,), 3, 6, 5, 8, 2.0)),
+         kv_dtype="k8v4", window_slack=6),
+    Case("int4-rotated", 4, (group((0,), 2, 64), group((1,), 4, 96, 32, 9)),
+         kv_dtype="int4:g32:rot", window_slack=4),
+    Case("k32v8-mha", 2, (group((0,), 2, 128),), kv_dtype="k32v8:g64", window_slack=4),
+    Case("k4v16-bf16-model", 4, (group((0, 1), 2, 32),), kv_dtype="k4v16", in_dtype="bfloat16"),
 )  # fmt: skip

@@ -6,6 +6,7 @@ V for every layer; a fork copies a list, a rollback cuts one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,77 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     fraction, exponent = np.frexp(values.astype(np.float64))
     step = 2.0 ** SIGNIFICANT_BITS[dtype]
     return np.ldexp(np.rint(fraction * step) / step, exponent).astype(np.float32)
+
+
+def stored(values: np.ndarray, kv_dtype: str, side: str) -> np.ndarray:
+    """What a pool of ``kv_dtype`` gives back of K or V rows ``[..., dim]``: float32.
+
+    Written row by row from the definition, with none of kvcellar's arithmetic.
+    """
+    dim = values.shape[-1]
+    bits, size = bits_and_group(kv_dtype, side, dim)
+    if bits >= 16:
+        name = {16: "bfloat16", 32: "float32"}[bits]
+        return rounded(values, kv_dtype if kv_dtype in SIGNIFICANT_BITS else name)
+    is_turned = side == "k" and "rot" in kv_dtype.split(":")
+    rows = values.reshape(-1, dim)
+    rows = turned(rows) if is_turned else rows
+    out = np.empty(rows.shape)
+    for row, back in zip(rows, out, strict=True):
+        for at in range(0, dim, size):
+            back[at : at + size] = _quantised(row[at : at + size], 2**bits - 1)
+    out = out @ walsh(dim) if is_turned else out
+    return out.reshape(values.shape).astype(np.float32)
+
+
+def row_bytes(kv_dtype: str, side: str, dim: int) -> int:
+    """Bytes of a row: its numbers, and a scale and a bias of 2 bytes each per group."""
+    bits, size = bits_and_group(kv_dtype, side, dim)
+    return (dim * bits + 7) // 8 + (4 * (dim // size) if bits < 16 else 0)
+
+
+def bits_and_group(kv_dtype: str, side: str, dim: int) -> tuple[int, int]:
+    """Bits of a number, and numbers per group of a quantised row."""
+    first, *options = kv_dtype.split(":")
+    numbers = {"float32": "32", "bfloat16": "16", "float16": "16"}.get(first, first)
+    bits = int(re.findall(r"\d+", numbers)[0 if side == "k" else -1])
+    asked = [int(option[1:]) for option in options if option.startswith("g")]
+    fitting = [g for g in ((64, 32) if bits == 8 else (32,)) if dim % g == 0]
+    return bits, (asked or fitting or [dim])[0]
+
+
+def _quantised(numbers: np.ndarray, n_most: int) -> np.ndarray:
+    if np.isnan(numbers).any():
+        return np.full(len(numbers), np.nan)
+    f32, low, high = np.float32, numbers.min(), numbers.max()
+    bias = np.float16(f32(low) - abs(f32(low)) * f32(2**-10))
+    span = f32(f32(high) - f32(bias)) * f32(1 + 2**-10)
+    scale = np.float16(span * f32(1 / n_most))
+    if scale == 0:
+        return np.full(len(numbers), float(bias))
+    inverse = f32(1) / f32(scale)
+    steps = [round(float(f32(f32(x) - f32(bias)) * inverse)) for x in numbers]
+    return np.array([float(bias) + float(scale) * min(max(q, 0), n_most) for q in steps])
+
+
+def walsh(dim: int) -> np.ndarray:
+    """The rotation of a row as a matrix: by the parity of the common bits of two indices."""
+    size = dim & -dim
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return np.kron(np.eye(dim // size), np.array(signs)) / np.sqrt(size)
+
+
+def turned(rows: np.ndarray) -> np.ndarray:
+    """``rows @ walsh``, added up in the order that decides its float32 rounding."""
+    dim = rows.shape[-1]
+    out = rows.astype(np.float32)
+    half = 1
+    while half < dim & -dim:
+        at = np.arange(dim)
+        pair = out[:, at ^ half]
+        out = np.where(at & half, pair - out, out + pair)
+        half *= 2
+    return out * np.float32(1 / np.sqrt(dim & -dim))
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from kvcellar import (
 )
 from tests.backends.adapters import Adapter
 from tests.backends.cases import Case
-from tests.backends.dense import Token, Tree, attend_dense, rounded
+from tests.backends.dense import Token, Tree, attend_dense, rounded, stored
 
 MAKERS = {"decode": make_decode_session, "seq": make_seq_session, "tree": make_tree_session}
 
@@ -276,8 +276,8 @@ class Driver:
     def _store(self, tokens: Sequence[Token], inputs: Inputs) -> None:
         """Give every token its K and V, as the pool rounds them."""
         for layer in range(self.n_layers):
-            k = rounded(inputs.k[layer], self.case.kv_dtype)
-            v = rounded(inputs.v[layer], self.case.kv_dtype)
+            k = stored(inputs.k[layer], self.case.kv_dtype, "k")
+            v = stored(inputs.v[layer], self.case.kv_dtype, "v")
             for i, token in enumerate(tokens):
                 token.k.append(k[:, i])
                 token.v.append(v[:, i])

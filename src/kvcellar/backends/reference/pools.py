@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise, rotate
 from kvcellar.cache import grown_size
+from kvcellar.kv_dtype import SideDtype, parse_kv_dtype
 from kvcellar.types import CacheConfig, IntArray, LayerGroup
 
 FloatArray = NDArray[np.floating[Any]]
+Parts = list[NDArray[Any]]
+"""One side's bytes: one array of a float type, or packed numbers, scales and biases."""
 
 STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-"""kv_dtype -> dtype of the array that stores it."""
+"""Float kv_dtype -> dtype of the array that stores it."""
 
 
 def to_bfloat16_bits(values: NDArray[Any]) -> NDArray[np.uint16]:
@@ -33,24 +37,46 @@ def from_bfloat16_bits(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return np.ascontiguousarray(bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def encoded(values: FloatArray, kv_dtype: str) -> NDArray[Any]:
-    """Values as they are stored, same shape."""
-    if kv_dtype == "bfloat16":
-        return to_bfloat16_bits(values)
-    return values.astype(STORAGE[kv_dtype])
+class Codec:
+    """How rows of one side become bytes: arrays that share all axes but the last."""
 
+    def __init__(self, side: SideDtype, dim: int) -> None:
+        """For rows of ``dim`` numbers."""
+        self.side = side
+        self.dim = dim
 
-def decoded(stored: NDArray[Any], kv_dtype: str) -> FloatArray:
-    """What is stored, in float64: exact values, copied, same shape."""
-    values = from_bfloat16_bits(stored) if kv_dtype == "bfloat16" else stored
-    return values.astype(np.float64)
+    def empty(self, shape: tuple[int, ...]) -> Parts:
+        """Zeroed arrays for ``shape`` rows."""
+        if not self.side.is_quantised:
+            return [np.zeros((*shape, self.dim), STORAGE[self.side.name])]
+        n_groups = self.side.n_groups(self.dim)
+        packed = np.zeros((*shape, self.side.packed_bytes(self.dim)), np.uint8)
+        return [packed, *(np.zeros((*shape, n_groups), np.float16) for _ in range(2))]
+
+    def encoded(self, rows: FloatArray) -> Parts:
+        """Rows ``[..., dim]`` as they are stored."""
+        if self.side.name == "bfloat16":
+            return [to_bfloat16_bits(rows)]
+        if not self.side.is_quantised:
+            return [rows.astype(STORAGE[self.side.name])]
+        rows = rotate(rows) if self.side.is_rotated else rows
+        return list(quantise(rows, self.side.bits, self.side.group_of(self.dim)))
+
+    def decoded(self, parts: Parts) -> FloatArray:
+        """Rows ``[..., dim]`` in float64: the exact values of what is stored, copied."""
+        if self.side.name == "bfloat16":
+            return from_bfloat16_bits(parts[0]).astype(np.float64)
+        if not self.side.is_quantised:
+            return parts[0].astype(np.float64)
+        rows = dequantise(QuantisedRows(*parts), self.side.bits, self.dim)
+        return (rotate(rows) if self.side.is_rotated else rows).astype(np.float64)
 
 
 class Pool:
     """K and V of one layer, head-major. Knows cells, no sequences.
 
-    ``k`` is ``[n_kv_heads, n_cells, head_dim]`` and ``v`` is ``[n_kv_heads, n_cells, v_head_dim]``,
-    both of the storage dtype. Growth keeps every byte and every cell's index.
+    Every part of ``k`` and ``v`` is ``[n_kv_heads, n_cells, ...]``. Growth keeps every byte and
+    every cell's index.
     """
 
     def __init__(
@@ -70,32 +96,32 @@ class Pool:
             head_dim: length of a K row.
             v_head_dim: length of a V row.
             capacity: the most cells it may hold.
-            kv_dtype: how K and V are stored, a key of :data:`STORAGE`.
+            kv_dtype: how K and V are stored.
             min_chunk: cells that are allocated at first.
         """
+        kv = parse_kv_dtype(kv_dtype)
         self.capacity = capacity
-        self.kv_dtype = kv_dtype
         self.min_chunk = min_chunk
-        self.k: NDArray[Any] = np.zeros((n_kv_heads, 0, head_dim), STORAGE[kv_dtype])
-        self.v: NDArray[Any] = np.zeros((n_kv_heads, 0, v_head_dim), STORAGE[kv_dtype])
+        self.codecs = Codec(kv.k, head_dim), Codec(kv.v, v_head_dim)
+        self.k, self.v = (codec.empty((n_kv_heads, 0)) for codec in self.codecs)
 
     @property
     def n_cells(self) -> int:
         """Cells that are allocated."""
-        return int(self.k.shape[1])
+        return int(self.k[0].shape[1])
 
     @property
     def size_bytes(self) -> int:
         """Bytes that are allocated for K and V."""
-        return int(self.k.nbytes + self.v.nbytes)
+        return int(sum(part.nbytes for part in (*self.k, *self.v)))
 
     def ensure(self, n_cells: int) -> None:
         """Hold at least ``n_cells`` cells; doubles, never past ``capacity``, never shrinks."""
         assert n_cells <= self.capacity, f"{n_cells} cells asked of a pool of {self.capacity}"
         if n_cells > self.n_cells:
             size = grown_size(n_cells, self.n_cells, self.min_chunk, self.capacity)
-            self.k = _grown(self.k, size)
-            self.v = _grown(self.v, size)
+            self.k = [_grown(part, size) for part in self.k]
+            self.v = [_grown(part, size) for part in self.v]
 
     def write_run(self, start: int, k: FloatArray, v: FloatArray) -> None:
         """Store tokens in the cells from ``start`` on.
@@ -109,24 +135,24 @@ class Pool:
 
     def scatter_rows(self, cells: IntArray, k: FloatArray, v: FloatArray) -> None:
         """Store token i in ``cells[i]``; shapes as in ``write_run``."""
-        self.k[:, cells] = encoded(k, self.kv_dtype)
-        self.v[:, cells] = encoded(v, self.kv_dtype)
+        for parts, codec, rows in zip((self.k, self.v), self.codecs, (k, v), strict=True):
+            for part, stored in zip(parts, codec.encoded(rows), strict=True):
+                part[:, cells] = stored
 
     def gather_into(self, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells``, in their order, to ``[base, base + len(src_cells))``.
 
         Sources may lie inside the target: all are read before any is written.
         """
-        stop = base + len(src_cells)
-        self.k[:, base:stop] = self.k[:, src_cells].copy()
-        self.v[:, base:stop] = self.v[:, src_cells].copy()
+        for part in (*self.k, *self.v):
+            part[:, base : base + len(src_cells)] = part[:, src_cells].copy()
 
     def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
         """K ``[n_kv_heads, length, head_dim]`` and V of a run, in float64: exact values, copied."""
         stop = start + length
         assert stop <= self.n_cells, f"cells up to {stop} are read, {self.n_cells} are held"
-        k, v = self.k[:, start:stop], self.v[:, start:stop]
-        return decoded(k, self.kv_dtype), decoded(v, self.kv_dtype)
+        k, v = ([part[:, start:stop] for part in parts] for parts in (self.k, self.v))
+        return self.codecs[0].decoded(k), self.codecs[1].decoded(v)
 
 
 def _grown(old: NDArray[Any], n_cells: int) -> NDArray[Any]:
@@ -139,32 +165,30 @@ def _grown(old: NDArray[Any], n_cells: int) -> NDArray[Any]:
 class Pages:
     """K and V of all layers of a group, page-first: what one block holds lies together.
 
-    ``k`` is ``[n_blocks, n_layers, n_kv_heads, block_size, head_dim]`` and ``v`` likewise with
-    ``v_head_dim``, both of the storage dtype. Growth keeps every byte and every block's index.
+    Every part of ``k`` and ``v`` is ``[n_blocks, n_layers, n_kv_heads, block_size, ...]``. Growth
+    keeps every byte and every block's index.
     """
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """No blocks yet."""
-        self.kv_dtype = config.kv_dtype
         self.block_size = config.block_size
         self.min_chunk = config.min_chunk
         self.max_blocks = config.capacity // config.block_size
+        self.codecs = Codec(config.kv.k, group.head_dim), Codec(config.kv.v, group.v_head_dim)
         shape = (0, len(group.layers), group.n_kv_heads, config.block_size)
-        self.k: NDArray[Any] = np.zeros((*shape, group.head_dim), STORAGE[config.kv_dtype])
-        self.v: NDArray[Any] = np.zeros((*shape, group.v_head_dim), STORAGE[config.kv_dtype])
+        self.k, self.v = (codec.empty(shape) for codec in self.codecs)
 
     def ensure(self, n_cells: int) -> None:
         """Hold at least ``n_cells``; doubles, never past the capacity, never shrinks."""
         size, capacity = self.block_size, self.max_blocks * self.block_size
         assert n_cells <= capacity, f"{n_cells} cells asked of pages for {capacity}"
-        have = self.k.shape[0]
+        have = self.k[0].shape[0]
         if n_cells > have * size:
             n_blocks = -(-grown_size(n_cells, have * size, self.min_chunk, capacity) // size)
-            for name in ("k", "v"):
-                old = getattr(self, name)
-                new = np.zeros((n_blocks, *old.shape[1:]), old.dtype)
-                new[:have] = old
-                setattr(self, name, new)
+            for parts in (self.k, self.v):
+                for i, old in enumerate(parts):
+                    parts[i] = np.zeros((n_blocks, *old.shape[1:]), old.dtype)
+                    parts[i][:have] = old
 
 
 class PageFirstPool:
@@ -178,13 +202,13 @@ class PageFirstPool:
     @property
     def n_cells(self) -> int:
         """Cells that are allocated."""
-        return int(self.pages.k.shape[0]) * self.pages.block_size
+        return int(self.pages.k[0].shape[0]) * self.pages.block_size
 
     @property
     def size_bytes(self) -> int:
         """The layer's share of the bytes that are allocated."""
-        n_layers = int(self.pages.k.shape[1])
-        return (self.pages.k.nbytes + self.pages.v.nbytes) // n_layers
+        n_layers = int(self.pages.k[0].shape[1])
+        return int(sum(part.nbytes for part in (*self.pages.k, *self.pages.v))) // n_layers
 
     def ensure(self, n_cells: int) -> None:
         """Hold at least ``n_cells`` cells, in every layer of the group."""
@@ -196,28 +220,32 @@ class PageFirstPool:
 
     def scatter_rows(self, cells: IntArray, k: FloatArray, v: FloatArray) -> None:
         """As in :class:`Pool`."""
-        for i, cell in enumerate(cells):
-            block, at = divmod(int(cell), self.pages.block_size)
-            self.pages.k[block, self.index, :, at] = encoded(k[:, i], self.pages.kv_dtype)
-            self.pages.v[block, self.index, :, at] = encoded(v[:, i], self.pages.kv_dtype)
+        sides = zip((self.pages.k, self.pages.v), self.pages.codecs, (k, v), strict=True)
+        for parts, codec, rows in sides:
+            for part, stored in zip(parts, codec.encoded(rows), strict=True):
+                self._put(part, cells, stored)
 
     def gather_into(self, base: int, src_cells: IntArray) -> None:
         """As in :class:`Pool`."""
-        stored = [self._rows(part, src_cells) for part in (self.pages.k, self.pages.v)]
-        for part, rows in zip((self.pages.k, self.pages.v), stored, strict=True):
-            for i in range(len(src_cells)):
-                block, at = divmod(base + i, self.pages.block_size)
-                part[block, self.index, :, at] = rows[:, i]
+        target = np.arange(base, base + len(src_cells))
+        for part in (*self.pages.k, *self.pages.v):
+            self._put(part, target, self._rows(part, src_cells))
 
     def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
         """As in :class:`Pool`."""
         assert start + length <= self.n_cells, f"{start + length} cells, {self.n_cells} are held"
         cells = np.arange(start, start + length)
-        dtype = self.pages.kv_dtype
-        k, v = (self._rows(part, cells) for part in (self.pages.k, self.pages.v))
-        return decoded(k, dtype), decoded(v, dtype)
+        sides = zip((self.pages.k, self.pages.v), self.pages.codecs, strict=True)
+        k, v = (codec.decoded([self._rows(p, cells) for p in parts]) for parts, codec in sides)
+        return k, v
+
+    def _put(self, part: NDArray[Any], cells: IntArray, stored: NDArray[Any]) -> None:
+        """Store ``[n_kv_heads, len(cells), ...]``, cell by cell."""
+        for i, cell in enumerate(cells):
+            block, at = divmod(int(cell), self.pages.block_size)
+            part[block, self.index, :, at] = stored[:, i]
 
     def _rows(self, part: NDArray[Any], cells: IntArray) -> NDArray[Any]:
-        """``[n_kv_heads, len(cells), dim]``, copied, as they are stored."""
+        """``[n_kv_heads, len(cells), ...]``, copied, as they are stored."""
         blocks, at = np.divmod(cells, self.pages.block_size)
         return part[blocks, self.index, :, at].transpose(1, 0, 2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvcellar.kv_dtype import rotated_block
 
 FloatArray = NDArray[np.float32]
 
@@ -50,17 +53,18 @@ def dequantise(rows: QuantisedRows, bits: int, dim: int) -> FloatArray:
         return (grouped * scales[..., None] + biases[..., None]).reshape(q.shape)
 
 
-def hadamard(dim: int) -> FloatArray:
-    """The matrix ``H [dim, dim]`` that turns a row ``x`` into ``x @ H``; its own inverse.
-
-    Sylvester's Hadamard matrix, scaled; where ``dim`` is no power of two, one per block of the
-    largest power of two that divides it.
-    """
-    size = dim & -dim
-    block = np.ones((1, 1), np.float32)
-    while block.shape[0] < size:
-        block = np.block([[block, block], [block, -block]])
-    return np.kron(np.eye(dim // size, dtype=np.float32), block) / np.float32(np.sqrt(size))
+def rotate(rows: NDArray[Any]) -> FloatArray:
+    """Turn ``rows [..., dim]`` as ``kv_dtype`` defines it; doing it twice changes nothing."""
+    dim = rows.shape[-1]
+    out = rows.astype(np.float32)
+    size = rotated_block(dim)
+    half = 1
+    while half < size:
+        pairs = out.reshape(*rows.shape[:-1], -1, 2, half)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        out = np.stack([first + second, first - second], axis=-2).reshape(rows.shape)
+        half *= 2
+    return out * np.float32(1 / math.sqrt(size))
 
 
 def _pack(q: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

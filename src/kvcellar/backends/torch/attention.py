@@ -12,11 +12,13 @@ K and V are expanded with stride 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
+
+from kvcellar.backends.torch.codecs import Quantised, Stored, rotate
 
 FEW_ROWS = 16
 """Up to this many query rows per KV head, bf16 on a CPU is faster as two matmuls."""
@@ -35,16 +37,25 @@ class Part(NamedTuple):
     """Some of the cells that a segment reads.
 
     Attributes:
-        k: ``[1, n_kv_heads, L, head_dim]``, in the storage type; a view where it could be one.
+        k: ``[1, n_kv_heads, L, head_dim]``, as it is stored; a view where it could be one.
         v: ``[1, n_kv_heads, L, v_head_dim]``.
         bias: ``[q_len, L]`` in the compute type, 0 = attend and -inf = not; None: all is seen.
         is_causal: the part is the queries' own tokens, in order: ``L == q_len``.
     """
 
-    k: Tensor
-    v: Tensor
+    k: Stored
+    v: Stored
     bias: Tensor | None = None
     is_causal: bool = False
+
+
+class Tile(NamedTuple):
+    """A part, or some of its cells, in the compute type; fields as in :class:`Part`."""
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    is_causal: bool
 
 
 class Segment(NamedTuple):
@@ -83,6 +94,8 @@ def attend(
     first = segments[0].parts[0]
     n_heads, n_tok, dim = q.shape[1:]
     n_kv_heads, v_dim = first.k.shape[1], first.v.shape[3]
+    if isinstance(first.k, Quantised) and first.k.is_rotated:
+        q = rotate(q.float()).to(q.dtype)
     grouped = q.view(n_kv_heads, n_heads // n_kv_heads, n_tok, dim)
     if sinks is not None:
         sinks = sinks.float().view(n_kv_heads, -1, 1)
@@ -122,7 +135,7 @@ def _attend_segment(
 ) -> Tensor:
     """``q [Hkv, G, T, D] -> [Hkv, G, T, Dv]`` over all parts."""
     is_fused = softcap is None and (q.device.type != "cpu" or parts[0].v.shape[3] == q.shape[3])
-    if len(parts) == 1 and sinks is None and is_fused and parts[0].k.dtype == q.dtype:
+    if len(parts) == 1 and sinks is None and is_fused and _is_stored_as(parts[0], q.dtype):
         return _attend_whole(q, parts[0], scale)
     merged: tuple[Tensor, Tensor] | None = None
     for part in parts:
@@ -136,27 +149,32 @@ def _attend_segment(
     return out.to(q.dtype)
 
 
-def _is_fused(q: Tensor, part: Part, softcap: float | None) -> bool:
+def _is_stored_as(part: Part, dtype: torch.dtype) -> TypeGuard[Tile]:
+    """Whether both sides can be attended as they are."""
+    return part.k.dtype == dtype and part.v.dtype == dtype
+
+
+def _is_fused(q: Tensor, part: Part | Tile, softcap: float | None) -> bool:
     """Whether the CPU kernel that also gives the log-sum-exp can take this."""
     return q.device.type == "cpu" and softcap is None and part.v.shape[3] == q.shape[3]
 
 
-def _tiles(q: Tensor, part: Part, softcap: float | None) -> Iterator[Part]:
+def _tiles(q: Tensor, part: Part, softcap: float | None) -> Iterator[Tile]:
     """The part in the compute type, in tiles that bound what is copied and held at a time."""
     length = part.k.shape[2]
     tile = length
     if part.bias is None and not part.is_causal:
-        if part.k.dtype != q.dtype:
+        if not _is_stored_as(part, q.dtype):
             tile = min(tile, CAST_TILE)
         if not _is_fused(q, part, softcap):
             tile = min(tile, max(256, PLAIN_LOGITS // q.shape[:3].numel()))
     for start in range(0, length, tile):
         n = min(tile, length - start)
         k, v = part.k.narrow(2, start, n), part.v.narrow(2, start, n)
-        yield Part(k.to(q.dtype), v.to(q.dtype), part.bias, part.is_causal)
+        yield Tile(k.to(q.dtype), v.to(q.dtype), part.bias, part.is_causal)
 
 
-def _attend_whole(q: Tensor, part: Part, scale: float) -> Tensor:
+def _attend_whole(q: Tensor, part: Tile, scale: float) -> Tensor:
     """One part and nothing else: the fused kernel, no log-sum-exp."""
     n_kv, group, n_tok, dim = q.shape
     k, v = part.k, part.v
@@ -213,7 +231,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _attend_part(
-    q: Tensor, part: Part, scale: float, softcap: float | None
+    q: Tensor, part: Tile, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """One part: ``(out [Hkv, G, T, Dv], log-sum-exp [Hkv, G, T] in float32)``."""
     n_kv, group, n_tok, dim = q.shape
@@ -243,7 +261,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _attend_plainly(
-    q: Tensor, part: Part, scale: float, softcap: float | None
+    q: Tensor, part: Tile, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The same by matmuls: any device, soft-capping, K and V of different lengths."""
     n_kv, group, n_tok, dim = q.shape

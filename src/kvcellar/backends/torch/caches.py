@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
+from kvcellar.backends.torch.codecs import Parts
 from kvcellar.backends.torch.pools import LayerPool, PageFirstPool, Pages, Pool
 from kvcellar.bookkeeping import (
     ContiguousBookkeeping,
@@ -206,36 +207,35 @@ class TorchBytes(StepBookkeeping):
         cell, run = decode
         pool.write_run(cell, k, v)
         self.wrote(layer)
-        return attend_one(q, *pool.read(run.start, run.length), scale)
+        keys, values = pool.read(run.start, run.length)
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "the pool's type is float"
+        return attend_one(q, keys, values, scale)
 
     # Bytes out and in ----------------------------------------------------------------------------
 
-    def read_cells(self, tables: Sequence[IntArray]) -> list[tuple[Tensor, Tensor]]:
-        """Copies in host memory of the K and V of some cells.
+    def read_cells(self, tables: Sequence[IntArray]) -> list[tuple[Parts, Parts]]:
+        """Copies in host memory of the K and V of some cells, as they are stored.
 
         Args:
             tables: per layer group, cells; -1 is skipped.
 
         Returns:
-            Per layer ``(k [1, n_kv_heads, n, head_dim], v [1, n_kv_heads, n, v_head_dim])``.
+            Per layer the parts of K and of V, each ``[1, n_kv_heads, n, ...]``; see ``codecs``.
         """
         rows = []
         for layer, pool in enumerate(self.pools_of_layer):
-            cells = self._held_cells(layer, tables)
-            k, v = pool.gather(cells) if len(cells) else pool.read(0, 0)
-            rows.append((k.cpu(), v.cpu()))
+            k, v = pool.take(self._held_cells(layer, tables))
+            rows.append((_moved(k, "cpu"), _moved(v, "cpu")))
         return rows
 
-    def write_cells(
-        self, tables: Sequence[IntArray], rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
+    def write_cells(self, tables: Sequence[IntArray], rows: Sequence[tuple[Parts, Parts]]) -> None:
         """Put back what ``read_cells`` gave, in cells of the same order."""
         for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
             cells = self._held_cells(layer, tables)
             if len(cells):
-                device = pool.device or k.device
+                device = pool.device or k[0].device
                 pool.ensure(int(cells.max()) + 1, device)
-                pool.scatter_rows(cells.to(device), k.to(device), v.to(device))
+                pool.put(cells.to(device), _moved(k, device), _moved(v, device))
 
     def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> Tensor:
         table = tables[self.group_of(layer)]
@@ -257,6 +257,10 @@ class TorchBytes(StepBookkeeping):
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
                 pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
+
+
+def _moved(parts: Parts, device: torch.device | str) -> Parts:
+    return tuple(part.to(device) for part in parts)
 
 
 def _prepare(

@@ -1,4 +1,7 @@
-"""Bytes: one layer's K and V, head-major, grown by doubling, written in place."""
+"""Bytes: one layer's K and V, head-major, grown by doubling, written in place.
+
+Float and quantised rows differ in their codec alone; where they lie is the same.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,88 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
 from kvcellar.cache import grown_size
+from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.types import CacheConfig, LayerGroup
-
-KV_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class Rows:
-    """``[1, n_kv_heads, cells, dim]`` of one storage type: the K or the V side of a pool.
+    """``[1, n_kv_heads, cells, dim]``: the K or the V side of a pool, as parts of a codec.
 
     Head-major, so that one head's history is contiguous; the leading 1 is attention's batch.
     """
 
-    def __init__(self, n_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, n_heads: int, codec: Codec) -> None:
         """No cells yet; the device is that of the first rows that come."""
         self.n_heads = n_heads
-        self.dim = dim
-        self.dtype = dtype
-        self.data: Tensor = torch.empty((1, n_heads, 0, dim), dtype=dtype)
+        self.codec = codec
+        self.parts: Parts = tuple(
+            torch.empty((1, n_heads, 0, width), dtype=dtype) for dtype, width in codec.widths
+        )
         self.n_cells = 0
         """Cells that are allocated."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(part.nbytes for part in self.parts)
 
     def grow(self, n_cells: int, device: torch.device) -> None:
         """Allocate ``n_cells`` and keep what is there."""
         with torch.inference_mode(False):  # pools outlive any inference_mode block
-            shape = (1, self.n_heads, n_cells, self.dim)
-            data = torch.empty(shape, dtype=self.dtype, device=device)
-            data[:, :, : self.n_cells] = self.data
-        self.data, self.n_cells = data, n_cells
+            grown = []
+            for old in self.parts:
+                shape = (1, self.n_heads, n_cells, old.shape[3])
+                new = torch.empty(shape, dtype=old.dtype, device=device)
+                new[:, :, : self.n_cells] = old
+                grown.append(new)
+        self.parts, self.n_cells = tuple(grown), n_cells
+
+    def write_run(self, start: int, rows: Tensor) -> None:
+        """Store rows ``[1, n_kv_heads, T, dim]`` in cells ``[start, start + T)``."""
+        for part, stored in zip(self.parts, self.codec.encode(rows), strict=True):
+            part.narrow(2, start, stored.shape[2]).copy_(stored)
+
+    def scatter_rows(self, cells: Tensor, rows: Tensor) -> None:
+        """Store rows ``[1, n_kv_heads, T, dim]`` in ``cells [T]``."""
+        self.put(cells, self.codec.encode(rows))
+
+    def put(self, cells: Tensor, stored: Parts) -> None:
+        """Store what ``take`` gave in ``cells [T]``."""
+        for part, rows in zip(self.parts, stored, strict=True):
+            part.index_copy_(2, cells, rows)
+
+    def take(self, cells: Tensor) -> Parts:
+        """Copies of parts ``[1, n_kv_heads, len(cells), ...]``, as they are stored."""
+        return tuple(part.index_select(2, cells) for part in self.parts)
+
+    def move(self, base: int, src_cells: Tensor) -> None:
+        """Copy ``src_cells [n]`` to cells ``[base, base + n)``; all are read before any write."""
+        for part, rows in zip(self.parts, self.take(src_cells), strict=True):
+            part.narrow(2, base, src_cells.shape[0]).copy_(rows)
+
+    def read(self, start: int, length: int) -> Stored:
+        """``[1, n_kv_heads, length, dim]``; no copy."""
+        return self.codec.view(tuple(part.narrow(2, start, length) for part in self.parts))
+
+
+class FloatRows(Rows):
+    """A side of one float part: the same, without a detour through the codec."""
+
+    def write_run(self, start: int, rows: Tensor) -> None:
+        """As in :class:`Rows`."""
+        self.parts[0].narrow(2, start, rows.shape[2]).copy_(rows)
+
+    def read(self, start: int, length: int) -> Tensor:
+        """As in :class:`Rows`."""
+        return self.parts[0].narrow(2, start, length)
+
+
+def make_rows(n_heads: int, side: SideDtype, dim: int) -> Rows:
+    """A side without cells."""
+    codec = make_codec(side, dim)
+    return Rows(n_heads, codec) if side.is_quantised else FloatRows(n_heads, codec)
 
 
 class Pool:
@@ -49,25 +102,21 @@ class Pool:
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """No cells yet."""
-        dtype = KV_DTYPES[config.kv_dtype]
         self._config = config
-        self.k = Rows(group.n_kv_heads, group.head_dim, dtype)
-        self.v = Rows(group.n_kv_heads, group.v_head_dim, dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How K and V are stored."""
-        return self.k.dtype
+        self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
+        self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
+        self.dtype = float_dtype(config.kv)
+        """The float type that both sides store; None where there is none."""
 
     @property
     def device(self) -> torch.device | None:
         """Where the bytes are; None before the first."""
-        return self.k.data.device if self.k.n_cells else None
+        return self.k.parts[0].device if self.k.n_cells else None
 
     @property
     def size_bytes(self) -> int:
         """Bytes that are allocated."""
-        return self.k.data.nbytes + self.v.data.nbytes
+        return self.k.size_bytes + self.v.size_bytes
 
     def ensure(self, n_cells: int, device: torch.device) -> None:
         """Hold at least ``n_cells``: doubles from ``min_chunk``, never past ``capacity``."""
@@ -79,38 +128,50 @@ class Pool:
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in cells ``[start, start + T)``."""
-        n = k.shape[2]
-        self.k.data.narrow(2, start, n).copy_(k)
-        self.v.data.narrow(2, start, n).copy_(v)
+        self.k.write_run(start, k)
+        self.v.write_run(start, v)
 
     def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in ``cells [T]`` (int64, on the pool's device)."""
-        self.k.data.index_copy_(2, cells, k.to(self.k.dtype))
-        self.v.data.index_copy_(2, cells, v.to(self.v.dtype))
+        self.k.scatter_rows(cells, k)
+        self.v.scatter_rows(cells, v)
+
+    def put(self, cells: Tensor, k: Parts, v: Parts) -> None:
+        """Store what ``take`` gave, in as many ``cells``."""
+        self.k.put(cells, k)
+        self.v.put(cells, v)
+
+    def take(self, cells: Tensor) -> tuple[Parts, Parts]:
+        """Copies of K's and V's parts of some cells, as they are stored."""
+        return self.k.take(cells), self.v.take(cells)
 
     def gather_into(self, base: int, src_cells: Tensor) -> None:
         """Copy ``src_cells [n]`` to cells ``[base, base + n)``; all are read before any write."""
-        for rows in (self.k, self.v):
-            data = rows.data
-            data.narrow(2, base, src_cells.shape[0]).copy_(data.index_select(2, src_cells))
+        self.k.move(base, src_cells)
+        self.v.move(base, src_cells)
 
-    def read(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, length: int) -> tuple[Stored, Stored]:
         """Views ``[1, n_kv_heads, length, dim]`` of K and V; no copy."""
-        return self.k.data.narrow(2, start, length), self.v.data.narrow(2, start, length)
+        return self.k.read(start, length), self.v.read(start, length)
 
-    def gather(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, cells: Tensor) -> tuple[Stored, Stored]:
         """Copies ``[1, n_kv_heads, len(cells), dim]`` of K and V."""
-        return self.k.data.index_select(2, cells), self.v.data.index_select(2, cells)
+        k, v = self.take(cells)
+        return self.k.codec.view(k), self.v.codec.view(v)
+
+
+def float_dtype(kv: KvDtype) -> torch.dtype | None:
+    """The float type that K and V both have; None where they differ or are quantised."""
+    return FLOAT_DTYPES.get(kv.k.name) if kv.k.name == kv.v.name else None
 
 
 class LayerPool(Protocol):
     """One layer's K and V bytes, however they lie: what :class:`Pool` does with the same shapes."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102 - as in Pool, like all that follows
+    dtype: torch.dtype | None
 
     @property
-    def device(self) -> torch.device | None: ...  # noqa: D102
+    def device(self) -> torch.device | None: ...  # noqa: D102 - as in Pool, like all that follows
 
     @property
     def size_bytes(self) -> int: ...  # noqa: D102
@@ -121,49 +182,61 @@ class LayerPool(Protocol):
 
     def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None: ...  # noqa: D102
 
+    def put(self, cells: Tensor, k: Parts, v: Parts) -> None: ...  # noqa: D102
+
+    def take(self, cells: Tensor) -> tuple[Parts, Parts]: ...  # noqa: D102
+
     def gather_into(self, base: int, src_cells: Tensor) -> None: ...  # noqa: D102
 
-    def read(self, start: int, length: int) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def read(self, start: int, length: int) -> tuple[Stored, Stored]: ...  # noqa: D102
 
-    def gather(self, cells: Tensor) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def gather(self, cells: Tensor) -> tuple[Stored, Stored]: ...  # noqa: D102
 
 
 class Pages:
     """All layers' K and V of a group, page-first: what one block holds lies together in memory.
 
-    ``k`` is ``[n_blocks, n_layers, n_kv_heads, block_size, head_dim]`` and ``v`` likewise with
-    ``v_head_dim``. Every write is in place: ``data_ptr`` changes in ``ensure`` alone.
+    Every part of ``k`` and ``v`` is ``[n_blocks, n_layers, n_kv_heads, block_size, ...]``. Every
+    write is in place: ``data_ptr`` changes in ``ensure`` alone.
     """
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """No blocks yet; the device is that of the first rows that come."""
-        self.dtype = KV_DTYPES[config.kv_dtype]
+        self.dtype = float_dtype(config.kv)
         self.block_size = config.block_size
         self.n_layers = len(group.layers)
-        self._group = group
+        self.codecs = (
+            make_codec(config.kv.k, group.head_dim),
+            make_codec(config.kv.v, group.v_head_dim),
+        )
+        self.device: torch.device | None = None
+        self._shape = (self.n_layers, group.n_kv_heads, config.block_size)
         self._min_chunk = config.min_chunk
         self._max_blocks = config.capacity // config.block_size
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+        self.k, self.v = (
+            tuple(torch.empty((0, *self._shape, n), dtype=dtype) for dtype, n in codec.widths)
+            for codec in self.codecs
+        )
 
     def ensure(self, n_cells: int, device: torch.device) -> None:
         """Hold at least ``n_cells``: doubles from ``min_chunk``, never past the capacity."""
         size = self.block_size
-        have = 0 if self.k is None else self.k.shape[0]
+        have = self.k[0].shape[0]
         if n_cells <= have * size:
             return
         cells = grown_size(n_cells, have * size, self._min_chunk, self._max_blocks * size)
-        n_blocks = -(-cells // size)
-        self.k = self._grown(self.k, n_blocks, self._group.head_dim, device)
-        self.v = self._grown(self.v, n_blocks, self._group.v_head_dim, device)
+        self.device = device
+        self.k, self.v = (self._grown(parts, -(-cells // size)) for parts in (self.k, self.v))
 
-    def _grown(self, old: Tensor | None, n_blocks: int, dim: int, device: torch.device) -> Tensor:
+    def _grown(self, parts: Parts, n_blocks: int) -> Parts:
+        grown = []
         with torch.inference_mode(False):  # pages outlive any inference_mode block
-            shape = (n_blocks, self.n_layers, self._group.n_kv_heads, self.block_size, dim)
-            new = torch.empty(shape, dtype=self.dtype, device=device)
-            if old is not None:
+            for old in parts:
+                shape = (n_blocks, *self._shape, old.shape[-1])
+                new = torch.empty(shape, dtype=old.dtype, device=self.device)
                 new[: old.shape[0]] = old
-        return new
+                grown.append(new)
+        return tuple(grown)
 
 
 class PageFirstPool:
@@ -176,22 +249,18 @@ class PageFirstPool:
         """The part of the group's layer ``index``; the pages are shared with the others."""
         self._pages = pages
         self._index = index
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How K and V are stored."""
-        return self._pages.dtype
+        self.dtype = pages.dtype
 
     @property
     def device(self) -> torch.device | None:
         """Where the bytes are; None before the first."""
-        return None if self._pages.k is None else self._pages.k.device
+        return self._pages.device
 
     @property
     def size_bytes(self) -> int:
         """The layer's share of the bytes that are allocated."""
-        parts = (self._pages.k, self._pages.v)
-        return sum(0 if part is None else part.nbytes // self._pages.n_layers for part in parts)
+        parts = (*self._pages.k, *self._pages.v)
+        return sum(part.nbytes for part in parts) // self._pages.n_layers
 
     def ensure(self, n_cells: int, device: torch.device) -> None:
         """Hold at least ``n_cells``, in every layer of the group."""
@@ -199,43 +268,74 @@ class PageFirstPool:
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """As in :class:`Pool`: block by block."""
-        size, n = self._pages.block_size, k.shape[2]
-        for layer, rows in zip(self._layer(), (k, v), strict=True):
-            at = 0
-            while at < n:
-                block, inside = divmod(start + at, size)
-                length = min(size - inside, n - at)
-                layer[block].narrow(1, inside, length).copy_(rows[0].narrow(1, at, length))
-                at += length
+        for parts, stored in zip(self._layer(), self._encode(k, v), strict=True):
+            self._write(start, parts, stored)
 
     def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
         """As in :class:`Pool`."""
+        self.put(cells, *self._encode(k, v))
+
+    def put(self, cells: Tensor, k: Parts, v: Parts) -> None:
+        """As in :class:`Pool`."""
         blocks, inside = self._places(cells)
-        for layer, rows in zip(self._layer(), (k, v), strict=True):
-            layer.transpose(0, 1)[:, blocks, inside] = rows[0].to(layer.dtype)
+        for parts, stored in zip(self._layer(), (k, v), strict=True):
+            for part, rows in zip(parts, stored, strict=True):
+                part.transpose(0, 1)[:, blocks, inside] = rows[0]
+
+    def take(self, cells: Tensor) -> tuple[Parts, Parts]:
+        """As in :class:`Pool`."""
+        blocks, inside = self._places(cells)
+        k, v = (
+            tuple(part.transpose(0, 1)[:, blocks, inside].unsqueeze(0) for part in parts)
+            for parts in self._layer()
+        )
+        return k, v
 
     def gather_into(self, base: int, src_cells: Tensor) -> None:
         """As in :class:`Pool`."""
-        self.write_run(base, *self.gather(src_cells))
+        for parts, stored in zip(self._layer(), self.take(src_cells), strict=True):
+            self._write(base, parts, stored)
 
-    def read(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, length: int) -> tuple[Stored, Stored]:
         """``[1, n_kv_heads, length, dim]`` of K and V; a copy where it leaves one block."""
         first, inside = divmod(start, self._pages.block_size)
         last = (start + max(1, length) - 1) // self._pages.block_size
-        k, v = (_heads_first(part[first : last + 1]) for part in self._layer())
-        return k.narrow(2, inside, length), v.narrow(2, inside, length)
+        k, v = (
+            tuple(_heads_first(part[first : last + 1]).narrow(2, inside, length) for part in parts)
+            for parts in self._layer()
+        )
+        return self._view(k, v)
 
-    def gather(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, cells: Tensor) -> tuple[Stored, Stored]:
         """As in :class:`Pool`."""
-        blocks, inside = self._places(cells)
-        k, v = (part.transpose(0, 1)[:, blocks, inside].unsqueeze(0) for part in self._layer())
+        return self._view(*self.take(cells))
+
+    def _encode(self, k: Tensor, v: Tensor) -> tuple[Parts, Parts]:
+        k_codec, v_codec = self._pages.codecs
+        return k_codec.encode(k), v_codec.encode(v)
+
+    def _view(self, k: Parts, v: Parts) -> tuple[Stored, Stored]:
+        k_codec, v_codec = self._pages.codecs
+        return k_codec.view(k), v_codec.view(v)
+
+    def _layer(self) -> tuple[Parts, Parts]:
+        """The parts of K and V, each ``[n_blocks, n_kv_heads, block_size, ...]``: views."""
+        k, v = (
+            tuple(part[:, self._index] for part in parts)
+            for parts in (self._pages.k, self._pages.v)
+        )
         return k, v
 
-    def _layer(self) -> tuple[Tensor, Tensor]:
-        """``[n_blocks, n_kv_heads, block_size, dim]`` of K and V: views."""
-        k, v = self._pages.k, self._pages.v
-        assert k is not None and v is not None, "ensure comes before the first read or write"
-        return k[:, self._index], v[:, self._index]
+    def _write(self, start: int, parts: Parts, stored: Parts) -> None:
+        """Store ``[1, n_kv_heads, T, ...]`` in cells from ``start`` on, block by block."""
+        size, n = self._pages.block_size, stored[0].shape[2]
+        at = 0
+        while at < n:
+            block, inside = divmod(start + at, size)
+            length = min(size - inside, n - at)
+            for part, rows in zip(parts, stored, strict=True):
+                part[block].narrow(1, inside, length).copy_(rows[0].narrow(1, at, length))
+            at += length
 
     def _places(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         size = self._pages.block_size

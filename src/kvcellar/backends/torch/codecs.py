@@ -1,0 +1,176 @@
+"""How rows of K or V become tensors of bytes and numbers again.
+
+A side of a pool is a tuple of *parts*: tensors that share all axes but the last. The float types
+have one; the quantised ones have two, the packed numbers and their scales and biases. Addressing,
+growth and moves work on parts and never look inside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcellar.kv_dtype import SideDtype, rotated_block
+
+FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+Parts = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Rows as they are stored, read as ``[1, n_kv_heads, L, dim]``.
+
+    Attributes:
+        packed: ``[1, n_kv_heads, L, packed_bytes]`` uint8.
+        affine: ``[1, n_kv_heads, L, 2 * n_groups]`` float16: a scale and a bias per group.
+        dim: numbers of a row.
+        bits: of one number, 8 or 4.
+        is_rotated: whether queries must be rotated to meet these rows.
+    """
+
+    packed: Tensor
+    affine: Tensor
+    dim: int
+    bits: int
+    is_rotated: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the rows which are stored here."""
+        return torch.Size((*self.packed.shape[:-1], self.dim))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is stored: never a type that attention computes in."""
+        return self.packed.dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> Quantised:
+        """As a tensor's: views of ``length`` rows along axis ``dim``, not the last."""
+        packed = self.packed.narrow(dim, start, length)
+        affine = self.affine.narrow(dim, start, length)
+        return Quantised(packed, affine, self.dim, self.bits, self.is_rotated)
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The numbers ``[1, n_kv_heads, L, dim]``, still rotated where they are."""
+        return dequantise(self.packed, self.affine, self.bits, self.dim, dtype)
+
+
+Stored = Tensor | Quantised
+"""Rows as attention gets them: ``shape``, ``dtype``, ``narrow`` and ``to`` work on both."""
+
+
+class Codec(Protocol):
+    """How one side stores its rows of ``dim`` numbers."""
+
+    dim: int
+    widths: tuple[tuple[torch.dtype, int], ...]
+    """Per part: its type, and the length of its last axis."""
+
+    def encode(self, rows: Tensor) -> Parts:
+        """Rows ``[..., dim]`` as parts."""
+        ...
+
+    def view(self, parts: Parts) -> Stored:
+        """What attention reads, without a copy: parts ``[1, n_kv_heads, L, ...]``."""
+        ...
+
+
+class FloatCodec:
+    """One part of a float type."""
+
+    def __init__(self, dtype: torch.dtype, dim: int) -> None:
+        """For rows of ``dim`` numbers."""
+        self.dim = dim
+        self.dtype = dtype
+        self.widths: tuple[tuple[torch.dtype, int], ...] = ((dtype, dim),)
+
+    def encode(self, rows: Tensor) -> Parts:
+        """The rows in the storage type."""
+        return (rows.to(self.dtype),)
+
+    def view(self, parts: Parts) -> Tensor:
+        """The one part."""
+        return parts[0]
+
+
+class AffineCodec:
+    """Packed integers, scales and biases, as :mod:`kvcellar.kv_dtype` defines them."""
+
+    def __init__(self, side: SideDtype, dim: int) -> None:
+        """For rows of ``dim`` numbers."""
+        self.dim = dim
+        self.bits = side.bits
+        self.group_size = side.group_of(dim)
+        self.is_rotated = side.is_rotated
+        n_groups = side.n_groups(dim)
+        self.widths: tuple[tuple[torch.dtype, int], ...] = (
+            (torch.uint8, side.packed_bytes(dim)),
+            (torch.float16, 2 * n_groups),
+        )
+
+    def encode(self, rows: Tensor) -> Parts:
+        """Quantise, after a rotation where the side has one."""
+        rows = rows.float()
+        return quantise(rotate(rows) if self.is_rotated else rows, self.bits, self.group_size)
+
+    def view(self, parts: Parts) -> Quantised:
+        """Both parts."""
+        return Quantised(parts[0], parts[1], self.dim, self.bits, self.is_rotated)
+
+
+def make_codec(side: SideDtype, dim: int) -> Codec:
+    """The codec of a side for rows of ``dim`` numbers."""
+    if side.is_quantised:
+        return AffineCodec(side, dim)
+    return FloatCodec(FLOAT_DTYPES[side.name], dim)
+
+
+def quantise(rows: Tensor, bits: int, group_size: int) -> Parts:
+    """``rows [..., dim]`` float32 to ``(packed, affine)``: the bytes of the reference backend."""
+    n_most = 2**bits - 1
+    grouped = rows.unflatten(-1, (-1, group_size))
+    low, high = grouped.aminmax(dim=-1)
+    biases = (low - low.abs() * (1 / 1024)).to(torch.float16)
+    start = biases.float()
+    scales = ((high - start) * (1025 / 1024) * (1 / n_most)).to(torch.float16)
+    steps = scales.float()
+    inverse = torch.where(steps > 0, steps.reciprocal(), 0.0)
+    q = ((grouped - start.unsqueeze(-1)) * inverse.unsqueeze(-1)).round_().clamp_(0, n_most)
+    packed = q.nan_to_num_(0.0).to(torch.uint8).flatten(-2)
+    if bits == 4:
+        dim = packed.shape[-1]
+        low_bits = packed[..., 0::2].clone()
+        low_bits[..., : dim // 2] |= packed[..., 1::2] << 4
+        packed = low_bits
+    return packed, torch.stack([scales, biases], dim=-1).flatten(-2)
+
+
+def dequantise(packed: Tensor, affine: Tensor, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[..., dim]`` of what ``quantise`` gave, computed in float32."""
+    if bits == 4:
+        packed = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., :dim]
+    pairs = affine.float().unflatten(-1, (-1, 2))
+    grouped = packed.float().unflatten(-1, (pairs.shape[-2], -1))
+    rows: Tensor = grouped.mul_(pairs[..., :1]).add_(pairs[..., 1:]).flatten(-2).to(dtype)
+    return rows
+
+
+def rotate(rows: Tensor) -> Tensor:
+    """Turn ``rows [..., dim]`` as :mod:`kvcellar.kv_dtype` says: the reference's numbers."""
+    dim = rows.shape[-1]
+    size = rotated_block(dim)
+    half = 1
+    while half < size:
+        first, second = rows.unflatten(-1, (-1, 2, half)).unbind(-2)
+        rows = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        half *= 2
+    return rows * (1 / math.sqrt(size))
