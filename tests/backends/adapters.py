@@ -139,8 +139,38 @@ class TorchAdapter(Adapter):
         return tensor.transpose(1, 2).contiguous().transpose(1, 2).to(dtype)
 
 
-class TorchInSmallPieces(TorchAdapter):
-    """The same backend with every threshold so low that short histories cross all of them."""
+class TorchHalfByKernel(TorchAdapter):
+    """Reads of two queries by the CPU kernel and longer ones by matrix multiplications."""
+
+    name = "torch-half-by-kernel"
+    cases = tuple(case for case in CASES if case.name in SPLITTABLE)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.torch import kernel
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel, "FEW_QUERIES", 2)
+            yield
+
+
+class TorchWithoutKernel(TorchAdapter):
+    """As on a machine where the CPU kernel is not built, or on another device."""
+
+    name = "torch-without-kernel"
+    cases = tuple(case for case in CASES if case.name in SPLITTABLE)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.torch import kernel
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel, "takes", lambda device: False)
+            yield
+
+
+class TorchInSmallPieces(TorchWithoutKernel):
+    """Without the kernel, and every threshold so low that short histories cross all of them."""
 
     name = "torch-small-pieces"
     cases = tuple(case for case in CASES if case.name in SPLITTABLE)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.backends.adapters import ReferenceAdapter, TorchAdapter, TorchInSmallPieces
+from tests.backends.adapters import (
+    ReferenceAdapter,
+    TorchAdapter,
+    TorchHalfByKernel,
+    TorchInSmallPieces,
+    TorchWithoutKernel,
+)
 from tests.backends.conformance import Conformance
 
 
@@ -12,6 +18,14 @@ class TestReference(Conformance):
 
 class TestTorch(Conformance):
     adapter = TorchAdapter()
+
+
+class TestTorchHalfByKernel(Conformance):
+    adapter = TorchHalfByKernel()
+
+
+class TestTorchWithoutKernel(Conformance):
+    adapter = TorchWithoutKernel()
 
 
 class TestTorchInSmallPieces(Conformance):

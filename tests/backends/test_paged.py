@@ -26,7 +26,7 @@ from kvcellar.cache import SeqCache
 from kvcellar.errors import CacheFullError, ConfigError, ShapeError
 from kvcellar.types import LAYOUTS, CacheConfig, divide_heads
 from tests.backends import driver
-from tests.backends.adapters import Adapter, ReferenceAdapter, TorchInSmallPieces
+from tests.backends.adapters import Adapter, ReferenceAdapter, TorchAdapter, TorchInSmallPieces
 from tests.backends.cases import CASES
 from tests.backends.conformance import Conformance
 from tests.backends.driver import Case, open_driver
@@ -192,8 +192,13 @@ class TestReferencePaged(PagedConformance):
 
 
 class TestTorchPaged(PagedConformance):
-    adapter = TorchInSmallPieces()
+    adapter = TorchAdapter()
     turn = 1
+
+
+class TestTorchPagedInSmallPieces(PagedConformance):
+    adapter = TorchInSmallPieces()
+    turn = 0
 
 
 # Bytes --------------------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
-from kvcellar.types import CacheConfig, GroupUsage, IntArray, Run, StepPlan, Write
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    CacheConfig,
+    GroupUsage,
+    IntArray,
+    Run,
+    StepPlan,
+    Write,
+)
 
 
 class ContiguousBookkeeping(StepBookkeeping):
@@ -72,6 +81,10 @@ class ContiguousBookkeeping(StepBookkeeping):
     ) -> OpenStep:
         self._settle()
         start = self._length
+        if n_tokens == 1 and start < self.capacity and list(positions or ()) == [start]:
+            plans = [self._decode_plan(group, start) for group in range(len(self.groups))]
+            self._open = OpenStep((start,), plans, self.n_layers)
+            return self._open
         if n_tokens < 1:
             raise StepError(f"a step needs at least one token; the forward brings {n_tokens}")
         expected = list(range(start, start + n_tokens))
@@ -98,6 +111,17 @@ class ContiguousBookkeeping(StepBookkeeping):
         plans = [self._group_plan(group, start, n_tokens) for group in range(len(self.groups))]
         self._open = OpenStep(asked, plans, self.n_layers)
         return self._open
+
+    def _decode_plan(self, index: int, start: int) -> StepPlan:
+        """What ``_group_plan`` says of one token, in fewer words: it is made for every token."""
+        window = self.groups[index].window
+        low = 0
+        if window is not None:
+            self._slide(index, start, window - 1 + self.config.window_slack)
+            low = max(0, start + 1 - window)
+        base = self._base[index]
+        read = AttendSpec(0, 1, (Run(low - base, start + 1 - low),), AttendKind.NONE)
+        return StepPlan(1, (Write(0, Run(start - base, 1)),), (read,), start + 1 - base)
 
     def _group_plan(self, index: int, start: int, n_tokens: int) -> StepPlan:
         window = self.groups[index].window

@@ -115,6 +115,7 @@ class StepBookkeeping(ABC):
         step = self._open
         if step is None or step.seen[layer] or step.is_complete:
             step = self._implicit_step(layer, n_tokens, positions)
+            positions = None  # compared there
         if n_tokens != step.n_tokens:
             raise StepError(
                 f"the forward brings {n_tokens} tokens to layer {layer}; the step was begun for "

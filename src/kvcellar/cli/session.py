@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache import Cache
-from kvcellar.cli.terminal import progress_bar
+from kvcellar.cli.terminal import print_warning, progress_bar
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.registry import (
@@ -85,7 +86,12 @@ def bound_model(
     )
     with KINDS[kind](backend, config) as session:
         cache: Cache = session.cache
-        yield Bound(model, cache, model.bind(session))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runner = model.bind(session)
+        for warning in caught:
+            print_warning(str(warning.message))
+        yield Bound(model, cache, runner)
 
 
 def _capacity(asked: int | None, model: LoadedModel, n_sequences: int) -> int:

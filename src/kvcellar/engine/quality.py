@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from kvcellar.cache import DecodeCache
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models.runner import FloatArray, Runner
-from kvcellar.registry import CacheSession, make_decode_session
-from kvcellar.types import ModelCacheParams, make_config
+from kvcellar.models import LoadedModel
+from kvcellar.models.kv_quality import KvQuality
+from kvcellar.models.runner import FloatArray
+from kvcellar.registry import make_decode_session
+from kvcellar.types import make_config
 
 BASE = "float32"
 """What every other storage type is compared with."""
@@ -26,67 +25,12 @@ BASE = "float32"
 CANDIDATES = ("bfloat16", "int8", "k8v4", "int4", "int4:rot", "int4:g64")
 """What is measured where nothing is named."""
 
-GOOD_PPL_RATIO, GOOD_SAME_TOP1 = 1.005, 0.97
-BAD_PPL_RATIO, BAD_SAME_TOP1 = 1.02, 0.90
-
 _MOST_LOGITS = 1 << 24
 """Logits (float32) that one chunk of text may make."""
 
 
-class Bindable(Protocol):
-    """What is asked of a loaded model."""
-
-    params: ModelCacheParams
-    backend: str
-    vocab_size: int
-
-    def bind(self, session: CacheSession[DecodeCache]) -> Runner:
-        """Join the model with a session."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KvQuality:
-    """One storage type on one model and text.
-
-    Attributes:
-        kv_dtype: the storage type.
-        perplexity: e to the mean negative log-likelihood of the text's tokens.
-        ppl_ratio: the perplexity over that of float32.
-        kl: mean Kullback-Leibler divergence from float32's next-token distribution, in nats.
-        same_top1: share of tokens after which the likeliest next token is float32's.
-        n_tokens: predictions that were compared.
-        bytes_per_token: K and V of one token in all layers, while no window has passed it.
-    """
-
-    kv_dtype: str
-    perplexity: float
-    ppl_ratio: float
-    kl: float
-    same_top1: float
-    n_tokens: int
-    bytes_per_token: int
-
-    @property
-    def verdict(self) -> str:
-        """``good``: as float32 for most uses; ``bad``: text changes visibly; ``fair`` between."""
-        if self.ppl_ratio > BAD_PPL_RATIO or self.same_top1 < BAD_SAME_TOP1:
-            return "bad"
-        if self.ppl_ratio <= GOOD_PPL_RATIO and self.same_top1 >= GOOD_SAME_TOP1:
-            return "good"
-        return "fair"
-
-
-def recommended(results: Sequence[KvQuality]) -> KvQuality:
-    """The smallest good one; where none is good, the one with the least divergence."""
-    good = [r for r in results if r.verdict == "good"]
-    if good:
-        return min(good, key=lambda r: (r.bytes_per_token, r.kl))
-    return min(results, key=lambda r: r.kl)
-
-
 def measure_kv_quality(
-    model: Bindable,
+    model: LoadedModel,
     token_ids: Sequence[int],
     kv_dtypes: Sequence[str] = CANDIDATES,
     *,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvcellar.models.checkpoint import (
     read_config,
     read_json,
 )
+from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
 from kvcellar.registry import CacheSession
 from kvcellar.spec import config_from_dict, params_from_config
@@ -88,6 +90,9 @@ class LoadedModel:
             SessionClosedError: the session is not open.
             BackendError: it is a session of another backend.
             ConfigError: its cache was made for another model.
+
+        Warns:
+            KvQualityWarning: the cache's storage type was measured with this model and is bad.
         """
         params = session.cache.config.params
         if session.backend != self.backend:
@@ -100,6 +105,16 @@ class LoadedModel:
             raise ConfigError(
                 f"the cache of session {session.cache_key} was made for {_shape(params)}; "
                 f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
+            )
+        known = known_quality(self.path, session.cache.config.kv_dtype)
+        if known is not None and known.verdict == "bad":
+            warnings.warn(
+                f"kv_dtype {known.kv_dtype} is known to be bad for {self.name!r}: perplexity "
+                f"{known.ppl_ratio:.3f} times that of float32, the same likeliest token after "
+                f"{known.same_top1:.1%} of {known.n_tokens} tokens; kvcellar bench kv-quality "
+                f"{self.name} recommends another",
+                KvQualityWarning,
+                stacklevel=2,
             )
         from kvcellar.models.torch_runner import TorchRunner
 

@@ -77,16 +77,18 @@ def attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend every segment.
 
     Args:
         q: ``[1, n_heads, T, head_dim]``; ``n_heads`` is a multiple of the KV heads.
-        segments: cover the T query tokens once, in order.
+        segments: cover the T query tokens once, in order; those that ``out`` lacks, where given.
         scale: factor on the logits.
         out_dtype: type of the result.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sinks: ``[n_heads]``: one more logit per head in the denominator, without a value.
+        out: where to put the result; a new tensor where it is not given.
 
     Returns:
         ``[1, n_heads, T, v_head_dim]``.
@@ -99,14 +101,16 @@ def attend(
     grouped = q.view(n_kv_heads, n_heads // n_kv_heads, n_tok, dim)
     if sinks is not None:
         sinks = sinks.float().view(n_kv_heads, -1, 1)
-    if len(segments) == 1:
-        out = _attend_segment(grouped, segments[0].parts, scale, softcap, sinks)
-    else:
-        out = q.new_empty((*grouped.shape[:3], v_dim))
-        for segment in segments:
-            at = slice(segment.q_start, segment.q_start + segment.q_len)
-            out[:, :, at] = _attend_segment(grouped[:, :, at], segment.parts, scale, softcap, sinks)
-    return out.reshape(1, n_heads, n_tok, v_dim).to(out_dtype)
+    if out is None and len(segments) == 1:
+        whole = _attend_segment(grouped, segments[0].parts, scale, softcap, sinks)
+        return whole.reshape(1, n_heads, n_tok, v_dim).to(out_dtype)
+    if out is None:
+        out = q.new_empty((1, n_heads, n_tok, v_dim), dtype=out_dtype)
+    for segment in segments:
+        at = slice(segment.q_start, segment.q_start + segment.q_len)
+        part = _attend_segment(grouped[:, :, at], segment.parts, scale, softcap, sinks)
+        out[:, :, at] = part.reshape(1, n_heads, segment.q_len, v_dim)
+    return out
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcellar.backends import kernels
+from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
-from kvcellar.backends.torch.codecs import Parts
+from kvcellar.backends.torch.codecs import Parts, rotate
 from kvcellar.backends.torch.pools import LayerPool, PageFirstPool, Pages, Pool
 from kvcellar.bookkeeping import (
     ContiguousBookkeeping,
@@ -47,17 +49,23 @@ class PartRead(NamedTuple):
     is_causal: bool
 
 
+Reads = tuple[tuple[int, int, tuple[PartRead, ...]], ...]
+"""(first query, how many, what they read) of each segment."""
+
+
 @dataclass(slots=True)
 class Prepared:
     """A plan in tensors, made once per forward and layer group."""
 
     plan: StepPlan
     write_cells: Tensor | None
-    reads: tuple[tuple[int, int, tuple[PartRead, ...]], ...]
+    reads: Reads
     decode: tuple[int, Run] | None
     """(cell to write, run to read) of one token of one sequence in one run: the hot path."""
     shapes: tuple[torch.Size, torch.Size, torch.Size | None]
     """Of k, v and q: checked once, the same in every layer of the group."""
+    by_kernel: kernels.Plan | None = None
+    """What the CPU kernel does: all writes and some reads; ``reads`` are the others."""
 
 
 class TorchBytes(StepBookkeeping):
@@ -68,6 +76,8 @@ class TorchBytes(StepBookkeeping):
         super().__init__(config)
         self.pools_of_layer = self._make_pools()
         self._prepared: list[Prepared | None] = [None] * len(self.groups)
+        self._rows = [kernel.Rows() for _ in self.groups]
+        self._is_rotated = config.kv.k.is_rotated
 
     def _make_pools(self) -> list[LayerPool]:
         """One pool per layer, without cells."""
@@ -112,10 +122,12 @@ class TorchBytes(StepBookkeeping):
         group = self.groups[index]
         prepared = self._prepare(layer_id, index, position, k, v, q)
         pool = self.pools_of_layer[layer_id]
+        if prepared.by_kernel is not None:
+            return self._by_kernel(layer_id, prepared, q, k, v, scale, out_dtype, sinks)
         if prepared.decode is not None and sinks is None and group.softcap is None:
-            out = self._decode(layer_id, pool, prepared.decode, q, k, v, scale)
-            if out is not None:
-                return out if out.dtype == out_dtype else out.to(out_dtype)
+            one = self._decode(layer_id, pool, prepared.decode, q, k, v, scale)
+            if one is not None:
+                return one if one.dtype == out_dtype else one.to(out_dtype)
         segments = self._store(layer_id, pool, prepared, k, v)
         return attend(q, segments, scale, out_dtype, softcap=group.softcap, sinks=sinks)
 
@@ -171,9 +183,46 @@ class TorchBytes(StepBookkeeping):
                 )
         positions = self._positions(position) if self.needs_positions() else None
         plan = self.plan(layer, n_tok, positions)
-        prepared = self._prepared[index] = _prepare(plan, k, shapes)
+        if q is not None and kernel.takes(k.device):
+            compiled, left = kernel.compile_plan(plan)
+            prepared = Prepared(plan, None, _reads(left, k), None, shapes, compiled)
+        else:
+            prepared = _prepare(plan, k, shapes)
+        self._prepared[index] = prepared
         self.pools_of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
+
+    def _by_kernel(
+        self,
+        layer: int,
+        prepared: Prepared,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        out_dtype: torch.dtype,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Writes and the reads of few queries by the CPU kernel, the others as segments."""
+        assert prepared.by_kernel is not None
+        index = self._group_of[layer]
+        pool, softcap = self.pools_of_layer[layer], self.groups[index].softcap
+        rows = (q, k, v) if not self._is_rotated else (rotate(q.float()), rotate(k.float()), v)
+        out = kernel.attend(
+            prepared.by_kernel,
+            pool.for_kernel(),
+            self._rows[index],
+            *rows,
+            scale,
+            out_dtype,
+            softcap,
+            sinks,
+        )
+        self.wrote(layer)
+        if prepared.reads:
+            segments = _segments(pool, prepared)
+            attend(q, segments, scale, out_dtype, softcap=softcap, sinks=sinks, out=out)
+        return out
 
     def _store(
         self, layer: int, pool: LayerPool, prepared: Prepared, k: Tensor, v: Tensor
@@ -186,10 +235,7 @@ class TorchBytes(StepBookkeeping):
                 stop = q_start + run.length
                 pool.write_run(run.start, k[:, :, q_start:stop], v[:, :, q_start:stop])
         self.wrote(layer)
-        return [
-            Segment(q_start, q_len, tuple(_fetch(pool, read) for read in reads))
-            for q_start, q_len, reads in prepared.reads
-        ]
+        return _segments(pool, prepared)
 
     def _decode(
         self,
@@ -243,6 +289,8 @@ class TorchBytes(StepBookkeeping):
 
     def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
         if isinstance(position, Tensor):
+            if position.numel() == 1:
+                return [int(position.item())]
             if position.dim() == 2 and position.shape[1] != 1:
                 raise ShapeError(
                     f"position is [T] or [T, 1], one int per token; got {tuple(position.shape)}"
@@ -276,10 +324,21 @@ def _prepare(
         cells = None
         if len(plan.writes) > FEW_RUNS:
             cells = torch.as_tensor(plan.write_cells, device=k.device)
-        parts = tuple(
-            (spec.q_start, spec.q_len, tuple(_part_reads(spec, k))) for spec in plan.reads
-        )
-    return Prepared(plan, cells, parts, None, shapes)
+    return Prepared(plan, cells, _reads(plan.reads, k), None, shapes)
+
+
+def _reads(specs: Sequence[AttendSpec], k: Tensor) -> Reads:
+    if not specs:
+        return ()
+    with torch.inference_mode(False):
+        return tuple((spec.q_start, spec.q_len, tuple(_part_reads(spec, k))) for spec in specs)
+
+
+def _segments(pool: LayerPool, prepared: Prepared) -> list[Segment]:
+    return [
+        Segment(q_start, q_len, tuple(_fetch(pool, read) for read in reads))
+        for q_start, q_len, reads in prepared.reads
+    ]
 
 
 def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:

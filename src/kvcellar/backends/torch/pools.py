@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvcellar.backends import kernels
+from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
 from kvcellar.cache import grown_size
 from kvcellar.kv_dtype import KvDtype, SideDtype
@@ -107,6 +109,7 @@ class Pool:
         self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
         self.dtype = float_dtype(config.kv)
         """The float type that both sides store; None where there is none."""
+        self._for_kernel: kernels.Pool | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -125,6 +128,14 @@ class Pool:
             size = grown_size(n_cells, have, self._config.min_chunk, self._config.capacity)
             self.k.grow(size, device)
             self.v.grow(size, device)
+            self._for_kernel = None
+
+    def for_kernel(self) -> kernels.Pool:
+        """The pool as the CPU kernel sees it, until it grows."""
+        if self._for_kernel is None:
+            codecs = self.k.codec, self.v.codec
+            self._for_kernel = kernel.make_pool(self.k.parts, self.v.parts, codecs)
+        return self._for_kernel
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store rows ``[1, n_kv_heads, T, dim]`` in cells ``[start, start + T)``."""
@@ -177,6 +188,8 @@ class LayerPool(Protocol):
     def size_bytes(self) -> int: ...  # noqa: D102
 
     def ensure(self, n_cells: int, device: torch.device) -> None: ...  # noqa: D102
+
+    def for_kernel(self) -> kernels.Pool: ...  # noqa: D102
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None: ...  # noqa: D102
 
@@ -250,6 +263,7 @@ class PageFirstPool:
         self._pages = pages
         self._index = index
         self.dtype = pages.dtype
+        self._for_kernel: tuple[int, kernels.Pool] | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -265,6 +279,14 @@ class PageFirstPool:
     def ensure(self, n_cells: int, device: torch.device) -> None:
         """Hold at least ``n_cells``, in every layer of the group."""
         self._pages.ensure(n_cells, device)
+
+    def for_kernel(self) -> kernels.Pool:
+        """As in :class:`Pool`; growth in any layer of the group moves the bytes."""
+        n_blocks = self._pages.k[0].shape[0]
+        if self._for_kernel is None or self._for_kernel[0] != n_blocks:
+            made = kernel.make_paged_pool(*self._layer(), self._pages.codecs)
+            self._for_kernel = n_blocks, made
+        return self._for_kernel[1]
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
         """As in :class:`Pool`: block by block."""
