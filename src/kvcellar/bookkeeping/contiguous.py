@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.bookkeeping.cells import Span
+from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
@@ -27,6 +28,11 @@ class ContiguousBookkeeping(StepBookkeeping):
         self._length = 0
         self._base = [0] * len(self.groups)  # position of cell 0, the lowest that is held
 
+    def _make_growth(self) -> Growth | None:
+        if self.config.budget is None:
+            return None
+        return Growth(self.config, self.config.budget, has_one_run=True)
+
     @property
     def length(self) -> int:
         """Tokens in the history: the position that the next token gets."""
@@ -34,7 +40,17 @@ class ContiguousBookkeeping(StepBookkeeping):
 
     def can_extend(self, n: int = 1) -> bool:
         """Whether ``n`` more tokens fit."""
-        return self._length + n <= self.capacity
+        return self._length + n <= self.config.capacity and (
+            self._growth is None or self._growth.can_add(self._deficits(self._length, n))
+        )
+
+    def _deficits(self, start: int, n_tokens: int) -> list[int]:
+        """Cells that a step needs beyond those that are granted, per layer group."""
+        assert self._growth is not None
+        return [
+            start + n_tokens - self._base_at(index, start) - size
+            for index, size in enumerate(self._growth.sizes)
+        ]
 
     def resumable_from(self) -> int:
         """The lowest length, other than 0, that ``rewind`` can cut back to."""
@@ -90,19 +106,25 @@ class ContiguousBookkeeping(StepBookkeeping):
                 else f"this cache is empty, so its tokens start at position 0 and follow each "
                 f"other; the forward brings {asked[:8]}{' ...' if len(asked) > 8 else ''}"
             )
-        if not self.can_extend(n_tokens):
+        if not self._has_room(start, n_tokens):
             raise CacheFullError(
-                f"step needs {n_tokens} cells, {self.capacity - start} free of {self.capacity}; "
-                f"rewind, clear, or raise capacity"
+                f"step needs {n_tokens} cells, {max(0, self.capacity - start)} free of "
+                f"{self.capacity}; rewind, clear, or {self.config.more_room}"
             )
         plans = [self._group_plan(group, start, n_tokens) for group in range(len(self.groups))]
         self._open = OpenStep(asked, plans, self.n_layers)
         return self._open
 
+    def _has_room(self, start: int, n_tokens: int) -> bool:
+        """Have cells for the step in every group; false, and nothing changed, where there are none.
+        """
+        if start + n_tokens > self.config.capacity:
+            return False
+        return self._growth is None or self._growth.add(self._deficits(start, n_tokens))
+
     def _group_plan(self, index: int, start: int, n_tokens: int) -> StepPlan:
         window = self.groups[index].window
-        if window is not None:
-            self._slide(index, start, window - 1 + self.config.window_slack)
+        self._slide(index, start)
         base = self._base[index]
 
         def spans_of(p0: int, p1: int) -> list[Span]:
@@ -111,17 +133,25 @@ class ContiguousBookkeeping(StepBookkeeping):
         end = start + n_tokens
         reads = causal_reads(0, start, n_tokens, window, spans_of)
         writes = (Write(0, Run(start - base, n_tokens)),)
-        return StepPlan(n_tokens, writes, tuple(reads), end - base)
+        return StepPlan(n_tokens, writes, tuple(reads), self._n_held(index, end - base))
 
-    def _slide(self, index: int, start: int, keep: int) -> None:
+    def _base_at(self, index: int, start: int) -> int:
+        """The position of cell 0 in a step from ``start`` on: the run slides once it is long."""
+        window, base = self.groups[index].window, self._base[index]
+        if window is None:
+            return base
+        keep = window - 1 + self.config.window_slack
+        return base if start - base < max(2 * keep, self.config.min_chunk) else start - keep
+
+    def _slide(self, index: int, start: int) -> None:
         """Move what must be kept to the front, once the run is twice as long."""
-        base = self._base[index]
-        if start - base < max(2 * keep, self.config.min_chunk):
+        base, new_base = self._base[index], self._base_at(index, start)
+        if new_base == base:
             return
-        if keep:
-            src = np.arange(start - keep - base, start - base, dtype=np.int64)
+        if start > new_base:
+            src = np.arange(new_base - base, start - base, dtype=np.int64)
             self._move_cells(index, 0, src)
-        self._base[index] = start - keep
+        self._base[index] = new_base
 
     def _complete(self, step: OpenStep) -> None:
         self._length = step.positions[-1] + 1

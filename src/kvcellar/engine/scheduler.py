@@ -158,7 +158,7 @@ class Scheduler:
         if len(tokens) > capacity:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens and the cache {capacity} cells, so it can "
-                f"never fit; shorten it or raise capacity"
+                f"never fit; shorten it or {self.residency.cache.config.more_room}"
             )
 
     def cancel(self, request_id: int) -> bool:
@@ -425,11 +425,11 @@ class Scheduler:
 
     def _full(self, sequence: Sequence) -> None:
         """The only sequence left has no cell for its next token."""
-        capacity = self.residency.cache.capacity
+        cache = self.residency.cache
         finish = Finish(
             "length",
             "cache_full",
-            f"the cache is full: no cell is free of {capacity}; raise capacity",
+            f"the cache is full: no cell is free of {cache.capacity}; {cache.config.more_room}",
         )
         if sequence.stream is not None:
             sequence.stream.flush()

@@ -147,7 +147,7 @@ class Pages:
         """No blocks yet."""
         self.kv_dtype = config.kv_dtype
         self.block_size = config.block_size
-        self.min_chunk = config.min_chunk
+        self.min_chunk = config.pool_chunk
         self.max_blocks = config.capacity // config.block_size
         shape = (0, len(group.layers), group.n_kv_heads, config.block_size)
         self.k: NDArray[Any] = np.zeros((*shape, group.head_dim), STORAGE[config.kv_dtype])

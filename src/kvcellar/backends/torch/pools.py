@@ -73,7 +73,7 @@ class Pool:
         """Hold at least ``n_cells``: doubles from ``min_chunk``, never past ``capacity``."""
         have = self.k.n_cells
         if n_cells > have:
-            size = grown_size(n_cells, have, self._config.min_chunk, self._config.capacity)
+            size = grown_size(n_cells, have, self._config.pool_chunk, self._config.capacity)
             self.k.grow(size, device)
             self.v.grow(size, device)
 
@@ -141,7 +141,7 @@ class Pages:
         self.block_size = config.block_size
         self.n_layers = len(group.layers)
         self._group = group
-        self._min_chunk = config.min_chunk
+        self._min_chunk = config.pool_chunk
         self._max_blocks = config.capacity // config.block_size
         self.k: Tensor | None = None
         self.v: Tensor | None = None
