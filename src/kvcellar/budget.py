@@ -36,7 +36,7 @@ def parse_size(text: str) -> int:
             f"1000) or KiB, MiB, GiB, TiB (of 1024), such as 24GB"
         )
     whole, _, decimals = match[1].partition(".")
-    size_bytes = int(whole + decimals) * factor // 10 ** len(decimals)
+    size_bytes: int = int(whole + decimals) * factor // int(10 ** len(decimals))
     if size_bytes < 1:
         raise ConfigError(f"{text!r} is no memory at all; give at least 1 byte, such as 24GB")
     return size_bytes
@@ -46,13 +46,10 @@ def format_size(size_bytes: int) -> str:
     """Bytes for people, in powers of 1000 and four digits: ``24.00 GB``."""
     if abs(size_bytes) < 1000:
         return f"{size_bytes} B"
-    size = float(size_bytes)
-    unit = "B"
-    for unit in ("KB", "MB", "GB", "TB"):
-        size /= 1000
-        if abs(size) < 999.95:
-            break
-    return f"{size:.{2 if abs(size) < 100 else 1}f} {unit}"
+    size, power = float(size_bytes), 0
+    while abs(size) >= 999.95 and power < 4:
+        size, power = size / 1000, power + 1
+    return f"{size:.{2 if abs(size) < 100 else 1}f} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
 def resident_bytes() -> int:

@@ -137,11 +137,6 @@ class SeqCache(Cache, Protocol):
         """Cells that a step could claim: the fewest of all layer groups."""
         ...
 
-    @property
-    def n_admissible(self) -> int:
-        """Tokens that one more sequence could come to hold, step by step."""
-        ...
-
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
         """Per layer group the cell of each position, -1 where the group has none."""
         ...

@@ -262,9 +262,7 @@ class CacheConfig:
 
     @property
     def pool_chunk(self) -> int:
-        """What a pool gives ``grown_size`` for its first cells: 0, exactly, where a budget grants
-        them.
-        """
+        """What a pool gives ``grown_size`` as ``min_chunk``: 0 where a budget grants its cells."""
         return self.min_chunk if self.budget is None else 0
 
     @property

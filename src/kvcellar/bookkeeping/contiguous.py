@@ -39,9 +39,13 @@ class ContiguousBookkeeping(StepBookkeeping):
         return self._length
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit."""
-        return self._length + n <= self.config.capacity and (
-            self._growth is None or self._growth.can_add(self._deficits(self._length, n))
+        """Whether ``n`` more tokens fit; with a memory budget, in steps of ``STEP_TOKENS``."""
+        if self._growth is None or self._length + n > self.config.capacity:
+            return self._length + n <= self.config.capacity
+        deficits = self._deficits(self._length, n)
+        most = zip(self._growth.cells_for(self._length + n), self._growth.sizes, strict=True)
+        return self._growth.can_add(
+            [min(deficit, cells - size) for deficit, (cells, size) in zip(deficits, most)]
         )
 
     def _deficits(self, start: int, n_tokens: int) -> list[int]:
@@ -116,8 +120,7 @@ class ContiguousBookkeeping(StepBookkeeping):
         return self._open
 
     def _has_room(self, start: int, n_tokens: int) -> bool:
-        """Have cells for the step in every group; false, and nothing changed, where there are none.
-        """
+        """Have cells for the step in every group; false, and nothing changed, where there are none."""
         if start + n_tokens > self.config.capacity:
             return False
         return self._growth is None or self._growth.add(self._deficits(start, n_tokens))

@@ -145,23 +145,23 @@ class Growth:
                 return False
             extras = [self._down(extra // 2) for extra in extras]
 
-    def most_cells(self, free: Sequence[int], *, step_by_step: bool = False) -> int:
-        """The most cells that a step could take in every group, with so many free in each.
+    def cells_for(self, n_tokens: int) -> list[int]:
+        """Cells per group for so many tokens, in steps of at most ``STEP_TOKENS``."""
+        return [min(n_tokens, floor) if floor else n_tokens for floor in self._floors]
 
-        Args:
-            free: cells that are free already, by group.
-            step_by_step: for a sequence that comes in steps, and takes no more of a window group
-                than a window holds.
-        """
-        low, high = 0, max(
-            n + limit - size for n, limit, size in zip(free, self.limits, self.sizes, strict=True)
+    def most_tokens(self, free: Sequence[int]) -> int:
+        """The most tokens that fit with so many cells free per group, in steps as above."""
+        low, high = (
+            0,
+            max(
+                n + limit - size
+                for n, limit, size in zip(free, self.limits, self.sizes, strict=True)
+            ),
         )
         while low < high:
             n = (low + high + 1) // 2
-            wanted = [
-                min(n, floor) if step_by_step and floor else n for floor in self._floors
-            ]
-            if self.can_add([want - have for want, have in zip(wanted, free, strict=True)]):
+            wanted = zip(self.cells_for(n), free, strict=True)
+            if self.can_add([cells - have for cells, have in wanted]):
                 low = n
             else:
                 high = n - 1
@@ -212,10 +212,14 @@ class Growth:
 
     def _most_tokens(self, n_bytes: int, windows: Sequence[int | None]) -> int:
         """The longest sequence that fits alone: whole blocks."""
-        low, high = 0, min(
-            (n for n, window in zip(self.limits, windows, strict=True) if window is None),
-            default=max(self.limits),
-        ) // self._block_size
+        low, high = (
+            0,
+            min(
+                (n for n, window in zip(self.limits, windows, strict=True) if window is None),
+                default=max(self.limits),
+            )
+            // self._block_size,
+        )
         while low < high:
             blocks = (low + high + 1) // 2
             cells = [

@@ -423,7 +423,7 @@ class PagePool(CellPool):
                     )
 
     def _check_free(self) -> None:
-        taken = self.refs.reshape(self.n_blocks, self.block_size).any(axis=1)
+        taken = np.asarray(self.refs.reshape(self.n_blocks, self.block_size).any(axis=1))
         free = [b for start, stop in self._free for b in range(start, stop)]
         n_granted = self._free.size
         assert free == np.flatnonzero(~taken[:n_granted]).tolist(), (
@@ -494,10 +494,8 @@ class PagedBookkeeping(SeqBookkeeping):
         ]
         if self._growth is None:
             return all(is_there)
-        free = self._n_free_by_group()
-        return self._growth.can_add(
-            [0 if there else n - have for there, have in zip(is_there, free, strict=True)]
-        )
+        wanted = zip(self._growth.cells_for(n), self._n_free_by_group(), is_there, strict=True)
+        return self._growth.can_add([0 if there else n - have for n, have, there in wanted])
 
     @property
     def n_free(self) -> int:
@@ -505,7 +503,7 @@ class PagedBookkeeping(SeqBookkeeping):
         there = min(self._n_fitting(group) for group in range(len(self.pages)))
         if self._growth is None:
             return there
-        return max(there, self._growth.most_cells(self._n_free_by_group()))
+        return max(there, self._growth.most_tokens(self._n_free_by_group()))
 
     def _n_free_by_group(self) -> list[int]:
         slack = self.block_size - 1  # the most that a copy of a shared block costs

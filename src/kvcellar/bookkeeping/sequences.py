@@ -84,7 +84,11 @@ class SeqBookkeeping(StepBookkeeping):
     # Admission and steps -----------------------------------------------------------------------
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit, over all sequences together."""
+        """Whether ``n`` more tokens fit, over all sequences together.
+
+        With a memory budget: in steps of at most ``STEP_TOKENS``, where a window lets go of its
+        past in between.
+        """
         return self._are_free(n)
 
     def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
@@ -97,15 +101,17 @@ class SeqBookkeeping(StepBookkeeping):
 
     def _fits(self, stretches: list[Stretch]) -> bool:
         """Whether the step's cells are free in every group, or would be behind the windows."""
-        n_tokens = sum(stretch.n_tokens for stretch in stretches)
-        return self._are_free(n_tokens + self._n_promised(stretches))
+        n_cells = sum(stretch.n_tokens for stretch in stretches) + self._n_promised(stretches)
+        if self._growth is not None:
+            return self._growth.can_add(self._deficits([n_cells] * len(self.pools)))
+        return self._are_free(n_cells)
 
     def _are_free(self, n_cells: int) -> bool:
         """Whether so many cells are free in every group, would be behind the windows, or could
         be granted.
         """
         if self._growth is not None:
-            return self._growth.can_add(self._deficits([n_cells] * len(self.pools)))
+            return self._growth.can_add(self._deficits(self._growth.cells_for(n_cells)))
         return all(
             n_cells <= pool.n_free or n_cells <= pool.n_free + self._n_releasable(group)
             for group, pool in enumerate(self.pools)
@@ -490,26 +496,14 @@ class SeqBookkeeping(StepBookkeeping):
 
     @property
     def n_free(self) -> int:
-        """Cells that a step could claim: the fewest of all layer groups."""
+        """Cells that steps could claim: the fewest of all layer groups; see ``can_extend``."""
         free = self._n_free_by_group()
-        most = min(free) if self._growth is None else self._growth.most_cells(free)
+        most = min(free) if self._growth is None else self._growth.most_tokens(free)
         return most - self._n_pending()
 
     def _n_free_by_group(self) -> list[int]:
         """Granted cells that a step could claim, whosever it is."""
         return [pool.n_free + self._n_releasable(group) for group, pool in enumerate(self.pools)]
-
-    @property
-    def n_admissible(self) -> int:
-        """Tokens that one more sequence could come to hold, step by step.
-
-        More than ``n_free`` only with a budget, where a window group has fewer cells than a full
-        one: a window lets go of its past, and needs no more however long the sequence is.
-        """
-        if self._growth is None:
-            return self.n_free
-        most = self._growth.most_cells(self._n_free_by_group(), step_by_step=True)
-        return most - self._n_pending()
 
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
         """Per layer group the cell of each position ``[length]``, -1 where the group has none.

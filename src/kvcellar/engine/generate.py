@@ -255,7 +255,8 @@ def check_prompt(
         besides = f" and its continuation {n_reserved}" if n_reserved else ""
         raise PromptError(
             f"the prompt has {len(prompt)} tokens{of_these}{besides}; the cache has {n_free} cells "
-            f"free of {capacity}; shorten the prompt or {cache.config.more_room}"
+            f"free of {capacity}; shorten the prompt or "
+            f"{sequence.cache.config.more_room}"
         )
     return prompt
 

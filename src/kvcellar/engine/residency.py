@@ -94,7 +94,7 @@ class Residency:
     @property
     def n_available(self) -> int:
         """Cells that are free, or would be after evicting all that may be evicted."""
-        return self.cache.n_admissible + self.index.size_info().evictable
+        return self.cache.n_free + self.index.size_info().evictable
 
     def make_room_for(self, seq_ids: Seq[int]) -> bool:
         """Evict until a step with these tokens finds its cells; false where they cannot be had."""
