@@ -45,7 +45,10 @@ class ContiguousBookkeeping(StepBookkeeping):
         deficits = self._deficits(self._length, n)
         most = zip(self._growth.cells_for(self._length + n), self._growth.sizes, strict=True)
         return self._growth.can_add(
-            [min(deficit, cells - size) for deficit, (cells, size) in zip(deficits, most)]
+            [
+                min(deficit, cells - size)
+                for deficit, (cells, size) in zip(deficits, most, strict=True)
+            ]
         )
 
     def _deficits(self, start: int, n_tokens: int) -> list[int]:
@@ -120,7 +123,7 @@ class ContiguousBookkeeping(StepBookkeeping):
         return self._open
 
     def _has_room(self, start: int, n_tokens: int) -> bool:
-        """Have cells for the step in every group; false, and nothing changed, where there are none."""
+        """Have cells for the step in every group; false, with nothing changed, without them."""
         if start + n_tokens > self.config.capacity:
             return False
         return self._growth is None or self._growth.add(self._deficits(start, n_tokens))

@@ -107,9 +107,7 @@ class SeqBookkeeping(StepBookkeeping):
         return self._are_free(n_cells)
 
     def _are_free(self, n_cells: int) -> bool:
-        """Whether so many cells are free in every group, would be behind the windows, or could
-        be granted.
-        """
+        """Whether so many cells are free in every group, behind windows or to be granted too."""
         if self._growth is not None:
             return self._growth.can_add(self._deficits(self._growth.cells_for(n_cells)))
         return all(
