@@ -22,7 +22,7 @@ from kvcellar.engine.request import Event, FinishEvent, Request, Sequence, Statu
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.text import TextStream
-from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
+from kvcellar.errors import CacheFullError, DeadlineError, PromptError, UnknownRequestError
 from kvcellar.types import IntArray
 
 __all__ = ["Drafter", "Limits", "Scheduler"]
@@ -51,6 +51,10 @@ class Drafter(Protocol):
 
 MIN_SHARED = 32
 """Tokens of a prefix that others just compute for which it is worth waiting."""
+
+
+MAX_LATE = 8
+"""Steps in a row that may find their room taken before their requests end with the error."""
 
 
 @dataclass(slots=True)
@@ -93,6 +97,7 @@ class Scheduler:
     _events: list[Event] = field(default_factory=list)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _step: int = 0
+    _n_late: int = 0
 
     # Requests come and go ----------------------------------------------------------------------
 
@@ -361,6 +366,7 @@ class Scheduler:
         self, batch: ScheduledBatch, output: BatchOutput, started: float, now: float
     ) -> list[Event]:
         """Take a step's tokens into the sequences; return what there is to tell."""
+        self._n_late = 0
         n_prefill = 0
         for part, choices in zip(batch.parts, output.choices, strict=True):
             sequence = self._in_batch[part.request_id]
@@ -413,7 +419,15 @@ class Scheduler:
         return False
 
     def fail(self, batch: ScheduledBatch, error: Exception) -> list[Event]:
-        """End the requests of a batch whose forward raised; the others do not notice."""
+        """End the requests of a batch whose forward raised; the others do not notice.
+
+        Where another cache took the memory between the choice of the batch and its step, nothing
+        was claimed, and the next choice knows: then nobody ends.
+        """
+        is_late = isinstance(error, CacheFullError) and self._n_late < MAX_LATE
+        self._n_late = self._n_late + 1 if is_late else 0
+        if is_late:
+            return self.events()
         for part in batch.parts:
             self._end(self._in_batch[part.request_id], "error", error=error)
         return self.events()
