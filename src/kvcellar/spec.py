@@ -127,8 +127,8 @@ def _windows(text: Any, n_layers: int) -> list[int | None]:
         raise ModelError(_missing(family, "layer_types"))
     if len(types) != n_layers:
         raise ModelError(
-            f"the {family} config has {n_layers} layers (num_hidden_layers) and {len(types)} "
-            f"layer_types; they must be one per layer; check the file"
+            f"the {family} config has {n_layers} layers and {len(types)} layer_types; they must "
+            f"be one per layer, as many as num_hidden_layers; check the file"
         )
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
@@ -184,7 +184,8 @@ def config_from_dict(raw: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(str(family), **fields)
     except Exception as error:  # its validators raise classes of their own
-        raise ModelError(f"the {family} config cannot be read: {error}; check the file") from error
+        what = str(error).strip().splitlines()[-1].strip()
+        raise ModelError(f"the {family} config cannot be read: {what}; check the file") from error
 
 
 def _missing(family: str, name: str) -> str:
