@@ -30,6 +30,9 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES, num_hidden_layers=6, head_dim=128, query_pre_attn_scalar=128, sliding_window=256
     ),
+    "heavy": lambda: transformers.LlamaConfig(
+        **SIZES | {"intermediate_size": 32_768}, num_hidden_layers=2, head_dim=16
+    ),
 }
 """Small weights and large KV: 49,152 bytes a token in float32."""
 
@@ -94,3 +97,10 @@ def test_the_whole_process_stays_inside_its_budget_under_load(
     assert seen["most_held"] > 0.75 * seen["kv"]
     assert seen["peak"] > seen["base"] + 0.7 * seen["kv"]
     assert seen["evicted"] + seen["preempted"] > 0
+
+
+def test_weights_count_from_the_start_though_they_are_mapped_from_their_file(folder, idle):
+    heavy = loaded(folder("heavy"), "seq", "100GB", "float32", 1, 4)
+    weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB
+    assert heavy["base"] - idle["base"] > 0.9 * weights
+    assert heavy["peak"] - heavy["base"] < 0.5 * weights

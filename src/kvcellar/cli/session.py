@@ -92,6 +92,7 @@ def bound_model(
         )
     budget = None
     if limit_bytes is not None:
+        model.touch_weights()  # they count, and would come with the first forward
         budget = MemoryBudget(limit_bytes, base_bytes=resident_bytes(), reserve_bytes=reserve_bytes)
     config = make_config(
         model.params,

@@ -108,6 +108,15 @@ class LoadedModel:
 
         return TorchRunner(self._model, self.params, self.vocab_size, session)
 
+    def touch_weights(self) -> int:
+        """Have every weight in memory now, not when a forward first needs it; return their bytes.
+
+        Weights may be mapped from their files. Whoever measures a process wants them to count.
+        """
+        from kvcellar.models.torch_loading import touch_weights
+
+        return touch_weights(self._model)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
