@@ -101,6 +101,6 @@ def test_the_whole_process_stays_inside_its_budget_under_load(
 
 def test_weights_count_from_the_start_though_they_are_mapped_from_their_file(folder, idle):
     heavy = loaded(folder("heavy"), "seq", "100GB", "float32", 1, 4)
-    weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB
-    assert heavy["base"] - idle["base"] > 0.9 * weights
+    weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB; the other has 15
+    assert heavy["base"] - idle["base"] > 0.8 * weights
     assert heavy["peak"] - heavy["base"] < 0.5 * weights
