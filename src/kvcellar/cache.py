@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from kvcellar.bookkeeping.growth import grown_size
 from kvcellar.types import CacheConfig, CacheUsage, IntArray
 
-__all__ = ["Cache", "DecodeCache", "SeqCache", "TreeCache", "TreeSeqCache", "grown_size"]
+__all__ = [
+    "Cache",
+    "DecodeCache",
+    "SeqCache",
+    "TreeCache",
+    "TreeSeqCache",
+    "grown_size",
+]
 
 
 @runtime_checkable
@@ -162,14 +170,3 @@ class TreeCache(Cache, Protocol):
 @runtime_checkable
 class TreeSeqCache(SeqCache, TreeCache, Protocol):
     """Many sequences, each with or without a draft tree, in one forward."""
-
-
-def grown_size(n_cells: int, allocated: int, min_chunk: int, capacity: int) -> int:
-    """How many cells a pool of ``allocated`` should hold so that ``n_cells`` fit.
-
-    Doubles from ``min_chunk`` on, never past ``capacity``, never shrinks.
-    """
-    size = max(allocated, min(min_chunk, capacity))
-    while size < n_cells:
-        size *= 2
-    return max(allocated, min(size, capacity))

@@ -1,4 +1,4 @@
-"""A model's cache facts, read from the model's own config.
+"""A model's cache facts, read from the model's own config, and what they cost in bytes.
 
 Windows and layer types are never written down here: a ``config.json`` is handed to the config
 class of transformers, whose rules are the ones that the model runs by.
@@ -6,10 +6,14 @@ class of transformers, whose rules are the ones that the model runs by.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype
 from kvcellar.types import LayerGroup, ModelCacheParams
 
 _ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -62,12 +66,20 @@ def params_from_config(config: Any) -> ModelCacheParams:
     n_layers = number("num_hidden_layers")
     n_heads = number("num_attention_heads")
     n_kv_heads = number("num_key_value_heads")
-    head_dim = getattr(text, "head_dim", None) or number("hidden_size") // n_heads
-    v_head_dim = getattr(text, "v_head_dim", None) or head_dim
+    if getattr(text, "head_dim", None) is not None:
+        head_dim = number("head_dim")
+    elif number("hidden_size") % n_heads:
+        raise ModelError(
+            f"the {family} config has no head_dim, and its hidden_size {text.hidden_size} is no "
+            f"multiple of its num_attention_heads {n_heads}; check the file"
+        )
+    else:
+        head_dim = number("hidden_size") // n_heads
+    v_head_dim = number("v_head_dim") if getattr(text, "v_head_dim", None) is not None else head_dim
     if n_heads % n_kv_heads:
         raise ModelError(
-            f"the {family} config has {n_heads} query heads and {n_kv_heads} KV heads; KV heads "
-            f"must divide query heads; check the file"
+            f"the {family} config has {n_heads} query heads and {n_kv_heads} KV heads; "
+            f"num_key_value_heads must divide num_attention_heads; check the file"
         )
     if getattr(text, "num_kv_shared_layers", None):
         raise ModelError(
@@ -116,7 +128,7 @@ def _windows(text: Any, n_layers: int) -> list[int | None]:
     if len(types) != n_layers:
         raise ModelError(
             f"the {family} config has {n_layers} layers and {len(types)} layer_types; they must "
-            f"be one per layer; check the file"
+            f"be one per layer, as many as num_hidden_layers; check the file"
         )
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
@@ -172,8 +184,273 @@ def config_from_dict(raw: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(str(family), **fields)
     except Exception as error:  # its validators raise classes of their own
-        raise ModelError(f"the {family} config cannot be read: {error}; check the file") from error
+        what = str(error).strip().splitlines()[-1].strip()
+        raise ModelError(f"the {family} config cannot be read: {what}; check the file") from error
 
 
 def _missing(family: str, name: str) -> str:
     return f"the {family} config has no {name}; add the field, or take the model's own config.json"
+
+
+# What it costs -----------------------------------------------------------------------------------
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one number, by the names that configs and files use."""
+
+PROCESS_BYTES = 450_000_000
+"""Python, torch and transformers in memory, before any weights: measured on Linux, rounded up."""
+
+ALLOCATOR_BYTES = 64_000_000
+"""What threads, kernels' own buffers and the allocator take besides what is asked for."""
+
+PLAIN_LOGITS = 1 << 24
+"""Attention logits that are held at a time where a kernel does not keep them to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCacheSpec:
+    """What a model's KV and weights cost.
+
+    Attributes:
+        name: what was asked for.
+        family: ``model_type``.
+        params: what a cache must know of it.
+        max_positions: the longest sequence that it was made for.
+        stored_bytes: weights as they are stored.
+        weight_bytes: weights in memory, once loaded.
+        dtype: their type in memory.
+        counted: what the weights are, and how they were counted.
+        n_heads: query heads.
+        hidden_size: numbers per token between layers.
+        inner_size: numbers per token inside of a layer's MLP, all its active experts together.
+        vocab_size: logits per token.
+    """
+
+    name: str
+    family: str
+    params: ModelCacheParams
+    max_positions: int
+    stored_bytes: int
+    weight_bytes: int
+    dtype: str
+    counted: str
+    n_heads: int
+    hidden_size: int
+    inner_size: int
+    vocab_size: int
+
+    def group_bytes(self, kv: KvDtype) -> tuple[int, ...]:
+        """Bytes of one token in each layer group, scales included."""
+        return tuple(group.cell_bytes(kv) for group in self.params.groups)
+
+    def token_bytes(self, kv: KvDtype) -> int:
+        """Bytes of one token in all layers."""
+        return sum(self.group_bytes(kv))
+
+    def agent_cells(self, context: int, window_slack: int = 64) -> tuple[int, ...]:
+        """Tokens that a sequence of ``context`` holds in each group: a window lets go of the rest.
+
+        Args:
+            context: its length.
+            window_slack: tokens kept behind each window.
+        """
+        return tuple(
+            context if group.window is None else min(context, group.window + window_slack)
+            for group in self.params.groups
+        )
+
+    def agent_bytes(self, context: int, kv: KvDtype, window_slack: int = 64) -> int:
+        """Bytes of a sequence of ``context`` tokens, shared with nobody."""
+        cells = self.agent_cells(context, window_slack)
+        return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
+
+    def growth_bytes(self, context: int, kv: KvDtype, window_slack: int = 64) -> int:
+        """What an agent adds while pools grow: one layer's old copy stands beside the new one."""
+        cells = self.agent_cells(context, window_slack)
+        return max(
+            n * size // len(group.layers)
+            for n, size, group in zip(cells, self.group_bytes(kv), self.params.groups, strict=True)
+        )
+
+    def n_agents(self, n_bytes: int, context: int, kv: KvDtype) -> int:
+        """How many agents of ``context`` tokens, sharing nothing, fit in so many bytes."""
+        one = self.agent_bytes(context, kv) + self.growth_bytes(context, kv)
+        return max(0, n_bytes) // one
+
+    def most_context(self, n_bytes: int, n_agents: int, kv: KvDtype) -> int:
+        """The longest context at which so many agents fit, at most what the model was made for."""
+        low, high = 0, self.max_positions
+        while low < high:
+            context = (low + high + 1) // 2
+            if self.n_agents(n_bytes, context, kv) >= n_agents:
+                low = context
+            else:
+                high = context - 1
+        return low
+
+    def scratch_bytes(self, context: int, n_tokens: int = 512, n_rows: int = 64) -> int:
+        """What a forward takes besides weights and KV, and gives back: an upper estimate.
+
+        Args:
+            context: tokens that its longest sequence has.
+            n_tokens: tokens that go through the model.
+            n_rows: of these, tokens whose logits are wanted.
+        """
+        n_heads, dim = self.n_heads, self.params.head_dim
+        inside = 8 * self.hidden_size + 4 * n_heads * dim + 4 * self.inner_size
+        logits = min(PLAIN_LOGITS, n_tokens * n_heads * context)
+        gathered = 2 * 4 * context * self.params.n_kv_heads * (dim + self.params.v_head_dim)
+        return (
+            ALLOCATOR_BYTES
+            + 4 * n_tokens * inside
+            + 12 * n_rows * self.vocab_size
+            + 10 * logits
+            + gathered
+        )
+
+
+# Models that no config says enough of ------------------------------------------------------------
+
+_SPEC_FIELDS: dict[str, str] = {
+    "n_layers": "attention layers",
+    "n_kv_heads": "KV heads per layer",
+    "head_dim": "length of a K row",
+    "v_head_dim": "length of a V row; as head_dim where it is left out",
+    "groups": "layer groups: objects of layers (a list of ids, or how many), window (or null), "
+    "n_kv_heads, head_dim, v_head_dim",
+    "max_positions": "the longest sequence",
+    "weight_bytes": "weights in memory",
+    "stored_bytes": "weights in files; as weight_bytes where it is left out",
+    "dtype": "type of the weights in memory",
+    "n_heads": "query heads",
+    "hidden_size": "numbers per token between layers",
+    "inner_size": "numbers per token inside an MLP",
+    "vocab_size": "logits per token",
+}
+"""Fields of a spec file and what they mean."""
+
+_NEEDED = ("n_layers", "n_kv_heads", "head_dim", "max_positions", "weight_bytes")
+_GROUP_FIELDS = ("layers", "window", "n_kv_heads", "head_dim", "v_head_dim")
+
+
+def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCacheSpec:
+    """A spec from a JSON object of its fields, over those of ``base`` where there is one.
+
+    Raises:
+        ConfigError: no JSON object, unknown or impossible fields, or too few without a base; the
+            message names the file and the field.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}; write one object") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {type(raw).__name__}; write one object of fields")
+    unknown = sorted(set(raw) - set(_SPEC_FIELDS))
+    if unknown:
+        raise ConfigError(
+            f"{path} has the field {unknown[0]!r}, which a spec does not have; there are: "
+            f"{', '.join(_SPEC_FIELDS)}"
+        )
+    missing = [name for name in _NEEDED if name not in raw and base is None]
+    if missing:
+        raise ConfigError(
+            f"{path} has no {missing[0]} ({_SPEC_FIELDS[missing[0]]}) and there is no model's "
+            f"config to take it from; add it, or name a model"
+        )
+
+    def number(name: str, there: Mapping[str, Any], other: int, where: str = "") -> int:
+        value = there.get(name, other)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{path} has {where}{name}={value!r}; it must be a whole number >= 1")
+        return value
+
+    n_kv_heads = number("n_kv_heads", raw, base.params.n_kv_heads if base else 0)
+    n_layers = number("n_layers", raw, base.params.n_layers if base else 0)
+    head_dim = number("head_dim", raw, base.params.head_dim if base else 0)
+    v_head_dim = number("v_head_dim", raw, base.params.v_head_dim if base else head_dim)
+    is_reshaped = {"n_layers", "n_kv_heads", "head_dim", "v_head_dim", "groups"} & set(raw)
+    if "groups" in raw:
+        groups = _groups_of_file(path, raw["groups"], number, n_kv_heads, head_dim, v_head_dim)
+    elif base is not None and "n_layers" not in raw:
+        groups = tuple(
+            LayerGroup(g.layers, n_kv_heads, head_dim, v_head_dim, g.window, g.softcap)
+            for g in base.params.groups
+        )
+    else:
+        groups = ()
+    try:
+        params = (
+            ModelCacheParams(n_layers, n_kv_heads, head_dim, v_head_dim, groups)
+            if is_reshaped or base is None
+            else base.params
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot work: {error}") from error
+    dtype = raw.get("dtype", base.dtype if base else "bfloat16")
+    if dtype not in FLOAT_KV_DTYPES:
+        raise ConfigError(f"{path} has dtype={dtype!r}; choose one of {', '.join(FLOAT_KV_DTYPES)}")
+    weight_bytes = number("weight_bytes", raw, base.weight_bytes if base else 0)
+    stored = base.stored_bytes if base and "weight_bytes" not in raw else weight_bytes
+    n_heads = number("n_heads", raw, base.n_heads if base else n_kv_heads)
+    if n_heads % n_kv_heads:
+        raise ConfigError(
+            f"{path}: {n_heads} query heads (n_heads) are no multiple of {n_kv_heads} KV heads "
+            f"(n_kv_heads)"
+        )
+    hidden = number("hidden_size", raw, base.hidden_size if base else n_heads * head_dim)
+    return ModelCacheSpec(
+        name=base.name if base else str(path),
+        family=base.family if base else "custom",
+        params=params,
+        max_positions=number("max_positions", raw, base.max_positions if base else 0),
+        stored_bytes=number("stored_bytes", raw, stored),
+        weight_bytes=weight_bytes,
+        dtype=dtype,
+        counted=(f"{base.counted}; " if base and "weight_bytes" not in raw else "")
+        + f"{', '.join(raw) or 'nothing'} from {path.name}",
+        n_heads=n_heads,
+        hidden_size=hidden,
+        inner_size=number("inner_size", raw, base.inner_size if base else 4 * hidden),
+        vocab_size=number("vocab_size", raw, base.vocab_size if base else 262_144),
+    )
+
+
+def _groups_of_file(
+    path: Path, raw: Any, number: Any, n_kv_heads: int, head_dim: int, v_head_dim: int
+) -> tuple[LayerGroup, ...]:
+    """The ``groups`` of a spec file; layers that are counted follow those of the group before."""
+    if not isinstance(raw, list) or not raw or not all(isinstance(part, dict) for part in raw):
+        raise ConfigError(f"{path} has groups={raw!r}; write a list of objects")
+    groups: list[LayerGroup] = []
+    start = 0
+    for index, part in enumerate(raw):
+        where = f"groups[{index}]."
+        unknown = sorted(set(part) - set(_GROUP_FIELDS))
+        if unknown:
+            raise ConfigError(
+                f"{path} has {where}{unknown[0]}, which a group does not have; there are: "
+                f"{', '.join(_GROUP_FIELDS)}"
+            )
+        layers = part.get("layers")
+        if isinstance(layers, int) and not isinstance(layers, bool) and layers > 0:
+            layers = list(range(start, start + layers))
+        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+            raise ConfigError(
+                f"{path} has {where}layers={layers!r}; write a list of layer ids, or how many"
+            )
+        start = max([start, *(layer + 1 for layer in layers)])
+        window = None if part.get("window") is None else number("window", part, 0, where)
+        try:
+            groups.append(
+                LayerGroup(
+                    tuple(layers),
+                    number("n_kv_heads", part, n_kv_heads, where),
+                    number("head_dim", part, head_dim, where),
+                    number("v_head_dim", part, v_head_dim, where),
+                    window,
+                )
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{path} has {where[:-1]} that cannot work: {error}") from error
+    return tuple(groups)

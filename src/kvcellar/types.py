@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 
@@ -219,6 +220,7 @@ class CacheConfig:
         block_size: cells per block of a paged cache; the others have token cells.
         layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.
         tp_size: tensor-parallel ranks that the KV heads are divided over; the cache is one rank's.
+        budget: whom pools ask before they grow; None: they grow up to the capacity.
     """
 
     params: ModelCacheParams
@@ -229,6 +231,7 @@ class CacheConfig:
     block_size: int = 16
     layout: str = "layer_first"
     tp_size: int = 1
+    budget: MemoryBudget | None = None
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -256,6 +259,22 @@ class CacheConfig:
     def kv(self) -> KvDtype:
         """``kv_dtype``, read."""
         return parse_kv_dtype(self.kv_dtype)
+
+    @property
+    def pool_chunk(self) -> int:
+        """What a pool gives ``grown_size`` as ``min_chunk``: 0 where a budget grants its cells."""
+        return self.min_chunk if self.budget is None else 0
+
+    @property
+    def more_room(self) -> str:
+        """The way out of a full cache, for messages."""
+        if self.budget is None:
+            return "raise capacity"
+        return (
+            f"give more memory (KV may take {format_size(self.budget.kv_bytes)} of "
+            f"{format_size(self.budget.limit_bytes)}, {format_size(self.budget.available_bytes)} "
+            f"are left)"
+        )
 
     @property
     def rank_groups(self) -> tuple[LayerGroup, ...]:
@@ -295,6 +314,7 @@ def make_config(
     block_size: int = 16,
     layout: str = "layer_first",
     tp_size: int = 1,
+    budget: MemoryBudget | None = None,
 ) -> CacheConfig:
     """The model's facts plus the caller's policy.
 
@@ -302,7 +322,7 @@ def make_config(
         ConfigError: a value that cannot work; the message names it.
     """
     return CacheConfig(
-        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, tp_size
+        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, tp_size, budget
     )
 
 

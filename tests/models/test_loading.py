@@ -545,3 +545,9 @@ def test_a_sharded_index_may_be_written_by_hand(sharded):
     index["weight_map"] = dict(reversed(index["weight_map"].items()))
     path.write_text(json.dumps({"note": "mine", **index}))
     load_model(sharded)
+
+
+def test_touching_weights_says_how_many_bytes_they_are(checkpoint):
+    model = load_model(checkpoint("gemma3"))  # its embedding is tied, and counts once
+    held = sum(p.numel() * p.element_size() for p in model._model.parameters())
+    assert model.touch_weights() == held

@@ -54,8 +54,8 @@ class FreeRuns:
 
     def __init__(self, n_cells: int) -> None:
         self._size = n_cells
-        self._starts = [0]
-        self._stops = [n_cells]
+        self._starts = [0] if n_cells else []
+        self._stops = [n_cells] if n_cells else []
         self.n_free = n_cells
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -81,6 +81,17 @@ class FreeRuns:
         """One past the highest taken cell."""
         start = self.high_water
         return self._size if start is None or self.last_stop < self._size else start
+
+    @property
+    def size(self) -> int:
+        """Cells in all, free and taken."""
+        return self._size
+
+    def extend(self, size: int) -> None:
+        """There are ``size`` cells from now on; the new ones are free."""
+        start, self._size = self._size, size
+        if size > start:
+            self.give(start, size - start)
 
     def take(self, start: int, length: int) -> None:
         """Mark ``[start, start + length)`` as taken; all of it must be free."""
@@ -131,10 +142,18 @@ class CellPool:
     Invariants (asserted by ``check``):
       - ``pos[i] == -1`` exactly when ``refs[i] == 0``: free means unowned;
       - ``refs[i]`` is the number of owners: sequences, plus holders that called ``retain``;
-      - a sequence owns at most one cell per position, and its spans are sorted and disjoint.
+      - a sequence owns at most one cell per position, and its spans are sorted and disjoint;
+      - no cell is taken that was not granted.
     """
 
-    def __init__(self, capacity: int, *, min_run: int = MIN_RUN, reuse_first: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        min_run: int = MIN_RUN,
+        reuse_first: bool = False,
+        n_granted: int | None = None,
+    ) -> None:
         """An empty pool.
 
         Args:
@@ -142,11 +161,13 @@ class CellPool:
             min_run: see :data:`MIN_RUN`.
             reuse_first: go back to a hole of ``min_run`` cells before touching a cell that was
                 never used; keeps the pools of a sliding window small.
+            n_granted: cells that may be taken until ``grant`` says more; None: all.
         """
         self.capacity = capacity
+        self._n_granted = capacity if n_granted is None else n_granted
         self.pos: NDArray[np.int32] = np.full(capacity, -1, dtype=np.int32)
         self.refs: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._free = FreeRuns(capacity)
+        self._free = FreeRuns(self._n_granted)
         self._spans: dict[int, list[Span]] = {}
         self._min_run = min_run
         self._reuse_first = reuse_first
@@ -159,9 +180,20 @@ class CellPool:
         return self._free.n_free
 
     @property
+    def n_taken(self) -> int:
+        """Cells that cannot be claimed, though granted."""
+        return self._n_granted - self.n_free
+
+    @property
     def n_cells(self) -> int:
         """One past the highest taken cell: what a read window or a pool has to cover."""
         return self._free.n_used
+
+    def grant(self, n_cells: int) -> None:
+        """Cells ``[0, n_cells)`` may be taken from now on; never fewer than before."""
+        assert self._n_granted <= n_cells <= self.capacity, "a grant is not taken back"
+        self._n_granted = n_cells
+        self._free.extend(n_cells)
 
     def seq_ids(self) -> list[int]:
         """Sequences that own at least one cell, in the order they came."""
@@ -434,7 +466,7 @@ class CellPool:
         """Free every cell, whoever owns it."""
         self.pos.fill(-1)
         self.refs.fill(0)
-        self._free = FreeRuns(self.capacity)
+        self._free = FreeRuns(self._n_granted)
         self._spans.clear()
 
     # Proof -------------------------------------------------------------------------------------
@@ -461,7 +493,10 @@ class CellPool:
 
     def _check_free(self) -> None:
         free = [c for a, b in self._free for c in range(a, b)]
-        assert free == np.flatnonzero(self.refs == 0).tolist(), "free runs are the unowned cells"
+        assert free == np.flatnonzero(self.refs[: self._n_granted] == 0).tolist(), (
+            "free runs are the unowned cells"
+        )
+        assert not self.refs[self._n_granted :].any(), "cells are taken that were not granted"
         assert self.n_free == len(free)
 
 

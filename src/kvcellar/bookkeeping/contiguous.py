@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.bookkeeping.cells import Span
+from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
@@ -36,14 +37,36 @@ class ContiguousBookkeeping(StepBookkeeping):
         self._length = 0
         self._base = [0] * len(self.groups)  # position of cell 0, the lowest that is held
 
+    def _make_growth(self) -> Growth | None:
+        if self.config.budget is None:
+            return None
+        return Growth(self.config, self.config.budget, has_one_run=True)
+
     @property
     def length(self) -> int:
         """Tokens in the history: the position that the next token gets."""
         return self._length
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit."""
-        return self._length + n <= self.capacity
+        """Whether ``n`` more tokens fit; with a memory budget, in steps of ``STEP_TOKENS``."""
+        if self._growth is None or self._length + n > self.config.capacity:
+            return self._length + n <= self.config.capacity
+        deficits = self._deficits(self._length, n)
+        most = zip(self._growth.cells_for(self._length + n), self._growth.sizes, strict=True)
+        return self._growth.can_add(
+            [
+                min(deficit, cells - size)
+                for deficit, (cells, size) in zip(deficits, most, strict=True)
+            ]
+        )
+
+    def _deficits(self, start: int, n_tokens: int) -> list[int]:
+        """Cells that a step needs beyond those that are granted, per layer group."""
+        assert self._growth is not None
+        return [
+            start + n_tokens - self._base_at(index, start) - size
+            for index, size in enumerate(self._growth.sizes)
+        ]
 
     def resumable_from(self) -> int:
         """The lowest length, other than 0, that ``rewind`` can cut back to."""
@@ -81,7 +104,8 @@ class ContiguousBookkeeping(StepBookkeeping):
     ) -> OpenStep:
         self._settle()
         start = self._length
-        if n_tokens == 1 and start < self.capacity and list(positions or ()) == [start]:
+        is_next = positions is not None and len(positions) == 1 and positions[0] == start
+        if n_tokens == 1 and is_next and self._has_room(start, 1):
             plans = [self._decode_plan(group, start) for group in range(len(self.groups))]
             self._open = OpenStep((start,), plans, self.n_layers)
             return self._open
@@ -103,30 +127,34 @@ class ContiguousBookkeeping(StepBookkeeping):
                 else f"this cache is empty, so its tokens start at position 0 and follow each "
                 f"other; the forward brings {asked[:8]}{' ...' if len(asked) > 8 else ''}"
             )
-        if not self.can_extend(n_tokens):
+        if not self._has_room(start, n_tokens):
             raise CacheFullError(
-                f"step needs {n_tokens} cells, {self.capacity - start} free of {self.capacity}; "
-                f"rewind, clear, or raise capacity"
+                f"step needs {n_tokens} cells, {max(0, self.capacity - start)} free of "
+                f"{self.capacity}; rewind, clear, or {self.config.more_room}"
             )
         plans = [self._group_plan(group, start, n_tokens) for group in range(len(self.groups))]
         self._open = OpenStep(asked, plans, self.n_layers)
         return self._open
 
+    def _has_room(self, start: int, n_tokens: int) -> bool:
+        """Have cells for the step in every group; false, with nothing changed, without them."""
+        if start + n_tokens > self.config.capacity:
+            return False
+        return self._growth is None or self._growth.add(self._deficits(start, n_tokens))
+
     def _decode_plan(self, index: int, start: int) -> StepPlan:
         """What ``_group_plan`` says of one token, in fewer words: it is made for every token."""
         window = self.groups[index].window
-        low = 0
-        if window is not None:
-            self._slide(index, start, window - 1 + self.config.window_slack)
-            low = max(0, start + 1 - window)
+        self._slide(index, start)
         base = self._base[index]
+        low = 0 if window is None else max(0, start + 1 - window)
         read = AttendSpec(0, 1, (Run(low - base, start + 1 - low),), AttendKind.NONE)
-        return StepPlan(1, (Write(0, Run(start - base, 1)),), (read,), start + 1 - base)
+        n_cells = self._n_held(index, start + 1 - base)
+        return StepPlan(1, (Write(0, Run(start - base, 1)),), (read,), n_cells)
 
     def _group_plan(self, index: int, start: int, n_tokens: int) -> StepPlan:
         window = self.groups[index].window
-        if window is not None:
-            self._slide(index, start, window - 1 + self.config.window_slack)
+        self._slide(index, start)
         base = self._base[index]
 
         def spans_of(p0: int, p1: int) -> list[Span]:
@@ -135,17 +163,25 @@ class ContiguousBookkeeping(StepBookkeeping):
         end = start + n_tokens
         reads = causal_reads(0, start, n_tokens, window, spans_of)
         writes = (Write(0, Run(start - base, n_tokens)),)
-        return StepPlan(n_tokens, writes, tuple(reads), end - base)
+        return StepPlan(n_tokens, writes, tuple(reads), self._n_held(index, end - base))
 
-    def _slide(self, index: int, start: int, keep: int) -> None:
+    def _base_at(self, index: int, start: int) -> int:
+        """The position of cell 0 in a step from ``start`` on: the run slides once it is long."""
+        window, base = self.groups[index].window, self._base[index]
+        if window is None:
+            return base
+        keep = window - 1 + self.config.window_slack
+        return base if start - base < max(2 * keep, self.config.min_chunk) else start - keep
+
+    def _slide(self, index: int, start: int) -> None:
         """Move what must be kept to the front, once the run is twice as long."""
-        base = self._base[index]
-        if start - base < max(2 * keep, self.config.min_chunk):
+        base, new_base = self._base[index], self._base_at(index, start)
+        if new_base == base:
             return
-        if keep:
-            src = np.arange(start - keep - base, start - base, dtype=np.int64)
+        if start > new_base:
+            src = np.arange(new_base - base, start - base, dtype=np.int64)
             self._move_cells(index, 0, src)
-        self._base[index] = start - keep
+        self._base[index] = new_base
 
     def _complete(self, step: OpenStep) -> None:
         self._length = step.positions[-1] + 1

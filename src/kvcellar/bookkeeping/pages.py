@@ -22,6 +22,7 @@ from kvcellar.bookkeeping.cells import (
     Span,
     merged,
 )
+from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, spans_of_table
 from kvcellar.bookkeeping.step import OpenStep
 from kvcellar.errors import CacheFullError, ConfigError
@@ -71,6 +72,7 @@ class PagePool(CellPool):
         *,
         min_run: int = MIN_RUN,
         reuse_first: bool = False,
+        n_granted: int | None = None,
     ) -> None:
         """An empty pool.
 
@@ -79,13 +81,14 @@ class PagePool(CellPool):
             block_size: cells per block.
             min_run: as in :class:`CellPool`, in cells.
             reuse_first: as in :class:`CellPool`.
+            n_granted: as in :class:`CellPool`; whole blocks.
         """
         self.block_size = block_size
         self.n_blocks = capacity // block_size
         n_cells = self.n_blocks * block_size
         min_blocks = -(-min_run // block_size)
-        super().__init__(n_cells, min_run=min_blocks, reuse_first=reuse_first)
-        self._free = FreeRuns(self.n_blocks)
+        super().__init__(n_cells, min_run=min_blocks, reuse_first=reuse_first, n_granted=n_granted)
+        self._free = FreeRuns(self._n_granted // block_size)
         self._token: IntArray = np.full(n_cells, -1, dtype=np.int64)
         self._n_tokens = 0
 
@@ -95,6 +98,11 @@ class PagePool(CellPool):
     def n_free(self) -> int:
         """Cells of the blocks that nobody holds; the rest of a partial block is not among them."""
         return self._free.n_free * self.block_size
+
+    @property
+    def n_granted_blocks(self) -> int:
+        """Blocks that may be taken."""
+        return self._free.size
 
     @property
     def n_free_blocks(self) -> int:
@@ -391,7 +399,13 @@ class PagePool(CellPool):
     def clear(self) -> None:
         """Free every block, whoever holds it."""
         super().clear()
-        self._free = FreeRuns(self.n_blocks)
+        self._free = FreeRuns(self._n_granted // self.block_size)
+
+    def grant(self, n_cells: int) -> None:
+        """As in :class:`CellPool`; whole blocks."""
+        assert self._n_granted <= n_cells <= self.capacity, "a grant is not taken back"
+        self._n_granted = n_cells
+        self._free.extend(n_cells // self.block_size)
 
     # Proof -------------------------------------------------------------------------------------
 
@@ -409,9 +423,13 @@ class PagePool(CellPool):
                     )
 
     def _check_free(self) -> None:
-        taken = self.refs.reshape(self.n_blocks, self.block_size).any(axis=1)
+        taken = np.asarray(self.refs.reshape(self.n_blocks, self.block_size).any(axis=1))
         free = [b for start, stop in self._free for b in range(start, stop)]
-        assert free == np.flatnonzero(~taken).tolist(), "free blocks are those without owners"
+        n_granted = self._free.size
+        assert free == np.flatnonzero(~taken[:n_granted]).tolist(), (
+            "free blocks are those without owners"
+        )
+        assert not taken[n_granted:].any(), "blocks are taken that were not granted"
 
 
 class PagedBookkeeping(SeqBookkeeping):
@@ -435,17 +453,27 @@ class PagedBookkeeping(SeqBookkeeping):
             )
         super().__init__(config)
         self.pages = [
-            PagePool(config.capacity, config.block_size, reuse_first=group.window is not None)
-            for group in self.groups
+            PagePool(
+                config.capacity if self._growth is None else self._growth.limits[index],
+                config.block_size,
+                reuse_first=group.window is not None,
+                n_granted=None if self._growth is None else 0,
+            )
+            for index, group in enumerate(self.groups)
         ]
         self.pools = [*self.pages]
         self._copies: list[tuple[int, BlockCopy]] = []
         """Per copy that the last step made: its layer group, and how to take it back."""
 
+    def _make_growth(self) -> Growth | None:
+        if self.config.budget is None:
+            return None
+        return Growth(self.config, self.config.budget, block_size=self.config.block_size)
+
     @property
     def capacity(self) -> int:
-        """The most cells that a layer group may hold: whole blocks."""
-        return self.pages[0].capacity
+        """The most tokens that one sequence may have: whole blocks."""
+        return self.pages[0].capacity if self._growth is None else self._growth.n_fitting
 
     @property
     def block_size(self) -> int:
@@ -460,15 +488,26 @@ class PagedBookkeeping(SeqBookkeeping):
         For a batch of several, ask ``can_begin_step``: each may need a block of its own.
         """
         slack = self.block_size - 1
-        return all(
+        is_there = [
             n + slack <= pool.n_free or n <= self._n_fitting(group)
             for group, pool in enumerate(self.pages)
-        )
+        ]
+        if self._growth is None:
+            return all(is_there)
+        wanted = zip(self._growth.cells_for(n), self._n_free_by_group(), is_there, strict=True)
+        return self._growth.can_add([0 if there else n - have for n, have, there in wanted])
 
     @property
     def n_free(self) -> int:
         """The most tokens that fit for any one sequence, whether it is there or new."""
-        return min(self._n_fitting(group) for group in range(len(self.pages)))
+        there = min(self._n_fitting(group) for group in range(len(self.pages)))
+        if self._growth is None:
+            return there
+        return max(there, self._growth.most_tokens(self._n_free_by_group()))
+
+    def _n_free_by_group(self) -> list[int]:
+        slack = self.block_size - 1  # the most that a copy of a shared block costs
+        return [free - slack for free in super()._n_free_by_group()]
 
     def _n_fitting(self, group: int) -> int:
         pool = self.pages[group]
@@ -486,7 +525,7 @@ class PagedBookkeeping(SeqBookkeeping):
             for span in pool.spans(seq_id, 0, self._window_floor(group, seq_id)):
                 refs[span.cell : span.cell + span.length] -= 1
         taken = refs.reshape(pool.n_blocks, pool.block_size).any(axis=1)
-        return refs, pool.n_blocks - int(np.count_nonzero(taken))
+        return refs, pool.n_granted_blocks - int(np.count_nonzero(taken))
 
     def _n_releasable(self, group: int) -> int:
         return self._behind_windows(group)[1] * self.block_size - self.pages[group].n_free
@@ -498,20 +537,25 @@ class PagedBookkeeping(SeqBookkeeping):
 
     def _fits(self, stretches: list[Stretch]) -> bool:
         appends = _appends(stretches)
-        return all(
-            needed <= n_blocks
-            for group in range(len(self.pages))
-            for needed, n_blocks, _ in [self._demand(group, appends)]
-        )
+        demands = [self._demand(group, appends) for group in range(len(self.pages))]
+        if self._growth is not None:
+            return self._growth.can_add(self._missing(demands))
+        return all(needed <= n_blocks for needed, n_blocks, _ in demands)
+
+    def _missing(self, demands: Sequence[tuple[int, int, bool]]) -> list[int]:
+        """Cells that a step needs beyond those it can have, per layer group."""
+        return [(needed - n_blocks) * self.block_size for needed, n_blocks, _ in demands]
 
     def _admit(self, stretches: list[Stretch]) -> None:
         appends = _appends(stretches)
         demands = [self._demand(group, appends) for group in range(len(self.pages))]
+        wanted = [needed * self.block_size for needed, _, _ in demands]
+        has_grown = self._growth is not None and self._grow(self._missing(demands), wanted)
         for pool, (needed, n_blocks, _) in zip(self.pages, demands, strict=True):
-            if needed > n_blocks:
+            if needed > n_blocks and not has_grown:
                 raise CacheFullError(
                     f"step needs {needed} blocks of {pool.block_size} cells, {n_blocks} free of "
-                    f"{pool.n_blocks}; release a sequence or raise capacity"
+                    f"{pool.n_blocks}; release a sequence or {self.config.more_room}"
                 )
         for group, (_, _, must_let_go) in enumerate(demands):
             if must_let_go:
@@ -577,6 +621,9 @@ class PagedBookkeeping(SeqBookkeeping):
         Raises:
             CacheFullError: no block is free to join them in; nothing was changed.
         """
+        self._settle()
+        if dst in self._length:
+            self._have_blocks([2 * len(pool.spans(src, p0, p1)) for pool in self.pages])
         super().seq_cp(src, dst, p0, p1)
 
     def seq_map(self, seq_id: int, tables: Sequence[IntArray]) -> None:
@@ -587,9 +634,17 @@ class PagedBookkeeping(SeqBookkeeping):
         """
         self._settle()
         self._check_start("seq_map", seq_id, tables)
+        self._have_blocks([len(spans_of_table(table)) - 1 for table in tables])
         for pool, table in zip(self.pages, tables, strict=True):
             pool.check_share(seq_id, spans_of_table(table))
         super().seq_map(seq_id, tables)
+
+    def _have_blocks(self, n_blocks: Sequence[int]) -> None:
+        """Where a budget may grant them: have blocks to join parts of others in, if it does."""
+        if self._growth is not None:
+            cells = [max(0, n) * self.block_size for n in n_blocks]
+            free = [pool.n_free for pool in self.pages]
+            self._grow([n - have for n, have in zip(cells, free, strict=True)], cells)
 
     def _n_cells_of(self, tables: Sequence[IntArray]) -> list[int]:
         size = self.block_size

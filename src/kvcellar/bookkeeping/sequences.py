@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import MIN_RUN, CellMove, CellPool, Span
+from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN, CellMove, CellPool, Span
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.errors import (
@@ -64,7 +64,12 @@ class SeqBookkeeping(StepBookkeeping):
         """An empty pool of cells per layer group."""
         super().__init__(config)
         self.pools = [
-            CellPool(config.capacity, reuse_first=group.window is not None) for group in self.groups
+            CellPool(
+                config.capacity if self._growth is None else self._growth.limits[index],
+                reuse_first=group.window is not None,
+                n_granted=None if self._growth is None else 0,
+            )
+            for index, group in enumerate(self.groups)
         ]
         self._length: dict[int, int] = {}
         self._let_go: list[dict[int, int]] = [{} for _ in self.groups]
@@ -79,7 +84,11 @@ class SeqBookkeeping(StepBookkeeping):
     # Admission and steps -----------------------------------------------------------------------
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit, over all sequences together."""
+        """Whether ``n`` more tokens fit, over all sequences together.
+
+        With a memory budget: in steps of at most ``STEP_TOKENS``, where a window lets go of its
+        past in between.
+        """
         return self._are_free(n)
 
     def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
@@ -92,15 +101,45 @@ class SeqBookkeeping(StepBookkeeping):
 
     def _fits(self, stretches: list[Stretch]) -> bool:
         """Whether the step's cells are free in every group, or would be behind the windows."""
-        n_tokens = sum(stretch.n_tokens for stretch in stretches)
-        return self._are_free(n_tokens + self._n_promised(stretches))
+        n_cells = sum(stretch.n_tokens for stretch in stretches) + self._n_promised(stretches)
+        if self._growth is not None:
+            return self._growth.can_add(self._deficits([n_cells] * len(self.pools)))
+        return self._are_free(n_cells)
 
     def _are_free(self, n_cells: int) -> bool:
-        """Whether so many cells are free in every group, or would be behind the windows."""
+        """Whether so many cells are free in every group, behind windows or to be granted too."""
+        if self._growth is not None:
+            return self._growth.can_add(self._deficits(self._growth.cells_for(n_cells)))
         return all(
             n_cells <= pool.n_free or n_cells <= pool.n_free + self._n_releasable(group)
             for group, pool in enumerate(self.pools)
         )
+
+    def _deficits(self, n_cells: Sequence[int]) -> list[int]:
+        """Cells that are missing per group, windows' past ones counted as free."""
+        return [
+            n - pool.n_free if n <= pool.n_free else n - pool.n_free - self._n_releasable(group)
+            for group, (pool, n) in enumerate(zip(self.pools, n_cells, strict=True))
+        ]
+
+    def _grow(self, deficits: Sequence[int], n_cells: Sequence[int]) -> bool:
+        """Have the missing cells granted, and some to place ``n_cells`` well; false: refused.
+
+        Where sequences share a pool, each wants room behind it to grow in place.
+        """
+        assert self._growth is not None
+        is_shared = len(self._length) > 1
+        wishes = [
+            max(0, n + min(pool.n_taken // 2, MAX_GAP) - pool.n_free - max(0, deficit))
+            if is_shared
+            else 0
+            for n, pool, deficit in zip(n_cells, self.pools, deficits, strict=True)
+        ]
+        if not self._growth.add(deficits, wishes):
+            return False
+        for pool, size in zip(self.pools, self._growth.sizes, strict=True):
+            pool.grant(size)
+        return True
 
     def begin_step(
         self, seq_ids: Sequence[int] | IntArray, positions: Sequence[int] | IntArray | None = None
@@ -172,6 +211,14 @@ class SeqBookkeeping(StepBookkeeping):
 
     def _need_free(self, who: str, n_cells: Sequence[int], n_promised: int) -> None:
         """Have so many cells free per group, besides promised ones; drop what windows passed."""
+        if self._growth is not None:
+            wanted = [n + n_promised for n in n_cells]
+            deficits = self._deficits(wanted)
+            if not self._grow(deficits, wanted):
+                raise CacheFullError(
+                    f"{who} needs {max(n_cells)} cells, {max(0, self.n_free)} free or to be had of "
+                    f"{self.capacity}; release a sequence or {self.config.more_room}"
+                )
         for group, (pool, n) in enumerate(zip(self.pools, n_cells, strict=True)):
             if n + n_promised <= pool.n_free:
                 continue
@@ -179,7 +226,7 @@ class SeqBookkeeping(StepBookkeeping):
             if n > free:
                 raise CacheFullError(
                     f"{who} needs {n} cells, {max(0, free)} free of {self.capacity}; "
-                    f"release a sequence or raise capacity"
+                    f"release a sequence or {self.config.more_room}"
                 )
         for group, (pool, n) in enumerate(zip(self.pools, n_cells, strict=True)):
             if n + n_promised > pool.n_free:
@@ -205,7 +252,8 @@ class SeqBookkeeping(StepBookkeeping):
         reads: list[AttendSpec] = []
         for stretch in stretches:
             reads.extend(self._reads(group, stretch))
-        return StepPlan(n_tokens, tuple(writes), tuple(reads), pool.n_cells)
+        n_cells = self._n_held(group, pool.n_cells)
+        return StepPlan(n_tokens, tuple(writes), tuple(reads), n_cells)
 
     def _claim(self, group: int, stretch: Stretch) -> list[Run]:
         return self.pools[group].claim(stretch.seq_id, stretch.first_pos, stretch.n_tokens)
@@ -446,9 +494,14 @@ class SeqBookkeeping(StepBookkeeping):
 
     @property
     def n_free(self) -> int:
-        """Cells that a step could claim: the fewest of all layer groups."""
-        free = (pool.n_free + self._n_releasable(group) for group, pool in enumerate(self.pools))
-        return min(free) - self._n_pending()
+        """Cells that steps could claim: the fewest of all layer groups; see ``can_extend``."""
+        free = self._n_free_by_group()
+        most = min(free) if self._growth is None else self._growth.most_tokens(free)
+        return most - self._n_pending()
+
+    def _n_free_by_group(self) -> list[int]:
+        """Granted cells that a step could claim, whosever it is."""
+        return [pool.n_free + self._n_releasable(group) for group, pool in enumerate(self.pools)]
 
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
         """Per layer group the cell of each position ``[length]``, -1 where the group has none.
@@ -562,7 +615,7 @@ class SeqBookkeeping(StepBookkeeping):
 
     def _group_usage(self, group: int) -> GroupUsage:
         pool = self.pools[group]
-        live = pool.capacity - pool.n_free
+        live = pool.n_taken
         shared = int(np.count_nonzero(pool.refs > 1))
         return GroupUsage(self.groups[group].window, pool.capacity, live, shared, pool.n_cells)
 
@@ -578,6 +631,8 @@ class SeqBookkeeping(StepBookkeeping):
                 assert seq_id in self._length or (
                     self._step is not None and seq_id in self._step.lengths
                 ), f"sequence {seq_id} owns cells and has no length"
+        if self._growth is not None:
+            self._growth.check()
         for group, let_go in zip(self.groups, self._let_go, strict=True):
             for seq_id, low in let_go.items():
                 assert group.window is not None, "a full group lets go of nothing"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from kvcellar.bookkeeping.growth import Growth
 from kvcellar.errors import PositionError, StepError
 from kvcellar.types import CacheConfig, CacheUsage, GroupUsage, IntArray, StepPlan
 
@@ -52,13 +53,18 @@ class StepBookkeeping(ABC):
             for layer in group.layers:
                 self._group_of[layer] = index
         self._open: OpenStep | None = None
+        self._growth = self._make_growth()
+
+    def _make_growth(self) -> Growth | None:
+        """What asks the config's memory budget; None where there is none."""
+        return None if self.config.budget is None else Growth(self.config, self.config.budget)
 
     # The runner's face -------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """The most cells that a layer group may hold."""
-        return self.config.capacity
+        """The most tokens that one sequence may have: cells, or what a memory budget holds."""
+        return self.config.capacity if self._growth is None else self._growth.n_fitting
 
     @property
     def is_step_open(self) -> bool:
@@ -157,6 +163,12 @@ class StepBookkeeping(ABC):
             step.n_left -= 1
             if step.n_left == 0:
                 self._complete(step)
+                if self._growth is not None:
+                    self._growth.settle()
+
+    def _n_held(self, group: int, n_cells: int) -> int:
+        """What the pools of a group must hold for a plan that reaches ``n_cells``."""
+        return n_cells if self._growth is None else self._growth.sizes[group]
 
     # What a subclass provides ------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ class TreeBookkeeping(SeqBookkeeping):
             free = max(0, self.n_free)
             raise CacheFullError(
                 f"a frontier of {len(parents)} nodes needs as many cells, {free} free of "
-                f"{self.capacity}; release a sequence or raise capacity"
+                f"{self.capacity}; release a sequence or {self.config.more_room}"
             )
         tree.propose(parents)
         if draft is None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import kvcellar
-from kvcellar.cli import bench, chat, demo, generate
+from kvcellar.cli import bench, chat, demo, generate, inspect
 from kvcellar.cli.terminal import examples, print_error
 from kvcellar.errors import KVCellarError
 
@@ -90,6 +90,7 @@ app = typer.Typer(
         "kvcellar demo",
         "kvcellar generate --prompt 'def fibonacci(n):'",
         "kvcellar chat ~/models/Qwen3-0.6B",
+        "kvcellar inspect ~/models/Qwen3-0.6B --memory 8GB",
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -116,7 +117,7 @@ def _root(
     pass
 
 
-for noun in (generate, chat, demo, bench):
+for noun in (generate, chat, demo, inspect, bench):
     noun.register(app)
 
 

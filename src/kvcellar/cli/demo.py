@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcellar.cli import options
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import examples, help_of, progress_bar, write
 from kvcellar.engine import BranchReport, SamplingParams, branch
@@ -59,6 +60,7 @@ def demo_command(
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="The same seed gives the same text.")
     ] = 0,
+    memory: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Fork one prompt into branches that share its cells, and keep the best.
@@ -67,7 +69,7 @@ def demo_command(
     in one batched forward per token, and the likeliest is kept.
     """
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
-    with bound_model("demo", kind="seq", n_sequences=branches) as bound:
+    with bound_model("demo", kind="seq", memory=memory, n_sequences=branches) as bound:
         tokenizer = bound.model.tokenizer
         trunk = [tokenizer.bos_token_id, *tokenizer.encode(TRUNK)]
         with progress_bar("reading the trunk") as report:

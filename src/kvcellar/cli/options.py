@@ -29,7 +29,17 @@ Capacity = Annotated[
     int | None,
     typer.Option(
         metavar="TOKENS",
-        help="Tokens that the cache may hold. Default: the model's context, at most 8192.",
+        help="Tokens that the cache may hold. Default: the model's context, at most 8192; with "
+        "--memory what fits of it.",
+        rich_help_panel=LOADING,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="What the whole process may hold, such as 24GB or 8GiB: weights, KV, everything. The "
+        "cache grows inside it.",
         rich_help_panel=LOADING,
     ),
 ]

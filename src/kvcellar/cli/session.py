@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcellar.budget import MemoryBudget, format_size, parse_size, resident_bytes
 from kvcellar.cache import Cache
 from kvcellar.cli.terminal import print_warning, progress_bar
 from kvcellar.errors import ConfigError
@@ -53,6 +54,7 @@ def bound_model(
     kv_dtype: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    memory: str | None = None,
     n_sequences: int = 1,
 ) -> Iterator[Bound]:
     """Load a model and open a session for it, with progress on a terminal.
@@ -60,9 +62,16 @@ def bound_model(
     What is wrong with the settings is found before anything is loaded.
 
     Raises:
-        ConfigError: an unknown kind of cache or type of K and V, or a capacity that cannot work.
+        ConfigError: an unknown kind of cache or type of K and V, a capacity that cannot work, or
+            memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
+    limit_bytes = None if memory is None else parse_size(memory)
+    if limit_bytes is not None and device not in (None, "cpu"):
+        raise ConfigError(
+            f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
+            f"there; leave one of the two out, or give a --capacity"
+        )
     if kind not in KINDS:
         raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     make_config(
@@ -72,6 +81,9 @@ def bound_model(
         load_backend(backend)
         from kvcellar.models import load_model
 
+        reserve_bytes = 0
+        if limit_bytes is not None:
+            reserve_bytes = _reserve(name, limit_bytes, capacity, n_sequences, dtype)
         model = load_model(
             name,
             backend=backend,
@@ -79,10 +91,15 @@ def bound_model(
             device=device,
             progress=lambda fraction, what: report(fraction, f"{name}: {what}"),
         )
+    budget = None
+    if limit_bytes is not None:
+        model.touch_weights()  # they count, and would come with the first forward
+        budget = MemoryBudget(limit_bytes, base_bytes=resident_bytes(), reserve_bytes=reserve_bytes)
     config = make_config(
         model.params,
-        _capacity(capacity, model, n_sequences),
+        _capacity(capacity, model, n_sequences, has_budget=budget is not None),
         kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
+        budget=budget,
     )
     with KINDS[kind](backend, config) as session:
         cache: Cache = session.cache
@@ -94,11 +111,36 @@ def bound_model(
         yield Bound(model, cache, runner)
 
 
-def _capacity(asked: int | None, model: LoadedModel, n_sequences: int) -> int:
+def _reserve(
+    name: str, limit_bytes: int, capacity: int | None, n_sequences: int, dtype: str | None
+) -> int:
+    """Bytes to set aside for forwards; refuses a budget that the model alone would break."""
+    from kvcellar.models.sizing import size_model
+
+    spec = size_model(name, dtype=dtype)
+    held_bytes = resident_bytes()
+    if spec.weight_bytes + held_bytes >= limit_bytes:
+        raise ConfigError(too_small(limit_bytes, spec.weight_bytes, held_bytes, spec.dtype))
+    return spec.scratch_bytes(min(capacity or DEFAULT_CAPACITY, spec.max_positions * n_sequences))
+
+
+def too_small(limit_bytes: int, weight_bytes: int, process_bytes: int, dtype: str) -> str:
+    """That a budget does not hold a model, with both numbers."""
+    return (
+        f"a memory budget of {format_size(limit_bytes)} does not hold the model: its weights are "
+        f"{format_size(weight_bytes)} in {dtype}, and the process takes "
+        f"{format_size(process_bytes)} besides; give more than "
+        f"{format_size(weight_bytes + process_bytes)}, or choose a smaller model"
+    )
+
+
+def _capacity(
+    asked: int | None, model: LoadedModel, n_sequences: int, *, has_budget: bool = False
+) -> int:
     most = model.max_positions * n_sequences
     if asked is not None and asked > most:
         raise ConfigError(
             f"capacity {asked} is more than the {model.max_positions} positions that "
             f"{model.name!r} was made for; ask for up to {most}"
         )
-    return asked or min(most, DEFAULT_CAPACITY)
+    return asked or (most if has_budget else min(most, DEFAULT_CAPACITY))

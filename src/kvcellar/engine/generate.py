@@ -255,7 +255,8 @@ def check_prompt(
         besides = f" and its continuation {n_reserved}" if n_reserved else ""
         raise PromptError(
             f"the prompt has {len(prompt)} tokens{of_these}{besides}; the cache has {n_free} cells "
-            f"free of {capacity}; shorten the prompt or raise capacity"
+            f"free of {capacity}; shorten the prompt or "
+            f"{sequence.cache.config.more_room}"
         )
     return prompt
 
@@ -314,5 +315,5 @@ def full(sequence: OneSequence) -> Finish | None:
     return Finish(
         "length",
         "cache_full",
-        f"the cache is full: no cell is free of {cache.capacity}; raise capacity",
+        f"the cache is full: no cell is free of {cache.capacity}; {cache.config.more_room}",
     )

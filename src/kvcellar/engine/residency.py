@@ -201,8 +201,7 @@ class Residency:
         host memory and brings it back later. Which is cheaper is measured: seconds per prefilled
         token against seconds per byte, out and in.
         """
-        if self._moves_cheaper(sequence):
-            self._move_out(sequence)
+        if self._moves_cheaper(sequence) and self._move_out(sequence):
             self.counts.move_preemptions += 1
             return True
         self.leave(sequence)
@@ -230,9 +229,13 @@ class Residency:
         cells = max((group.n_cells for group in usage.groups), default=0)
         return usage.size_bytes * n_tokens // max(1, cells)
 
-    def _move_out(self, sequence: Sequence) -> None:
+    def _move_out(self, sequence: Sequence) -> bool:
+        """Copy a sequence's KV to host memory and let go of its cells; false: no memory for it."""
         assert isinstance(self.cache, MovingCache)
         size = self._size_bytes(sequence.n_computed)
+        budget = self.cache.config.budget
+        if budget is not None and not budget.ask(size):
+            return False
         tables = self.cache.seq_table(sequence.seq_id, sequence.n_computed)
         started = time.perf_counter()
         rows = self.cache.read_cells(tables)
@@ -240,6 +243,7 @@ class Residency:
         self.moved[sequence.request_id] = MovedOut(tables, rows, size)
         self.counts.moved_out_tokens += sequence.n_computed
         self._let_go(sequence)
+        return True
 
     def _move_in(self, sequence: Sequence) -> bool:
         """Bring moved KV back; false where there is none, or the index holds as much."""
@@ -248,7 +252,7 @@ class Residency:
             return False
         assert isinstance(self.cache, MovingCache)
         n = len(moved.tables[0])
-        del self.moved[sequence.request_id]
+        self.forget_moved(sequence.request_id)
         if self.index.match_prefix(sequence.token_array()[:-1]).length >= n or not self.make_room(
             n
         ):
@@ -263,4 +267,7 @@ class Residency:
 
     def forget_moved(self, request_id: int) -> None:
         """Drop KV that was moved out and will not be wanted."""
-        self.moved.pop(request_id, None)
+        moved = self.moved.pop(request_id, None)
+        budget = self.cache.config.budget
+        if moved is not None and budget is not None:
+            budget.give_back(moved.size_bytes)

@@ -22,7 +22,7 @@ from kvcellar.engine.request import Event, FinishEvent, Request, Sequence, Statu
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.text import TextStream
-from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
+from kvcellar.errors import CacheFullError, DeadlineError, PromptError, UnknownRequestError
 from kvcellar.types import IntArray
 
 __all__ = ["Drafter", "Limits", "Scheduler"]
@@ -51,6 +51,10 @@ class Drafter(Protocol):
 
 MIN_SHARED = 32
 """Tokens of a prefix that others just compute for which it is worth waiting."""
+
+
+MAX_LATE = 8
+"""Steps in a row that may find their room taken before their requests end with the error."""
 
 
 @dataclass(slots=True)
@@ -93,6 +97,7 @@ class Scheduler:
     _events: list[Event] = field(default_factory=list)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _step: int = 0
+    _n_late: int = 0
 
     # Requests come and go ----------------------------------------------------------------------
 
@@ -158,7 +163,7 @@ class Scheduler:
         if len(tokens) > capacity:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens and the cache {capacity} cells, so it can "
-                f"never fit; shorten it or raise capacity"
+                f"never fit; shorten it or {self.residency.cache.config.more_room}"
             )
 
     def cancel(self, request_id: int) -> bool:
@@ -361,6 +366,7 @@ class Scheduler:
         self, batch: ScheduledBatch, output: BatchOutput, started: float, now: float
     ) -> list[Event]:
         """Take a step's tokens into the sequences; return what there is to tell."""
+        self._n_late = 0
         n_prefill = 0
         for part, choices in zip(batch.parts, output.choices, strict=True):
             sequence = self._in_batch[part.request_id]
@@ -413,7 +419,15 @@ class Scheduler:
         return False
 
     def fail(self, batch: ScheduledBatch, error: Exception) -> list[Event]:
-        """End the requests of a batch whose forward raised; the others do not notice."""
+        """End the requests of a batch whose forward raised; the others do not notice.
+
+        Where another cache took the memory between the choice of the batch and its step, nothing
+        was claimed, and the next choice knows: then nobody ends.
+        """
+        is_late = isinstance(error, CacheFullError) and self._n_late < MAX_LATE
+        self._n_late = self._n_late + 1 if is_late else 0
+        if is_late:
+            return self.events()
         for part in batch.parts:
             self._end(self._in_batch[part.request_id], "error", error=error)
         return self.events()
@@ -425,11 +439,11 @@ class Scheduler:
 
     def _full(self, sequence: Sequence) -> None:
         """The only sequence left has no cell for its next token."""
-        capacity = self.residency.cache.capacity
+        cache = self.residency.cache
         finish = Finish(
             "length",
             "cache_full",
-            f"the cache is full: no cell is free of {capacity}; raise capacity",
+            f"the cache is full: no cell is free of {cache.capacity}; {cache.config.more_room}",
         )
         if sequence.stream is not None:
             sequence.stream.flush()

@@ -128,7 +128,7 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
         n_steps=times.n_steps,
         step_median_s=times.median_s,
         steps_s=times.total_s,
-        live_cells=scheduler.residency.cache.capacity - free - sizes.evictable,
+        live_cells=max(group.live for group in usage.groups) - sizes.evictable,
         evictable_cells=sizes.evictable,
         free_cells=free,
         protected_tokens=sizes.protected,

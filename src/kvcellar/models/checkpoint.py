@@ -113,6 +113,31 @@ def check_weights(folder: Path) -> Counter[str]:
     return dtypes
 
 
+def stored_bytes(folder: Path, skip: tuple[str, ...] = ()) -> int | None:
+    """Bytes of all tensors of the weights; None where there are no weights in the folder.
+
+    Args:
+        folder: the checkpoint.
+        skip: beginnings of names of tensors that do not count.
+
+    Raises:
+        ModelError: as ``check_weights`` does, where there are some.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return None
+    check_weights(folder)
+    if (folder / _SINGLE).is_file():
+        names = [_SINGLE]
+    else:
+        names = sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
+    return sum(
+        int(tensor["data_offsets"][1]) - int(tensor["data_offsets"][0])
+        for name in names
+        for key, tensor in _tensors(folder / name).items()
+        if not key.startswith(skip)
+    )
+
+
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:
     """The header of a safetensors file whose size is what the header says."""
     size_bytes = path.stat().st_size

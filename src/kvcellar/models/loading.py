@@ -51,7 +51,10 @@ CLASSES = {
 MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
 """model_type of a checkpoint whose text part is loaded alone -> what its config calls itself."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""What is downloaded of a checkpoint."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +122,15 @@ class LoadedModel:
         from kvcellar.models.torch_runner import TorchRunner
 
         return TorchRunner(self._model, self.params, self.vocab_size, session)
+
+    def touch_weights(self) -> int:
+        """Have every weight in memory now, not when a forward first needs it; return their bytes.
+
+        Weights may be mapped from their files. Whoever measures a process wants them to count.
+        """
+        from kvcellar.models.torch_loading import touch_weights
+
+        return touch_weights(self._model)
 
     def render_chat(
         self,
@@ -208,7 +220,7 @@ def load_model(
         start = done
         report(0.0, "reading the config")
         raw = read_config(folder)
-        _check_architecture(raw, folder)
+        check_architecture(raw, folder)
         params = params_from_config(raw)
         config = config_from_dict(raw)
         stored = check_weights(folder)
@@ -263,13 +275,22 @@ def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
             f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
             f"tokenizer and safetensors{hint}"
         )
-    if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name_or_path):
+    if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name_or_path):
         raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
-    return _from_hub(name_or_path, report)
+    return from_hub(name_or_path, report)
 
 
-def _from_hub(name: str, report: ProgressFn) -> Path:
-    """Download a checkpoint, or take the local copy of an earlier download."""
+def from_hub(name: str, report: ProgressFn, patterns: Sequence[str] = CHECKPOINT_FILES) -> Path:
+    """Download a checkpoint, or take the local copy of an earlier download.
+
+    Args:
+        name: as the hub calls it.
+        report: told about the progress.
+        patterns: which files.
+
+    Raises:
+        ModelError: no such model, a licence to accept, or no connection.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -280,7 +301,7 @@ def _from_hub(name: str, report: ProgressFn) -> Path:
     try:
         folder = snapshot_download(
             name,
-            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+            allow_patterns=list(patterns),
             ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
             tqdm_class=_download_bar(name, report),
         )
@@ -322,7 +343,7 @@ def _download_bar(name: str, report: ProgressFn) -> Any:
     return Bar
 
 
-def _check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
+def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
     """Refuse what would load and then run wrongly."""
     family = raw.get("model_type")
     if family not in CLASSES and family not in MULTIMODAL:

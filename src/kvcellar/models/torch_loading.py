@@ -39,6 +39,9 @@ _OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""
 
+_PAGE = 4096
+"""The smallest page of memory in use."""
+
 _lock = threading.Lock()
 """Held while loading: the verbosity and the progress hook of transformers are process-wide."""
 
@@ -154,6 +157,24 @@ def load_weights(
             f"{few(strangers)}; its config.json is of another architecture"
         )
     return model.to(device).eval()
+
+
+def touch_weights(model: Any) -> int:
+    """Read a byte of every page of the weights; return how many bytes they are.
+
+    Loading maps files where it can, and their pages come into memory when they are first read.
+    """
+    storages = {
+        storage.data_ptr(): storage
+        for parameter in model.parameters()
+        for storage in [parameter.untyped_storage()]
+    }
+    n_bytes = 0
+    for storage in storages.values():
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        view[::_PAGE].sum()
+        n_bytes += storage.nbytes()
+    return n_bytes
 
 
 @contextmanager

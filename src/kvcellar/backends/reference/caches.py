@@ -76,7 +76,7 @@ class ReferenceBytes(StepBookkeeping):
                 group.v_head_dim,
                 capacity=self.config.capacity,
                 kv_dtype=self.config.kv_dtype,
-                min_chunk=self.config.min_chunk,
+                min_chunk=self.config.pool_chunk,
             )
             for group in map(self._layer_group, range(self.n_layers))
         ]

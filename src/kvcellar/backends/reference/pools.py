@@ -172,7 +172,7 @@ class Pages:
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """No blocks yet."""
         self.block_size = config.block_size
-        self.min_chunk = config.min_chunk
+        self.min_chunk = config.pool_chunk
         self.max_blocks = config.capacity // config.block_size
         self.codecs = Codec(config.kv.k, group.head_dim), Codec(config.kv.v, group.v_head_dim)
         shape = (0, len(group.layers), group.n_kv_heads, config.block_size)

@@ -125,7 +125,7 @@ class Pool:
         """Hold at least ``n_cells``: doubles from ``min_chunk``, never past ``capacity``."""
         have = self.k.n_cells
         if n_cells > have:
-            size = grown_size(n_cells, have, self._config.min_chunk, self._config.capacity)
+            size = grown_size(n_cells, have, self._config.pool_chunk, self._config.capacity)
             self.k.grow(size, device)
             self.v.grow(size, device)
             self._for_kernel = None
@@ -224,7 +224,7 @@ class Pages:
         )
         self.device: torch.device | None = None
         self._shape = (self.n_layers, group.n_kv_heads, config.block_size)
-        self._min_chunk = config.min_chunk
+        self._min_chunk = config.pool_chunk
         self._max_blocks = config.capacity // config.block_size
         self.k, self.v = (
             tuple(torch.empty((0, *self._shape, n), dtype=dtype) for dtype, n in codec.widths)

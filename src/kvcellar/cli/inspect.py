@@ -1,0 +1,264 @@
+"""``kvcellar inspect``: what fits in memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcellar.budget import format_size, parse_size
+from kvcellar.cli import options
+from kvcellar.cli.session import too_small
+from kvcellar.cli.terminal import examples, help_of, progress_bar, write
+from kvcellar.errors import ConfigError
+from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, spec_from_file
+
+SHOWN = ("float32", "bfloat16", "int8", "k8v4", "int4")
+"""Types of K and V that are compared where none is asked for."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        name="inspect",
+        help=help_of(inspect_command),
+        epilog=examples(
+            "kvcellar inspect demo --memory 2GB",
+            "kvcellar inspect ~/models/gemma-3-12b-it/config.json --memory 36GB --context 32768",
+            "kvcellar inspect ~/models/Qwen3-0.6B --memory 8GiB --agents 8 --kv-dtype int8",
+            "kvcellar inspect --spec mine.json --memory 24GB --json | jq .kv_dtypes",
+        ),
+    )(inspect_command)
+
+
+def inspect_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="`demo`, a folder with a Hugging Face checkpoint, a config.json, or a name on the "
+            "Hugging Face hub. May be left out where --spec says everything.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What the process may hold, such as 24GB or 8GiB. Default: this machine's memory.",
+        ),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Tokens that each agent holds.")
+    ] = 4096,
+    agents: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Say whether so many fit, and how long they may be."),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help=f"One type of K and V. Default: {', '.join(SHOWN)}."),
+    ] = None,
+    spec_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--spec",
+            metavar="FILE",
+            help="A JSON object whose fields replace the model's: n_layers, n_kv_heads, head_dim, "
+            "v_head_dim, groups, max_positions, weight_bytes, stored_bytes, dtype, n_heads, "
+            "hidden_size, inner_size, vocab_size.",
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what fits in memory: bytes per token, per agent, and how many agents.
+
+    It reads a model's config.json alone; the weights need not be there. Agents share nothing here:
+    forks of one trunk take less. A sliding window's layers hold no more than the window.
+    """
+    limit_bytes = _machine_bytes() if memory is None else parse_size(memory)
+    names = SHOWN if kv_dtype is None else (kv_dtype,)
+    for name in names:
+        parse_kv_dtype(name)
+    with progress_bar("reading the config"):
+        spec = _spec(model, spec_file, dtype)
+    if not 1 <= context <= spec.max_positions:
+        raise ConfigError(
+            f"a context of {context} tokens is asked for and {spec.name!r} was made for 1 to "
+            f"{spec.max_positions}; choose a --context in between"
+        )
+    view = View(spec, limit_bytes, context, agents)
+    if view.kv_bytes <= 0:
+        raise ConfigError(
+            too_small(
+                limit_bytes, spec.weight_bytes, PROCESS_BYTES + view.scratch_bytes, spec.dtype
+            )
+            + (
+                f" (its files hold {format_size(spec.stored_bytes)}; {spec.counted})"
+                if spec.stored_bytes != spec.weight_bytes
+                else ""
+            )
+        )
+    if as_json:
+        write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
+    else:
+        _show(view, names)
+
+
+def _spec(model: str | None, spec_file: Path | None, dtype: str | None) -> ModelCacheSpec:
+    if model is None and spec_file is None:
+        raise ConfigError("inspect what? name a model, or give --spec with all that it needs")
+    base = None
+    if model is not None:
+        from kvcellar.models.sizing import size_model
+
+        base = size_model(model, dtype=dtype)
+    if spec_file is None:
+        assert base is not None
+        return base
+    return spec_from_file(spec_file, base)
+
+
+def _machine_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError) as error:
+        raise ConfigError(
+            "this system does not say how much memory it has; give --memory"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is asked of a spec."""
+
+    spec: ModelCacheSpec
+    limit_bytes: int
+    context: int
+    agents: int | None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What forwards take and give back."""
+        return self.spec.scratch_bytes(self.context)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What is left for KV; 0 or less where the model itself does not fit."""
+        return self.limit_bytes - self.spec.weight_bytes - PROCESS_BYTES - self.scratch_bytes
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What one type of K and V takes, and what fits."""
+        kv, spec = parse_kv_dtype(name), self.spec
+        n_agents = spec.n_agents(self.kv_bytes, self.context, kv)
+        row: dict[str, Any] = {
+            "kv_dtype": name,
+            "bytes_per_token": spec.token_bytes(kv),
+            "group_bytes_per_token": list(spec.group_bytes(kv)),
+            "agent_bytes": spec.agent_bytes(self.context, kv),
+            "growth_bytes": spec.growth_bytes(self.context, kv),
+            "agents_fit": n_agents,
+            "longest_context": spec.most_context(self.kv_bytes, self.agents or 1, kv),
+        }
+        if self.agents is not None:
+            row["fits"] = n_agents >= self.agents
+        return row
+
+    def as_object(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        spec = self.spec
+        return {
+            "model": spec.name,
+            "family": spec.family,
+            "max_positions": spec.max_positions,
+            "memory_bytes": self.limit_bytes,
+            "weights": {
+                "stored_bytes": spec.stored_bytes,
+                "loaded_bytes": spec.weight_bytes,
+                "dtype": spec.dtype,
+                "counted": spec.counted,
+            },
+            "process_bytes": PROCESS_BYTES,
+            "scratch_bytes": self.scratch_bytes,
+            "kv_bytes": self.kv_bytes,
+            "context": self.context,
+            "agents": self.agents,
+            "n_layers": spec.params.n_layers,
+            "groups": [
+                {
+                    "layers": list(group.layers),
+                    "window": group.window,
+                    "n_kv_heads": group.n_kv_heads,
+                    "head_dim": group.head_dim,
+                    "v_head_dim": group.v_head_dim,
+                    "agent_tokens": n_tokens,
+                }
+                for group, n_tokens in zip(
+                    spec.params.groups, spec.agent_cells(self.context), strict=True
+                )
+            ],
+            "kv_dtypes": [self.row(name) for name in names],
+        }
+
+
+def _show(view: View, names: tuple[str, ...]) -> None:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+    spec = view.spec
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(justify="right", no_wrap=True)
+    facts.add_column()
+    facts.add_row("model", "", f"{spec.name} ({spec.family}), {spec.params.n_layers} layers")
+    for group, n_tokens in zip(spec.params.groups, spec.agent_cells(view.context), strict=True):
+        dims = str(group.head_dim)
+        if group.v_head_dim != group.head_dim:
+            dims += f" (V {group.v_head_dim})"
+        history = (
+            "full history"
+            if group.window is None
+            else f"window {group.window}: at most {n_tokens} tokens an agent"
+        )
+        facts.add_row(
+            "", f"{len(group.layers)} layers", f"{group.n_kv_heads} KV heads of {dims}, {history}"
+        )
+    facts.add_row("memory", format_size(view.limit_bytes), "what the process may hold")
+    facts.add_row("- weights", format_size(spec.weight_bytes), f"{spec.dtype}; {spec.counted}")
+    if spec.stored_bytes != spec.weight_bytes:
+        facts.add_row("", "", f"{format_size(spec.stored_bytes)} in files")
+    facts.add_row("- process", format_size(PROCESS_BYTES), "Python and torch: an estimate")
+    facts.add_row(
+        "- forwards",
+        format_size(view.scratch_bytes),
+        "set aside for activations and logits: an upper estimate",
+    )
+    facts.add_row("= KV", format_size(view.kv_bytes), "for all agents", style="bold")
+
+    table = Table()
+    table.add_column("K and V")
+    n_agents = view.agents or 1
+    table.add_column("a token", justify="right")
+    table.add_column(f"an agent of {view.context:,}", justify="right")
+    table.add_column("agents that fit", justify="right")
+    table.add_column("tokens for " + ("one" if n_agents == 1 else f"{n_agents}"), justify="right")
+    if view.agents is not None:
+        table.add_column(f"{view.agents} agents", justify="right")
+    for name in names:
+        row = view.row(name)
+        cells = [
+            name,
+            f"{row['bytes_per_token']:,} B",
+            format_size(row["agent_bytes"]),
+            f"{row['agents_fit']:,}",
+            f"{row['longest_context']:,}",
+        ]
+        if view.agents is not None:
+            cells.append("fit" if row["fits"] else "do not fit")
+        table.add_row(*cells, style=None if row["agents_fit"] >= n_agents else "red")
+    Console(highlight=False).print(Group(facts, "", table))

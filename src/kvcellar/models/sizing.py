@@ -1,0 +1,186 @@
+"""What a model costs, from its config alone: nothing is loaded, and its weights need not be there.
+
+Parameters are counted on the model that transformers would build, on torch's meta device, where
+tensors have shapes and no bytes. Where the weights lie beside the config, their files are asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.models.checkpoint import check_weights, read_config, read_json, stored_bytes
+from kvcellar.models.loading import (
+    CLASSES,
+    DEMO,
+    DEMO_FOLDER,
+    HUB_ID,
+    MULTIMODAL,
+    check_architecture,
+    from_hub,
+)
+from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
+
+_NOT_TEXT = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+"""Tensors of a multimodal checkpoint that are not loaded."""
+
+_MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
+"""Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
+
+
+def size_model(name_or_path: str | Path, *, dtype: str | None = None) -> ModelCacheSpec:
+    """What a model's KV and weights cost.
+
+    Args:
+        name_or_path: ``demo``, a folder, a ``config.json``, or a name on the Hugging Face hub, of
+            which the config alone is downloaded.
+        dtype: type of the weights in memory, as ``load_model`` takes it.
+
+    Raises:
+        ModelError: no such model, an architecture that is not supported, or a config with missing
+            or contradictory fields; the message names the file and the field.
+        ConfigError: a dtype that does not exist.
+        BackendError: torch or transformers is not installed.
+    """
+    path = find_config(name_or_path)
+    raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
+    try:
+        return _spec_of(str(name_or_path), path, raw, dtype)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
+            error
+        )
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """The ``config.json`` of a model; downloaded where the name is one of the hub's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if name_or_path == DEMO:
+        return DEMO_FOLDER / "config.json"
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    if path.is_file() and path.suffix == ".json":
+        return path
+    if path.exists():
+        raise ModelError(
+            f"{path} is neither a folder nor a config.json; give one of these, the checkpoint's"
+        )
+    if isinstance(name_or_path, Path) or path.suffix or not HUB_ID.fullmatch(name_or_path):
+        raise ModelError(
+            f"there is no folder and no config at {path}; give a checkpoint's folder, its "
+            f"config.json, or {DEMO!r}"
+        )
+    try:
+        folder = from_hub(name_or_path, lambda fraction, what: None, ("config.json",))
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"looking {name_or_path!r} up needs the package {error.name!r}; install it with: "
+            f"pip install 'kvcellar[torch]'"
+        ) from error
+    return folder / "config.json"
+
+
+def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelCacheSpec:
+    check_architecture(raw, path)
+    params = params_from_config(raw)
+    config = config_from_dict(raw)
+    is_mxfp4 = bool(raw.get("quantization_config"))
+    files_bytes = stored_bytes(path.parent, _NOT_TEXT) if path.name == "config.json" else None
+    stored = Counter({"BF16": 1} if is_mxfp4 else {})  # what goes with MXFP4
+    if files_bytes is not None:
+        stored = check_weights(path.parent)
+    stored_dtype, memory_dtype = _dtypes(name, raw, dtype, stored)
+    sizes = _parameters(CLASSES[config.model_type], config)
+    n_params = sum(sizes.values())
+    computed = sum(
+        n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
+        for key, n in sizes.items()
+    )
+    part = (
+        "of the text model alone (a vision tower is not loaded)"
+        if raw.get("model_type") in MULTIMODAL
+        else ""
+    )
+    counted = f"{n_params:,} parameters {part}".strip() + (
+        ", sizes from its files"
+        if files_bytes is not None
+        else f", stored in {stored_dtype}" + (" and MXFP4" if is_mxfp4 else "") + " by its config"
+    )
+    if is_mxfp4:
+        counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
+    return ModelCacheSpec(
+        name=name,
+        family=str(raw.get("model_type")),
+        params=params,
+        max_positions=int(config.max_position_embeddings),
+        stored_bytes=computed if files_bytes is None else files_bytes,
+        weight_bytes=n_params * DTYPE_BYTES[memory_dtype],
+        dtype=memory_dtype,
+        counted=counted,
+        n_heads=int(config.num_attention_heads),
+        hidden_size=int(config.hidden_size),
+        inner_size=int(config.intermediate_size) * int(getattr(config, "num_experts_per_tok", 1)),
+        vocab_size=int(config.vocab_size),
+    )
+
+
+def _dtypes(
+    name: str, raw: Mapping[str, Any], dtype: str | None, stored_types: Counter[str]
+) -> tuple[str, str]:
+    """(type that the weights are stored in, type that they are loaded in), as ``load_model`` does.
+
+    Raises:
+        ConfigError: a dtype that does not exist.
+    """
+    from kvcellar.models.torch_loading import pick_types
+
+    text = raw.get("text_config") or {}
+    named = [source.get(key) for source in (raw, text) for key in ("dtype", "torch_dtype")]
+    stored = next((one for one in named if one in DTYPE_BYTES), None)
+    if stored is None:
+        stored = "bfloat16" if stored_types["BF16"] else "float32"
+    wanted = "float32" if name == DEMO and dtype in (None, "auto") else dtype
+    if wanted is not None and wanted not in (*DTYPE_BYTES, "auto"):
+        raise ConfigError(f"dtype {wanted!r} is not known; choose one of {', '.join(DTYPE_BYTES)}")
+    loaded, _ = pick_types(wanted, None, raw, stored_types)
+    return stored, str(loaded).removeprefix("torch.")
+
+
+def _parameters(class_name: str, config: Any) -> dict[str, int]:
+    """How many numbers every parameter has; a tied one once.
+
+    Raises:
+        ModelError: the config's fields do not make a model.
+    """
+    try:
+        import torch
+        import transformers
+
+        from kvcellar.models.torch_loading import quiet
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"counting a model's parameters needs the package {error.name!r}; install it with: "
+            f"pip install 'kvcellar[torch]', or say weight_bytes in a spec file"
+        ) from error
+    classes: Any = transformers
+    with quiet(lambda part: None), torch.device("meta"):
+        try:
+            model = getattr(classes, class_name)(config)
+        except Exception as error:  # whatever its layers do not like
+            raise ModelError(
+                f"the {config.model_type} config makes no model: {error}; check the file"
+            ) from error
+    return {key: int(weight.numel()) for key, weight in model.named_parameters()}

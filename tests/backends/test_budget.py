@@ -1,0 +1,127 @@
+"""Pools with a memory budget: they allocate what was granted, to the byte, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar import (
+    LayerGroup,
+    ModelCacheParams,
+    make_config,
+    make_decode_session,
+    make_paged_session,
+    make_seq_session,
+    make_tree_session,
+)
+from kvcellar.budget import MemoryBudget
+from kvcellar.errors import CacheFullError
+
+torch = pytest.importorskip("torch")
+
+HEADS, DIM = 2, 16
+PARAMS = ModelCacheParams(
+    5,
+    HEADS,
+    DIM,
+    groups=(LayerGroup((0, 3), HEADS, DIM, DIM), LayerGroup((1, 2, 4), HEADS, DIM, DIM, window=20)),
+)
+MAKERS = {
+    "decode": make_decode_session,
+    "seq": make_seq_session,
+    "tree": make_tree_session,
+    "layer_first": make_paged_session,
+    "page_first": make_paged_session,
+}
+
+
+def config(kind: str, budget: MemoryBudget, kv_dtype: str = "float32") -> Any:
+    layout = kind if kind in ("layer_first", "page_first") else "layer_first"
+    return make_config(
+        PARAMS, 2000, kv_dtype, 32, window_slack=4, block_size=8, layout=layout, budget=budget
+    )
+
+
+def forward(backend: str, cache: Any, seq_ids: list[int], kind: str) -> None:
+    n = len(seq_ids)
+    if kind == "decode":
+        positions = list(range(cache.length, cache.length + n))
+    else:
+        positions = cache.begin_step(seq_ids)
+    for layer in range(PARAMS.n_layers):
+        if backend == "torch":
+            k = torch.full((1, HEADS, n, DIM), float(layer))
+            cache.update_and_fetch(layer, torch.tensor(positions), k, k)
+        else:
+            k = np.full((1, HEADS, n, DIM), float(layer), dtype=np.float32)
+            cache.update_and_fetch(layer, np.asarray(positions), k, k)
+    cache.end_step()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_pools_allocate_what_was_granted_and_stop_where_the_budget_ends(backend, kind, kv_dtype):
+    budget = MemoryBudget(900_000)
+    with MAKERS[kind](backend, config(kind, budget, kv_dtype)) as session:
+        cache = session.cache
+        n_tokens = 0
+        sizes = []
+        while cache.can_extend(7):
+            forward(backend, cache, [0] * 7, kind)
+            n_tokens += 7
+            granted = [
+                group.cell_bytes(cache.config.kv) * n
+                for group, n in zip(cache.groups, cache._growth.sizes, strict=True)
+            ]
+            n_bytes = cache.usage().size_bytes
+            if backend == "torch" or kv_dtype == "float32":  # NumPy stores bfloat16 in 4 bytes
+                assert n_bytes == sum(granted) < budget.held_bytes <= 900_000
+            sizes.append(n_bytes)
+        assert n_tokens > cache.capacity - 7 or n_tokens > 1990
+        assert sizes == sorted(sizes)
+        with pytest.raises(CacheFullError):
+            forward(backend, cache, [0] * 500, kind)
+        assert cache.usage().size_bytes == sizes[-1]
+
+
+@pytest.mark.parametrize("kind", ["seq", "layer_first", "page_first"])
+def test_a_fork_and_what_follows_stay_inside(kind):
+    budget = MemoryBudget(400_000)
+    with MAKERS[kind]("torch", config(kind, budget)) as session:
+        cache = session.cache
+        forward("torch", cache, [0] * 37, kind)
+        for seq_id in range(1, 6):
+            cache.seq_cp(0, seq_id)
+        for _ in range(30):
+            if cache.can_begin_step(list(range(6))):
+                forward("torch", cache, list(range(6)), kind)
+                granted = [
+                    group.cell_bytes(cache.config.kv) * n
+                    for group, n in zip(cache.groups, cache._growth.sizes, strict=True)
+                ]
+                assert cache.usage().size_bytes == sum(granted) < budget.held_bytes
+
+
+@pytest.mark.parametrize("kind", ["seq", "layer_first", "page_first"])
+def test_kv_that_was_moved_out_comes_back_inside_the_budget(kind):
+    budget = MemoryBudget(400_000)
+    with MAKERS[kind]("torch", config(kind, budget)) as session:
+        cache = session.cache
+        forward("torch", cache, [0] * 30, kind)
+        tables = cache.seq_table(0)
+        rows = cache.read_cells(tables)
+        cache.seq_rm(0)
+        forward("torch", cache, [1] * 40, kind)
+        new = cache.seq_claim(2, tables)
+        cache.write_cells(new, rows)
+        for (k, v), (k2, v2) in zip(rows, cache.read_cells(new), strict=True):
+            assert torch.equal(k, k2) and torch.equal(v, v2)
+        forward("torch", cache, [2], kind)
+        granted = [
+            group.cell_bytes(cache.config.kv) * n
+            for group, n in zip(cache.groups, cache._growth.sizes, strict=True)
+        ]
+        assert cache.usage().size_bytes == sum(granted) < budget.held_bytes

@@ -1,0 +1,340 @@
+"""Caches with a memory budget: cells are handed out once their bytes are granted, never before."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, Growth, grown_size
+from kvcellar.budget import MemoryBudget
+from kvcellar.errors import CacheFullError, ConfigError, KVCellarError
+from kvcellar.types import LayerGroup, ModelCacheParams, make_config
+from tests.engine.fakes import KINDS
+
+FULL = ModelCacheParams(4, 2, 8)  # 4 layers * 2 heads * (8 + 8) * 4 bytes = 512 bytes a cell
+MIXED = ModelCacheParams(
+    6, 2, 8, groups=(LayerGroup((0, 1), 2, 8, 8), LayerGroup((2, 3, 4, 5), 2, 8, 8, window=6))
+)
+"""256 bytes a cell with full history, 512 behind a window."""
+
+CELL = 512
+
+
+def config(budget: MemoryBudget | None, params: ModelCacheParams = FULL, **more: Any) -> Any:
+    return make_config(
+        params, **({"capacity": 4096, "min_chunk": 16, "window_slack": 2} | more), budget=budget
+    )
+
+
+def write(cache: Any) -> None:
+    """What a forward does: every layer asks for its plan and writes."""
+    for layer in range(cache.n_layers):
+        plan = cache.plan(layer, cache._open.n_tokens, None)
+        assert plan.n_cells == cache._growth.sizes[cache.group_of(layer)]
+        assert all(write.run.stop <= plan.n_cells for write in plan.writes)
+        cache.wrote(layer)
+    cache.end_step()
+
+
+def feed(cache: Any, seq_id: int, n: int) -> None:
+    for start in range(0, n, 32):
+        cache.begin_step([seq_id] * min(32, n - start))
+        write(cache)
+
+
+def sizes(cache: Any) -> list[int]:
+    return list(cache._growth.sizes)
+
+
+def granted_bytes(cache: Any) -> int:
+    costs = [group.cell_bytes(cache.config.kv) + INDEX_BYTES for group in cache.groups]
+    arrays = ARRAY_BYTES * sum(cache._growth.limits)
+    return arrays + sum(n * cost for n, cost in zip(sizes(cache), costs, strict=True))
+
+
+# Growing ------------------------------------------------------------------------------------------
+
+
+def test_with_ample_memory_a_pool_doubles_as_it_would_without_a_budget():
+    cache = KINDS["seq"](config(MemoryBudget(10**8)))
+    allocated = 0
+    for _ in range(40):
+        feed(cache, 0, 25)
+        allocated = grown_size(cache.pools[0].n_cells, allocated, 16, 4096)
+        assert sizes(cache) == [allocated]
+
+
+def test_near_its_end_a_pool_grows_by_less_than_double_and_uses_nearly_all_there_is():
+    budget = MemoryBudget(400_000)
+    cache = KINDS["seq"](config(budget))
+    steps = []
+    while cache.can_extend(1):
+        feed(cache, 0, 1)
+        if not steps or sizes(cache) != steps[-1]:
+            steps.append(sizes(cache))
+    doubled = [b[0] == 2 * a[0] for a, b in pairwise(steps)]
+    assert doubled[0] and not doubled[-1]
+    assert cache.seq_len(0) >= cache.capacity
+    assert budget.available_bytes < steps[-1][0] * CELL // 4 + CELL + INDEX_BYTES
+    with pytest.raises(CacheFullError, match=r"step needs 1 cells, 0 free .* give more memory"):
+        cache.begin_step([0])
+
+
+def test_a_growing_layers_old_copy_is_asked_for_until_all_layers_have_written():
+    budget = MemoryBudget(10**7)
+    cache = KINDS["seq"](config(budget))
+    feed(cache, 0, 16)
+    settled = budget.held_bytes
+    assert settled == granted_bytes(cache)
+    cache.begin_step([0])
+    assert sizes(cache) == [32]
+    assert budget.held_bytes == granted_bytes(cache) + 16 * CELL // 4  # one layer of four
+    write(cache)
+    assert budget.held_bytes == granted_bytes(cache)
+
+
+def test_the_old_copy_counts_against_the_budget():
+    probe = KINDS["seq"](config(MemoryBudget(10**7)))
+    feed(probe, 0, 16)
+    held = granted_bytes(probe)
+    cell = CELL + INDEX_BYTES
+    for slack, grows in ((16 * CELL // 4 - 1, False), (16 * CELL // 4, True)):
+        budget = MemoryBudget(10**7)
+        cache = KINDS["seq"](config(budget))
+        feed(cache, 0, 16)
+        assert budget.ask(budget.available_bytes - cell - slack)
+        assert budget.held_bytes == 10**7 - cell - slack
+        assert cache.can_extend(1) == grows
+    assert held
+
+
+def test_a_cancelled_step_keeps_the_grant_and_its_copy_until_the_pools_have_grown():
+    budget = MemoryBudget(10**7)
+    cache = KINDS["seq"](config(budget))
+    feed(cache, 0, 16)
+    cache.begin_step([0])
+    held = budget.held_bytes
+    cache.cancel_step()
+    assert budget.held_bytes == held
+    feed(cache, 0, 1)
+    assert budget.held_bytes == granted_bytes(cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refused_growth_leaves_cache_and_budget_as_they_were(kind):
+    budget = MemoryBudget(2_000_000)
+    cache = KINDS[kind](config(budget, MIXED))
+    if kind == "contiguous":
+        cache.plan(0, 20, None)
+        for layer in range(cache.n_layers):
+            if layer:
+                cache.plan(layer, 20, None)
+            cache.wrote(layer)
+        cache.end_step()
+    else:
+        feed(cache, 3, 20)
+    rest = budget.available_bytes
+    assert budget.ask(rest)
+    before = (sizes(cache), budget.held_bytes, cache.usage())
+    n = 60
+    assert not cache.can_extend(n)
+    with pytest.raises(CacheFullError, match=r"KV may take 2\.00 MB of 2\.00 MB, 0 B are left"):
+        if kind == "contiguous":
+            cache.plan(0, n, None)
+        else:
+            assert not cache.can_begin_step([3] * n)
+            cache.begin_step([3] * n)
+    assert (sizes(cache), budget.held_bytes, cache.usage()) == before
+    budget.give_back(rest)
+    assert cache.can_extend(n)
+
+
+def test_both_groups_are_granted_or_none():
+    budget = MemoryBudget(3_000_000)
+    cache = KINDS["seq"](config(budget, MIXED, window_slack=0))
+    feed(cache, 0, 16)
+    before = sizes(cache)
+    n = 8
+    full, window = (group.cell_bytes(cache.config.kv) for group in cache.groups)
+    # room for the new cells of the full group alone: not for the window group's beside them
+    left = n * (full + INDEX_BYTES) + before[0] * full
+    assert budget.ask(budget.available_bytes - left)
+    assert not cache.can_begin_step([1] * (before[1] - cache.pools[1].n_taken + n))
+    with pytest.raises(CacheFullError):
+        cache.begin_step([1] * (before[1] - cache.pools[1].n_taken + n))
+    assert sizes(cache) == before
+    assert window > full
+
+
+def test_full_groups_leave_the_windows_of_one_sequence_their_room():
+    cache = KINDS["seq"](config(MemoryBudget(700_000), MIXED))
+    tokens = 0
+    while cache.can_begin_step([0]) and tokens < 10_000:
+        feed(cache, 0, 1)
+        tokens += 1
+    assert tokens >= cache.capacity
+    cache.seq_rm(0)
+    assert cache.can_begin_step([1] * 400)
+
+
+def test_a_short_request_after_a_long_one_finds_its_cells_again():
+    cache = KINDS["seq"](config(MemoryBudget(700_000), MIXED))
+    for _ in range(3):
+        feed(cache, 0, cache.capacity)
+        assert cache.seq_len(0) == cache.capacity
+        cache.seq_rm(0)
+        cache.check()
+
+
+# Sharing ------------------------------------------------------------------------------------------
+
+
+def test_two_caches_share_one_budget_and_a_dead_one_gives_its_bytes_back():
+    budget = MemoryBudget(400_000)
+    first, second = (
+        KINDS["seq"](config(budget, capacity=512)),
+        KINDS["seq"](config(budget, capacity=512)),
+    )
+    empty = ARRAY_BYTES * 512
+    feed(first, 0, 400)
+    assert second.capacity == 512 and not second.can_extend(400)
+    with pytest.raises(CacheFullError, match="are left"):
+        second.begin_step([0] * 800)
+    assert first.usage().groups[0].live == 400
+    del first
+    gc.collect()
+    assert budget.held_bytes == empty
+    feed(second, 0, 400)
+
+
+def test_a_budget_that_holds_no_token_is_refused_with_what_a_token_takes():
+    with pytest.raises(ConfigError, match=r"leaves 500 bytes for KV and 1 token take 544"):
+        KINDS["seq"](config(MemoryBudget(500)))
+    with pytest.raises(ConfigError, match=r"16 tokens take 8704"):
+        KINDS["paged"](config(MemoryBudget(500), block_size=16))
+
+
+def test_capacity_is_the_longest_sequence_that_the_budget_holds():
+    for n_bytes in (10_000, 50_000, 400_000):
+        cache = KINDS["seq"](config(MemoryBudget(n_bytes)))
+        feed(cache, 0, cache.capacity)
+        assert cache.capacity > 0.8 * n_bytes / (CELL * 1.25 + INDEX_BYTES + ARRAY_BYTES)
+        assert not cache.can_extend(n_bytes // CELL - cache.capacity)
+    assert KINDS["seq"](config(MemoryBudget(10**9))).capacity == 4096
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20), st.booleans())
+def test_what_can_be_added_is_added_and_nothing_else(wanted, has_window):
+    budget = MemoryBudget(90_000)
+    growth = Growth(config(budget, MIXED if has_window else FULL, capacity=96), budget)
+    for a, b in wanted:
+        deficits = [a, b][: len(growth.sizes)]
+        before, could = list(growth.sizes), growth.can_add(deficits)
+        held = budget.held_bytes
+        assert growth.add(deficits, [30] * len(deficits)) == could
+        if could:
+            for new, old, deficit in zip(growth.sizes, before, deficits, strict=True):
+                assert new >= old + deficit
+        else:
+            assert (growth.sizes, budget.held_bytes) == (before, held)
+        growth.check()
+        growth.settle()
+        growth.check()
+
+
+# Any verbs, in any order --------------------------------------------------------------------------
+
+
+class BudgetedCaches(RuleBasedStateMachine):
+    """Two caches, one budget: what ``can_`` promises holds, and the account is right."""
+
+    @initialize(
+        kind=st.sampled_from(["seq", "tree", "paged"]),
+        params=st.sampled_from([FULL, MIXED]),
+        n_bytes=st.integers(40_000, 400_000),
+        block_size=st.sampled_from([1, 4]),
+    )
+    def start(self, kind, params, n_bytes, block_size):
+        self.budget = MemoryBudget(n_bytes)
+        settings = config(self.budget, params, capacity=200, block_size=block_size)
+        self.caches = [KINDS[kind](settings)]
+        with suppress(ConfigError):
+            self.caches.append(KINDS[kind](settings))
+        self.taken = 0
+
+    @rule(
+        data=st.data(),
+        which=st.integers(0, 1),
+        counts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=3),
+        ends=st.sampled_from(["written", "cancelled", "written"]),
+    )
+    def step(self, data, which, counts, ends):
+        cache = self.caches[which % len(self.caches)]
+        seq_ids = [seq_id for seq_id, n in counts for _ in range(n)]
+        before = (sizes(cache), self.budget.held_bytes)
+        could = cache.can_begin_step(seq_ids)
+        assert (sizes(cache), self.budget.held_bytes) == before, "can_ never changes state"
+        try:
+            cache.begin_step(seq_ids)
+        except CacheFullError:
+            assert not could
+            assert (sizes(cache), self.budget.held_bytes) == before
+            return
+        assert could
+        if ends == "cancelled":
+            cache.cancel_step()
+        else:
+            write(cache)
+
+    @rule(which=st.integers(0, 1), src=st.integers(0, 3), dst=st.integers(0, 3))
+    def fork(self, which, src, dst):
+        cache = self.caches[which % len(self.caches)]
+        with suppress(KVCellarError):
+            cache.seq_cp(src, dst)
+
+    @rule(which=st.integers(0, 1), seq_id=st.integers(0, 3))
+    def remove(self, which, seq_id):
+        cache = self.caches[which % len(self.caches)]
+        if cache.has_seq(seq_id):
+            cache.seq_rm(seq_id)
+
+    @rule(which=st.integers(0, 1), n=st.integers(1, 40))
+    def extend(self, which, n):
+        cache = self.caches[which % len(self.caches)]
+        if cache.can_extend(n):
+            seq_id = next(i for i in range(10) if not cache.has_seq(i))
+            cache.begin_step([seq_id] * n)
+            write(cache)
+            cache.seq_rm(seq_id)
+
+    @rule(n=st.integers(0, 40_000))
+    def somebody_else_takes_bytes(self, n):
+        if self.budget.ask(n):
+            self.taken += n
+
+    @rule()
+    def somebody_else_gives_them_back(self):
+        self.budget.give_back(self.taken)
+        self.taken = 0
+
+    @invariant()
+    def the_account_is_right(self):
+        for cache in self.caches:
+            cache.check()
+        held = sum(cache._growth._held.n_bytes for cache in self.caches)
+        assert self.budget.held_bytes == held + self.taken <= self.budget.kv_bytes
+
+    @invariant()
+    def what_is_said_to_be_free_can_be_had(self):
+        for cache in self.caches:
+            assert cache.n_free <= 0 or cache.can_extend(cache.n_free)
+
+
+TestBudgetedCaches = BudgetedCaches.TestCase

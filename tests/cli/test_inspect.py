@@ -1,0 +1,195 @@
+"""``kvcellar inspect`` and ``--memory``: tables, JSON, and every kind of wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcellar.cli import app
+from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.sizing import size_model
+from kvcellar.spec import PROCESS_BYTES
+
+CONFIGS = Path(__file__).parent.parent / "models" / "configs"
+GEMMA = str(CONFIGS / "gemma-3-12b-it.json")
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "120"})
+
+
+def inspected(*args: str) -> Any:
+    result = run("inspect", *args, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    return json.loads(result.stdout)
+
+
+def error_of(*args: str) -> str:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    return str(result.stderr)
+
+
+def test_the_object_has_every_figure_that_the_answer_comes_from():
+    value = inspected(GEMMA, "--memory", "36GB", "--context", "32768", "--agents", "4")
+    spec = size_model(GEMMA)
+    assert value["memory_bytes"] == 36 * 10**9
+    assert value["weights"]["loaded_bytes"] == 23_532_068_352
+    assert value["process_bytes"] == PROCESS_BYTES
+    assert value["scratch_bytes"] == spec.scratch_bytes(32768)
+    assert value["kv_bytes"] == (
+        36 * 10**9 - 23_532_068_352 - value["process_bytes"] - value["scratch_bytes"]
+    )
+    assert [(g["window"], len(g["layers"]), g["agent_tokens"]) for g in value["groups"]] == [
+        (1024, 40, 1088),
+        (None, 8, 32768),
+    ]
+    rows = {row["kv_dtype"]: row for row in value["kv_dtypes"]}
+    assert list(rows) == ["float32", "bfloat16", "int8", "k8v4", "int4"]
+    row = rows["bfloat16"]
+    assert row["bytes_per_token"] == 393_216
+    assert row["group_bytes_per_token"] == [327_680, 65_536]
+    assert row["agent_bytes"] == 2_503_999_488
+    # One layer's old copy while pools grow: 32,768 * 8,192 bytes of a full layer = 268,435,456.
+    assert row["growth_bytes"] == 268_435_456
+    assert row["agents_fit"] == value["kv_bytes"] // (2_503_999_488 + 268_435_456) == 3
+    assert row["fits"] is False and rows["int8"]["fits"] is True
+
+
+def test_what_fits_fits_and_one_more_does_not():
+    value = inspected(GEMMA, "--memory", "64GB", "--agents", "5", "--kv-dtype", "int8")
+    spec, kv = size_model(GEMMA), parse_kv_dtype("int8")
+    (row,) = value["kv_dtypes"]
+    one = row["agent_bytes"] + row["growth_bytes"]
+    assert row["agents_fit"] * one <= value["kv_bytes"] < (row["agents_fit"] + 1) * one
+    longest = row["longest_context"]
+    assert spec.n_agents(value["kv_bytes"], longest, kv) >= 5
+    if longest < spec.max_positions:
+        assert spec.n_agents(value["kv_bytes"], longest + 1, kv) < 5
+
+
+def test_a_window_caps_what_a_long_context_costs():
+    short, long = (
+        inspected(GEMMA, "--memory", "64GB", "--context", str(n), "--kv-dtype", "bfloat16")
+        for n in (2048, 4096)
+    )
+    more = long["kv_dtypes"][0]["agent_bytes"] - short["kv_dtypes"][0]["agent_bytes"]
+    assert more == 2048 * 65_536  # the full group's alone
+
+
+def test_the_table_says_where_the_memory_goes_and_what_fits():
+    result = run("inspect", GEMMA, "--memory", "36GB", "--context", "32768", "--agents", "4")
+    assert result.exit_code == 0, result.stderr
+    text = re.sub(r"\s+", " ", result.stdout)
+    for words in (
+        "memory 36.00 GB what the process may hold",
+        "- weights 23.53 GB bfloat16; 11,766,034,176 parameters of the text model alone",
+        "- process 450.0 MB Python and torch: an estimate",
+        "set aside for activations and logits",
+        "40 layers 8 KV heads of 256, window 1024: at most 1088 tokens an agent",
+        "8 layers 8 KV heads of 256, full history",
+        "= KV ",
+        "agents that fit",
+        "393,216 B",
+        "do not fit",
+    ):
+        assert words in text, words
+
+
+def test_the_bundled_model_and_this_machines_memory_are_enough_to_ask():
+    value = inspected("demo")
+    assert value["memory_bytes"] > 10**9
+    assert value["kv_dtypes"][0]["bytes_per_token"] == 6 * 2 * 2 * 64 * 4
+
+
+def test_a_spec_file_stands_alone_or_over_a_model(tmp_path):
+    path = tmp_path / "mine.json"
+    fields = {"n_layers": 2, "n_kv_heads": 1, "head_dim": 64, "max_positions": 9000}
+    path.write_text(json.dumps(fields | {"weight_bytes": 10**8}))
+    value = inspected("--spec", str(path), "--memory", "2GB", "--kv-dtype", "bfloat16")
+    assert value["kv_dtypes"][0]["bytes_per_token"] == 2 * 2 * 64 * 2
+    path.write_text(json.dumps({"weight_bytes": 7_000_000_000}))
+    value = inspected(GEMMA, "--spec", str(path), "--memory", "16GB")
+    assert value["weights"]["loaded_bytes"] == 7_000_000_000
+    assert value["n_layers"] == 48
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "inspect what? name a model, or give --spec"),
+        (("demo", "--memory", "lots"), "'lots' is not a size; write bytes"),
+        (("demo", "--memory", "0GB"), "no memory at all"),
+        (("demo", "--kv-dtype", "int3"), "kv_dtype 'int3' is not known"),
+        (("demo", "--kv-dtype", "int8:g128"), "groups of 128 do not divide a row of 64"),
+        (("demo", "--dtype", "int3"), "dtype 'int3' is not known"),
+        (("demo", "--context", "0"), "a context of 0 tokens is asked for and 'demo' was made for"),
+        (("demo", "--context", "5000"), "was made for 1 to 4096"),
+        (("demo", "--agents", "0"), "--agents"),
+        (("nowhere/at/all",), "there is no folder and no config"),
+        (("demo", "--spec", "nothing.json"), "cannot be read"),
+        ((GEMMA, "--memory", "16GB"), "a memory budget of 16.00 GB does not hold the model: its "),
+        ((GEMMA, "--memory", "16GB"), "weights are 23.53 GB in bfloat16"),
+        (
+            (str(CONFIGS / "gpt-oss-20b.json"), "--memory", "24GB"),
+            "its weights are 41.83 GB in bfloat16",
+        ),
+        ((str(CONFIGS / "gpt-oss-20b.json"), "--memory", "24GB"), "its files hold 13.76 GB"),
+    ],
+)
+def test_wrong_input_is_said_in_one_line(args, words):
+    assert words in error_of("inspect", *args)
+
+
+def test_a_contradictory_config_is_named_with_its_field(tmp_path):
+    raw = json.loads((CONFIGS / "qwen2.5-14b.json").read_text()) | {"num_key_value_heads": 7}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    said = error_of("inspect", str(path), "--memory", "64GB")
+    assert "num_key_value_heads must divide num_attention_heads" in said
+    assert str(path) in said
+
+
+# --memory of the commands that run a model ---------------------------------------------------
+
+
+def test_generate_runs_inside_a_budget_with_the_same_tokens():
+    args = ("generate", "--prompt", "import os", "--max-tokens", "6", "--json")
+    plain, inside = run(*args), run(*args, "--memory", "8GB")
+    assert (plain.exit_code, inside.exit_code) == (0, 0), inside.stderr
+    assert json.loads(plain.stdout)["token_ids"] == json.loads(inside.stdout)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--memory", "12 parsecs"), "is not a size"),
+        (("--memory", "100MB"), "a memory budget of 100.0 MB does not hold the model: its weights"),
+        (("--memory", "2GB", "--device", "cuda"), "leave one of the two out"),
+    ],
+)
+@pytest.mark.parametrize("command", [("generate", "-p", "x"), ("chat",)])
+def test_a_budget_that_cannot_work_is_refused_before_anything_is_loaded(
+    command, args, words, monkeypatch
+):
+    import kvcellar.models
+
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing may be loaded")
+
+    monkeypatch.setattr(kvcellar.models, "load_model", load)
+    assert words in error_of(*command, *args)
+
+
+def test_the_demo_takes_a_budget_too():
+    result = run("demo", "--memory", "8GB", "--branches", "2", "--max-tokens", "3", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "100.0 MB does not hold" in error_of("demo", "--memory", "100MB")

@@ -1,0 +1,106 @@
+"""What a whole process takes under load, measured by the system: inside its budget."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvcellar.budget import parse_size
+from tests.models.tiny_checkpoints import COMMON, randomize, save
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+ROOT = Path(__file__).parent.parent.parent
+SIZES = COMMON | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, num_hidden_layers=6, head_dim=128),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES, num_hidden_layers=6, head_dim=128, query_pre_attn_scalar=128, sliding_window=256
+    ),
+    "heavy": lambda: transformers.LlamaConfig(
+        **SIZES | {"intermediate_size": 32_768}, num_hidden_layers=2, head_dim=16
+    ),
+}
+"""Small weights and large KV: 49,152 bytes a token in float32."""
+
+FOR_KV = parse_size("100MB")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folders: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in folders:
+            model = transformers.AutoModelForCausalLM.from_config(
+                CONFIGS[name](), dtype=torch.float32
+            )
+            randomize(model)
+            folders[name] = tmp_path_factory.mktemp(name)
+            save(model, folders[name])
+        return folders[name]
+
+    return make
+
+
+def loaded(*args: Any) -> dict[str, Any]:
+    """What ``tests.engine.loaded`` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.loaded", *map(str, args)],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return value
+
+
+@pytest.fixture(scope="module")
+def idle(folder: Any) -> dict[str, Any]:
+    """A process with a budget that it never feels."""
+    return loaded(folder("llama"), "seq", "100GB", "float32", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "kv_dtype", "n_requests", "n_tokens"),
+    [
+        ("llama", "seq", "float32", 8, 1000),  # 393 MB in all, more than reserve and KV together
+        ("gemma3", "paged", "bfloat16", 10, 1000),
+    ],
+)
+def test_the_whole_process_stays_inside_its_budget_under_load(
+    name, kind, kv_dtype, n_requests, n_tokens, folder, idle
+):
+    limit = idle["base"] + idle["reserve"] + FOR_KV
+    seen = loaded(folder(name), kind, limit, kv_dtype, n_requests, n_tokens)
+    assert seen["errors"] == []
+    assert seen["tokens"] == [8] * n_requests
+    assert seen["peak"] <= seen["limit"] == limit, seen
+    assert seen["pools"] <= seen["most_held"] <= seen["kv"]
+    # It was under load: the memory for KV was used, and still did not hold everybody.
+    assert seen["most_held"] > 0.75 * seen["kv"]
+    assert seen["peak"] > seen["base"] + 0.7 * seen["kv"]
+    assert seen["evicted"] + seen["preempted"] > 0
+
+
+def test_weights_count_from_the_start_though_they_are_mapped_from_their_file(folder, idle):
+    heavy = loaded(folder("heavy"), "seq", "100GB", "float32", 1, 4)
+    weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB; the other has 15
+    assert heavy["base"] - idle["base"] > 0.8 * weights
+    assert heavy["peak"] - heavy["base"] < 0.5 * weights
