@@ -311,7 +311,7 @@ class ModelCacheSpec:
 
 # Models that no config says enough of ------------------------------------------------------------
 
-_SPEC_FIELDS: dict[str, str] = {
+SPEC_FIELDS: dict[str, str] = {
     "n_layers": "attention layers",
     "n_kv_heads": "KV heads per layer",
     "head_dim": "length of a K row",
@@ -346,16 +346,16 @@ def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCache
         raise ConfigError(f"{path} cannot be read as JSON: {error}; write one object") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {type(raw).__name__}; write one object of fields")
-    unknown = sorted(set(raw) - set(_SPEC_FIELDS))
+    unknown = sorted(set(raw) - set(SPEC_FIELDS))
     if unknown:
         raise ConfigError(
             f"{path} has the field {unknown[0]!r}, which a spec does not have; there are: "
-            f"{', '.join(_SPEC_FIELDS)}"
+            f"{', '.join(SPEC_FIELDS)}"
         )
     missing = [name for name in _NEEDED if name not in raw and base is None]
     if missing:
         raise ConfigError(
-            f"{path} has no {missing[0]} ({_SPEC_FIELDS[missing[0]]}) and there is no model's "
+            f"{path} has no {missing[0]} ({SPEC_FIELDS[missing[0]]}) and there is no model's "
             f"config to take it from; add it, or name a model"
         )
 

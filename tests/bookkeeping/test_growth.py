@@ -193,6 +193,22 @@ def test_a_short_request_after_a_long_one_finds_its_cells_again():
         cache.check()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fits_is_counted_in_steps_between_which_windows_let_go(kind):
+    params = ModelCacheParams(
+        9, 2, 8, groups=(LayerGroup((0,), 2, 8, 8), LayerGroup(tuple(range(1, 9)), 2, 8, 8, 6))
+    )
+    cache = KINDS[kind](config(MemoryBudget(1_500_000), params, block_size=4))
+    # All at once the window group alone would take capacity * 8 layers * 128 bytes.
+    assert cache.capacity * 8 * 128 > 1.5 * 1_500_000
+    assert cache.can_extend(cache.capacity - 3)
+    if kind != "contiguous":
+        assert cache.n_free >= cache.capacity - 3
+        feed(cache, 0, cache.capacity)
+        assert cache.seq_len(0) == cache.capacity
+    assert not cache.can_extend(cache.config.capacity + 1)
+
+
 # Sharing ------------------------------------------------------------------------------------------
 
 

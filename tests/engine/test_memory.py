@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,32 @@ def test_with_too_little_memory_for_all_each_gets_the_tokens_of_the_plain_loop(
     cache.check()
     assert all(group.live == 0 for group in cache.usage().groups)
     assert budget.held_bytes == cache._growth._held.n_bytes
+
+
+class SizedCells(MovingCells):
+    """Cells that say what their bytes would be, so that moving them costs something."""
+
+    def usage(self) -> Any:
+        usage = super().usage()
+        size = sum(g.cell_bytes(self.config.kv) for g in self.groups)
+        return replace(usage, size_bytes=size * max(g.n_cells for g in usage.groups))
+
+
+def test_kv_that_moves_to_host_memory_is_asked_for_and_given_back():
+    budget = MemoryBudget(24_000)
+    config = make_config(FULL_PARAMS, 256, min_chunk=8, budget=budget)
+    cache = SizedCells(config)
+    engine = engine_of(cache, max_moved_bytes=10**9, max_num_seqs=4)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    ids = [engine.submit(Request(tuple(range(i, i + 30)), params)) for i in (1, 3, 5)]
+    heard, most = Heard(), 0
+    while not engine.is_idle:
+        heard.take(engine.step())
+        moved = sum(one.size_bytes for one in engine.scheduler.residency.moved.values())
+        most = max(most, moved)
+        assert budget.held_bytes == cache._growth._held.n_bytes + moved <= 24_000
+    assert most > 0, "nothing moved, so nothing was proved"
+    assert all(len(heard.ends[i].token_ids) == 60 for i in ids)
 
 
 def engine_of(cache: Any, **settings: Any) -> Engine:

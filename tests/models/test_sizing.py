@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.loading import load_model
 from kvcellar.models.sizing import size_model
-from kvcellar.spec import ModelCacheSpec, params_from_config, spec_from_file
+from kvcellar.spec import SPEC_FIELDS, ModelCacheSpec, params_from_config, spec_from_file
 from tests.models.tiny_checkpoints import FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -353,3 +354,19 @@ def test_a_spec_file_that_cannot_work_names_itself_and_the_field(value, words, t
 def test_a_spec_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         spec_from_file(tmp_path / "none.json")
+
+
+def test_the_page_about_spec_files_has_every_field_and_an_example_that_works(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "spec-file.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`( \*)? \|", page, re.MULTILINE)
+    assert [name for name, _ in rows] == list(SPEC_FIELDS)
+    needed = {name for name, star in rows if star}
+    example = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    assert spec_from_file(spec_file(tmp_path, example)).params.n_layers == 6
+    for name in rows:
+        part = {key: value for key, value in example.items() if key != name[0]}
+        if name[0] in needed:
+            with pytest.raises(ConfigError, match=f"has no {name[0]} "):
+                spec_from_file(spec_file(tmp_path, part))
+        elif name[0] in example:
+            spec_from_file(spec_file(tmp_path, part))

@@ -68,9 +68,8 @@ def inspect_command(
         typer.Option(
             "--spec",
             metavar="FILE",
-            help="A JSON object whose fields replace the model's: n_layers, n_kv_heads, head_dim, "
-            "v_head_dim, groups, max_positions, weight_bytes, stored_bytes, dtype, n_heads, "
-            "hidden_size, inner_size, vocab_size.",
+            help="A JSON object whose fields replace those of the model's config; "
+            "docs/spec-file.md lists them.",
         ),
     ] = None,
     dtype: options.Dtype = None,
