@@ -1,0 +1,247 @@
+"""The CPU attention kernel: writes a step's K and V into cells and attends over runs of cells.
+
+It knows addresses and strides, no tensors: any backend whose bytes lie in host memory can use it.
+What a call costs in Python is kept low by three objects that outlive it:
+
+- a :class:`Pool` says where one layer's K and V lie; made anew when the pool (re)allocates;
+- a :class:`Layout` says how a forward's q, k, v and result lie; made once per shape;
+- a :class:`Plan` is a ``StepPlan`` flattened, with the work already split; made once per forward
+  and layer group.
+
+Then ``plan.step(pool, layout, q, k, v, out, scale, softcap, sinks)`` is one layer, all addresses as
+integers; ``softcap`` 0.0 and ``sinks`` 0 mean none. Whoever makes these objects keeps the memory
+alive and the pool large enough: a plan that reaches past ``n_cells`` is refused.
+
+The extension is built with the package. Where it is not there ``is_available()`` is false, backends
+attend by their runtime's own means, and ``why_not()`` says what would help.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvcellar.errors import ConfigError
+from kvcellar.types import AttendKind, StepPlan
+
+if TYPE_CHECKING:
+    from kvcellar.backends.kernels._native import Layout, Plan, Pool
+
+__all__ = [
+    "Layout",
+    "Plan",
+    "Pool",
+    "SideLayout",
+    "compile_plan",
+    "is_available",
+    "level",
+    "levels",
+    "make_layout",
+    "make_pool",
+    "move_cells",
+    "num_threads",
+    "set_level",
+    "set_num_threads",
+    "set_parallel_for",
+    "stream_read",
+    "threads_of",
+    "why_not",
+]
+
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+"""Storage types and their numbers in the extension; q, k, v and results have one of the first 3."""
+
+LEVEL_VARIABLE = "KVCELLAR_KERNEL"
+"""Environment: an instruction set to use in place of the best, or ``off``."""
+
+_reason = ""
+_forced = os.environ.get(LEVEL_VARIABLE, "")
+if _forced == "off":
+    _reason = f"{LEVEL_VARIABLE}=off"
+else:
+    try:
+        from kvcellar.backends.kernels import _native
+
+        if not TYPE_CHECKING:
+            from kvcellar.backends.kernels._native import Layout, Plan, Pool
+    except ImportError as error:
+        _reason = (
+            f"the kvcellar CPU kernel is not built here ({error}); attention falls back to the "
+            f"runtime's own, which is several times slower. With a C++17 compiler and CMake on the "
+            f"machine, install kvcellar again to build it"
+        )
+
+
+def is_available() -> bool:
+    """Whether the extension is there."""
+    return not _reason
+
+
+def why_not() -> str:
+    """Why the kernel is not available and what to do; empty where it is."""
+    return _reason
+
+
+class SideLayout(NamedTuple):
+    """Where K, or V, of one layer lies. Strides in bytes.
+
+    Head h of cell c is at ``data + h * head_stride + c * cell_stride``; in pages of ``block_size``
+    cells at ``data + h * head_stride + (c // block_size) * block_stride + (c % block_size) *
+    cell_stride``. The ``affine`` fields say the same of the float16 (scale, bias) pairs,
+    ``[n_groups, 2]`` for each row, of a quantised side.
+
+    Attributes:
+        dtype: a name of ``kv_dtype.KV_DTYPES``.
+        dim: numbers of a row.
+        data: address of the first head's first cell.
+        head_stride: from head to head.
+        cell_stride: from cell to cell.
+        block_stride: from block to block, in pages.
+        affine: address of the first scale.
+        affine_head_stride: from head to head.
+        affine_cell_stride: from cell to cell.
+        affine_block_stride: from block to block, in pages.
+        group_size: numbers that share a scale and a bias.
+    """
+
+    dtype: str
+    dim: int
+    data: int
+    head_stride: int
+    cell_stride: int
+    block_stride: int = 0
+    affine: int = 0
+    affine_head_stride: int = 0
+    affine_cell_stride: int = 0
+    affine_block_stride: int = 0
+    group_size: int = 0
+
+
+def make_pool(
+    n_kv_heads: int, n_cells: int, k: SideLayout, v: SideLayout, block_size: int = 0
+) -> Pool:
+    """Describe one layer's bytes.
+
+    Args:
+        n_kv_heads: KV heads.
+        n_cells: cells that are allocated; nothing past them is read or written.
+        k: where K lies.
+        v: where V lies.
+        block_size: cells of a block for pages; 0: all cells at one stride.
+
+    Raises:
+        ConfigError: a side that the kernel cannot read.
+    """
+    return _native.Pool(n_kv_heads, n_cells, block_size, _side("K", k), _side("V", v))
+
+
+def _side(name: str, side: SideLayout) -> _native.Side:
+    if side.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name} is stored as {side.dtype!r}; the kernel reads {', '.join(DTYPES)}"
+        )
+    if side.dtype in ("int8", "int4"):
+        if not side.affine or side.group_size < 1 or side.dim % side.group_size:
+            raise ConfigError(
+                f"{name} is {side.dtype} in groups of {side.group_size} for rows of {side.dim} "
+                f"with its scales at address {side.affine}; groups must divide the row, and "
+                f"scales must be somewhere"
+            )
+    return _native.Side(DTYPES[side.dtype], *side[1:])
+
+
+def make_layout(
+    n_heads: int,
+    dtype: str,
+    out_dtype: str,
+    q: tuple[int, int],
+    k: tuple[int, int],
+    v: tuple[int, int],
+    out: tuple[int, int],
+) -> Layout:
+    """Describe the rows of a forward. Strides in numbers: (from head to head, token to token).
+
+    Args:
+        n_heads: query heads.
+        dtype: of q, k and v: float32, bfloat16 or float16.
+        out_dtype: of the result, one of the same.
+        q: strides of the queries; the last dimension is contiguous everywhere.
+        k: strides of the new keys.
+        v: strides of the new values.
+        out: strides of the result.
+
+    Raises:
+        ConfigError: a type that the kernel does not take.
+    """
+    for name, given in (("q, k and v are", dtype), ("the result is", out_dtype)):
+        if DTYPES.get(given, 3) > 2:
+            raise ConfigError(f"{name} {given!r}; the kernel takes {', '.join([*DTYPES][:3])}")
+    return _native.Layout(n_heads, DTYPES[dtype], DTYPES[out_dtype], *q, *k, *v, *out)
+
+
+def compile_plan(plan: StepPlan) -> Plan:
+    """Flatten a plan and split its work. Cells that several reads see whole are read once."""
+    return _native.Plan(plan, AttendKind.CAUSAL, AttendKind.EXPLICIT)
+
+
+def move_cells(pool: Pool, base: int, src_cells: Sequence[int] | np.ndarray) -> None:
+    """Copy ``src_cells`` to cells ``[base, base + n)``; all are read before any is written."""
+    cells = np.ascontiguousarray(src_cells, dtype=np.int64)
+    pool.move_cells(base, cells.ctypes.data, cells.size)
+
+
+def levels() -> list[str]:
+    """Instruction sets that this machine and this build have, the best first."""
+    return _native.levels()
+
+
+def level() -> str:
+    """The instruction set in use."""
+    return _native.level()
+
+
+def set_level(name: str) -> None:
+    """Use another instruction set from the next call on.
+
+    Raises:
+        ConfigError: this machine or this build does not have it.
+    """
+    if not _native.set_level(name):
+        raise ConfigError(f"instruction set {name!r} is not here; choose {', '.join(levels())}")
+
+
+def set_num_threads(n: int) -> None:
+    """Use up to ``n`` threads; 0: as many as OpenMP, which torch is set by, or one per core."""
+    _native.set_num_threads(n)
+
+
+def num_threads() -> int:
+    """Threads that the next call may use."""
+    return _native.num_threads()
+
+
+def threads_of() -> str:
+    """Whose threads they are: ``openmp`` (torch's), ``given`` (``set_parallel_for``) or ``own``."""
+    return _native.threads_of()
+
+
+def set_parallel_for(address: int) -> None:
+    """Use another runtime's threads.
+
+    Args:
+        address: of a C function ``void(int n_workers, void (*work)(void*, int), void* data)`` that
+            calls ``work(data, i)`` for each worker i and returns when all have; 0: ours again.
+    """
+    _native.set_parallel_for(address)
+
+
+def stream_read(data: int, n_bytes: int) -> float:
+    """Read memory with all threads and nothing else: what the memory gives."""
+    return _native.stream_read(data, n_bytes)
+
+
+if not _reason and _forced:
+    set_level(_forced)

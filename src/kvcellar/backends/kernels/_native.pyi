@@ -1,0 +1,87 @@
+"""The compiled kernel. Addresses are integers; nothing keeps what they point to alive."""
+
+from kvcellar.types import AttendKind, StepPlan
+
+class Side:
+    def __init__(
+        self,
+        dtype: int,
+        dim: int,
+        data: int,
+        head_stride: int,
+        cell_stride: int,
+        block_stride: int,
+        affine: int,
+        affine_head_stride: int,
+        affine_cell_stride: int,
+        affine_block_stride: int,
+        group_size: int,
+        /,
+    ) -> None: ...
+
+class Pool:
+    def __init__(
+        self, n_kv_heads: int, n_cells: int, block_size: int, k: Side, v: Side, /
+    ) -> None: ...
+    def write_cells(self, layout: Layout, cells: int, n: int, k: int, v: int, /) -> None: ...
+    def move_cells(self, base: int, src: int, n: int, /) -> None: ...
+
+class Layout:
+    def __init__(
+        self,
+        n_heads: int,
+        in_dtype: int,
+        out_dtype: int,
+        q_head: int,
+        q_token: int,
+        k_head: int,
+        k_token: int,
+        v_head: int,
+        v_token: int,
+        out_head: int,
+        out_token: int,
+        /,
+    ) -> None: ...
+
+class Plan:
+    def __init__(self, plan: StepPlan, causal: AttendKind, explicit: AttendKind, /) -> None: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_cells(self) -> int: ...
+    @property
+    def n_shared_cells(self) -> int: ...
+    def step(
+        self,
+        pool: Pool,
+        layout: Layout,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        scale: float,
+        softcap: float,
+        sinks: int,
+        /,
+    ) -> None: ...
+    def write(self, pool: Pool, layout: Layout, k: int, v: int, /) -> None: ...
+    def attend(
+        self,
+        pool: Pool,
+        layout: Layout,
+        q: int,
+        out: int,
+        scale: float,
+        softcap: float,
+        sinks: int,
+        /,
+    ) -> None: ...
+
+def levels() -> list[str]: ...
+def level() -> str: ...
+def set_level(name: str, /) -> bool: ...
+def set_num_threads(n: int, /) -> None: ...
+def num_threads() -> int: ...
+def threads_of() -> str: ...
+def set_parallel_for(address: int, /) -> None: ...
+def stream_read(data: int, n_bytes: int, /) -> float: ...

@@ -1,0 +1,221 @@
+// The kernel for Python: integers in, addresses as integers, no tensors.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernel.h"
+
+namespace nb = nanobind;
+using namespace kvcellar;
+
+namespace {
+
+// Long enough that other Python threads should run meanwhile.
+constexpr double kReleaseNs = 50000;
+
+const void* at(uintptr_t address) { return reinterpret_cast<const void*>(address); }
+
+// Attribute names, made once.
+struct Names {
+  PyObject *n_tokens, *n_cells, *writes, *reads, *q_start, *q_len, *runs, *kind, *mask;
+  Names() {
+    n_tokens = PyUnicode_InternFromString("n_tokens");
+    n_cells = PyUnicode_InternFromString("n_cells");
+    writes = PyUnicode_InternFromString("writes");
+    reads = PyUnicode_InternFromString("reads");
+    q_start = PyUnicode_InternFromString("q_start");
+    q_len = PyUnicode_InternFromString("q_len");
+    runs = PyUnicode_InternFromString("runs");
+    kind = PyUnicode_InternFromString("kind");
+    mask = PyUnicode_InternFromString("mask");
+  }
+};
+
+nb::object get(PyObject* from, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(from, name);
+  if (!value) throw nb::python_error();
+  return nb::steal(value);
+}
+
+int64_t integer(PyObject* value) {
+  const long long number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) throw nb::python_error();
+  return number;
+}
+
+int64_t get_integer(PyObject* from, PyObject* name) { return integer(get(from, name).ptr()); }
+
+PyObject* tuple(const nb::object& value) {
+  if (!PyTuple_Check(value.ptr())) throw nb::type_error("a StepPlan keeps its parts in tuples");
+  return value.ptr();
+}
+
+// Run is a pair.
+CellRun run_of(PyObject* pair) {
+  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2)
+    throw nb::type_error("a run is a pair (start, length)");
+  return {integer(PyTuple_GET_ITEM(pair, 0)), integer(PyTuple_GET_ITEM(pair, 1))};
+}
+
+void copy_mask(PyObject* mask, int64_t q_len, Read& read, std::vector<uint8_t>& masks) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(mask, &view, PyBUF_STRIDED_RO)) throw nb::python_error();
+  const bool fits = view.ndim == 2 && view.itemsize == 1 && view.shape[0] == q_len;
+  if (fits) {
+    read.first_mask = static_cast<int64_t>(masks.size());
+    read.n_masked = view.shape[1];
+    masks.resize(masks.size() + static_cast<size_t>(q_len * read.n_masked));
+    uint8_t* to = masks.data() + read.first_mask;
+    for (int64_t i = 0; i < q_len; ++i)
+      for (int64_t j = 0; j < read.n_masked; ++j)
+        *to++ = static_cast<const uint8_t*>(view.buf)[i * view.strides[0] + j * view.strides[1]];
+  }
+  PyBuffer_Release(&view);
+  if (!fits) throw nb::value_error("an EXPLICIT read needs a boolean mask [q_len, n_masked]");
+}
+
+// `causal` and `explicit_mask` are AttendKind's members.
+StepInput flatten(nb::handle plan, nb::handle causal, nb::handle explicit_mask) {
+  static const Names names;
+  StepInput input;
+  input.n_tokens = get_integer(plan.ptr(), names.n_tokens);
+  input.n_cells = get_integer(plan.ptr(), names.n_cells);
+  const nb::object writes = get(plan.ptr(), names.writes), reads = get(plan.ptr(), names.reads);
+  PyObject* items = tuple(writes);
+  input.writes.reserve(static_cast<size_t>(PyTuple_GET_SIZE(items)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+    PyObject* write = PyTuple_GET_ITEM(items, i);
+    if (!PyTuple_Check(write) || PyTuple_GET_SIZE(write) != 2)
+      throw nb::type_error("a write is a pair (q_start, run)");
+    const CellRun run = run_of(PyTuple_GET_ITEM(write, 1));
+    input.writes.push_back({integer(PyTuple_GET_ITEM(write, 0)), run.start, run.length});
+  }
+  items = tuple(reads);
+  input.reads.reserve(static_cast<size_t>(PyTuple_GET_SIZE(items)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+    PyObject* spec = PyTuple_GET_ITEM(items, i);
+    Read read{};
+    read.q_start = get_integer(spec, names.q_start);
+    read.q_len = get_integer(spec, names.q_len);
+    read.first_run = static_cast<int64_t>(input.runs.size());
+    const nb::object runs = get(spec, names.runs), kind = get(spec, names.kind);
+    PyObject* pairs = tuple(runs);
+    read.n_runs = PyTuple_GET_SIZE(pairs);
+    for (Py_ssize_t j = 0; j < read.n_runs; ++j)
+      input.runs.push_back(run_of(PyTuple_GET_ITEM(pairs, j)));
+    if (kind.is(causal)) {
+      read.kind = Kind::causal;
+    } else if (kind.is(explicit_mask)) {
+      read.kind = Kind::explicit_mask;
+      copy_mask(get(spec, names.mask).ptr(), read.q_len, read, input.masks);
+    }
+    input.reads.push_back(read);
+  }
+  return input;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Attention over runs of cells on a CPU.";
+  nb::set_leak_warnings(false);
+
+  nb::class_<Side>(m, "Side")
+      .def("__init__",
+           [](Side* self, int dtype, int64_t dim, uintptr_t data, int64_t head_stride,
+              int64_t cell_stride, int64_t block_stride, uintptr_t affine,
+              int64_t affine_head_stride, int64_t affine_cell_stride, int64_t affine_block_stride,
+              int64_t group_size) {
+             new (self) Side{static_cast<Dtype>(dtype),
+                             dim,
+                             reinterpret_cast<char*>(data),
+                             head_stride,
+                             cell_stride,
+                             block_stride,
+                             reinterpret_cast<char*>(affine),
+                             affine_head_stride,
+                             affine_cell_stride,
+                             affine_block_stride,
+                             group_size};
+           });
+
+  nb::class_<Pool>(m, "Pool")
+      .def("__init__",
+           [](Pool* self, int64_t n_kv_heads, int64_t n_cells, int64_t block_size, const Side& k,
+              const Side& v) { new (self) Pool{n_kv_heads, n_cells, block_size, k, v}; })
+      .def("write_cells",
+           [](const Pool& pool, const Layout& layout, uintptr_t cells, int64_t n, uintptr_t k,
+              uintptr_t v) {
+             write_cells(pool, layout, static_cast<const int64_t*>(at(cells)), n, at(k), at(v), 0);
+           })
+      .def("move_cells", [](const Pool& pool, int64_t base, uintptr_t src, int64_t n) {
+        move_cells(pool, base, static_cast<const int64_t*>(at(src)), n);
+      });
+
+  nb::class_<Layout>(m, "Layout")
+      .def("__init__", [](Layout* self, int64_t n_heads, int in, int out, int64_t q_head,
+                          int64_t q_token, int64_t k_head, int64_t k_token, int64_t v_head,
+                          int64_t v_token, int64_t o_head, int64_t o_token) {
+        new (self) Layout{n_heads,
+                          static_cast<Dtype>(in),
+                          static_cast<Dtype>(out),
+                          {q_head, q_token},
+                          {k_head, k_token},
+                          {v_head, v_token},
+                          {o_head, o_token}};
+      });
+
+  const auto attend = [](Plan& plan, const Pool& pool, const Layout& layout, uintptr_t q,
+                         uintptr_t out, float scale, float softcap, uintptr_t sinks) {
+    const AttendArgs args{at(q), reinterpret_cast<void*>(out), scale, softcap,
+                          static_cast<const float*>(at(sinks))};
+    if (plan.cost_ns(pool, layout) > kReleaseNs) {
+      nb::gil_scoped_release release;
+      plan.attend(pool, layout, args, 0);
+    } else {
+      plan.attend(pool, layout, args, 0);
+    }
+  };
+
+  nb::class_<Plan>(m, "Plan")
+      .def("__init__",
+           [](Plan* self, nb::handle plan, nb::handle causal, nb::handle explicit_mask) {
+             new (self) Plan(flatten(plan, causal, explicit_mask));
+           })
+      .def_prop_ro("n_tokens", &Plan::n_tokens)
+      .def_prop_ro("n_cells", &Plan::n_cells)
+      .def_prop_ro("n_shared_cells", &Plan::n_shared_cells)
+      .def("step",
+           [attend](Plan& plan, const Pool& pool, const Layout& layout, uintptr_t q, uintptr_t k,
+                    uintptr_t v, uintptr_t out, float scale, float softcap, uintptr_t sinks) {
+             plan.write(pool, layout, at(k), at(v), 0);
+             attend(plan, pool, layout, q, out, scale, softcap, sinks);
+           })
+      .def("write",
+           [](Plan& plan, const Pool& pool, const Layout& layout, uintptr_t k, uintptr_t v) {
+             plan.write(pool, layout, at(k), at(v), 0);
+           })
+      .def("attend", attend);
+
+  m.def("levels", [] {
+    std::vector<std::string> names;
+    for (const char* name : levels()) names.emplace_back(name);
+    return names;
+  });
+  m.def("level", [] { return std::string(level()); });
+  m.def("set_level", [](const std::string& name) { return set_level(name.c_str()); });
+  m.def("set_num_threads", &set_num_threads);
+  m.def("num_threads", &num_threads);
+  m.def("threads_of", [] { return std::string(threads_of()); });
+  m.def("set_parallel_for",
+        [](uintptr_t run) { set_parallel_for(reinterpret_cast<ParallelFor>(run)); });
+  m.def("stream_read", [](uintptr_t data, int64_t n_bytes) {
+    nb::gil_scoped_release release;
+    return stream_read(at(data), n_bytes, 0);
+  });
+}

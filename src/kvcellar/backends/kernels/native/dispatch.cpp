@@ -1,0 +1,91 @@
+// Which instruction set's functions are used: the best that this machine has, chosen at run time.
+
+#include <cstdlib>
+#include <cstring>
+
+#include "isa.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#define KVC_X86 1
+#endif
+
+namespace kvcellar {
+
+extern const Ops ops_scalar;
+#if defined(KVC_WITH_AVX2)
+extern const Ops ops_avx2;
+#endif
+#if defined(KVC_WITH_AVX512)
+extern const Ops ops_avx512;
+#endif
+#if defined(KVC_WITH_NEON)
+extern const Ops ops_neon;
+#endif
+
+namespace {
+
+std::vector<const Ops*> find_levels() {
+  std::vector<const Ops*> found;
+#if defined(KVC_WITH_AVX512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("fma"))
+    found.push_back(&ops_avx512);
+#endif
+#if defined(KVC_WITH_AVX2)
+  unsigned eax, ebx, ecx, edx;
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c)
+    found.push_back(&ops_avx2);
+#endif
+#if defined(KVC_WITH_NEON)
+  found.push_back(&ops_neon);
+#endif
+  found.push_back(&ops_scalar);
+  return found;
+}
+
+const std::vector<const Ops*>& found_levels() {
+  static const std::vector<const Ops*> found = find_levels();
+  return found;
+}
+
+std::atomic<const Ops*> chosen{nullptr};
+
+}  // namespace
+
+const Ops& ops() {
+  const Ops* now = chosen.load(std::memory_order_relaxed);
+  if (!now) {
+    now = found_levels().front();
+    chosen.store(now);
+  }
+  return *now;
+}
+
+std::vector<const char*> levels() {
+  std::vector<const char*> names;
+  for (const Ops* found : found_levels()) names.push_back(found->name);
+  return names;
+}
+
+const char* level() { return ops().name; }
+
+bool set_level(const char* name) {
+  for (const Ops* found : found_levels()) {
+    if (std::strcmp(found->name, name) == 0) {
+      chosen.store(found);
+      return true;
+    }
+  }
+  return false;
+}
+
+int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
+  const int64_t floats =
+      rows * (k_pad + v_pad + kTile) + kTile * (k_pad + v_pad) + 3 * (rows + 16) + 8 * 16;
+  return 4 * floats + 4 * kTile * 8 + 64;
+}
+
+}  // namespace kvcellar

@@ -1,0 +1,9 @@
+#define KVC_NAMESPACE avx2
+#define KVC_AVX2
+
+#include "attend_impl.h"
+
+namespace kvcellar {
+extern const Ops ops_avx2;
+const Ops ops_avx2 = {"avx2", avx2::attend, avx2::merge, avx2::write, avx2::sum_of};
+}  // namespace kvcellar

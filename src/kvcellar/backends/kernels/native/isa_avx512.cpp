@@ -1,0 +1,9 @@
+#define KVC_NAMESPACE avx512
+#define KVC_AVX512
+
+#include "attend_impl.h"
+
+namespace kvcellar {
+extern const Ops ops_avx512;
+const Ops ops_avx512 = {"avx512", avx512::attend, avx512::merge, avx512::write, avx512::sum_of};
+}  // namespace kvcellar

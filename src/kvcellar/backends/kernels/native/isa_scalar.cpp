@@ -1,0 +1,9 @@
+#define KVC_NAMESPACE scalar
+
+
+#include "attend_impl.h"
+
+namespace kvcellar {
+extern const Ops ops_scalar;
+const Ops ops_scalar = {"scalar", scalar::attend, scalar::merge, scalar::write, scalar::sum_of};
+}  // namespace kvcellar

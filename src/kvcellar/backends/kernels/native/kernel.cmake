@@ -1,0 +1,36 @@
+# The kernel as a static library, without Python: also for other builds that include it.
+include(CheckCXXCompilerFlag)
+find_package(Threads REQUIRED)
+
+set(KVC_DIR ${CMAKE_CURRENT_LIST_DIR})
+add_library(kvcellar_kernel STATIC
+  ${KVC_DIR}/dispatch.cpp ${KVC_DIR}/plan.cpp ${KVC_DIR}/threads.cpp ${KVC_DIR}/isa_scalar.cpp)
+target_compile_features(kvcellar_kernel PUBLIC cxx_std_17)
+target_include_directories(kvcellar_kernel PUBLIC ${KVC_DIR})
+target_link_libraries(kvcellar_kernel PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
+set_target_properties(kvcellar_kernel PROPERTIES POSITION_INDEPENDENT_CODE ON)
+if(NOT MSVC)
+  # Quantised bytes are the same everywhere: no multiplication and addition become one by themselves.
+  target_compile_options(kvcellar_kernel PRIVATE -O3 -ffp-contract=off -fno-math-errno -Wall -Wextra)
+endif()
+
+function(kvc_level name flags)
+  string(REPLACE " " ";" flag_list "${flags}")
+  string(TOUPPER ${name} upper)
+  set(CMAKE_REQUIRED_FLAGS "${flags}")
+  check_cxx_compiler_flag("${flags}" KVC_HAS_${upper})
+  if(KVC_HAS_${upper} OR flags STREQUAL "")
+    target_sources(kvcellar_kernel PRIVATE ${KVC_DIR}/isa_${name}.cpp)
+    set_source_files_properties(${KVC_DIR}/isa_${name}.cpp PROPERTIES COMPILE_OPTIONS "${flag_list}")
+    target_compile_definitions(kvcellar_kernel PRIVATE KVC_WITH_${upper})
+  endif()
+endfunction()
+
+string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" KVC_PROCESSOR)
+if(KVC_PROCESSOR MATCHES "x86_64|amd64")
+  kvc_level(avx2 "-mavx2 -mfma -mf16c")
+  # GCC 12 warns of its own headers.
+  kvc_level(avx512 "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c")
+elseif(KVC_PROCESSOR MATCHES "aarch64|arm64")
+  kvc_level(neon "")
+endif()

@@ -1,0 +1,184 @@
+// Whose threads: those of the OpenMP runtime that torch has brought into the process, so that its
+// workers and ours are the same ones; a pool given by the caller (ExecuTorch's); else our own.
+
+#include "threads.h"
+
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <link.h>
+
+#include <cstring>
+#include <string>
+#endif
+
+#include "kernel.h"
+
+namespace kvcellar {
+namespace {
+
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using GetInt = int (*)();
+
+struct OpenMp {
+  GompParallel parallel = nullptr;
+  GetInt max_threads = nullptr, thread_num = nullptr;
+};
+
+#if defined(__linux__)
+int find_gomp(dl_phdr_info* info, size_t, void* data) {
+  if (info->dlpi_name && std::strstr(info->dlpi_name, "libgomp")) {
+    *static_cast<std::string*>(data) = info->dlpi_name;
+    return 1;
+  }
+  return 0;
+}
+
+OpenMp look_for_openmp() {
+  OpenMp found;
+  std::string path;
+  dl_iterate_phdr(find_gomp, &path);
+  if (path.empty()) return found;
+  void* lib = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  if (!lib) return found;
+  found.parallel = reinterpret_cast<GompParallel>(dlsym(lib, "GOMP_parallel"));
+  found.max_threads = reinterpret_cast<GetInt>(dlsym(lib, "omp_get_max_threads"));
+  found.thread_num = reinterpret_cast<GetInt>(dlsym(lib, "omp_get_thread_num"));
+  if (!found.max_threads || !found.thread_num) found.parallel = nullptr;
+  return found;
+}
+#else
+OpenMp look_for_openmp() { return {}; }
+#endif
+
+OpenMp& openmp() {
+  // Looked for until it is there: torch may be imported after us.
+  static OpenMp found;
+  static std::mutex lock;
+  static std::atomic<bool> is_found{false};
+  static std::atomic<int> looks_left{64};
+  if (!is_found.load(std::memory_order_acquire) && looks_left.load() > 0) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (!is_found) {
+      --looks_left;
+      OpenMp now = look_for_openmp();
+      if (now.parallel) {
+        found = now;
+        is_found.store(true, std::memory_order_release);
+      }
+    }
+  }
+  static OpenMp none;
+  return is_found.load(std::memory_order_acquire) ? found : none;
+}
+
+// Threads of our own, started when first wanted. One caller at a time; others work alone.
+class OwnPool {
+ public:
+  static OwnPool& instance() {
+    static OwnPool* pool = new OwnPool;  // never destroyed: its threads wait until the process ends
+    return *pool;
+  }
+
+  void run(int n_workers, void (*work)(void*, int), void* data) {
+    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+    if (!turn || n_workers < 2) return work(data, 0);
+    {
+      std::lock_guard<std::mutex> guard(lock_);
+      while (static_cast<int>(threads_.size()) < n_workers - 1) {
+        const int id = static_cast<int>(threads_.size()) + 1;
+        threads_.emplace_back([this, id, seen = generation_] { serve(id, seen); });
+      }
+      work_ = work;
+      data_ = data;
+      n_workers_ = n_workers;
+      pending_ = n_workers - 1;
+      ++generation_;
+    }
+    wake_.notify_all();
+    work(data, 0);
+    std::unique_lock<std::mutex> guard(lock_);
+    done_.wait(guard, [this] { return pending_ == 0; });
+  }
+
+ private:
+  void serve(int id, uint64_t seen) {
+    for (;;) {
+      void (*work)(void*, int);
+      void* data;
+      {
+        std::unique_lock<std::mutex> guard(lock_);
+        wake_.wait(guard, [&] { return generation_ != seen; });
+        seen = generation_;
+        if (id >= n_workers_) continue;
+        work = work_;
+        data = data_;
+      }
+      work(data, id);
+      std::lock_guard<std::mutex> guard(lock_);
+      if (--pending_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex turn_, lock_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> threads_;
+  void (*work_)(void*, int) = nullptr;
+  void* data_ = nullptr;
+  int n_workers_ = 0, pending_ = 0;
+  uint64_t generation_ = 0;
+};
+
+std::atomic<ParallelFor> given{nullptr};
+std::atomic<int> wanted{0};
+
+struct GompCall {
+  void (*work)(void*, int);
+  void* data;
+  GetInt thread_num;
+};
+
+void gomp_entry(void* raw) {
+  const auto* call = static_cast<GompCall*>(raw);
+  call->work(call->data, call->thread_num());
+}
+
+}  // namespace
+
+void run_workers(int n_workers, void (*work)(void*, int), void* data) {
+  if (n_workers < 2) return work(data, 0);
+  if (ParallelFor run = given.load()) return run(n_workers, work, data);
+  OpenMp& omp = openmp();
+  if (omp.parallel) {
+    GompCall call{work, data, omp.thread_num};
+    omp.parallel(gomp_entry, &call, static_cast<unsigned>(n_workers), 0);
+    return;
+  }
+  OwnPool::instance().run(n_workers, work, data);
+}
+
+int num_threads() {
+  if (const int n = wanted.load()) return n;
+  OpenMp& omp = openmp();
+  if (omp.max_threads) return omp.max_threads();
+  const unsigned cores = std::thread::hardware_concurrency();
+  return cores ? static_cast<int>(cores) : 1;
+}
+
+int workers_for(int n_threads) { return n_threads > 0 ? n_threads : num_threads(); }
+
+void set_num_threads(int n) { wanted.store(n > 0 ? n : 0); }
+
+void set_parallel_for(ParallelFor run) { given.store(run); }
+
+const char* threads_of() {
+  if (given.load()) return "given";
+  return openmp().parallel ? "openmp" : "own";
+}
+
+}  // namespace kvcellar

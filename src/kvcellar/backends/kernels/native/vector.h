@@ -1,0 +1,283 @@
+// Float vectors of one instruction set, in that set's own namespace: the same names in each.
+// KVC_NAMESPACE, and one of KVC_AVX512, KVC_AVX2, KVC_NEON or none, are set by the including file.
+//
+// Nothing here may come from a header whose inline functions are shared with other translation
+// units: the linker keeps one copy of those, and it might be one that this machine cannot run.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+#include <immintrin.h>
+#elif defined(KVC_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
+inline float bf16_to_float(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+inline uint16_t float_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16);
+}
+
+inline float half_to_float(uint16_t half) {
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+#else
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  const uint32_t exponent = (half >> 10) & 31, fraction = half & 1023;
+  uint32_t bits;
+  if (exponent == 31) {
+    bits = sign | 0x7F800000 | fraction << 13;
+  } else if (exponent) {
+    bits = sign | (exponent + 112) << 23 | fraction << 13;
+  } else {
+    const float small = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2**-24
+    std::memcpy(&bits, &small, 4);
+    bits |= sign;
+  }
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+#endif
+}
+
+inline uint16_t float_to_half(float value) {
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+  return static_cast<uint16_t>(
+      _mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT)));
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  bits &= 0x7FFFFFFF;
+  if (bits > 0x7F800000) return sign | 0x7E00 | static_cast<uint16_t>(bits >> 13 & 1023);
+  if (bits >= 0x477FF000) return sign | 0x7C00;  // rounds to 2**16 or more
+  if (bits < 0x38800000) {                       // below the smallest normal half
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;  // the sum's last bit is 2**-24, a half's smallest step: rounds to even
+    std::memcpy(&bits, &magnitude, 4);
+    return sign | static_cast<uint16_t>(bits - 0x3F000000);
+  }
+  return sign | static_cast<uint16_t>((bits + 0xFFF + ((bits >> 13) & 1) - 0x38000000) >> 13);
+#endif
+}
+
+#if defined(KVC_AVX512)
+
+constexpr int kLanes = 16;
+using Vec = __m512;
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline Vec all(float x) { return _mm512_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
+inline float highest(Vec x) { return _mm512_reduce_max_ps(x); }
+inline Vec nearest(Vec x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vec times_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+inline Vec zero_far_below(Vec, Vec y) { return y; }  // scalef has made it 0
+inline Vec load_bf16(const uint16_t* p) {
+  const __m512i wide =
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline Vec load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Vec load_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_half(uint16_t* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_bf16(uint16_t* p, Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF))), 16);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, is_nan, _mm512_srli_epi32(bits, 16),
+                                 _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+
+#elif defined(KVC_AVX2)
+
+constexpr int kLanes = 8;
+using Vec = __m256;
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline Vec all(float x) { return _mm256_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline float sum(Vec x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float highest(Vec x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+inline Vec nearest(Vec x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vec times_power_of_2(Vec x, Vec n) {  // -126 <= n <= 127
+  const __m256i bits = _mm256_slli_epi32(
+      _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
+}
+inline Vec zero_far_below(Vec x, Vec y) {
+  return _mm256_and_ps(y, _mm256_cmp_ps(x, all(-126.f), _CMP_NLT_UQ));
+}
+inline Vec load_bf16(const uint16_t* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Vec load_half(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec load_u8(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_half(uint16_t* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store_bf16(uint16_t* p, Vec x) {
+  alignas(32) float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(lanes[i]);
+}
+
+#elif defined(KVC_NEON)
+
+constexpr int kLanes = 4;
+using Vec = float32x4_t;
+inline Vec load(const float* p) { return vld1q_f32(p); }
+inline void store(float* p, Vec x) { vst1q_f32(p, x); }
+inline Vec all(float x) { return vdupq_n_f32(x); }
+inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
+inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
+inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
+inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline float sum(Vec x) { return vaddvq_f32(x); }
+inline float highest(Vec x) { return vmaxvq_f32(x); }
+inline Vec nearest(Vec x) { return vrndnq_f32(x); }
+inline Vec times_power_of_2(Vec x, Vec n) {  // -126 <= n <= 127
+  const int32x4_t bits = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+  return vmulq_f32(x, vreinterpretq_f32_s32(bits));
+}
+inline Vec zero_far_below(Vec x, Vec y) {
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, all(-126.f))));
+}
+inline Vec load_bf16(const uint16_t* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+inline Vec load_half(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+inline Vec load_u8(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+}
+inline void store_half(uint16_t* p, Vec x) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+inline void store_bf16(uint16_t* p, Vec x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(lanes[i]);
+}
+
+#else
+
+constexpr int kLanes = 1;
+using Vec = float;
+inline Vec load(const float* p) { return *p; }
+inline void store(float* p, Vec x) { *p = x; }
+inline Vec all(float x) { return x; }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline float sum(Vec x) { return x; }
+inline float highest(Vec x) { return x; }
+inline Vec nearest(Vec x) { return __builtin_rintf(x); }
+inline Vec times_power_of_2(Vec x, Vec n) {  // -126 <= n <= 127
+  const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return x * power;
+}
+inline Vec zero_far_below(Vec x, Vec y) { return x < -126.f ? 0.f : y; }
+inline Vec load_bf16(const uint16_t* p) { return bf16_to_float(*p); }
+inline Vec load_half(const uint16_t* p) { return half_to_float(*p); }
+inline Vec load_u8(const uint8_t* p) { return static_cast<float>(*p); }
+inline void store_half(uint16_t* p, Vec x) { *p = float_to_half(x); }
+inline void store_bf16(uint16_t* p, Vec x) { *p = float_to_bf16(x); }
+
+#endif
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMinusInfinity = -__builtin_inff();
+
+// 2**x for x <= 0 with a relative error of some 1e-7; 0 far below, NaN for NaN.
+inline Vec exp2_below_1(Vec x) {
+#if defined(KVC_AVX512)
+  const Vec clipped = max(all(-160.f), x);  // max gives its second argument where one is NaN
+#else
+  const Vec clipped = max(all(-126.f), x);
+#endif
+  const Vec whole = nearest(clipped), f = sub(clipped, whole);
+  Vec y = all(1.5403530e-4f);
+  y = fma(y, f, all(1.3333558e-3f));
+  y = fma(y, f, all(9.6181291e-3f));
+  y = fma(y, f, all(5.5504109e-2f));
+  y = fma(y, f, all(2.4022651e-1f));
+  y = fma(y, f, all(6.9314718e-1f));
+  y = fma(y, f, all(1.f));
+  return zero_far_below(x, times_power_of_2(y, whole));
+}
+
+inline float exp2_one(float x) {
+  float lanes[kLanes];
+  store(lanes, exp2_below_1(all(x)));
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
