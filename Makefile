@@ -49,7 +49,10 @@ $(VENV)/.torch: pyproject.toml | $(BIN)/python
 	@$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["torch"][0])')"
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.torch
+# The CPU attention kernel is built here, if there is a compiler; again when its sources change.
+KERNEL := $(wildcard src/kvcellar/backends/kernels/native/*)
+
+$(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 	@echo "installing kvcellar ..."
 	@$(PIP) -e '.[torch]'
 	@touch $@
