@@ -94,7 +94,6 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
     const auto* bytes = reinterpret_cast<const uint8_t*>(row);
     const auto* halves = reinterpret_cast<const uint16_t*>(affine);
     const int64_t group = side.group_size;
-    uint8_t spread[2 * kLanes];
     for (int64_t g = 0; g * group < dim; ++g) {
       const float scale = half_to_float(halves[2 * g]), bias = half_to_float(halves[2 * g + 1]);
       int64_t i = g * group;
@@ -104,14 +103,8 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
           store(to + i, fma(load_u8(bytes + i), all(scale), all(bias)));
         for (; i < stop; ++i) to[i] = static_cast<float>(bytes[i]) * scale + bias;
       } else {
-        for (; kLanes > 1 && i % 2 == 0 && i + kLanes <= stop; i += kLanes) {
-          for (int j = 0; j < kLanes / 2; ++j) {
-            const uint8_t byte = bytes[i / 2 + j];
-            spread[2 * j] = byte & 15;
-            spread[2 * j + 1] = byte >> 4;
-          }
-          store(to + i, fma(load_u8(spread), all(scale), all(bias)));
-        }
+        for (; kLanes > 1 && i % 2 == 0 && i + kLanes <= stop; i += kLanes)
+          store(to + i, fma(load_nibbles(bytes + i / 2), all(scale), all(bias)));
         for (; i < stop; ++i) {
           const uint8_t byte = bytes[i / 2];
           to[i] = static_cast<float>(i % 2 ? byte >> 4 : byte & 15) * scale + bias;
@@ -225,6 +218,16 @@ inline void values_of_4(const float* s, const char* const* v_rows, int64_t n, in
     for (int j = 0; j < kWide; ++j) store(acc + r * v_pad + d + j * kLanes, a[r][j]);
 }
 
+#if defined(KVC_AMX)
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
+#include "amx.h"
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+#endif
+
 // The job ---------------------------------------------------------------------------------------
 
 enum class Seen { nothing, some, everything };
@@ -242,7 +245,15 @@ class Attention {
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
-    load_queries();
+    const float softcap = job_.args->softcap;
+    // Without a cap the softmax works in powers of two, and the factor is in the logits already.
+    const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
+#if defined(KVC_AMX)
+    load_queries(fits_matrix(k_) ? 1.f : factor);
+    const Matrix matrix(k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
+#else
+    load_queries(factor);
+#endif
     for (int64_t r = 0; r < rows_pad_; ++r) {
       scratch_.max[r] = kMinusInfinity;
       scratch_.sum[r] = 0.f;
@@ -255,11 +266,22 @@ class Attention {
       walk.next(n, scratch_.k_rows, scratch_.v_rows, scratch_.k_affine, scratch_.v_affine);
       const Seen seen = what_is_seen(first, n);
       if (seen == Seen::nothing) continue;
-      logits(n);
+#if defined(KVC_AMX)
+      if (matrix.has_k)
+        matrix.logits(scratch_.k_rows, scratch_.k_affine, n, scratch_.s);
+      else
+#endif
+        logits(n);
       if (job_.args->softcap > 0.f) cap(n);
       if (seen == Seen::some) hide(first, n);
       softmax(n);
-      values(n, first, seen);
+#if defined(KVC_AMX)
+      if (matrix.has_v && (seen == Seen::everything || matrix.is_finite(scratch_.v_rows,
+                                                                       scratch_.v_affine, n)))
+        matrix.values(scratch_.s, scratch_.v_rows, scratch_.v_affine, n, scratch_.acc);
+      else
+#endif
+        values(n, first, seen);
     }
     finish();
   }
@@ -271,12 +293,9 @@ class Attention {
   }
   int64_t token_index(int64_t row) const { return job_.first_token + row / job_.n_heads; }
 
-  void load_queries() {
+  void load_queries(float factor) {
     const Layout& layout = *job_.layout;
     const int64_t size = layout.in == Dtype::f32 ? 4 : 2;
-    const float softcap = job_.args->softcap;
-    // Without a cap the softmax works in powers of two, and the factor is in the queries already.
-    const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
     for (int64_t r = 0; r < rows_; ++r) {
       float* q = scratch_.q + r * k_pad_;
       const int64_t token = job_.tokens[token_index(r)];
