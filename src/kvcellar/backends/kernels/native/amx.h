@@ -141,10 +141,12 @@ class Matrix {
   }
 
   // s[row][c] for cells [0, n), n <= kTile.
-  void logits(const char* const* rows, const char* const* affine, int64_t n, float* s) const {
+  void logits(const char* const* rows, const char* const* affine, int64_t n, float* s,
+              const Ahead& ahead) const {
     if (k_.dtype != Dtype::bf16) load_affine(k_, affine, n, affine_);
     for (int64_t c = 0; c < n; c += 16) {
       const int64_t m = n - c < 16 ? n - c : 16;
+      for (int64_t i = c; i < c + 16; ++i) ahead.fetch(i);
       int64_t stride;
       const char* from = tile_of(rows + c, m, stride);
       if (k_.dtype == Dtype::bf16)
@@ -156,16 +158,16 @@ class Matrix {
 
   // acc[row] += sum of s[row][c] * V[c].
   void values(float* s, const char* const* rows, const char* const* affine, int64_t n,
-              float* acc) const {
+              float* acc, const Ahead& ahead) const {
     for (int64_t r = 0; r < rows_; ++r)
       for (int64_t c = n; c < kTile; ++c) s[r * kTile + c] = 0.f;
     if (v_.dtype == Dtype::bf16) {
-      interleave_floats(rows, n);
+      interleave_floats(rows, n, ahead);
       float_values(s, n, acc);
     } else {
       load_affine(v_, affine, n, affine_);
       int_weights(s, n);
-      interleave_ints(rows, n);
+      interleave_ints(rows, n, ahead);
       int_values(acc);
     }
   }
@@ -202,49 +204,62 @@ class Matrix {
   void load_float_queries(const float* q, int64_t k_pad) {
     std::memset(queries_, 0, blocks_ * 16 * k_.dim * 4);
     for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t d = 0; d < k_.dim; ++d) {
-        const float x = q[r * k_pad + d];
-        const uint16_t high = float_to_bf16(x);
-        const uint16_t low = float_to_bf16(x - bf16_to_float(high));
-        const int64_t at = (d % 32 / 2 * width_ + r % 16) * 2 + d % 2;
-        float_query(r / 16, d / 32, 0)[at] = high;
-        float_query(r / 16, d / 32, 1)[at] = low;
-        has_low_ |= (low & 0x7FFF) != 0;
+      for (int64_t d = 0; d < k_.dim; d += 16) {
+        const __m512i bits = _mm512_castps_si512(load(q + r * k_pad + d));
+        const __m512i top = _mm512_and_si512(bits, _mm512_set1_epi32(-65536));
+        const __m512 rest = _mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_castsi512_ps(top));
+        const __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+        const __m256bh low = _mm512_cvtneps_pbh(rest);
+        has_low_ |= _mm512_cmp_ps_mask(rest, _mm512_setzero_ps(), _CMP_NEQ_OQ) != 0;
+        alignas(32) uint32_t pairs[2][8];
+        std::memcpy(pairs[0], &high, 32);
+        std::memcpy(pairs[1], &low, 32);
+        for (int term = 0; term < 2; ++term) {
+          auto* to = reinterpret_cast<uint32_t*>(float_query(r / 16, d / 32, term));
+          for (int64_t i = 0; i < 8; ++i) to[(d % 32 / 2 + i) * width_ + r % 16] = pairs[term][i];
+        }
       }
     }
-  }
-
-  // The byte of a chunk of 64 numbers where the tile has its number d: int4 has even ones first.
-  int64_t place(int64_t d) const {
-    return k_.dtype == Dtype::int4 ? d / 2 + d % 2 * 32 : d;
   }
 
   void load_int_queries(const float* q, int64_t k_pad) {
     std::memset(queries_, 0, blocks_ * 16 * k_.dim * 4);
     const bool halves = k_.group_size == 32;
+    const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
     for (int64_t r = 0; r < rows_; ++r) {
-      float top = 0.f;
-      for (int64_t d = 0; d < k_.dim; ++d) {
-        const float x = __builtin_fabsf(q[r * k_pad + d]);
-        top = x > top ? x : top;
-      }
+      const float* row = q + r * k_pad;
+      __m512 most = _mm512_setzero_ps();
+      for (int64_t d = 0; d < k_.dim; d += 16)
+        most = _mm512_max_ps(most, _mm512_abs_ps(load(row + d)));
+      const float top = _mm512_reduce_max_ps(most);
       q_steps_[r] = factor_ * (top / 32512.f);
-      const float inverse = top > 0.f ? 32512.f / top : 0.f;
-      for (int64_t chunk = 0; chunk < k_.dim / 64; ++chunk) {
-        for (int64_t half = 0; half < 2; ++half) {
-          const int64_t sub = halves ? half : 0;
-          float sum = 0.f;
-          for (int64_t d = half * 32; d < half * 32 + 32; ++d) {
-            const float x = q[r * k_pad + chunk * 64 + d];
-            sum += x;
-            const int whole = static_cast<int>(__builtin_rintf(x * inverse));
-            const int high = (whole + 128) >> 8;
-            const int64_t at = place(d) / 4 * (4 * width_) + r % 16 * 4 + place(d) % 4;
-            int_query(r / 16, chunk, sub, 0)[at] = static_cast<int8_t>(high);
-            int_query(r / 16, chunk, sub, 1)[at] = static_cast<int8_t>(whole - high * 256);
+      const __m512 inverse = all(top > 0.f ? 32512.f / top : 0.f);
+      for (int64_t d = 0; d < k_.dim; d += 32) {
+        const int64_t chunk = d / 64, half = d / 32 % 2, sub = halves ? half : 0;
+        __m512 x = load(row + d), y = load(row + d + 16);
+        float& sum = q_sums_[r * (k_.dim / 32) + chunk * 2 + sub];
+        const float more = factor_ * _mm512_reduce_add_ps(_mm512_add_ps(x, y));
+        sum = half && !halves ? sum + more : more;
+        int64_t fours[2] = {half * 8, half * 8 + 4};  // where these 16 numbers are in the tile
+        if (k_.dtype == Dtype::int4) {                // even numbers first
+          const __m512 both = x;
+          x = _mm512_permutex2var_ps(both, evens, y);
+          y = _mm512_permutex2var_ps(both, odds, y);
+          fours[0] = half * 4;
+          fours[1] = half * 4 + 8;
+        }
+        for (int i = 0; i < 2; ++i) {
+          const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(i ? y : x, inverse));
+          const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+          const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+          alignas(16) uint32_t words[2][4];
+          _mm_store_si128(reinterpret_cast<__m128i*>(words[0]), _mm512_cvtepi32_epi8(high));
+          _mm_store_si128(reinterpret_cast<__m128i*>(words[1]), _mm512_cvtepi32_epi8(low));
+          for (int term = 0; term < 2; ++term) {
+            auto* to = reinterpret_cast<uint32_t*>(int_query(r / 16, chunk, sub, term));
+            for (int64_t j = 0; j < 4; ++j) to[(fours[i] + j) * width_ + r % 16] = words[term][j];
           }
-          float& to = q_sums_[r * (k_.dim / 32) + chunk * 2 + sub];
-          to = (half && !halves ? to : 0.f) + factor_ * sum;
         }
       }
     }
@@ -357,9 +372,11 @@ class Matrix {
 
   // bfloat16 values: tile [dim / 16][pair of cells][16 numbers x 2 cells]; of 32 numbers the first
   // tile has those at 0-3, 8-11, 16-19, 24-27.
-  void interleave_floats(const char* const* rows, int64_t n) const {
+  void interleave_floats(const char* const* rows, int64_t n, const Ahead& ahead) const {
     const int64_t pairs = (n + 31) / 32 * 16;
     for (int64_t i = 0; i < pairs; ++i) {
+      ahead.fetch(2 * i);
+      ahead.fetch(2 * i + 1);
       const char* a = 2 * i < n ? rows[2 * i] : nullptr;
       const char* b = 2 * i + 1 < n ? rows[2 * i + 1] : nullptr;
       for (int64_t d = 0; d < v_.dim; d += 32) {
@@ -434,10 +451,11 @@ class Matrix {
   }
 
   // Integer values: tile [chunk of 64][16 numbers' tile][four of cells][16 numbers x 4 cells].
-  void interleave_ints(const char* const* rows, int64_t n) const {
+  void interleave_ints(const char* const* rows, int64_t n, const Ahead& ahead) const {
     const int64_t chunks = v_.dim / 64;
     alignas(64) static const char zeros[64] = {};
     for (int64_t c = 0; c < kTile; c += 4) {
+      for (int64_t i = c; i < c + 4; ++i) ahead.fetch(i);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         char* to = values_ + chunk * 4096 + c / 4 * 64;
         const char* from[4];
