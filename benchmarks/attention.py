@@ -62,9 +62,11 @@ class Pools:
                     rows = torch.from_numpy(normal).to(getattr(torch, kv_dtype)).view(torch.uint8)
                     rows, affine = rows.numpy(), np.empty(0)
                 self._memory += [rows, affine]
-                where = (affine.ctypes.data, *affine.strides[:2], 0, side.group_of(DIM)) if (
-                    side.is_quantised
-                ) else ()
+                where = (
+                    (affine.ctypes.data, *affine.strides[:2], 0, side.group_of(DIM))
+                    if (side.is_quantised)
+                    else ()
+                )
                 sides.append(
                     kernels.SideLayout(
                         kv_dtype, DIM, rows.ctypes.data, *rows.strides[:2], 0, *where
@@ -91,9 +93,7 @@ class Pools:
         )
         out = torch.empty(1, n, N_HEADS, DIM, dtype=torch.bfloat16)
         wide, narrow = (DIM, N_HEADS * DIM), (DIM, N_KV_HEADS * DIM)
-        layout = kernels.make_layout(
-            N_HEADS, "bfloat16", "bfloat16", wide, narrow, narrow, wide
-        )
+        layout = kernels.make_layout(N_HEADS, "bfloat16", "bfloat16", wide, narrow, narrow, wide)
         turn = itertools.cycle(self.pools)
 
         def step() -> None:

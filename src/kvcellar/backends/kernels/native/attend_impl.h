@@ -544,7 +544,6 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
     if (has_nan) {
       affine[2 * g] = affine[2 * g + 1] = 0x7E00;
     } else {
-      low += 0.f;  // one zero, not two
       const float lowered = low - __builtin_fabsf(low) * (1.f / 1024.f);
       affine[2 * g + 1] = float_to_half(lowered);
       bias = half_to_float(affine[2 * g + 1]);
