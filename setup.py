@@ -1,4 +1,4 @@
-"""The package's facts are in pyproject.toml; here is what happens when the kernel cannot be built."""
+"""What happens when the kernel cannot be built; the package's facts are in pyproject.toml."""
 
 import sys
 

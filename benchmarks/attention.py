@@ -1,8 +1,8 @@
 """Ask how close the CPU attention kernel comes to the memory's bandwidth.
 
 One layer of 32 query heads over 8 KV heads of 64, 8,192 cells, one query token: a decode step's
-read. Each figure is a ratio within one run: against a loop that only reads as many bytes, or against
-the plain case. Pools take turns, so that no core's own cache holds them.
+read. Each figure is a ratio within one run: against a loop that only reads as many bytes, or
+against the plain case. Pools take turns, so that no core's own cache holds them.
 """
 
 from __future__ import annotations

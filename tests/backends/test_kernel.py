@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.backends.kernel_cases import N_CELLS, Case, SideBytes, cases, numbers, stored, tolerance
 
 import kvcellar
 from kvcellar.backends import kernels
@@ -21,6 +20,7 @@ from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KV_DTYPES, SideDtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of
+from tests.backends.kernel_cases import N_CELLS, Case, SideBytes, cases, numbers, stored, tolerance
 
 NATIVE = Path(kernels.__file__).parent / "native"
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
