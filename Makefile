@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check lint types imports docs bench clean
+.PHONY: help demo test check lint types imports docs kernel-check bench clean
 
 help: ## Show what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(VENV)/.runtime ## Set up, then watch the bundled model branch: one trunk, four forks
 	@$(BIN)/kvcellar demo
@@ -32,6 +32,11 @@ imports: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
 
+kernel-check: ## Random steps of the CPU attention kernel under the address sanitiser
+	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	@cmake --build build/kernel-check -j
+	ASAN_OPTIONS=detect_leaks=0 build/kernel-check/check_kernel 1000
+
 bench: $(VENV)/.dev ## Every benchmark, the quick way
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
 
@@ -49,7 +54,10 @@ $(VENV)/.torch: pyproject.toml | $(BIN)/python
 	@$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["torch"][0])')"
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.torch
+# The CPU attention kernel is built here, if there is a compiler; again when its sources change.
+KERNEL := $(wildcard src/kvcellar/backends/kernels/native/*)
+
+$(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 	@echo "installing kvcellar ..."
 	@$(PIP) -e '.[torch]'
 	@touch $@

@@ -143,13 +143,13 @@ def _side(name: str, side: SideLayout) -> _native.Side:
         raise ConfigError(
             f"{name} is stored as {side.dtype!r}; the kernel reads {', '.join(DTYPES)}"
         )
-    if side.dtype in ("int8", "int4"):
-        if not side.affine or side.group_size < 1 or side.dim % side.group_size:
-            raise ConfigError(
-                f"{name} is {side.dtype} in groups of {side.group_size} for rows of {side.dim} "
-                f"with its scales at address {side.affine}; groups must divide the row, and "
-                f"scales must be somewhere"
-            )
+    is_grouped = side.affine and side.group_size > 0 and side.dim % side.group_size == 0
+    if side.dtype in ("int8", "int4") and not is_grouped:
+        raise ConfigError(
+            f"{name} is {side.dtype} in groups of {side.group_size} for rows of {side.dim} with "
+            f"its scales at address {side.affine}; groups must divide the row, and scales must be "
+            f"somewhere"
+        )
     return _native.Side(DTYPES[side.dtype], *side[1:])
 
 

@@ -16,7 +16,10 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
   float *q, *k, *v, *s, *acc, *max, *sum, *factor;
-  const char **k_rows, **v_rows, **k_affine, **v_affine;
+  struct Rows {
+    const char *k[kTile], *v[kTile], *k_affine[kTile], *v_affine[kTile];
+  };
+  Rows* rows;  // of this tile and of the next
   char* extra;
 };
 
@@ -36,12 +39,8 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.max = take(rows);
   s.sum = take(rows);
   s.factor = take(rows);
-  auto** pointers = reinterpret_cast<const char**>(at);
-  s.k_rows = pointers;
-  s.v_rows = pointers + kTile;
-  s.k_affine = pointers + 2 * kTile;
-  s.v_affine = pointers + 3 * kTile;
-  s.extra = reinterpret_cast<char*>(pointers + 4 * kTile);
+  s.rows = reinterpret_cast<Scratch::Rows*>(at);
+  s.extra = reinterpret_cast<char*>(s.rows + 2);
   return s;
 }
 
@@ -94,7 +93,6 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
     const auto* bytes = reinterpret_cast<const uint8_t*>(row);
     const auto* halves = reinterpret_cast<const uint16_t*>(affine);
     const int64_t group = side.group_size;
-    uint8_t spread[2 * kLanes];
     for (int64_t g = 0; g * group < dim; ++g) {
       const float scale = half_to_float(halves[2 * g]), bias = half_to_float(halves[2 * g + 1]);
       int64_t i = g * group;
@@ -104,14 +102,8 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
           store(to + i, fma(load_u8(bytes + i), all(scale), all(bias)));
         for (; i < stop; ++i) to[i] = static_cast<float>(bytes[i]) * scale + bias;
       } else {
-        for (; kLanes > 1 && i % 2 == 0 && i + kLanes <= stop; i += kLanes) {
-          for (int j = 0; j < kLanes / 2; ++j) {
-            const uint8_t byte = bytes[i / 2 + j];
-            spread[2 * j] = byte & 15;
-            spread[2 * j + 1] = byte >> 4;
-          }
-          store(to + i, fma(load_u8(spread), all(scale), all(bias)));
-        }
+        for (; kLanes > 1 && i % 2 == 0 && i + kLanes <= stop; i += kLanes)
+          store(to + i, fma(load_nibbles(bytes + i / 2), all(scale), all(bias)));
         for (; i < stop; ++i) {
           const uint8_t byte = bytes[i / 2];
           to[i] = static_cast<float>(i % 2 ? byte >> 4 : byte & 15) * scale + bias;
@@ -139,8 +131,7 @@ struct Walk {
   }
 
   // Addresses of the next n cells.
-  void next(int64_t n, const char** k_rows, const char** v_rows, const char** k_affine,
-            const char** v_affine) {
+  void next(int64_t n, Scratch::Rows& to) {
     const int64_t block_size = job.pool->block_size;
     int64_t i = 0;
     while (i < n) {
@@ -162,24 +153,38 @@ struct Walk {
         const char* kp = k_base + block * k.block_stride + inside * k.cell_stride;
         const char* vp = v_base + block * v.block_stride + inside * v.cell_stride;
         for (int64_t j = 0; j < piece; ++j) {
-          k_rows[i + j] = kp + j * k.cell_stride;
-          v_rows[i + j] = vp + j * v.cell_stride;
+          to.k[i + j] = kp + j * k.cell_stride;
+          to.v[i + j] = vp + j * v.cell_stride;
         }
         if (k_affine_base) {
           const char* p = k_affine_base + block * k.affine_block_stride +
                           inside * k.affine_cell_stride;
-          for (int64_t j = 0; j < piece; ++j) k_affine[i + j] = p + j * k.affine_cell_stride;
+          for (int64_t j = 0; j < piece; ++j) to.k_affine[i + j] = p + j * k.affine_cell_stride;
         }
         if (v_affine_base) {
           const char* p = v_affine_base + block * v.affine_block_stride +
                           inside * v.affine_cell_stride;
-          for (int64_t j = 0; j < piece; ++j) v_affine[i + j] = p + j * v.affine_cell_stride;
+          for (int64_t j = 0; j < piece; ++j) to.v_affine[i + j] = p + j * v.affine_cell_stride;
         }
         i += piece;
         cell += piece;
         length -= piece;
       }
     }
+  }
+};
+
+// The next tile's rows, fetched one by one while this tile is worked on: their addresses are known,
+// and a loop that computes for long between its loads leaves the memory idle.
+struct Ahead {
+  const char* const* rows;
+  const char* const* affine;
+  int64_t n, n_bytes;
+
+  void fetch(int64_t c) const {
+    if (c >= n) return;
+    for (int64_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(rows[c] + i, 0, 2);
+    if (affine) __builtin_prefetch(affine[c], 0, 2);
   }
 };
 
@@ -225,6 +230,16 @@ inline void values_of_4(const float* s, const char* const* v_rows, int64_t n, in
     for (int j = 0; j < kWide; ++j) store(acc + r * v_pad + d + j * kLanes, a[r][j]);
 }
 
+#if defined(KVC_AMX)
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
+#include "amx.h"
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+#endif
+
 // The job ---------------------------------------------------------------------------------------
 
 enum class Seen { nothing, some, everything };
@@ -242,7 +257,15 @@ class Attention {
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
-    load_queries();
+    const float softcap = job_.args->softcap;
+    // Without a cap the softmax works in powers of two, and the factor is in the logits already.
+    const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
+#if defined(KVC_AMX)
+    load_queries(fits_matrix(k_) ? 1.f : factor);
+    const Matrix matrix(k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
+#else
+    load_queries(factor);
+#endif
     for (int64_t r = 0; r < rows_pad_; ++r) {
       scratch_.max[r] = kMinusInfinity;
       scratch_.sum[r] = 0.f;
@@ -250,16 +273,37 @@ class Attention {
     std::memset(scratch_.acc, 0, sizeof(float) * rows_pad_ * v_pad_);
     Walk walk(job_);
     const int64_t stop = job_.first_cell + job_.n_cells;
-    for (int64_t first = job_.first_cell; first < stop; first += kTile) {
+    walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]);
+    for (int64_t first = job_.first_cell, turn = 0; first < stop; first += kTile, turn ^= 1) {
       const int64_t n = smaller(kTile, stop - first);
-      walk.next(n, scratch_.k_rows, scratch_.v_rows, scratch_.k_affine, scratch_.v_affine);
+      rows_of_tile_ = scratch_.rows + turn;
+      Ahead ahead_k{}, ahead_v{};
+      if (first + n < stop) {
+        const int64_t n_ahead = smaller(kTile, stop - first - n);
+        const Scratch::Rows& ahead = scratch_.rows[turn ^ 1];
+        walk.next(n_ahead, scratch_.rows[turn ^ 1]);
+        ahead_k = {ahead.k, k_.affine ? ahead.k_affine : nullptr, n_ahead, k_.packed_bytes()};
+        ahead_v = {ahead.v, v_.affine ? ahead.v_affine : nullptr, n_ahead, v_.packed_bytes()};
+      }
       const Seen seen = what_is_seen(first, n);
       if (seen == Seen::nothing) continue;
-      logits(n);
+#if defined(KVC_AMX)
+      if (matrix.has_k)
+        matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_k);
+      else
+#endif
+        logits(n, ahead_k);
       if (job_.args->softcap > 0.f) cap(n);
       if (seen == Seen::some) hide(first, n);
       softmax(n);
-      values(n, first, seen);
+#if defined(KVC_AMX)
+      if (matrix.has_v && (seen == Seen::everything ||
+                           matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
+        matrix.values(scratch_.s, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.acc,
+                      ahead_v);
+      else
+#endif
+        values(n, first, seen, ahead_v);
     }
     finish();
   }
@@ -271,12 +315,9 @@ class Attention {
   }
   int64_t token_index(int64_t row) const { return job_.first_token + row / job_.n_heads; }
 
-  void load_queries() {
+  void load_queries(float factor) {
     const Layout& layout = *job_.layout;
     const int64_t size = layout.in == Dtype::f32 ? 4 : 2;
-    const float softcap = job_.args->softcap;
-    // Without a cap the softmax works in powers of two, and the factor is in the queries already.
-    const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
     for (int64_t r = 0; r < rows_; ++r) {
       float* q = scratch_.q + r * k_pad_;
       const int64_t token = job_.tokens[token_index(r)];
@@ -323,18 +364,20 @@ class Attention {
 
   // Rows as padded float32: where they lie if they are that already, else decoded into scratch.
   void as_floats(const Side& side, int64_t pad, const char** rows, const char* const* affine,
-                 int64_t n, float* to) {
-    if (side.dtype == Dtype::f32 && side.dim == pad) return;
+                 int64_t n, float* to, const Ahead& ahead) {
+    const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad;
     for (int64_t c = 0; c < n; ++c) {
+      ahead.fetch(c);
+      if (lies_ready) continue;
       decode_row(side, rows[c], affine[c], pad, to + c * pad);
       rows[c] = reinterpret_cast<const char*>(to + c * pad);
     }
   }
 
-  void logits(int64_t n) {
-    as_floats(k_, k_pad_, scratch_.k_rows, scratch_.k_affine, n, scratch_.k);
+  void logits(int64_t n, const Ahead& ahead) {
+    as_floats(k_, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k, ahead);
     for (int64_t r = 0; r < rows_pad_; r += 4)
-      logits_of_4(scratch_.q + r * k_pad_, k_pad_, scratch_.k_rows, n, scratch_.s + r * kTile);
+      logits_of_4(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n, scratch_.s + r * kTile);
   }
 
   // softcap * tanh(x), in powers of two: tanh(x) = 1 - 2 / (exp(2x) + 1), odd.
@@ -381,16 +424,16 @@ class Attention {
     }
   }
 
-  void values(int64_t n, int64_t first, Seen seen) {
-    as_floats(v_, v_pad_, scratch_.v_rows, scratch_.v_affine, n, scratch_.v);
+  void values(int64_t n, int64_t first, Seen seen, const Ahead& ahead) {
+    as_floats(v_, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v, ahead);
     if (seen == Seen::some) leave_no_trace(first, n);
     for (int64_t r = 0; r < rows_pad_; r += 4) {
       const float* s = scratch_.s + r * kTile;
       float* acc = scratch_.acc + r * v_pad_;
       int64_t d = 0;
       for (; d + 4 * kLanes <= v_pad_; d += 4 * kLanes)
-        values_of_4<4>(s, scratch_.v_rows, n, v_pad_, d, acc);
-      for (; d < v_pad_; d += kLanes) values_of_4<1>(s, scratch_.v_rows, n, v_pad_, d, acc);
+        values_of_4<4>(s, rows_of_tile_->v, n, v_pad_, d, acc);
+      for (; d < v_pad_; d += kLanes) values_of_4<1>(s, rows_of_tile_->v, n, v_pad_, d, acc);
     }
   }
 
@@ -398,7 +441,7 @@ class Attention {
   // such values are taken out and given to those alone who see them.
   void leave_no_trace(int64_t first, int64_t n) {
     for (int64_t c = 0; c < n; ++c) {
-      const float* v = reinterpret_cast<const float*>(scratch_.v_rows[c]);
+      const float* v = reinterpret_cast<const float*>(rows_of_tile_->v[c]);
       float doubt = 0.f;
       for (int64_t d = 0; d < v_.dim; ++d) doubt += v[d] * 0.f;
       if (doubt == 0.f) continue;
@@ -409,7 +452,7 @@ class Attention {
       }
       float* zeros = scratch_.v + c * v_pad_;
       std::memset(zeros, 0, sizeof(float) * v_pad_);
-      scratch_.v_rows[c] = reinterpret_cast<const char*>(zeros);
+      rows_of_tile_->v[c] = reinterpret_cast<const char*>(zeros);
     }
   }
 
@@ -419,6 +462,7 @@ class Attention {
   const Side &k_, &v_;
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   Scratch scratch_;
+  Scratch::Rows* rows_of_tile_ = nullptr;
 
  public:
   static float exp2_or_0(float x) { return x == kMinusInfinity ? 0.f : exp2_one(x); }
@@ -500,7 +544,6 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
     if (has_nan) {
       affine[2 * g] = affine[2 * g + 1] = 0x7E00;
     } else {
-      low += 0.f;  // one zero, not two
       const float lowered = low - __builtin_fabsf(low) * (1.f / 1024.f);
       affine[2 * g + 1] = float_to_half(lowered);
       bias = half_to_float(affine[2 * g + 1]);

@@ -7,7 +7,10 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
-#define KVC_X86 1
+#endif
+#if defined(KVC_WITH_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace kvcellar {
@@ -19,19 +22,39 @@ extern const Ops ops_avx2;
 #if defined(KVC_WITH_AVX512)
 extern const Ops ops_avx512;
 #endif
+#if defined(KVC_WITH_AMX)
+extern const Ops ops_amx;
+#endif
 #if defined(KVC_WITH_NEON)
 extern const Ops ops_neon;
 #endif
 
 namespace {
 
+#if defined(KVC_WITH_AMX)
+// The tile registers are a process's own only after it has asked Linux for them.
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  const unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // amx-bf16, amx-tile, amx-int8
+  if ((edx & wanted) != wanted) return false;
+  if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & 1u << 5)) return false;  // bf16
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 std::vector<const Ops*> find_levels() {
   std::vector<const Ops*> found;
 #if defined(KVC_WITH_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("fma"))
+      __builtin_cpu_supports("fma")) {
+#if defined(KVC_WITH_AMX)
+    if (has_amx()) found.push_back(&ops_amx);
+#endif
     found.push_back(&ops_avx512);
+  }
 #endif
 #if defined(KVC_WITH_AVX2)
   unsigned eax, ebx, ecx, edx;
@@ -85,7 +108,10 @@ bool set_level(const char* name) {
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
       rows * (k_pad + v_pad + kTile) + kTile * (k_pad + v_pad) + 3 * (rows + 16) + 8 * 16;
-  return 4 * floats + 4 * kTile * 8 + 64;
+  // What the matrix unit wants beside it: see amx.h.
+  const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;
+  const int64_t matrix = 8 * r * k + 2 * kTile * v + 32 * (k + v) + r * (6 * kTile + 8 * v) + 65536;
+  return 4 * floats + 8 * kTile * 8 + matrix;
 }
 
 }  // namespace kvcellar

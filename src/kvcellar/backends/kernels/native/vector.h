@@ -107,6 +107,12 @@ inline Vec load_u8(const uint8_t* p) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+inline Vec load_nibbles(const uint8_t* p) {
+  const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i low = _mm_and_si128(both, _mm_set1_epi8(15));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
+}
 inline void store_half(uint16_t* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -167,6 +173,14 @@ inline Vec load_u8(const uint8_t* p) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
+inline Vec load_nibbles(const uint8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  const __m128i both = _mm_cvtsi32_si128(four);
+  const __m128i low = _mm_and_si128(both, _mm_set1_epi8(15));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
+}
 inline void store_half(uint16_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -211,6 +225,11 @@ inline Vec load_u8(const uint8_t* p) {
   const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
   return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
 }
+inline Vec load_nibbles(const uint8_t* p) {
+  const uint8_t spread[4] = {static_cast<uint8_t>(p[0] & 15), static_cast<uint8_t>(p[0] >> 4),
+                             static_cast<uint8_t>(p[1] & 15), static_cast<uint8_t>(p[1] >> 4)};
+  return load_u8(spread);
+}
 inline void store_half(uint16_t* p, Vec x) {
   vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
@@ -246,6 +265,7 @@ inline Vec zero_far_below(Vec x, Vec y) { return x < -126.f ? 0.f : y; }
 inline Vec load_bf16(const uint16_t* p) { return bf16_to_float(*p); }
 inline Vec load_half(const uint16_t* p) { return half_to_float(*p); }
 inline Vec load_u8(const uint8_t* p) { return static_cast<float>(*p); }
+inline Vec load_nibbles(const uint8_t* p) { return static_cast<float>(*p & 15); }  // not used
 inline void store_half(uint16_t* p, Vec x) { *p = float_to_half(x); }
 inline void store_bf16(uint16_t* p, Vec x) { *p = float_to_bf16(x); }
 

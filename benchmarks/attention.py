@@ -1,0 +1,179 @@
+"""Ask how close the CPU attention kernel comes to the memory's bandwidth.
+
+One layer of 32 query heads over 8 KV heads of 64, 8,192 cells, one query token: a decode step's
+read. Each figure is a ratio within one run: against a loop that only reads as many bytes, or
+against the plain case. Pools take turns, so that no core's own cache holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from harness import alternate, median_ms, median_ratio, run
+
+from kvcellar.backends import kernels
+from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, runs_of
+
+N_HEADS = 32
+N_KV_HEADS = 8
+DIM = 64
+LENGTH = 8192
+N_CELLS = LENGTH + 64
+ROTATED_BYTES = 100 << 20
+GOALS = {
+    "bf16_fraction_of_bandwidth": (">=", 0.8),
+    "int8_time_over_bf16": ("<=", 0.65),
+    "int4_time_over_bf16": ("<=", 0.5),
+    "ragged4_over_single": ("<=", 1.1),
+    "blocks16_over_contiguous": ("<=", 1.4),
+    "shared_trunk4_over_single": ("<=", 1.3),
+}
+
+rng = np.random.default_rng(0)
+
+
+class Pools:
+    """Some layers' bytes of one storage type, enough of them that caches do not hold them all."""
+
+    def __init__(self, kv_dtype: str) -> None:
+        """Random bytes that are finite numbers."""
+        side = parse_kv_dtype(kv_dtype).k
+        row_bytes = side.packed_bytes(DIM)
+        self.size_bytes = 2 * N_KV_HEADS * LENGTH * side.row_bytes(DIM)
+        self._memory: list[np.ndarray[Any, Any]] = []
+        self.pools = []
+        for _ in range(max(2, ROTATED_BYTES // self.size_bytes)):
+            sides = []
+            for _ in "kv":
+                if side.is_quantised:
+                    rows = rng.integers(0, 256, (N_KV_HEADS, N_CELLS, row_bytes), np.uint8)
+                    n_groups = side.n_groups(DIM)
+                    top = 2**side.bits - 1
+                    affine = np.empty((N_KV_HEADS, N_CELLS, n_groups, 2), np.float16)
+                    affine[..., 0], affine[..., 1] = 6 / top, -3
+                else:
+                    normal = rng.standard_normal((N_KV_HEADS, N_CELLS, DIM), np.float32)
+                    rows = torch.from_numpy(normal).to(getattr(torch, kv_dtype)).view(torch.uint8)
+                    rows, affine = rows.numpy(), np.empty(0)
+                self._memory += [rows, affine]
+                where = (
+                    (affine.ctypes.data, *affine.strides[:2], 0, side.group_of(DIM))
+                    if (side.is_quantised)
+                    else ()
+                )
+                sides.append(
+                    kernels.SideLayout(
+                        kv_dtype, DIM, rows.ctypes.data, *rows.strides[:2], 0, *where
+                    )
+                )
+            self.pools.append(kernels.make_pool(N_KV_HEADS, N_CELLS, *sides))
+
+    def call(self, reads: Sequence[Sequence[Run]]) -> Callable[[], None]:
+        """A step of one query token for each read, on the next pool each time."""
+        n = len(reads)
+        writes = tuple(Write(i, Run(LENGTH + i, 1)) for i in range(n))
+        plan = StepPlan(
+            n,
+            writes,
+            tuple(
+                AttendSpec(i, 1, (*runs, writes[i].run), AttendKind.NONE)
+                for i, runs in enumerate(reads)
+            ),
+            N_CELLS,
+        )
+        compiled = kernels.compile_plan(plan)
+        q, k, v = (
+            torch.randn(1, n, heads, DIM).bfloat16() for heads in (N_HEADS, N_KV_HEADS, N_KV_HEADS)
+        )
+        out = torch.empty(1, n, N_HEADS, DIM, dtype=torch.bfloat16)
+        wide, narrow = (DIM, N_HEADS * DIM), (DIM, N_KV_HEADS * DIM)
+        layout = kernels.make_layout(N_HEADS, "bfloat16", "bfloat16", wide, narrow, narrow, wide)
+        turn = itertools.cycle(self.pools)
+
+        def step() -> None:
+            compiled.step(
+                next(turn),
+                layout,
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                out.data_ptr(),
+                DIM**-0.5,
+                0.0,
+                0,
+            )
+
+        return step
+
+    def stream(self) -> Callable[[], None]:
+        """Read as many bytes and nothing else, from the next pool's memory each time."""
+        addresses = [rows.ctypes.data for rows in self._memory if rows.size]
+        sides = itertools.cycle([addresses[i : i + 2] for i in range(0, len(addresses), 2)])
+
+        def read() -> None:
+            for address in next(sides):
+                kernels.stream_read(address, self.size_bytes // 2)
+
+        return read
+
+
+def measure(quick: bool) -> Mapping[str, Any]:
+    """All ratios, against the goals."""
+    if not kernels.is_available():
+        raise SystemExit(kernels.why_not())
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    rounds = 150 if quick else 600
+    whole = [[Run(0, LENGTH)]]
+    starts = rng.permutation(LENGTH // 16) * 16
+    blocks16 = [[Run(int(start), 16) for start in starts]]
+    cells = [runs_of(rng.permutation(LENGTH))]
+    ragged4, at = [], 0
+    for length in (4096, 2304, 1280, 512):
+        ragged4.append([Run(at, length)])
+        at += length
+    results: dict[str, Any] = {}
+    pools = {name: Pools(name) for name in ("bfloat16", "int8", "int4", "float32", "float16")}
+    calls = {f"{name}": pool.call(whole) for name, pool in pools.items()}
+    bf16 = pools["bfloat16"]
+    calls |= {
+        "stream": bf16.stream(),
+        "ragged4": bf16.call(ragged4),
+        "blocks16": bf16.call(blocks16),
+        "cells1": bf16.call(cells),
+        "shared_trunk4": bf16.call(whole * 4),
+        "int8_shared_trunk4": pools["int8"].call(whole * 4),
+        "int4_shared_trunk4": pools["int4"].call(whole * 4),
+    }
+    times = alternate(calls, rounds=rounds, warmup=8)
+    results["level"] = kernels.level()
+    results["threads"] = kernels.num_threads()
+    results["gb_per_s"] = round(bf16.size_bytes / median_ms(times["stream"]) / 1e6, 1)
+    for name, seconds in times.items():
+        results[f"{name}_ms"] = round(median_ms(seconds), 4)
+        print(f"  {name:20s} {median_ms(seconds):8.3f} ms")
+    ratios = {
+        "bf16_fraction_of_bandwidth": median_ratio(times, "stream", "bfloat16"),
+        "int8_time_over_bf16": median_ratio(times, "int8", "bfloat16"),
+        "int4_time_over_bf16": median_ratio(times, "int4", "bfloat16"),
+        "ragged4_over_single": median_ratio(times, "ragged4", "bfloat16"),
+        "blocks16_over_contiguous": median_ratio(times, "blocks16", "bfloat16"),
+        "shared_trunk4_over_single": median_ratio(times, "shared_trunk4", "bfloat16"),
+    }
+    for name, (sign, goal) in GOALS.items():
+        print(f"  {name:28s} {ratios[name]:.2f}  (goal {sign} {goal})")
+    ratios["cells1_over_contiguous"] = median_ratio(times, "cells1", "bfloat16")
+    for name in ("int8", "int4"):
+        ratios[f"{name}_shared_trunk4_over_single"] = median_ratio(
+            times, f"{name}_shared_trunk4", name
+        )
+    return {**results, **{name: round(ratio, 3) for name, ratio in ratios.items()}}
+
+
+if __name__ == "__main__":
+    run(__doc__ or "", measure)

@@ -1,0 +1,198 @@
+// Random steps over memory that ends exactly where it should: the sanitisers see every access, and
+// each instruction set's results are compared with the portable path's.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "../kernel.h"
+
+using namespace kvcellar;
+
+namespace {
+
+std::mt19937_64 rng;
+
+int64_t between(int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
+}
+
+template <typename T>
+T one_of(std::initializer_list<T> all) {
+  return all.begin()[between(0, static_cast<int64_t>(all.size()) - 1)];
+}
+
+// Memory of exactly n bytes, at any alignment that rows of such numbers have.
+struct Memory {
+  explicit Memory(int64_t n) : size(n), data(static_cast<char*>(std::malloc(n ? n : 1))) {}
+  ~Memory() { std::free(data); }
+  Memory(const Memory&) = delete;
+  int64_t size;
+  char* data;
+};
+
+void fill(Memory& memory, Dtype dtype) {
+  std::normal_distribution<float> normal;
+  if (dtype == Dtype::f32) {
+    for (int64_t i = 0; i < memory.size / 4; ++i) {
+      const float x = normal(rng);
+      std::memcpy(memory.data + 4 * i, &x, 4);
+    }
+  } else if (dtype == Dtype::bf16 || dtype == Dtype::f16) {
+    for (int64_t i = 0; i < memory.size / 2; ++i) {
+      const float x = normal(rng);
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      const auto bf16 = static_cast<uint16_t>(bits >> 16);
+      const auto half = static_cast<uint16_t>(0x3000 + rng() % 0x0C00 + (rng() % 2 << 15));
+      std::memcpy(memory.data + 2 * i, dtype == Dtype::bf16 ? &bf16 : &half, 2);
+    }
+  } else {
+    for (int64_t i = 0; i < memory.size; ++i) memory.data[i] = static_cast<char>(rng());
+  }
+}
+
+struct SideMemory {
+  Side side;
+  Memory rows, affine;
+  std::vector<char> first_rows, first_affine;
+
+  SideMemory(Side from, int64_t n_heads, int64_t n_cells)
+      : side(from),
+        rows(n_heads * n_cells * from.packed_bytes()),
+        affine(n_heads * n_cells * from.affine_bytes()) {
+    side.data = rows.data;
+    side.affine = is_quantised(side.dtype) ? affine.data : nullptr;
+    fill(rows, side.dtype);
+    for (int64_t i = 0; i < affine.size / 2; ++i) {
+      const uint16_t half = static_cast<uint16_t>(i % 2 ? 0xBC00 : 0x2000);  // -1 and 1/128
+      std::memcpy(affine.data + 2 * i, &half, 2);
+    }
+    first_rows.assign(rows.data, rows.data + rows.size);
+    first_affine.assign(affine.data, affine.data + affine.size);
+  }
+  void restore() {
+    std::memcpy(rows.data, first_rows.data(), first_rows.size());
+    if (affine.size) std::memcpy(affine.data, first_affine.data(), first_affine.size());
+  }
+};
+
+Side random_side(int64_t n_heads, int64_t n_cells, int64_t block_size) {
+  Side side;
+  side.dtype = static_cast<Dtype>(between(0, 4));
+  side.dim = one_of<int64_t>({1, 5, 16, 32, 33, 64, 80, 128, 192});
+  side.group_size = side.dim;
+  for (const int64_t group : {128, 64, 32})
+    if (side.dim % group == 0 && rng() % 2) side.group_size = group;
+  const auto strides = [&](int64_t bytes, int64_t& head, int64_t& cell, int64_t& block) {
+    cell = bytes;
+    head = bytes * (block_size ? block_size : n_cells);
+    block = block_size ? head * n_heads : 0;
+  };
+  strides(side.packed_bytes(), side.head_stride, side.cell_stride, side.block_stride);
+  strides(side.affine_bytes(), side.affine_head_stride, side.affine_cell_stride,
+          side.affine_block_stride);
+  return side;
+}
+
+// One random step on every level; returns the largest difference from the last one.
+double one_step() {
+  const int64_t n_kv_heads = between(1, 3), group = one_of<int64_t>({1, 2, 4, 5, 8, 70});
+  const int64_t block_size = one_of<int64_t>({0, 0, 4, 16}), n_cells = 16 * between(3, 40);
+  SideMemory k(random_side(n_kv_heads, n_cells, block_size), n_kv_heads, n_cells);
+  SideMemory v(random_side(n_kv_heads, n_cells, block_size), n_kv_heads, n_cells);
+  const Pool pool{n_kv_heads, n_cells, block_size, k.side, v.side};
+
+  StepInput input;
+  input.n_cells = n_cells;
+  const int64_t run = one_of<int64_t>({1, 4, 16});
+  std::vector<int64_t> order(static_cast<size_t>(n_cells / run));
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
+  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[rng() % i]);
+  const auto cell = [&](int64_t i) { return order[static_cast<size_t>(i / run)] * run + i % run; };
+  int64_t at = between(0, n_cells / 2);
+  const int64_t trunk = at;
+  for (int64_t reads = between(1, 4); reads && at < n_cells; --reads) {
+    Read read{};
+    const int64_t own = std::min<int64_t>(between(1, 60), n_cells - at);
+    read.q_start = input.n_tokens;
+    read.q_len = std::min<int64_t>(one_of<int64_t>({1, 1, 3, 40}), own);
+    read.first_run = static_cast<int64_t>(input.runs.size());
+    for (int64_t i = 0; i < trunk; ++i) input.runs.push_back({cell(i), 1});
+    for (int64_t i = 0; i < own; ++i) input.runs.push_back({cell(at + i), 1});
+    read.n_runs = trunk + own;
+    read.kind = static_cast<Kind>(between(0, 2));
+    if (read.kind == Kind::explicit_mask) {
+      read.n_masked = between(1, trunk + own);
+      read.first_mask = static_cast<int64_t>(input.masks.size());
+      for (int64_t i = 0; i < read.q_len * read.n_masked; ++i)
+        input.masks.push_back(rng() % 2 || i % read.n_masked == read.n_masked - 1);
+    }
+    for (int64_t i = 0; i < read.q_len; ++i)
+      input.writes.push_back({read.q_start + i, cell(at + own - read.q_len + i), 1});
+    input.n_tokens += read.q_len;
+    at += own;
+    input.reads.push_back(read);
+  }
+
+  const int64_t n = input.n_tokens, n_heads = n_kv_heads * group;
+  Layout layout;
+  layout.n_heads = n_heads;
+  layout.in = static_cast<Dtype>(between(0, 2));
+  layout.out = Dtype::f32;
+  const int64_t size = layout.in == Dtype::f32 ? 4 : 2;
+  layout.q = {k.side.dim, n_heads * k.side.dim};
+  layout.k = {n * k.side.dim, k.side.dim};
+  layout.v = {v.side.dim, n_kv_heads * v.side.dim};
+  layout.o = {n * v.side.dim, v.side.dim};
+  Memory q(n * n_heads * k.side.dim * size), new_k(n * n_kv_heads * k.side.dim * size);
+  Memory new_v(n * n_kv_heads * v.side.dim * size), sinks(n_heads * 4);
+  for (Memory* memory : {&q, &new_k, &new_v}) fill(*memory, layout.in);
+  fill(sinks, Dtype::f32);
+  Memory out(n * n_heads * v.side.dim * 4);
+  const AttendArgs args{q.data, out.data, 0.2f, rng() % 3 ? 0.f : 2.f,
+                        rng() % 2 ? reinterpret_cast<const float*>(sinks.data) : nullptr};
+
+  Plan plan(input);
+  std::vector<std::vector<float>> results;
+  for (const char* name : levels()) {
+    set_level(name);
+    k.restore();
+    v.restore();
+    plan.write(pool, layout, new_k.data, new_v.data, 2);
+    plan.attend(pool, layout, args, 2);
+    const auto* from = reinterpret_cast<const float*>(out.data);
+    results.emplace_back(from, from + n * n_heads * v.side.dim);
+  }
+  double worst = 0;
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) {
+      const double d = std::fabs(result[i] - results.back()[i]);
+      worst = d <= worst ? worst : d;  // NaN stays
+    }
+  std::vector<int64_t> src(static_cast<size_t>(between(0, n_cells / 2)));
+  for (int64_t& from : src) from = between(0, n_cells - 1);
+  const auto n_moved = static_cast<int64_t>(src.size());
+  move_cells(pool, between(0, n_cells - n_moved), src.data(), n_moved);
+  write_cells(pool, layout, src.data(), std::min(n_moved, n), new_k.data, new_v.data, 2);
+  return worst;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int steps = argc > 1 ? std::atoi(argv[1]) : 200;
+  for (int i = 0; i < steps; ++i) {
+    rng.seed(static_cast<uint64_t>(i));
+    const double worst = one_step();
+    if (!(worst < 5e-3)) {
+      std::printf("step %d: levels differ by %g\n", i, worst);
+      return 1;
+    }
+  }
+  for (const char* name : levels()) std::printf("%s: %d steps\n", name, steps);
+  return 0;
+}

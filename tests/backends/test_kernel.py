@@ -1,0 +1,269 @@
+"""The CPU attention kernel against attention in float64, on every instruction set that is here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcellar
+from kvcellar.backends import kernels
+from kvcellar.backends.reference.quantise import quantise
+from kvcellar.errors import ConfigError
+from kvcellar.kv_dtype import KV_DTYPES, SideDtype
+from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of
+from tests.backends.kernel_cases import N_CELLS, Case, SideBytes, cases, numbers, stored, tolerance
+
+NATIVE = Path(kernels.__file__).parent / "native"
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+LEVELS = kernels.levels() if kernels.is_available() else []
+
+
+@pytest.fixture(params=LEVELS, scope="module")
+def level(request):
+    """Each instruction set in turn."""
+    before = kernels.level()
+    kernels.set_level(request.param)
+    yield request.param
+    kernels.set_level(before)
+
+
+def agree(case: Case) -> None:
+    want = case.expected()
+    got = case.run()
+    np.testing.assert_allclose(got, want, atol=tolerance(case) * max(1.0, np.abs(want).max()))
+    for side, rows in ((case.k, case.k_rows), (case.v, case.v_rows)):
+        encoded = side.encode(numbers(case.heads_first(rows)))
+        for part, bytes_wanted in zip(side.parts, encoded, strict=True):
+            written = side.at(part, case.plan.write_cells)
+            assert written.tobytes() == bytes_wanted.tobytes()
+
+
+@given(case=cases())
+def test_a_step_agrees_with_float64_and_its_bytes_with_the_definition(level, case):
+    agree(case)
+
+
+@given(case=cases(), data=st.data())
+def test_what_is_not_seen_leaves_no_trace(level, case, data):
+    """NaN in every cell that is not read, and in cells that some query of a mask does not see."""
+    read = np.unique(np.concatenate([cells_of(spec.runs) for spec in case.plan.reads]))
+    unread = np.setdiff1d(np.arange(N_CELLS), read)
+    case.k.spoil(unread)
+    case.v.spoil(unread)
+    # One masked cell is NaN: whoever sees it gets NaN, the others must not notice.
+    masked = [spec for spec in case.plan.reads if spec.mask is not None and spec.mask.shape[1] > 1]
+    new = set(case.plan.write_cells.tolist())
+    spoiled = -1
+    if masked:
+        spec = data.draw(st.sampled_from(masked))
+        column = data.draw(st.integers(1, spec.mask.shape[1]))
+        cell = int(cells_of(spec.runs)[-column])
+        if cell not in new:
+            spoiled = cell
+            case.k.spoil(np.array([cell]))
+            case.v.spoil(np.array([cell]))
+    got, want = case.run(), case.expected()
+    sees = np.zeros(case.plan.n_tokens, bool)
+    for spec in case.plan.reads:
+        for i in range(spec.q_len):
+            cells = cells_of(spec.runs)
+            if spec.mask is not None:
+                hidden = cells[len(cells) - spec.mask.shape[1] :][~spec.mask[i]]
+                cells = np.setdiff1d(cells, hidden)
+            sees[spec.q_start + i] = spoiled in cells
+    assert np.isnan(got[:, sees]).all()
+    top = max(1.0, np.abs(want[:, ~sees]).max(initial=0))
+    np.testing.assert_allclose(got[:, ~sees], want[:, ~sees], atol=tolerance(case) * top)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_results_do_not_change_with_the_number_of_threads(level, dtype, data):
+    case = data.draw(cases(dtype))
+    alone = long_case(case)
+    results = []
+    for n in (1, 2, 3):
+        kernels.set_num_threads(n)
+        try:
+            results.append(alone.run())
+        finally:
+            kernels.set_num_threads(0)
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+
+
+def long_case(case: Case) -> Case:
+    """The case with a read of everything, long enough to be split over threads."""
+    plan = StepPlan(
+        2,
+        (Write(0, Run(0, 2)),),
+        tuple(AttendSpec(i, 1, (Run(0, N_CELLS),), AttendKind.NONE) for i in range(2)),
+        N_CELLS,
+    )
+    case.plan = plan
+    case.__post_init__()
+    return case
+
+
+def test_a_trunk_that_branches_see_whole_is_read_once():
+    def reads(kind):
+        return tuple(
+            AttendSpec(2 * i, 2, (Run(0, 300), Run(400 + 50 * i, 50)), kind) for i in range(4)
+        )
+
+    writes = tuple(Write(2 * i, Run(448 + 50 * i, 2)) for i in range(4))
+    for kind in (AttendKind.NONE, AttendKind.CAUSAL):
+        plan = kernels.compile_plan(StepPlan(8, writes, reads(kind), N_CELLS))
+        assert plan.n_shared_cells == 300
+    alone = StepPlan(2, writes[:1], reads(AttendKind.NONE)[:1], N_CELLS)
+    assert kernels.compile_plan(alone).n_shared_cells == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("group", [None, 32, 128])
+def test_quantised_bytes_are_the_definitions_for_strange_numbers(level, kv_dtype, group):
+    side = SideDtype(kv_dtype, group)
+    dim = 128 if group else 33
+    rows = np.random.default_rng(0).standard_normal((1, 12, dim)).astype(np.float32)
+    rows[0, 0] = 0
+    rows[0, 1] = 7.25
+    rows[0, 2] *= 1e-9
+    rows[0, 3] *= 1e6
+    rows[0, 4, 3] = np.inf
+    rows[0, 5, 3] = -np.inf
+    rows[0, 6, 3] = np.nan
+    rows[0, 7] = -0.0
+    rows[0, 8] += 1000
+    rows[0, 9] *= 1e30
+    rows[0, 10] = np.exp2(np.arange(dim) % 25 - 24)
+    k, v = (SideBytes(side, np.zeros((1, N_CELLS, dim), np.float32), 0) for _ in "kv")
+    pool = kernels.make_pool(1, N_CELLS, k.layout(), v.layout())
+    layout = kernels.make_layout(1, "float32", "float32", *[(dim * 12, dim)] * 4)
+    cells = np.arange(40, 52)[::-1].copy()
+    pool.write_cells(layout, cells.ctypes.data, 12, rows.ctypes.data, rows.ctypes.data)
+    want = quantise(rows, side.bits, side.group_of(dim))
+    for written in (k, v):
+        packed, affine = (written.at(part, cells) for part in written.parts)
+        assert packed.tobytes() == want.packed.tobytes()
+        assert affine[..., 0].tobytes() == want.scales.tobytes()
+        assert affine[..., 1].tobytes() == want.biases.tobytes()
+
+
+@given(case=cases(), data=st.data())
+@settings(max_examples=20)
+def test_cells_are_moved_as_if_all_were_read_first(case, data):
+    src = np.array(data.draw(st.lists(st.integers(0, N_CELLS - 1), max_size=40)), np.int64)
+    base = data.draw(st.integers(0, N_CELLS - 40))
+    into = np.arange(base, base + len(src))
+    others = np.setdiff1d(np.arange(N_CELLS), into)
+    sides = (case.k, case.v)
+    want = [[side.at(part, src) for part in side.parts] for side in sides]
+    left = [[side.at(part, others) for part in side.parts] for side in sides]
+    kernels.move_cells(case.pool(), base, src)
+    for side, parts, rest in zip(sides, want, left, strict=True):
+        for part, moved, untouched in zip(side.parts, parts, rest, strict=True):
+            assert side.at(part, into).tobytes() == moved.tobytes()
+            assert side.at(part, others).tobytes() == untouched.tobytes()
+
+
+def test_a_plan_past_the_pools_end_is_refused_and_says_what_was_there():
+    side = SideBytes(SideDtype("float32"), np.zeros((1, N_CELLS, 4), np.float32), 0)
+    pool = kernels.make_pool(1, N_CELLS, side.layout(), side.layout())
+    layout = kernels.make_layout(1, "float32", "float32", *[(4, 4)] * 4)
+    reads = (AttendSpec(0, 1, (Run(0, 700),), AttendKind.NONE),)
+    plan = kernels.compile_plan(StepPlan(1, (Write(0, Run(699, 1)),), reads, 700))
+    row = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match=r"cells up to 700 .* holds 640"):
+        plan.step(pool, layout, *[row.ctypes.data] * 4, 1.0, 0.0, 0)
+
+
+def test_a_side_or_a_level_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="'int3'"):
+        kernels.make_pool(1, 8, *[kernels.SideLayout("int3", 4, 0, 0, 0)] * 2)
+    with pytest.raises(ConfigError, match="must divide the row"):
+        kernels.make_pool(1, 8, *[kernels.SideLayout("int8", 64, 0, 0, 0, 0, 1, 0, 0, 0, 48)] * 2)
+    with pytest.raises(ConfigError, match="'mmx' is not here; choose"):
+        kernels.set_level("mmx")
+
+
+def test_another_runtimes_threads_can_be_used():
+    calls = []
+    worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int, worker, ctypes.c_void_p)
+    def in_turn(n_workers, work, data):
+        calls.append(n_workers)
+        for i in range(n_workers):
+            work(data, i)
+
+    numbers_read = np.ones(1 << 20, np.float32)
+    kernels.set_num_threads(2)
+    kernels.set_parallel_for(ctypes.cast(in_turn, ctypes.c_void_p).value)
+    try:
+        assert kernels.threads_of() == "given"
+        total = kernels.stream_read(numbers_read.ctypes.data, numbers_read.nbytes)
+    finally:
+        kernels.set_parallel_for(0)
+        kernels.set_num_threads(0)
+    assert calls == [2]
+    assert total == 1 << 20
+
+
+def test_without_the_extension_the_package_says_how_to_get_it():
+    code = "from kvcellar.backends import kernels\nprint(kernels.is_available(), kernels.why_not())"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            "KVCELLAR_KERNEL": "off",
+            "PYTHONPATH": str(Path(kvcellar.__file__).parents[1]),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "False KVCELLAR_KERNEL=off"
+
+
+def test_random_steps_are_clean_under_the_address_and_undefined_behaviour_sanitisers(tmp_path):
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None or shutil.which("cmake") is None:
+        pytest.skip("a C++ compiler and CMake are needed to build with sanitisers")
+    subprocess.run(
+        ["cmake", "-S", NATIVE / "check", "-B", tmp_path, "-DCMAKE_BUILD_TYPE=RelWithDebInfo"],
+        check=True,
+        capture_output=True,
+    )
+    subprocess.run(["cmake", "--build", tmp_path, "-j2"], check=True, capture_output=True)
+    done = subprocess.run(
+        [tmp_path / "check_kernel", "40"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in LEVELS:
+        assert f"{name}: 40 steps" in done.stdout
+
+
+def test_the_same_float_bits_come_out_of_a_cast_as_of_numpys(level):
+    values = np.float32([0, -0.0, 1e-8, 6e-8, 65504, 65519, 65520, 1e30, np.inf, 1 / 3, -2.5e-5])
+    rows = np.resize(values, (1, 1, 33))
+    for name in ("float16", "bfloat16"):
+        side = SideBytes(SideDtype(name), np.zeros((1, N_CELLS, 33), np.float32), 0)
+        pool = kernels.make_pool(1, N_CELLS, side.layout(), side.layout())
+        layout = kernels.make_layout(1, "float32", "float32", *[(33, 33)] * 4)
+        cells = np.array([3])
+        pool.write_cells(layout, cells.ctypes.data, 1, rows.ctypes.data, rows.ctypes.data)
+        with np.errstate(over="ignore"):
+            assert side.parts[0][:, 3].tobytes() == stored(rows, name).tobytes()
