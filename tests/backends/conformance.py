@@ -83,7 +83,7 @@ class Conformance:
                         out,
                         at_once[layer][:, start : start + n],
                         rtol=0,
-                        atol=2 * self.adapter.tolerance(case.in_dtype),
+                        atol=2 * self.adapter.tolerance(case.in_dtype, case.kv_dtype),
                     )
                 start += n
 
@@ -288,7 +288,7 @@ class Conformance:
             for layer in range(d.n_layers):
                 got = d.attend(layer, tokens, inputs, "float32")
                 want = d._dense(layer, ids, tokens, inputs.q[layer], seen)
-                atol = self.adapter.tolerance(case.in_dtype)
+                atol = self.adapter.tolerance(case.in_dtype, case.kv_dtype)
                 np.testing.assert_allclose(got, want, rtol=0, atol=atol)
             d._complete(ids, tokens)
             d.forward((2, 1), (1, 1))
@@ -335,7 +335,7 @@ class Conformance:
                 for layer in range(d.n_layers):
                     got = d.attend(layer, tokens, inputs, case.in_dtype)
                     want = d._dense(layer, ids, tokens, inputs.q[layer], seen)
-                    atol = self.adapter.tolerance(case.in_dtype)
+                    atol = self.adapter.tolerance(case.in_dtype, case.kv_dtype)
                     np.testing.assert_allclose(got[:, mine], want[:, mine], rtol=0, atol=atol)
                 d._complete(ids, tokens)
 
@@ -535,7 +535,7 @@ class Conformance:
                 for (d, ids, tokens), brought, who in zip(runs, inputs, seen, strict=True):
                     got = d.attend(layer, tokens, brought, "float32")
                     want = d._dense(layer, ids, tokens, brought.q[layer], who)
-                    atol = self.adapter.tolerance(case.in_dtype)
+                    atol = self.adapter.tolerance(case.in_dtype, case.kv_dtype)
                     np.testing.assert_allclose(got, want, rtol=0, atol=atol)
             for d, ids, tokens in runs:
                 d._complete(ids, tokens)

@@ -79,7 +79,8 @@ class Driver:
             want = self._dense(layer, ids, tokens, inputs.q[layer], seen)
             assert got.shape == want.shape
             tolerance = max(
-                self.adapter.tolerance(self.case.in_dtype), self.adapter.tolerance(out_dtype)
+                self.adapter.tolerance(self.case.in_dtype, self.case.kv_dtype),
+                self.adapter.tolerance(out_dtype, self.case.kv_dtype),
             )
             np.testing.assert_allclose(
                 got, want, rtol=0, atol=tolerance, err_msg=f"layer {layer}, batch {batch}"
