@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import kvcellar
-from kvcellar.cli import chat, demo, generate
+from kvcellar.cli import chat, demo, generate, store
 from kvcellar.cli.terminal import examples, print_error
 from kvcellar.errors import KVCellarError
 
@@ -116,7 +116,7 @@ def _root(
     pass
 
 
-for noun in (generate, chat, demo):
+for noun in (generate, chat, demo, store):
     noun.register(app)
 
 

@@ -205,6 +205,15 @@ class ColdTier:
         self._quarantine(info.address.hex(), self.folder.of(info.kind, info.address), why)
         self.tell(lambda catalogue: catalogue.drop_blocks([info.address]))
 
+    def correct(self, info: Info) -> None:
+        """The file is good and the catalogue said something else of it."""
+        self.events.add(
+            EventKind.CATALOGUE_FAILED,
+            info.address.hex(),
+            "the catalogue listed other tokens than the file holds; corrected",
+        )
+        self.tell(lambda catalogue: catalogue.add_blocks([info], time.time()))
+
     def _missing(self, address: bytes) -> None:
         self.events.add(
             EventKind.MISSING, address.hex(), "its file is gone; what follows it is computed again"

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvcellar.store.blocks import Draft, Info, Kind, chain
+from kvcellar.store.blocks import Draft, Info, Kind, Link, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
 from kvcellar.store.layout import ModelKey, Rows, WindowRows, slice_rows
@@ -164,20 +164,20 @@ class Finder:
             if link.stop - link.start < key.layout.block_tokens:
                 break
             if has_rows and len(steps) == len(parents) - 1:
-                step = self._step(link.address, tokens[link.start : link.stop])
+                step = self._step(key, link, tokens[link.start : link.stop])
                 if step is not None:
                     steps.append(step)
             parents.append(link.address)
         n_tokens = len(tokens)
         if has_rows:
             n_tokens = steps[-1].stop if steps else 0
-            partial = self._partial(parents[len(steps)], n_tokens, tokens)
+            partial = self._partial(key, parents[len(steps)], n_tokens, tokens)
             if partial is not None:
                 steps.append(partial)
                 n_tokens = partial.stop
         boundaries: tuple[Boundary, ...] = ()
         if key.layout.window_groups:
-            boundaries = self._boundaries(parents, tokens)
+            boundaries = self._boundaries(key, parents, tokens)
         return Match(key, tokens, tuple(steps), n_tokens, boundaries)
 
     def info(self, address: bytes) -> tuple[Info, str] | None:
@@ -188,30 +188,37 @@ class Finder:
         info = self._cold.info(address)
         return None if info is None else (info, COLD)
 
-    def _step(self, address: bytes, tokens: IntArray) -> Step | None:
-        found = self.info(address)
-        if found is None or not np.array_equal(found[0].tokens, tokens):
+    def _step(self, key: ModelKey, link: Link, tokens: IntArray) -> Step | None:
+        found = self.info(link.address)
+        if found is None or not _is_at(found[0], key, link.start):
+            return None
+        if not np.array_equal(found[0].tokens, tokens):
             return None
         return Step(found[0], found[0].stop, found[1])
 
-    def _partial(self, parent: bytes, start: int, tokens: IntArray) -> Step | None:
+    def _partial(self, key: ModelKey, parent: bytes, start: int, tokens: IntArray) -> Step | None:
         """The block behind ``parent`` that has most tokens in common with the history."""
         rest = tokens[start:]
         best: Step | None = None
         for tier, info in self._children([parent], Kind.BLOCK):
             n = _n_common(info.tokens, rest)
-            if n and (best is None or start + n > best.stop):
+            if n and _is_at(info, key, start) and (best is None or start + n > best.stop):
                 best = Step(info, start + n, tier)
         return best
 
-    def _boundaries(self, parents: list[bytes], tokens: IntArray) -> tuple[Boundary, ...]:
+    def _boundaries(
+        self, key: ModelKey, parents: list[bytes], tokens: IntArray
+    ) -> tuple[Boundary, ...]:
         """Window states whose positions, as far as they reach back, are those of this history.
 
         A state may end behind the point where two histories part: the positions before that point
         are the same, and where enough of them are held it can be resumed there.
         """
         found: dict[bytes, Boundary] = {}
+        starts = {parent: i * key.layout.block_tokens for i, parent in enumerate(parents)}
         for _, info in self._children(parents, Kind.WINDOW):
+            if not _is_at(info, key, starts[info.parent]):
+                continue
             last = info.start + _n_common(info.tokens, tokens[info.start :])
             if last >= max(1, info.first):
                 found.setdefault(info.address, Boundary(info, info.first, last))
@@ -259,6 +266,8 @@ class Finder:
             if got is None:
                 continue
             item, tier = got
+            if n < item.info.first:
+                continue  # the catalogue was wrong
             try:
                 states = item.windows if isinstance(item, Draft) else item.windows_for(match.key)
             except DamagedError as error:
@@ -278,11 +287,18 @@ class Finder:
         if item is None:
             return None
         held = item.info
-        is_ours = (held.root, held.start) == (info.root, info.start)
-        if not is_ours or _n_common(held.tokens, tokens) < len(tokens):
-            self._cold.reject(held, "its tokens are not those of its place in the history")
+        if (held.root, held.start) != (info.root, info.start):
+            self._cold.reject(held, "it says that it belongs to another place or model")
+            return None
+        if _n_common(held.tokens, tokens) < len(tokens):
+            self._cold.correct(held)
             return None
         return item, tier
+
+
+def _is_at(info: Info, key: ModelKey, start: int) -> bool:
+    """Whether the catalogue's word for a block fits the place where it was found."""
+    return info.start == start and info.root == key.root
 
 
 def _below(window: WindowRows, n: int) -> WindowRows:
