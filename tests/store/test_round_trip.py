@@ -21,19 +21,18 @@ DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "k8v4", "k16v8", "in
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    groups = []
     n_layers = draw(st.integers(1, 4))
     n_groups = draw(st.integers(1, min(2, n_layers)))
-    for index in range(n_groups):
-        groups.append(
-            LayerGroup(
-                tuple(range(index, n_layers, n_groups)),
-                draw(st.integers(1, 3)),
-                draw(st.sampled_from([1, 4, 7, 32, 64])),
-                draw(st.sampled_from([1, 4, 7, 32, 64])),
-                window=draw(st.sampled_from([None, 1, 3, 20])),
-            )
+    groups = [
+        LayerGroup(
+            tuple(range(index, n_layers, n_groups)),
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from([1, 4, 7, 32, 64])),
+            draw(st.sampled_from([1, 4, 7, 32, 64])),
+            window=draw(st.sampled_from([None, 1, 3, 20])),
         )
+        for index in range(n_groups)
+    ]
     dtype = draw(st.sampled_from(DTYPES))
     key = make_key("m", groups, dtype, draw(st.integers(1, 9)))
     tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=30))

@@ -159,6 +159,7 @@ class Finder:
         """The longest stored beginning of a history, to the token."""
         steps: list[Step] = []
         parents = [key.root]
+        partial: Step | None = None
         has_rows = bool(key.layout.full_groups)
         for link in chain(key, tokens):
             if link.stop - link.start < key.layout.block_tokens:
@@ -177,7 +178,7 @@ class Finder:
                 n_tokens = partial.stop
         boundaries: tuple[Boundary, ...] = ()
         if key.layout.window_groups:
-            boundaries = self._boundaries(key, parents, tokens)
+            boundaries = self._boundaries(key, parents, tokens, partial)
         return Match(key, tokens, tuple(steps), n_tokens, boundaries)
 
     def info(self, address: bytes) -> tuple[Info, str] | None:
@@ -207,7 +208,7 @@ class Finder:
         return best
 
     def _boundaries(
-        self, key: ModelKey, parents: list[bytes], tokens: IntArray
+        self, key: ModelKey, parents: list[bytes], tokens: IntArray, partial: Step | None
     ) -> tuple[Boundary, ...]:
         """Window states whose positions, as far as they reach back, are those of this history.
 
@@ -215,11 +216,18 @@ class Finder:
         are the same, and where enough of them are held it can be resumed there.
         """
         found: dict[bytes, Boundary] = {}
-        starts = {parent: i * key.layout.block_tokens for i, parent in enumerate(parents)}
-        for _, info in self._children(parents, Kind.WINDOW):
-            if not _is_at(info, key, starts[info.parent]):
+        size = key.layout.block_tokens
+        starts = {parent: i * size for i, parent in enumerate(parents)}
+        if partial is not None and len(partial.info.tokens) == size:
+            starts.setdefault(partial.info.address, partial.info.stop)
+        for _, info in self._children(list(starts), Kind.WINDOW):
+            start = starts[info.parent]
+            if not _is_at(info, key, start):
                 continue
-            last = info.start + _n_common(info.tokens, tokens[info.start :])
+            if partial is not None and start >= partial.info.stop:
+                last = partial.stop  # where the histories part, in the block before
+            else:
+                last = start + _n_common(info.tokens, tokens[start:])
             if last >= max(1, info.first):
                 found.setdefault(info.address, Boundary(info, info.first, last))
         return tuple(sorted(found.values(), key=lambda boundary: -boundary.last))
