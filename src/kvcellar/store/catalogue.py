@@ -92,6 +92,8 @@ class Catalogue:
             sqlite3.Error: it cannot be used, or is of another version.
         """
         self.path = path
+        self.is_new = False
+        """Whether it was empty when it was opened."""
         self._write = self._connect()
         self._write_lock = threading.Lock()
         self._read, self._read_lock = self._write, self._write_lock
@@ -121,6 +123,7 @@ class Catalogue:
         with self._writing():
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
+                self.is_new = True
                 for statement in _SCHEMA.split(";\n"):
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -44,18 +44,18 @@ class ColdTier:
         self._lock_timeout_s = lock_timeout_s
         self._recovery = threading.RLock()
         self._is_stale = False
-        had_files = any(True for _ in folder.block_paths())
-        was_there = folder.catalogue.exists()
+        has_files = any(True for _ in folder.block_paths())
         try:
             self._catalogue = Catalogue(folder.catalogue)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._replace_catalogue(error)
-        if had_files and not was_there:
-            self._rebuilt("it was missing")
+        else:
+            if has_files and self._catalogue.is_new:
+                self._rebuilt("it was missing")
         try:
             with folder.locked(min(1.0, lock_timeout_s)):
                 folder.clear_staging()
-                self.sync()
+                self.refresh()
         except (StoreError, OSError):
             self._is_stale = True  # whoever writes keeps the catalogue; seen to with our first save
 
@@ -84,22 +84,11 @@ class ColdTier:
         return bool(self.ask(lambda catalogue: catalogue.held_by(name)))
 
     def tell(self, change: Callable[[Catalogue], None]) -> None:
-        """Change the catalogue; where that fails the files are still right, and it is reported."""
+        """Change the catalogue; where that fails it is made again from the files."""
         try:
             change(self._current())
         except sqlite3.Error as error:
-            self._is_stale = True
-            if is_damage(error):
-                self._replace_catalogue(error)
-            else:
-                self._report_catalogue(error)
-
-    def _report_catalogue(self, error: Exception) -> None:
-        self.events.add(
-            EventKind.CATALOGUE_FAILED,
-            str(self.folder.path),
-            f"{error}; the files are right, the catalogue follows with the next save",
-        )
+            self._replace_catalogue(error)
 
     def _current(self) -> Catalogue:
         if self._catalogue.is_replaced:
@@ -108,23 +97,36 @@ class ColdTier:
                     self._replace_catalogue(None)
         return self._catalogue
 
-    def _replace_catalogue(self, error: sqlite3.Error | None) -> None:
-        """Open it again; a damaged one is put away and made anew, in memory where it has to be.
+    def _replace_catalogue(self, error: Exception | None) -> None:
+        """Another catalogue, from the files: on disk, or in memory where there can be none.
 
-        ``error`` is None where another process has replaced the file.
+        A damaged one is put away. ``error`` is None where another process has replaced the file.
         """
         with self._recovery:
-            if error is not None and is_damage(error):
-                for suffix in ("", "-wal", "-shm"):
-                    path = self.folder.catalogue
-                    self.folder.put_away(path.with_name(path.name + suffix))
-            try:
-                self._catalogue = Catalogue(self.folder.catalogue)
-            except sqlite3.Error:
-                self._catalogue = Catalogue(None)
-            if error is not None:
-                self.sync()
-                self._rebuilt(str(error))
+            for _ in range(2):
+                if error is not None and not (
+                    isinstance(error, sqlite3.Error) and is_damage(error)
+                ):
+                    break  # it is in use, or there is no room: nothing is wrong with the file
+                if error is not None:
+                    self._put_catalogue_away()
+                try:
+                    self._catalogue = Catalogue(self.folder.catalogue)
+                    self.sync()
+                except (sqlite3.Error, OSError) as second:
+                    error = second
+                    continue
+                if error is not None or self._catalogue.is_new:
+                    self._rebuilt("it was gone" if error is None else str(error))
+                return
+            self._catalogue = Catalogue(None)
+            self.sync()
+            self._rebuilt(str(error))
+
+    def _put_catalogue_away(self) -> None:
+        path = self.folder.catalogue
+        for suffix in ("", "-wal", "-shm"):
+            self.folder.put_away(path.with_name(path.name + suffix))
 
     def _rebuilt(self, why: str) -> None:
         kind = "in memory" if self._catalogue.path is None else "on disk"
@@ -134,8 +136,20 @@ class ColdTier:
             f"{why}; made again from the files, {kind}",
         )
 
+    def refresh(self) -> None:
+        """As ``sync``; a catalogue that cannot be changed is made again."""
+        try:
+            self._current()
+            self.sync()
+        except sqlite3.Error as error:
+            self._replace_catalogue(error)
+
     def sync(self) -> None:
-        """Make the catalogue say what the files say."""
+        """Make the catalogue say what the files say.
+
+        Raises:
+            sqlite3.Error: it cannot be changed.
+        """
         catalogue = self._catalogue
         listed = catalogue.addresses()
         there: set[bytes] = set()
@@ -208,7 +222,7 @@ class ColdTier:
     def correct(self, info: Info) -> None:
         """The file is good and the catalogue said something else of it."""
         self.events.add(
-            EventKind.CATALOGUE_FAILED,
+            EventKind.CATALOGUE_WRONG,
             info.address.hex(),
             "the catalogue listed other tokens than the file holds; corrected",
         )
@@ -266,13 +280,7 @@ class ColdTier:
         with self.folder.locked(self._lock_timeout_s):
             self._current()
             if self._is_stale:
-                try:
-                    self.sync()
-                except sqlite3.Error as error:
-                    if is_damage(error):
-                        self._replace_catalogue(error)
-                    else:
-                        self._report_catalogue(error)
+                self.refresh()
             yield
 
     def put(self, sealed: Sealed, protect: Collection[bytes], keep: str | None) -> None:
@@ -454,7 +462,6 @@ class ColdTier:
             if before is not None:
                 self.folder.publish(_previous(path), path)
                 self.folder.settle([self.folder.references])
-        self._is_stale = True
         return None
 
 

@@ -20,7 +20,7 @@ class EventKind(enum.StrEnum):
     UNREADABLE: a file could not be read (permissions, input/output error); it stays.
     REFERENCE_DAMAGED: a reference's file was; its state before is used where there is one.
     CATALOGUE_REBUILT: the catalogue could not be used; it was made again from the files.
-    CATALOGUE_FAILED: the catalogue could not be written; the files hold all that is true.
+    CATALOGUE_WRONG: the catalogue said something else than a file; it was corrected.
     WRITE_FAILED: a save could not be written; the state before is what is published.
     SAVE_SKIPPED: a save was not taken, the queue being full; nothing was changed.
     SAVE_PARTIAL: a save was taken with a shorter stored history than there is.
@@ -33,7 +33,7 @@ class EventKind(enum.StrEnum):
     UNREADABLE = "unreadable"
     REFERENCE_DAMAGED = "reference_damaged"
     CATALOGUE_REBUILT = "catalogue_rebuilt"
-    CATALOGUE_FAILED = "catalogue_failed"
+    CATALOGUE_WRONG = "catalogue_wrong"
     WRITE_FAILED = "write_failed"
     SAVE_SKIPPED = "save_skipped"
     SAVE_PARTIAL = "save_partial"

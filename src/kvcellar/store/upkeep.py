@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from kvcellar.errors import StoreError
@@ -26,7 +27,7 @@ def verify(cold: ColdTier, on_progress: Progress | None) -> VerifyReport:
         if not is_damage(error):
             raise
     with cold.locked():
-        cold.sync()
+        cold.refresh()
     paths = list(cold.folder.block_paths())
     total = sum(_size(path) for _, _, path in paths) or 1
     n = size = done = 0
@@ -65,8 +66,12 @@ def _verify_references(cold: ColdTier) -> tuple[list[str], list[str]]:
             else:
                 names.append(name)
         if bad:
-            cold.sync()
-    names += [ref.name for file in bad if (ref := _repaired(cold, file)) is not None]
+            cold.refresh()
+        for file in bad:
+            ref = _repaired(cold, file)
+            if ref is not None:
+                names.append(ref.name)
+                _cut_to_what_is_there(cold, ref)
     return names, bad
 
 
@@ -75,6 +80,17 @@ def _repaired(cold: ColdTier, file_name: str) -> Reference | None:
         if cold.folder.of_reference(row.name).name == file_name:
             return cold.reference(row.name)
     return None
+
+
+def _cut_to_what_is_there(cold: ColdTier, ref: Reference) -> None:
+    """The state before may name a tail that the lost one had made needless."""
+    n = _n_restorable(cold, ref)
+    if n < ref.n_stored:
+        there = [address for address in ref.blocks if cold.info(address) is not None]
+        blocks = tuple(ref.blocks[: next(i for i, a in enumerate(ref.blocks) if a not in there)])
+        boundaries = tuple(b for b in ref.boundaries if cold.info(b.address) is not None)
+        kept = replace(ref, blocks=blocks, n_stored=n, boundaries=boundaries)
+        cold.put_reference(replace(kept, revision=ref.revision + 1))
 
 
 def _n_restorable(cold: ColdTier, ref: Reference) -> int:
@@ -107,7 +123,7 @@ def collect(
 ) -> GcReport:
     """Remove what no reference needs; see ``Store.gc``."""
     with cold.locked():
-        cold.sync()
+        cold.refresh()
         n_leftovers = cold.folder.clear_staging()
         n, freed = cold.collect(protect, grace_s)
         n_quarantined = 0
