@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.fakes import QUICK
+
 
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
-    """A folder in memory where there is one: what is made durable there takes no time."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+    """A folder in memory where there is one."""
+    folder = Path(tempfile.mkdtemp(dir=QUICK))
     yield folder
     shutil.rmtree(folder)

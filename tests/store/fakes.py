@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,9 @@ from kvcellar.store import (
     WindowState,
 )
 from kvcellar.types import LayerGroup
+
+QUICK = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112
+"""For folders of which many are made: what is made durable in memory takes no time."""
 
 FULL = LayerGroup((0, 2), 2, 8, 4)
 WINDOW = LayerGroup((1,), 2, 8, 8, window=6)

@@ -1,6 +1,6 @@
 """Killed at any moment, a store has every history at its last published state or the one before.
 
-``KVCELLAR_KILLS`` sets how many processes are killed; 200 by default.
+``KVCELLAR_KILLS`` sets how many processes are killed; 150 by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcellar.store.catalogue import Catalogue
 from tests.store.crashing import KEY, NAMES, tokens_after
 from tests.store.fakes import History, load_all, save, tokens_of
 
-N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "200"))
+N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "150"))
 ROOT = Path(__file__).parents[2]
 
 
@@ -111,7 +111,7 @@ class Crash(BaseException):
 
 
 def test_a_crash_before_any_change_to_the_folder_leaves_every_history_as_it_was_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (History(KEY, tokens_of(0, 22)[:n]) for n in (9, 22))
     n_changes = n_left = 0
@@ -128,7 +128,7 @@ def test_a_crash_before_any_change_to_the_folder_leaves_every_history_as_it_was_
 
     states = []
     while True:
-        folder = tmp_path / str(n_changes)
+        folder = quick_path / str(n_changes)
         n_left = 1 << 30
         store = Store(folder, StoreConfig(warm_bytes=0))
         save(store, "a", first)

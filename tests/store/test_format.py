@@ -36,8 +36,8 @@ def test_a_file_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
     assert np.array_equal(tensors["k.0"], history.read_rows(0, 2)[0].k.data)
 
 
-def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    file, name = small_block(tmp_path)
+def test_any_flipped_bit_is_found(quick_path: Path) -> None:
+    file, name = small_block(quick_path)
     read_sealed(file, name)
     good = bytearray(file.read_bytes())
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig
-from tests.store.fakes import FULL, WINDOW, History, load_all, make_key
+from tests.store.fakes import FULL, QUICK, WINDOW, History, load_all, make_key
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
@@ -27,7 +27,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         cold_bytes=st.sampled_from([6000, 20_000, 1 << 30]),
     )
     def open(self, windows: bool, warm_bytes: int, cold_bytes: int) -> None:
-        self.folder = tempfile.mkdtemp()
+        self.folder = tempfile.mkdtemp(dir=QUICK)
         self.config = StoreConfig(warm_bytes=warm_bytes, cold_bytes=cold_bytes)
         self.store = Store(self.folder, self.config)
         self.key = make_key(groups=[FULL, WINDOW] if windows else [FULL], block_tokens=4)

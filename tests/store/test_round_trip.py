@@ -14,7 +14,7 @@ from kvcellar.errors import ShapeError, StoreError
 from kvcellar.store import Side, Store, StoreConfig
 from kvcellar.store.layout import GroupRows
 from kvcellar.types import LayerGroup
-from tests.store.fakes import FULL, WINDOW, History, load_all, make_key, save, tokens_of
+from tests.store.fakes import FULL, QUICK, WINDOW, History, load_all, make_key, save, tokens_of
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "k8v4", "k16v8", "int4:rot"]
 
@@ -39,10 +39,10 @@ def histories(draw: st.DrawFn) -> History:
     return History(key, tokens, slack=draw(st.integers(0, 3)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(histories(), st.booleans())
 def test_every_byte_comes_back_from_disk_and_from_ram(history: History, is_warm: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=QUICK) as folder:
         with Store(folder, StoreConfig(warm_bytes=1 << 20 if is_warm else 0)) as store:
             save(store, "a", history)
             assert load_all(store, history) == len(history.tokens)
@@ -59,7 +59,7 @@ def test_every_byte_comes_back_from_disk_and_from_ram(history: History, is_warm:
 def test_float_rows_in_eight_bits_come_back_within_half_a_step(history: History) -> None:
     layout = history.key.layout
     config = StoreConfig(warm_bytes=0, cold_precision="int8")
-    with tempfile.TemporaryDirectory() as folder, Store(folder, config) as store:
+    with tempfile.TemporaryDirectory(dir=QUICK) as folder, Store(folder, config) as store:
         save(store, "a", history)
         match = store.match(history.key, history.tokens)
         assert match.n_tokens == len(history.tokens)

@@ -210,7 +210,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             StoreConfig(cold_precision="int9")
     with pytest.raises(StoreError, match="closed"):
         store.flush()
-    assert store.save("a", key, history.tokens, history).state == SaveState.SKIPPED
+    with pytest.raises(StoreError, match="closed"):
+        store.save("a", key, history.tokens, history)
+    with pytest.raises(StoreError, match="closed"):
+        store.match(key, history.tokens)
     (tmp_path / "format").write_text("kvcellar store 9\n")
     with pytest.raises(StoreError, match="store 9"):
         Store(tmp_path)

@@ -44,24 +44,23 @@ class ColdTier:
         self._lock_timeout_s = lock_timeout_s
         self._recovery = threading.RLock()
         self._is_stale = False
-        has_files = any(True for _ in folder.block_paths())
-        try:
-            self._catalogue = Catalogue(folder.catalogue)
-        except (sqlite3.Error, OSError) as error:
-            self._replace_catalogue(error)
-        else:
-            if has_files and self._catalogue.is_new:
-                self._rebuilt("it was missing")
+        self._is_closed = False
+        self._retired: list[Catalogue] = []
+        """Catalogues that were replaced; other threads may still be reading them."""
+        self._catalogue = Catalogue(None)  # until there is one
         try:
             with folder.locked(min(1.0, lock_timeout_s)):
                 folder.clear_staging()
-                self.refresh()
+                self._replace_catalogue(None)
         except (StoreError, OSError):
-            self._is_stale = True  # whoever writes keeps the catalogue; seen to with our first save
+            self._replace_catalogue(None)
+            self._is_stale = True  # others are writing; seen to with our first save
 
     def close(self) -> None:
-        """Close the catalogue."""
-        self._catalogue.close()
+        """Close the catalogue; from then on nothing can be asked."""
+        self._is_closed = True
+        for catalogue in (*self._retired, self._catalogue):
+            catalogue.close()
 
     # The catalogue -----------------------------------------------------------------------------
 
@@ -91,6 +90,8 @@ class ColdTier:
             self._replace_catalogue(error)
 
     def _current(self) -> Catalogue:
+        if self._is_closed:
+            raise StoreError("the store is closed; open it again")
         if self._catalogue.is_replaced:
             with self._recovery:
                 if self._catalogue.is_replaced:
@@ -103,6 +104,7 @@ class ColdTier:
         A damaged one is put away. ``error`` is None where another process has replaced the file.
         """
         with self._recovery:
+            self._retired.append(self._catalogue)
             for _ in range(2):
                 if error is not None and not (
                     isinstance(error, sqlite3.Error) and is_damage(error)
@@ -116,8 +118,9 @@ class ColdTier:
                 except (sqlite3.Error, OSError) as second:
                     error = second
                     continue
-                if error is not None or self._catalogue.is_new:
-                    self._rebuilt("it was gone" if error is None else str(error))
+                has_lost = self._catalogue.is_new and any(self.folder.block_paths())
+                if error is not None or has_lost:
+                    self._rebuilt("it was missing" if error is None else str(error))
                 return
             self._catalogue = Catalogue(None)
             self.sync()
@@ -366,8 +369,8 @@ class ColdTier:
 
     def make_room(
         self, n_bytes: int, protect: Collection[bytes] = (), keep: str | None = None
-    ) -> list[str]:
-        """Remove until ``n_bytes`` more fit; returns the names whose KV was given up.
+    ) -> None:
+        """Remove until ``n_bytes`` more fit.
 
         First the quarantine, then what no reference needs, then whole histories' KV, least
         recently used first; never what a pinned reference needs, what is in ``protect``, or the
@@ -377,14 +380,13 @@ class ColdTier:
             StoreError: that is not enough; what could be removed was removed.
         """
         excess = self.size_bytes() + n_bytes - self.limit_bytes
-        evicted: list[str] = []
         if excess <= 0:
-            return evicted
+            return
         for path, size in self.folder.quarantine_files():
             path.unlink(missing_ok=True)
             excess -= size
             if excess <= 0:
-                return evicted
+                return
         excess -= self._remove_garbage(excess, protect)
         for row in self.ask(Catalogue.references):
             if excess <= 0:
@@ -395,7 +397,6 @@ class ColdTier:
             if ref is None:
                 continue
             self._give_up(ref)
-            evicted.append(ref.name)
             excess = self.size_bytes() + n_bytes - self.limit_bytes
             if excess > 0:
                 excess -= self._remove_garbage(excess, protect)
@@ -405,7 +406,6 @@ class ColdTier:
                 f"made below its limit of {self.limit_bytes}; what is left is pinned or being "
                 f"saved; unpin or delete histories, or raise the limit"
             )
-        return evicted
 
     def _give_up(self, ref: Reference) -> None:
         """Drop a history's KV and keep its tokens; the file is smaller than the one before."""

@@ -186,8 +186,8 @@ class Store:
             is_pinned: never evict its KV; None: as before.
 
         Raises:
-            StoreError: a name or metadata that cannot be, or rows that are not of this history;
-                nothing was queued.
+            StoreError: a name or metadata that cannot be, rows that are not of this history, or
+                the store is closed; nothing was queued.
             ShapeError: rows that are not what the layout says; nothing was queued.
         """
         checked_name(name)

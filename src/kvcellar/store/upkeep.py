@@ -132,11 +132,16 @@ def collect(
                 path.unlink(missing_ok=True)
                 n_quarantined, freed = n_quarantined + 1, freed + size
         before = cold.size_bytes()
-        evicted: list[str] = []
+        had = _with_kv(cold)
         with contextlib.suppress(StoreError):  # pinned histories alone take more than the limit
-            evicted = cold.make_room(0, protect)
+            cold.make_room(0, protect)
+        evicted = sorted(had - _with_kv(cold))
         after = cold.size_bytes()
         return GcReport(n, freed + before - after, n_leftovers, n_quarantined, evicted, after)
+
+
+def _with_kv(cold: ColdTier) -> set[str]:
+    return {row.name for row in cold.ask(Catalogue.references) if not row.is_evicted}
 
 
 def _size(path: Path) -> int:
