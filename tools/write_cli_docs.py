@@ -29,6 +29,7 @@ the input is said in one line on stderr.
 | exit code | means |
 | --- | --- |
 | 0 | done |
+| 1 | `store verify` has found damage |
 | 2 | wrong input; nothing was done |
 | 130 | ended by Ctrl-C |
 | 141 | the reader of the pipe has left |
@@ -40,10 +41,20 @@ def page() -> str:
     root = typer.main.get_command(app)
     commands: dict[str, Any] = root.commands  # type: ignore[attr-defined]
     parts = [INTRO, f"## kvcellar\n\n{root.help}\n", table(root), code(root.epilog)]
-    for name, command in commands.items():
+    for name, command in all_commands(commands):
         parts += [f"## kvcellar {name}\n", code(usage(name, command)), f"{command.help}\n"]
         parts += [table(command), code(command.epilog)]
     return "\n".join(part for part in parts if part)
+
+
+def all_commands(commands: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command by its whole name; those of a group in the group's place."""
+    for name, command in commands.items():
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield before + name, command
+        else:
+            yield from all_commands(inner, f"{before}{name} ")
 
 
 def usage(name: str, command: Any) -> str:

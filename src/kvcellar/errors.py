@@ -95,3 +95,14 @@ class EngineClosedError(KVCellarError):
 
 class PrefixError(KVCellarError, ValueError):
     """A prefix handle that is stale or not locked, or cells that do not fit their tokens."""
+
+
+class StoreError(KVCellarError):
+    """The store cannot do what was asked: closed, not writable, in use by others for too long."""
+
+
+class UnknownReferenceError(KVCellarError, KeyError):
+    """No history of that name is in the store."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""

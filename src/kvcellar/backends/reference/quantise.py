@@ -30,7 +30,8 @@ class QuantisedRows(NamedTuple):
 def quantise(rows: NDArray[Any], bits: int, group_size: int) -> QuantisedRows:
     """Quantise ``rows [..., dim]``; ``group_size`` divides ``dim``, ``bits`` is 8 or 4."""
     one = np.float32
-    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group_size)
+    shape = (*rows.shape[:-1], rows.shape[-1] // group_size, group_size)
+    grouped = rows.astype(np.float32).reshape(shape)  # also where there are no rows
     low, high = grouped.min(-1), grouped.max(-1)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         biases = (low - np.abs(low) * one(1 / 1024)).astype(np.float16)

@@ -1,0 +1,190 @@
+"""``kvcellar store``: look after the KV on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcellar.cli.terminal import examples, help_of, print_warning, progress_bar, write
+from kvcellar.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from kvcellar.store import Store
+
+EXIT_FAULTS = 1
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="FOLDER",
+        help="The store. Default: `store` in KVCELLAR_HOME, else in kvcellar's folder of the "
+        "user's data (XDG_DATA_HOME, ~/.local/share).",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Limit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Bytes on disk, such as 20G or 500M. Default: 20G.", show_default=False
+    ),
+]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(
+        name="store", help="Look after the KV on disk: verify it, free room, count it."
+    )
+    for name, command, shown in (
+        (
+            "stats",
+            stats_command,
+            ("kvcellar store stats", "kvcellar store stats --json | jq .cold"),
+        ),
+        ("verify", verify_command, ("kvcellar store verify",)),
+        (
+            "gc",
+            gc_command,
+            ("kvcellar store gc", "kvcellar store gc --limit 5G", "kvcellar store gc --grace 3600"),
+        ),
+    ):
+        group.command(name=name, help=help_of(command), epilog=examples(*shown))(command)
+    app.add_typer(
+        group,
+        epilog=examples("kvcellar store stats", "kvcellar store verify", "kvcellar store gc"),
+        no_args_is_help=True,
+    )
+
+
+def stats_command(store: Folder = None, as_json: AsJson = False) -> None:
+    """Count blocks, histories and bytes.
+
+    What histories share is stored once; `unshared` is what they would take without that.
+    """
+    with _opened(store) as opened:
+        stats = opened.stats()
+        rows = opened.references()
+        path = opened.path
+    if as_json:
+        value = dataclasses.asdict(stats) | {"path": str(path)}
+        value["references"] = [dataclasses.asdict(row) for row in rows]
+        write(json.dumps(value) + "\n")
+        return
+    lines = [
+        ("folder", str(path)),
+        ("on disk", f"{size_text(stats.cold.size_bytes)} in {stats.cold.n_blocks} blocks"),
+        ("histories", f"{stats.n_references}, {stats.n_pinned} pinned"),
+        ("needed by them", size_text(stats.referenced_bytes)),
+        ("unshared", size_text(stats.unshared_bytes)),
+        ("quarantine", size_text(stats.quarantined_bytes)),
+    ]
+    for name, text in lines:
+        write(f"{name:<16}{text}\n")
+
+
+def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
+    """Read every byte and check it.
+
+    Damaged files go to the folder `quarantine`; what they held is computed again when it is
+    wanted. Ends with exit code 1 where something was wrong.
+    """
+    with _opened(store) as opened:
+        with progress_bar("verifying") as report:
+            found = opened.verify(on_progress=report)
+        events = [dataclasses.asdict(event) for event in opened.take_events()]
+    if as_json:
+        value = dataclasses.asdict(found) | {"is_good": found.is_good, "events": events}
+        write(json.dumps(value) + "\n")
+    else:
+        write(
+            f"{found.n_blocks} blocks ({size_text(found.size_bytes)}) and {found.n_references} "
+            f"histories are good\n"
+        )
+        for event in events:
+            print_warning(f"{event['subject']}: {event['detail']}")
+        for name, n in found.incomplete.items():
+            print_warning(f"{name}: {n} tokens can be restored, the rest is computed again")
+    if not found.is_good:
+        raise typer.Exit(EXIT_FAULTS)
+
+
+def gc_command(
+    store: Folder = None,
+    limit: Limit = None,
+    grace: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Keep what was used in the last so many."),
+    ] = 0.0,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Empty the quarantine too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove blocks that no history needs, and what interrupted writers left behind.
+
+    Where more than the limit remains, the KV of whole histories is given up, least recently used
+    first and never pinned ones; their tokens remain.
+    """
+    with _opened(store, limit) as opened:
+        report = opened.gc(grace_s=grace, is_emptying_quarantine=quarantine)
+    if as_json:
+        write(json.dumps(dataclasses.asdict(report)) + "\n")
+        return
+    write(
+        f"{report.n_blocks} blocks removed, {size_text(report.freed_bytes)} freed, "
+        f"{size_text(report.size_bytes)} remain\n"
+    )
+    for name in report.evicted:
+        write(f"gave up the KV of {name}; its tokens remain\n")
+
+
+@contextmanager
+def _opened(folder: Path | None, limit: str | None = None) -> Iterator[Store]:
+    """The store in that folder, which has to be there already."""
+    from kvcellar.store import Store, StoreConfig, default_store
+
+    config = StoreConfig(warm_bytes=0)
+    if limit is not None:
+        config = dataclasses.replace(config, cold_bytes=parse_size(limit))
+    path = (folder or default_store()).expanduser()
+    if not path.is_dir():
+        raise StoreError(
+            f"there is no store in {path}; it is made when the first history is saved, or give "
+            f"another folder with --store"
+        )
+    with Store(path, config) as store:
+        yield store
+
+
+def parse_size(text: str) -> int:
+    """Bytes that ``20G``, ``1.5M`` or ``4096`` say.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        value = float(number.removesuffix(unit) if unit else number) * _UNITS[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1 << 62:
+        raise ConfigError(f"{text!r} is no size; give a number and K, M, G or T, such as 20G")
+    return int(value)
+
+
+def size_text(size_bytes: int) -> str:
+    """``1.5 GiB``: bytes for people."""
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{size_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

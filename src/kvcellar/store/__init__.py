@@ -1,0 +1,62 @@
+"""KV outside of the cache: content-addressed blocks in RAM and on disk, and named histories.
+
+Knows tokens, NumPy arrays and files; no tensors, no engine.
+"""
+
+from kvcellar.store.catalogue import RefRow
+from kvcellar.store.config import StoreConfig
+from kvcellar.store.fingerprint import Fingerprint, fingerprint_checkpoint, fingerprint_of
+from kvcellar.store.home import default_home, default_store
+from kvcellar.store.layout import (
+    BLOCK_TOKENS,
+    GroupRows,
+    Layout,
+    ModelKey,
+    Rows,
+    Side,
+    WindowRows,
+)
+from kvcellar.store.matching import Loaded, Match, WindowState
+from kvcellar.store.references import Boundary, Reference
+from kvcellar.store.reports import (
+    EventKind,
+    GcReport,
+    StoreEvent,
+    StoreStats,
+    TierStats,
+    VerifyReport,
+)
+from kvcellar.store.saving import RowSource, SaveState, SaveTicket
+from kvcellar.store.store import Store
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "Boundary",
+    "EventKind",
+    "Fingerprint",
+    "GcReport",
+    "GroupRows",
+    "Layout",
+    "Loaded",
+    "Match",
+    "ModelKey",
+    "RefRow",
+    "Reference",
+    "RowSource",
+    "Rows",
+    "SaveState",
+    "SaveTicket",
+    "Side",
+    "Store",
+    "StoreConfig",
+    "StoreEvent",
+    "StoreStats",
+    "TierStats",
+    "VerifyReport",
+    "WindowRows",
+    "WindowState",
+    "default_home",
+    "default_store",
+    "fingerprint_checkpoint",
+    "fingerprint_of",
+]

@@ -1,0 +1,394 @@
+"""Blocks and window states: what they are called, how they become files and come back.
+
+Both are immutable. Their address is a hash of the model key's root and every token up to their end,
+so equal histories of equal models share them and nothing else does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcellar.errors import StoreError
+from kvcellar.kv_dtype import KvDtype
+from kvcellar.store.format import (
+    VERSION,
+    DamagedError,
+    FileBytes,
+    Tensor,
+    pack,
+    read_file,
+    read_header,
+)
+from kvcellar.store.layout import (
+    Array,
+    GroupRows,
+    ModelKey,
+    Rows,
+    Side,
+    WindowRows,
+    rows_size_bytes,
+    side_parts,
+)
+from kvcellar.store.precision import EXACT, PRECISIONS, from_precision, stored_dtype, to_precision
+from kvcellar.types import IntArray, LayerGroup
+
+ADDRESS_BYTES = 16
+
+
+class Kind(enum.StrEnum):
+    """What an address names.
+
+    BLOCK: K and V of consecutive tokens in the full-history groups.
+    WINDOW: what the sliding-window groups hold at the end of a history.
+    """
+
+    BLOCK = "block"
+    WINDOW = "window"
+
+
+_PERSON = {Kind.BLOCK: b"kvcellar block 1", Kind.WINDOW: b"kvcellar windw 1"}
+
+
+def address_of(kind: Kind, parent: bytes, tokens: IntArray) -> bytes:
+    """16 bytes: a cryptographic hash of what lies before and of these tokens.
+
+    Args:
+        kind: what is named.
+        parent: address of the full block before, or the model key's root.
+        tokens: the block's tokens; for a window state those behind the last full block.
+    """
+    digest = blake2b(parent, digest_size=ADDRESS_BYTES, person=_PERSON[kind])
+    digest.update(tokens.astype("<i8", copy=False).tobytes())
+    return digest.digest()
+
+
+class Link(NamedTuple):
+    """One block of a history, by name."""
+
+    address: bytes
+    parent: bytes
+    start: int
+    stop: int
+
+
+def chain(key: ModelKey, tokens: IntArray) -> Iterator[Link]:
+    """The blocks of a history: full ones, then the tail where tokens are left over."""
+    parent, size = key.root, key.layout.block_tokens
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        address = address_of(Kind.BLOCK, parent, part)
+        yield Link(address, parent, start, start + len(part))
+        parent = address
+
+
+def boundary_link(key: ModelKey, tokens: IntArray) -> Link:
+    """The window state at the end of these tokens; ``start`` is where its last part begins."""
+    size = key.layout.block_tokens
+    start = len(tokens) // size * size
+    parent = key.root
+    for link in chain(key, tokens[:start]):
+        parent = link.address
+    return Link(address_of(Kind.WINDOW, parent, tokens[start:]), parent, start, len(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What is known of a block or window state without its rows.
+
+    Attributes:
+        kind: block or window state.
+        address: its name.
+        root: of the model key.
+        parent: address of the full block before it, or ``root``.
+        start: position of its first token; of a window state, of the first of ``tokens``.
+        tokens: ``[n]`` int64; of a window state those behind the last full block.
+        first: of a window state the shortest length that can be resumed from it; else 0.
+        is_exact: whether the rows are those of the pool, bit for bit.
+        size_bytes: of the file.
+        checksum: of the file; empty for what is no file yet.
+    """
+
+    kind: Kind
+    address: bytes
+    root: bytes
+    parent: bytes
+    start: int
+    tokens: IntArray
+    first: int
+    is_exact: bool
+    size_bytes: int
+    checksum: str
+
+    @property
+    def stop(self) -> int:
+        """One past the position of its last token: of a window state, the boundary."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A block or window state as the cache gave it: not yet the bytes of a file."""
+
+    key: ModelKey
+    info: Info
+    rows: Rows = ()
+    windows: tuple[WindowRows, ...] = ()
+
+    def seal(self, precision: str) -> Sealed:
+        """The bytes of the file, with the rows in a tier's precision."""
+        layout = self.key.layout
+        have, want = layout.kv, stored_dtype(layout.kv, precision)
+        tensors = {"tokens": Tensor("I64", self.info.tokens)}
+        if self.info.kind is Kind.BLOCK:
+            held = dict(zip(layout.full_groups, self.rows, strict=True))
+            positions = np.arange(self.info.start, self.info.stop)
+            tensors["positions"] = Tensor("I64", positions)
+        else:
+            states = dict(zip(layout.window_groups, self.windows, strict=True))
+            held = {i: state.rows for i, state in states.items()}
+            for index, state in states.items():
+                tensors[f"positions.{index}"] = Tensor("I64", state.positions)
+        for index, rows in held.items():
+            group = layout.groups[index]
+            tensors |= _tensors(index, group, to_precision(rows, group, have, want), want)
+        info = self.info
+        metadata = {
+            "kind": info.kind.value,
+            "version": VERSION,
+            "address": info.address.hex(),
+            "root": info.root.hex(),
+            "parent": info.parent.hex(),
+            "start": str(info.start),
+            "first": str(info.first),
+            "precision": EXACT if want == have else precision,
+            "fingerprint": self.key.fingerprint,
+            "layout": layout.as_json,
+        }
+        return opened(pack(tensors, metadata))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its rows in memory."""
+        return self.info.size_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sealed:
+    """A block or window state as the bytes of its file."""
+
+    info: Info
+    file: FileBytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.file.data.nbytes
+
+    @property
+    def precision(self) -> str:
+        """How float rows are held."""
+        return self.file.metadata["precision"]
+
+    def rows_for(self, key: ModelKey) -> Rows:
+        """The rows of a block as the pool of ``key`` stores them; views where they are exact.
+
+        Raises:
+            DamagedError: the file is of another model, or lacks an array.
+        """
+        return tuple(rows for _, rows in self._groups(key, Kind.BLOCK))
+
+    def windows_for(self, key: ModelKey) -> tuple[WindowRows, ...]:
+        """The rows of a window state; as :meth:`rows_for`."""
+        windows = []
+        for index, rows in self._groups(key, Kind.WINDOW):
+            positions = self.file.tensors.get(f"positions.{index}")
+            if positions is None or not _follow(positions, self.info.stop):
+                raise DamagedError(f"the positions of layer group {index} do not lead to its end")
+            windows.append(WindowRows(positions, rows))
+        return tuple(windows)
+
+    def _groups(self, key: ModelKey, kind: Kind) -> Iterator[tuple[int, GroupRows]]:
+        if self.info.root != key.root or self.info.kind is not kind:
+            raise DamagedError("it belongs to another model, layout or kind")
+        layout = key.layout
+        want, have = layout.kv, stored_dtype(layout.kv, self.precision)
+        indices = layout.full_groups if kind is Kind.BLOCK else layout.window_groups
+        for index in indices:
+            group = layout.groups[index]
+            if kind is Kind.BLOCK:
+                n = len(self.info.tokens)
+            else:
+                n = len(self.file.tensors.get(f"positions.{index}", ()))
+            yield index, from_precision(self._group(index, group, have, n), group, have, want)
+
+    def _group(self, index: int, group: LayerGroup, have: KvDtype, n: int) -> GroupRows:
+        sides = []
+        for name, dtype, dim in (("k", have.k, group.head_dim), ("v", have.v, group.v_head_dim)):
+            parts: list[Array] = []
+            for part in side_parts(dtype, dim):
+                array = self.file.tensors.get(f"{name}.{index}{part.suffix}")
+                shape = (len(group.layers), group.n_kv_heads, n, part.width)
+                if array is None or array.shape != shape:
+                    raise DamagedError(f"{name} of layer group {index} is not {shape}")
+                parts.append(array)
+            sides.append(Side(*parts))
+        return GroupRows(*sides)
+
+
+def draft_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> Draft:
+    """A block of ``tokens``, which are those of ``[link.start, link.stop)``.
+
+    Raises:
+        ShapeError: rows that are not what the layout says.
+        StoreError: another number of groups.
+    """
+    indices = key.layout.full_groups
+    _check_groups("full-history", len(indices), len(rows))
+    for index, group_rows in zip(indices, rows, strict=True):
+        key.layout.check_rows(index, group_rows, len(tokens))
+    size = tokens.nbytes + sum(map(rows_size_bytes, rows))
+    info = Info(
+        Kind.BLOCK, link.address, key.root, link.parent, link.start, tokens, 0, True, size, ""
+    )
+    return Draft(key, info, rows=rows)
+
+
+def draft_window(
+    key: ModelKey, link: Link, tokens: IntArray, windows: Sequence[WindowRows]
+) -> Draft:
+    """The window state at ``link.stop``; ``tokens`` are those of ``[link.start, link.stop)``.
+
+    Raises:
+        ShapeError: rows that are not what the layout says.
+        StoreError: another number of groups, or positions that do not lead up to the boundary.
+    """
+    indices = key.layout.window_groups
+    _check_groups("sliding-window", len(indices), len(windows))
+    first = 0
+    for index, window in zip(indices, windows, strict=True):
+        if not _follow(window.positions, link.stop):
+            raise StoreError(
+                f"a window state at {link.stop} tokens holds consecutive positions up to "
+                f"{link.stop - 1}; layer group {index} brings {_span(window.positions)}"
+            )
+        key.layout.check_rows(index, window.rows, len(window.positions))
+        reach = key.layout.groups[index].window
+        assert reach is not None
+        lowest = int(window.positions[0]) if len(window.positions) else link.stop
+        first = max(first, lowest + reach - 1 if lowest else 0)
+    if first > link.stop:
+        raise StoreError(
+            f"a window state at {link.stop} tokens could be resumed from {first} on at the "
+            f"earliest: it lacks positions of a window; give the last window - 1 of each group"
+        )
+    size = tokens.nbytes + sum(w.positions.nbytes + rows_size_bytes(w.rows) for w in windows)
+    info = Info(
+        Kind.WINDOW, link.address, key.root, link.parent, link.start, tokens, first, True, size, ""
+    )
+    return Draft(key, info, windows=tuple(windows))
+
+
+def opened(file: FileBytes) -> Sealed:
+    """A verified file as what its metadata says it is.
+
+    Raises:
+        DamagedError: the metadata contradicts itself.
+    """
+    info = _info(file.metadata, file.tensors.get("tokens"), file.data.nbytes)
+    if info.kind is Kind.BLOCK:
+        positions = file.tensors.get("positions")
+        if positions is None or len(positions) != len(info.tokens):
+            raise DamagedError("a block has one position per token")
+        if not _follow(positions, info.stop):
+            raise DamagedError("its positions are not those of its place")
+    return Sealed(info, file)
+
+
+def read_sealed(path: Path, address: bytes) -> Sealed:
+    """Read and verify the file of an address.
+
+    Raises:
+        DamagedError: it is not as it was written, or belongs to another address.
+        OSError: it cannot be read.
+    """
+    sealed = opened(read_file(path))
+    if sealed.info.address != address:
+        raise DamagedError(f"it is the file of {sealed.info.address.hex()}")
+    return sealed
+
+
+def read_info(path: Path) -> Info:
+    """What a file says of itself, not verified but for its address.
+
+    Raises:
+        DamagedError: its header cannot be read, or contradicts its tokens.
+        OSError: it cannot be read.
+    """
+    metadata, tokens = read_header(path)
+    return _info(metadata, tokens, path.stat().st_size)
+
+
+def _info(metadata: dict[str, str], tokens: IntArray | None, size_bytes: int) -> Info:
+    try:
+        kind = Kind(metadata["kind"])
+        root, parent = bytes.fromhex(metadata["root"]), bytes.fromhex(metadata["parent"])
+        start, first = int(metadata["start"]), int(metadata["first"])
+        address = bytes.fromhex(metadata["address"])
+        checksum = metadata["checksum"].removeprefix("xxh3_128:")
+        precision = metadata["precision"]
+    except (ValueError, KeyError) as error:
+        raise DamagedError(f"its metadata cannot be read ({error})") from error
+    if tokens is None or address != address_of(kind, parent, tokens) or start < 0:
+        raise DamagedError("its address is not that of its tokens")
+    if precision not in PRECISIONS:
+        raise DamagedError(f"precision {precision!r} is not known")
+    if start == 0 and parent != root:
+        raise DamagedError("its place is not that of its parent")
+    return Info(
+        kind,
+        address,
+        root,
+        parent,
+        start,
+        tokens,
+        first,
+        precision == EXACT,
+        size_bytes,
+        checksum,
+    )
+
+
+def _tensors(index: int, group: LayerGroup, rows: GroupRows, kv: KvDtype) -> dict[str, Tensor]:
+    out = {}
+    sides = zip("kv", rows, (kv.k, kv.v), (group.head_dim, group.v_head_dim), strict=True)
+    for name, side, dtype, dim in sides:
+        for part, array in zip(side_parts(dtype, dim), side.parts(), strict=True):
+            out[f"{name}.{index}{part.suffix}"] = Tensor(part.dtype, array)
+    return out
+
+
+def _check_groups(what: str, n_want: int, n_got: int) -> None:
+    if n_want != n_got:
+        raise StoreError(
+            f"the layout has {n_want} {what} layer groups, rows of {n_got} came; give one entry "
+            f"per such group, in the layout's order"
+        )
+
+
+def _follow(positions: IntArray, stop: int) -> bool:
+    """Whether positions are consecutive, end before ``stop`` and do not begin before 0."""
+    n = len(positions)
+    return n <= stop and bool(np.array_equal(positions, np.arange(stop - n, stop)))
+
+
+def _span(positions: IntArray) -> str:
+    if not len(positions):
+        return "none"
+    return f"{len(positions)} from {int(positions[0])} to {int(positions[-1])}"

@@ -1,0 +1,158 @@
+"""One history in one file: a zip archive, nothing compressed, of the very files of the store."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvcellar.errors import StoreError
+from kvcellar.store.blocks import Info, Kind, opened
+from kvcellar.store.cold import ColdTier, root_of
+from kvcellar.store.folder import SUFFIX
+from kvcellar.store.format import Bytes, DamagedError, FileBytes, read_from
+from kvcellar.store.references import Reference, unpack_reference
+
+Progress = Callable[[float, str], None]
+
+REFERENCE = f"reference{SUFFIX}"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def export_reference(
+    cold: ColdTier, ref: Reference, file: Path, on_progress: Progress | None
+) -> int:
+    """Write one file with a history and its blocks; see ``Store.export_reference``."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    wanted = _entries(ref)
+    try:
+        fd = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
+        with os.fdopen(fd, "w+b") as raw:
+            with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
+                there: set[bytes] = set()
+                n_stored = 0
+                for n, (kind, address, name) in enumerate(wanted):
+                    if on_progress is not None:
+                        on_progress(n / len(wanted), f"writing block {n + 1} of {len(wanted)}")
+                    if kind is Kind.BLOCK and len(there) < n:
+                        continue  # behind one that is gone
+                    sealed = cold.read(kind, address)
+                    if sealed is None:
+                        continue
+                    _add(archive, name, sealed.file.data)
+                    there.add(address)
+                    if kind is Kind.BLOCK:
+                        n_stored = min(sealed.info.stop, ref.n_stored)
+                if not ref.blocks:
+                    n_stored = ref.n_stored
+                kept = replace(
+                    ref,
+                    blocks=tuple(a for a in ref.blocks if a in there),
+                    n_stored=n_stored,
+                    boundaries=tuple(b for b in ref.boundaries if b.address in there),
+                )
+                _add(archive, REFERENCE, kept.pack().data)
+            raw.flush()
+            os.fsync(raw.fileno())
+        partial.replace(file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StoreError(
+            f"{file} cannot be written ({error.strerror or error}); choose another place"
+        ) from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if on_progress is not None:
+        on_progress(1.0, "exported")
+    return file.stat().st_size
+
+
+def verify_export(file: Path, on_progress: Progress | None) -> Reference:
+    """Read all of an export, one block at a time; returns its reference.
+
+    Raises:
+        StoreError: it is none, or damaged.
+    """
+    with _reading(file) as archive:
+        ref = unpack_reference(_read(archive, REFERENCE))
+        parent, at = root_of(ref), 0
+        entries = _entries(ref)
+        for n, (kind, address, name) in enumerate(entries):
+            if on_progress is not None:
+                on_progress(n / len(entries), f"verifying block {n + 1} of {len(entries)}")
+            info = opened(_read(archive, name)).info
+            _check_place(ref, info, kind, address)
+            if kind is Kind.BLOCK:
+                if (info.parent, info.start) != (parent, at):
+                    raise DamagedError(f"{name} does not follow the block before it")
+                parent, at = info.address, info.stop
+        if ref.blocks and at < ref.n_stored:
+            raise DamagedError(f"its blocks hold {at} tokens, it speaks of {ref.n_stored}")
+    if on_progress is not None:
+        on_progress(1.0, "verified")
+    return ref
+
+
+def publish_export(cold: ColdTier, file: Path, ref: Reference, protect: Collection[bytes]) -> None:
+    """Publish a verified export as ``ref``, blocks first. Only within ``cold.locked``.
+
+    Raises:
+        StoreError: there is no room, or the file has changed meanwhile; no reference was published.
+    """
+    with _reading(file) as archive:
+        for kind, address, name in _entries(ref):
+            sealed = opened(_read(archive, name))
+            _check_place(ref, sealed.info, kind, address)
+            cold.put(sealed, {*protect, *ref.addresses}, ref.name)
+        cold.settle()
+        cold.put_reference(ref, protect)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive; whatever is wrong with it is said in one way."""
+    try:
+        with file.open("rb") as raw, zipfile.ZipFile(raw) as archive:
+            yield archive
+    except (DamagedError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise StoreError(
+            f"{file} is not a whole export of a history ({error}); export it again; nothing was "
+            f"published"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{file} cannot be imported ({error}); nothing was published") from error
+
+
+def _entries(ref: Reference) -> list[tuple[Kind, bytes, str]]:
+    """Kind, address and name in the archive of all that a reference needs, blocks in order."""
+    wanted = [(Kind.BLOCK, a) for a in ref.blocks]
+    wanted += [(Kind.WINDOW, b.address) for b in ref.boundaries]
+    return [(kind, a, f"{kind.value}s/{a.hex()}{SUFFIX}") for kind, a in wanted]
+
+
+def _read(archive: zipfile.ZipFile, name: str) -> FileBytes:
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+        raise DamagedError(f"{name} is compressed, which an export never is")
+    with archive.open(info) as entry:
+        return read_from(entry, info.file_size)
+
+
+def _check_place(ref: Reference, info: Info, kind: Kind, address: bytes) -> None:
+    if (info.kind, info.address, info.root) != (kind, address, root_of(ref)):
+        raise DamagedError(f"{address.hex()} is another block, or of another model")
+    tokens = ref.tokens[info.start : info.stop]
+    if not np.array_equal(info.tokens[: len(tokens)], tokens):
+        raise DamagedError(f"{address.hex()} holds other tokens than the history has there")
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: Bytes) -> None:
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.external_attr = 0o600 << 16
+    archive.writestr(info, data.data)

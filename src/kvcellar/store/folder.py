@@ -1,0 +1,232 @@
+"""The store's folder: names, modes, a lock, and writing so that a crash leaves all or nothing.
+
+``write`` makes a temporary file whole and durable, ``publish`` renames it, ``settle`` makes renames
+durable. Whoever publishes a reference settles its blocks before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcellar.errors import StoreError
+from kvcellar.store.blocks import Kind
+from kvcellar.store.format import Bytes
+from kvcellar.store.references import file_stem
+
+FORMAT = "kvcellar store 1\n"
+SUFFIX = ".safetensors"
+PREVIOUS = ".previous"
+_POLL_S = 0.005
+
+
+class Folder:
+    """Paths below one folder, all of it for its owner's eyes alone (0700, files 0600)."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder where it is not there.
+
+        Raises:
+            StoreError: it cannot be made or is of another version.
+        """
+        self.path = path
+        self.blocks = path / "blocks"
+        self.windows = path / "windows"
+        self.references = path / "references"
+        self.staging = path / "tmp"
+        self.quarantined = path / "quarantine"
+        self.catalogue = path / "catalogue.sqlite"
+        self._lock_path = path / "lock"
+        self._thread_lock = threading.RLock()
+        self._depth = 0
+        self._numbers = itertools.count()
+        self._make()
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            marker = self.path / "format"
+            if not marker.exists():
+                there = [entry.name for entry in self.path.iterdir()]
+                if there and not {"blocks", "references", "tmp", "lock"} & set(there):
+                    raise StoreError(
+                        f"{self.path} is no store and not empty (it holds {sorted(there)[0]}); "
+                        f"give a folder of its own"
+                    )
+                self.path.chmod(0o700)
+                for folder in self._folders():
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                staged = self._write(FORMAT.encode())
+                staged.replace(marker)
+            elif (found := marker.read_text(encoding="utf-8", errors="replace")) != FORMAT:
+                raise StoreError(
+                    f"{self.path} is {found[:40]!r}, this version knows {FORMAT!r}; use the "
+                    f"version that made it, or another folder"
+                )
+            for folder in self._folders():
+                if not folder.is_dir():
+                    folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot hold a store ({error.strerror}); give a folder that can be "
+                f"written to"
+            ) from error
+
+    def _folders(self) -> tuple[Path, ...]:
+        return self.blocks, self.windows, self.references, self.staging, self.quarantined
+
+    # Names -------------------------------------------------------------------------------------
+
+    def of(self, kind: Kind, address: bytes) -> Path:
+        """The file of a block or window state."""
+        folder = self.blocks if kind is Kind.BLOCK else self.windows
+        return folder / f"{address.hex()}{SUFFIX}"
+
+    def of_reference(self, name: str) -> Path:
+        """The file of a reference's latest state."""
+        return self.references / f"{file_stem(name)}{SUFFIX}"
+
+    def reference_paths(self) -> dict[Path, str]:
+        """The latest states' files, and a stamp that changes whenever one is published."""
+        return {path: stamp_of(entry) for path, entry in _files(self.references)}
+
+    def block_paths(self) -> Iterator[tuple[Kind, bytes, Path]]:
+        """All files of blocks and window states, by the address that their name says."""
+        for kind, folder in ((Kind.BLOCK, self.blocks), (Kind.WINDOW, self.windows)):
+            for path, _ in _files(folder):
+                try:
+                    yield kind, bytes.fromhex(path.stem), path
+                except ValueError:
+                    continue  # not ours
+
+    # Writing -----------------------------------------------------------------------------------
+
+    def write(self, data: Bytes) -> Path:
+        """A temporary file with these bytes, durable. An error leaves no file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        return self._write(data.data)
+
+    def _write(self, data: bytes | memoryview) -> Path:
+        path = self.staging / f"{os.getpid()}-{time.time_ns()}-{next(self._numbers)}"
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            view = memoryview(data)
+            while len(view):
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        os.close(fd)
+        return path
+
+    @staticmethod
+    def publish(staged: Path, path: Path) -> None:
+        """Give a temporary file its name, in place of what had it before."""
+        staged.replace(path)
+
+    @staticmethod
+    def settle(folders: Iterable[Path]) -> None:
+        """Make renames in these folders durable."""
+        for folder in folders:
+            fd = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def put_away(self, path: Path) -> bool:
+        """Move a damaged file to the quarantine; false where it is gone or cannot be moved."""
+        target = self.quarantined / f"{path.name}.{time.time_ns()}"
+        try:
+            path.replace(target)
+        except OSError:
+            return False
+        return True
+
+    def quarantine_files(self) -> list[tuple[Path, int]]:
+        """Files in the quarantine and their bytes, oldest first."""
+        found = [(path, entry.stat()) for path, entry in _files(self.quarantined, "")]
+        found.sort(key=lambda item: item[1].st_mtime_ns)
+        return [(path, stat.st_size) for path, stat in found]
+
+    def clear_staging(self) -> int:
+        """Remove half-written files; only who holds the lock may. Returns how many there were."""
+        n = 0
+        for entry in list(os.scandir(self.staging)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+            n += 1
+        return n
+
+    # One writer at a time ----------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self, timeout_s: float) -> Iterator[None]:
+        """Be the only one who changes the folder, of all threads and processes.
+
+        The lock ends with its process, however that ends.
+
+        Raises:
+            StoreError: others held it all the time; nothing was changed.
+            OSError: there can be no lock here.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._thread_lock.acquire(timeout=timeout_s):
+            raise self._busy(timeout_s)
+        try:
+            if self._depth:
+                yield
+                return
+            fd = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                while True:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() > deadline:
+                            raise self._busy(timeout_s) from None
+                        time.sleep(_POLL_S)
+                self._depth = 1
+                try:
+                    yield
+                finally:
+                    self._depth = 0
+            finally:
+                os.close(fd)
+        finally:
+            self._thread_lock.release()
+
+    def _busy(self, timeout_s: float) -> StoreError:
+        return StoreError(
+            f"{self.path} is being written by another process and was not free for "
+            f"{timeout_s:g} s; try again, or end that process"
+        )
+
+
+def stamp_of(entry: os.DirEntry[str] | Path) -> str:
+    """A text that changes whenever a file is replaced."""
+    stat = entry.stat()
+    return f"{stat.st_ino}.{stat.st_mtime_ns}.{stat.st_size}"
+
+
+def _files(folder: Path, suffix: str = SUFFIX) -> Iterator[tuple[Path, os.DirEntry[str]]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), entry

@@ -1,0 +1,205 @@
+"""One file: a safetensors container whose first metadata entry is a checksum of all its bytes.
+
+Written and read here by hand, so that a file is one buffer: filled once, written with one call,
+read into place with its checksum computed on the way. Any safetensors library reads it too.
+
+The checksum is xxh3_128 over the whole file with the 32 digits of the checksum itself as zeros. It
+finds accidents. It is no signature: who can write to the folder can write whatever they like.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvcellar.store.layout import NUMPY, Array
+
+Bytes = NDArray[np.uint8]
+
+VERSION = "1"
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors format allows."""
+
+_START = b'{"__metadata__":{"checksum":"xxh3_128:'
+_DIGITS = 32
+_ZEROS = b"0" * _DIGITS
+_CHUNK_BYTES = 1 << 18
+_ALIGN = 64
+
+
+class DamagedError(Exception):
+    """A file's bytes are not what was written, or not what its name says; not for callers."""
+
+
+class Tensor(NamedTuple):
+    """An array and its type as safetensors calls it (bfloat16 is held as uint16)."""
+
+    dtype: str
+    array: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileBytes:
+    """A whole file in memory.
+
+    Attributes:
+        data: the file's bytes.
+        metadata: its ``__metadata__``.
+        tensors: views of ``data``.
+    """
+
+    data: Bytes
+    metadata: dict[str, str]
+    tensors: dict[str, Array]
+
+    @property
+    def checksum(self) -> str:
+        """32 hexadecimal digits."""
+        return self.metadata["checksum"].removeprefix("xxh3_128:")
+
+
+def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileBytes:
+    """Lay out a file in one buffer and compute its checksum. Arrays are copied once."""
+    names = sorted(tensors, key=lambda name: -NUMPY[tensors[name].dtype].itemsize)
+    header: dict[str, Any] = {
+        "__metadata__": {"checksum": f"xxh3_128:{_ZEROS.decode()}", **metadata}
+    }
+    at = 0
+    for name in names:
+        dtype, array = tensors[name]
+        size = array.size * NUMPY[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": (at, at + size)}
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
+    assert text.startswith(_START)
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    base = 8 + len(text)
+    data = np.empty(base + at, np.uint8)
+    data[:8] = np.frombuffer(len(text).to_bytes(8, "little"), np.uint8)
+    data[8:base] = np.frombuffer(text, np.uint8)
+    views = _views(data, base, header)
+    for name in names:
+        np.copyto(views[name], tensors[name].array, casting="equiv")
+    digest = xxhash.xxh3_128_hexdigest(data.data)
+    data[8 + len(_START) : 8 + len(_START) + _DIGITS] = np.frombuffer(digest.encode(), np.uint8)
+    header["__metadata__"]["checksum"] = f"xxh3_128:{digest}"
+    return FileBytes(data, header["__metadata__"], views)
+
+
+def read_file(path: Path) -> FileBytes:
+    """Read and verify a file.
+
+    Raises:
+        DamagedError: it is not as it was written.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        return read_from(file, os.fstat(file.fileno()).st_size)
+
+
+def read_from(file: BinaryIO | Any, size_bytes: int) -> FileBytes:
+    """Read and verify the next ``size_bytes`` of a file; as :func:`read_file`."""
+    if size_bytes < 8:
+        raise DamagedError(f"{size_bytes} bytes are too few for a header")
+    data = np.empty(size_bytes, np.uint8)
+    view = data.data
+    _fill(file, view[:8])
+    length = int.from_bytes(view[:8], "little")
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise DamagedError(f"a header of {length} bytes in a file of {size_bytes}")
+    base = 8 + length
+    _fill(file, view[8:base])
+    head = bytes(view[:base])
+    hasher = xxhash.xxh3_128(_without_checksum(head))
+    for at in range(base, size_bytes, _CHUNK_BYTES):
+        chunk = view[at : at + _CHUNK_BYTES]
+        _fill(file, chunk)
+        hasher.update(chunk)
+    return _opened(data, head, hasher.hexdigest())
+
+
+def read_header(path: Path) -> tuple[dict[str, str], Array | None]:
+    """Metadata and the ``tokens`` tensor of a file, its other bytes neither read nor verified.
+
+    Raises:
+        DamagedError: the header cannot be read.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(MAX_HEADER_BYTES, size_bytes - 8):
+            raise DamagedError(f"{size_bytes} bytes without a whole header")
+        header = _parse(file.read(length), size_bytes - 8 - length)
+        tokens = None
+        if "tokens" in header:
+            start_at, stop = header["tokens"]["data_offsets"]
+            file.seek(8 + length + start_at)
+            tokens = np.frombuffer(file.read(stop - start_at), NUMPY["I64"])
+        return header["__metadata__"], tokens
+
+
+def _fill(file: Any, view: memoryview) -> None:
+    at = 0
+    while at < len(view):
+        n = file.readinto(view[at:])
+        if not n:
+            raise DamagedError("the file ends early")
+        at += n
+
+
+def _without_checksum(head: bytes) -> bytes:
+    at = 8 + len(_START)
+    if head[8:at] != _START:
+        raise DamagedError("the header does not begin with a checksum")
+    return head[:at] + _ZEROS + head[at + _DIGITS :]
+
+
+def _opened(data: Bytes, head: bytes, digest: str) -> FileBytes:
+    at = 8 + len(_START)
+    if head[at : at + _DIGITS] != digest.encode():
+        raise DamagedError("the checksum does not fit the bytes")
+    header = _parse(head[8:], len(data) - len(head))
+    return FileBytes(data, header["__metadata__"], _views(data, len(head), header))
+
+
+def _parse(text: bytes, n_body_bytes: int) -> dict[str, Any]:
+    """The header as an object whose tensors fill the body exactly."""
+    try:
+        header: dict[str, Any] = json.loads(text)
+        metadata = header["__metadata__"]
+        at = 0
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            start, stop = tensor["data_offsets"]
+            size = int(np.prod(tensor["shape"])) * NUMPY[tensor["dtype"]].itemsize
+            if (start, stop) != (at, at + size) or min(tensor["shape"], default=0) < 0:
+                raise DamagedError(f"tensor {name} lies where it cannot")
+            at = stop
+        if at != n_body_bytes or not all(isinstance(v, str) for v in metadata.values()):
+            raise DamagedError(f"tensors of {at} bytes in a body of {n_body_bytes}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedError(f"the header cannot be read ({error})") from error
+    if metadata.get("version") != VERSION:
+        raise DamagedError(f"format version {metadata.get('version')!r}, {VERSION} is known")
+    return header
+
+
+def _views(data: Bytes, base: int, header: Mapping[str, Any]) -> dict[str, Array]:
+    views = {}
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, stop = tensor["data_offsets"]
+            flat = data[base + start : base + stop].view(NUMPY[tensor["dtype"]])
+            views[name] = flat.reshape(tensor["shape"])
+    return views

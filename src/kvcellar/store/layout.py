@@ -1,0 +1,235 @@
+"""What a block's rows look like: NumPy arrays in one canonical order, whatever the backend.
+
+Rows of some tokens are, per layer group, K and V as ``[n_layers, n_kv_heads, n_tok, width]``: the
+group's layers in ascending order, then heads, then tokens, then the numbers of a row. A float side
+is one array; a quantised side is three, as :mod:`kvcellar.kv_dtype` defines them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.errors import ConfigError, ShapeError
+from kvcellar.kv_dtype import KvDtype, SideDtype, parse_kv_dtype
+from kvcellar.types import CacheConfig, IntArray, LayerGroup
+
+BLOCK_TOKENS = 256
+"""Tokens of a full block."""
+
+ROOT_HASH = b"kvcellar root  1"
+Array = NDArray[Any]
+
+_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class Side(NamedTuple):
+    """K or V of some tokens in the layers of one group.
+
+    Attributes:
+        data: ``[n_layers, n_kv_heads, n_tok, dim]`` float32, float16, or uint16 (the bits of
+            bfloat16); of a quantised side ``[..., packed_bytes]`` uint8.
+        scales: ``[n_layers, n_kv_heads, n_tok, n_groups]`` float16 of a quantised side, else None.
+        biases: as ``scales``.
+    """
+
+    data: Array
+    scales: Array | None = None
+    biases: Array | None = None
+
+    def parts(self) -> Iterator[Array]:
+        """The arrays that are there."""
+        return (part for part in self if part is not None)
+
+
+class GroupRows(NamedTuple):
+    """K and V of some tokens in the layers of one group."""
+
+    k: Side
+    v: Side
+
+
+Rows = tuple[GroupRows, ...]
+"""One per full-history group, in the order of the layout's groups."""
+
+
+class WindowRows(NamedTuple):
+    """What one sliding-window group holds at the end of a history.
+
+    Attributes:
+        positions: ``[n]`` int64, consecutive, ascending; the last is the history's last.
+        rows: K and V of these positions.
+    """
+
+    positions: IntArray
+    rows: GroupRows
+
+
+class PartSpec(NamedTuple):
+    """One array of a side: the end of its name, its type as safetensors calls it, its width."""
+
+    suffix: str
+    dtype: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape and storage type of a model's K and V, as blocks hold them.
+
+    Attributes:
+        groups: the model's layer groups with all of their KV heads.
+        kv_dtype: how the pool stores K and V: a name that ``kv_dtype.parse_kv_dtype`` reads.
+        block_tokens: tokens of a full block.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    kv_dtype: str
+    block_tokens: int = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"a block has at least 1 token, got {self.block_tokens}")
+        for group in self.groups:
+            for side, dim in ((self.kv.k, group.head_dim), (self.kv.v, group.v_head_dim)):
+                side.row_bytes(dim)  # a group size that does not divide the row is refused
+
+    @classmethod
+    def from_config(cls, config: CacheConfig, block_tokens: int = BLOCK_TOKENS) -> Layout:
+        """The layout of the whole model that a cache is for, its storage type included."""
+        return cls(config.params.groups, config.kv_dtype, block_tokens)
+
+    @cached_property
+    def kv(self) -> KvDtype:
+        """``kv_dtype``, read."""
+        return parse_kv_dtype(self.kv_dtype)
+
+    @cached_property
+    def full_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that keep all of the history."""
+        return tuple(i for i, group in enumerate(self.groups) if group.window is None)
+
+    @cached_property
+    def window_groups(self) -> tuple[int, ...]:
+        """Indices of the sliding-window groups."""
+        return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
+
+    def rows_bytes(self, n_tokens: int) -> int:
+        """Bytes of the rows of so many tokens in the full-history groups."""
+        return n_tokens * sum(self.groups[i].cell_bytes(self.kv) for i in self.full_groups)
+
+    @cached_property
+    def as_json(self) -> str:
+        """The layout as canonical JSON: equal exactly where blocks can be exchanged."""
+        value = {
+            "block_tokens": self.block_tokens,
+            "groups": [
+                {
+                    "layers": list(group.layers),
+                    "n_kv_heads": group.n_kv_heads,
+                    "window": group.window,
+                    "k": _side_json(self.kv.k, group.head_dim),
+                    "v": _side_json(self.kv.v, group.v_head_dim),
+                }
+                for group in self.groups
+            ],
+        }
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+    def check_rows(self, index: int, rows: GroupRows, n_tokens: int) -> None:
+        """Make sure that rows are what group ``index`` has for so many tokens.
+
+        Raises:
+            ShapeError: another shape or type than the layout says.
+        """
+        group = self.groups[index]
+        for name, side, dtype, dim in (
+            ("K", rows.k, self.kv.k, group.head_dim),
+            ("V", rows.v, self.kv.v, group.v_head_dim),
+        ):
+            want = [
+                ((len(group.layers), group.n_kv_heads, n_tokens, part.width), NUMPY[part.dtype])
+                for part in side_parts(dtype, dim)
+            ]
+            got = [(part.shape, part.dtype) for part in side.parts()]
+            if got != want:
+                raise ShapeError(
+                    f"{name} of layer group {index} ({dtype.name}) comes as {_shapes(got)}; the "
+                    f"layout has {_shapes(want)}; give [n_layers, n_kv_heads, n_tok, width], "
+                    f"bfloat16 as its bits in uint16"
+                )
+
+
+NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "I64": np.dtype("<i8"),
+}
+"""The NumPy type in which each safetensors type is held."""
+
+
+def side_parts(dtype: SideDtype, dim: int) -> tuple[PartSpec, ...]:
+    """The arrays that a side of this type consists of."""
+    if not dtype.is_quantised:
+        return (PartSpec("", _FLOATS[dtype.name], dim),)
+    n_groups = dtype.n_groups(dim)
+    return (
+        PartSpec(".packed", "U8", dtype.packed_bytes(dim)),
+        PartSpec(".scales", "F16", n_groups),
+        PartSpec(".biases", "F16", n_groups),
+    )
+
+
+def slice_rows(rows: GroupRows, start: int, stop: int) -> GroupRows:
+    """Tokens ``[start, stop)`` of rows: views, no copy."""
+    return GroupRows(*(Side(*(p[:, :, start:stop] for p in side.parts())) for side in rows))
+
+
+def rows_size_bytes(rows: GroupRows) -> int:
+    """Bytes of the numbers in rows."""
+    return sum(part.nbytes for side in rows for part in side.parts())
+
+
+def _side_json(dtype: SideDtype, dim: int) -> dict[str, Any]:
+    value: dict[str, Any] = {"dtype": dtype.name, "dim": dim}
+    if dtype.is_quantised:
+        value |= {"group_size": dtype.group_of(dim), "is_rotated": dtype.is_rotated}
+    return value
+
+
+def _shapes(parts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in parts)
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """Whose KV it is: blocks are shared exactly where two keys have the same root.
+
+    Attributes:
+        fingerprint: of the model, as ``store.fingerprint`` makes it; any text that differs
+            wherever the same tokens may give other K and V.
+        layout: the shape and storage type of the rows.
+    """
+
+    fingerprint: str
+    layout: Layout
+
+    @cached_property
+    def root(self) -> bytes:
+        """16 bytes: the address before the first block of every history of this model."""
+        return root_address(self.fingerprint, self.layout.as_json)
+
+
+def root_address(fingerprint: str, layout_json: str) -> bytes:
+    """The root of the model key of which only these texts are known."""
+    value = json.dumps([fingerprint, layout_json]).encode()
+    return blake2b(value, digest_size=16, person=ROOT_HASH).digest()

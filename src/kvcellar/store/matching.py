@@ -1,0 +1,322 @@
+"""From tokens to stored rows: what is there, from where a history can go on, and the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvcellar.store.blocks import Draft, Info, Kind, Link, chain
+from kvcellar.store.cold import ColdTier
+from kvcellar.store.format import DamagedError
+from kvcellar.store.layout import ModelKey, Rows, WindowRows, slice_rows
+from kvcellar.store.warm import Item, WarmTier
+from kvcellar.types import IntArray
+
+WARM, COLD = "warm", "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A stored block, and how much of it a history has in common.
+
+    Attributes:
+        info: the block.
+        stop: one past the last position that is in common.
+        tier: where it was when the match was made: ``warm`` or ``cold``.
+    """
+
+    info: Info
+    stop: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A window state on a history.
+
+    Attributes:
+        info: the state.
+        first: the shortest length that can be resumed from it.
+        last: the longest.
+    """
+
+    info: Info
+    first: int
+    last: int
+
+    def nearest(self, limit: int) -> int:
+        """The greatest length up to ``limit`` that can be resumed from it; 0: none."""
+        n = min(self.last, limit)
+        return n if n >= self.first else 0
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of a history is stored. A hint: nothing is locked, loading may find less.
+
+    Attributes:
+        key: the model and layout.
+        tokens: ``[n]`` int64: the history that was asked for, up to the limit.
+        steps: the blocks that hold its beginning, in order.
+        n_tokens: leading tokens whose rows in the full-history groups are stored.
+        boundaries: window states on this history, latest first; empty for models without windows.
+    """
+
+    key: ModelKey
+    tokens: IntArray
+    steps: tuple[Step, ...]
+    n_tokens: int
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def n_resumable(self) -> int:
+        """The most leading tokens that need not be computed again, windows included."""
+        return self.resumable_at(self.n_tokens)
+
+    def resumable_at(self, limit: int) -> int:
+        """The greatest length up to ``limit`` that a history can be resumed from; 0: none."""
+        if not self.key.layout.window_groups:
+            return max(0, min(limit, self.n_tokens))
+        limit = min(limit, self.n_tokens)
+        return max((boundary.nearest(limit) for boundary in self.boundaries), default=0)
+
+    @cached_property
+    def warm_tokens(self) -> int:
+        """Leading and other tokens whose rows are in RAM."""
+        return sum(step.stop - step.info.start for step in self.steps if step.tier == WARM)
+
+    @cached_property
+    def cold_bytes(self) -> int:
+        """Bytes of files to read for all of the rows, without window states."""
+        return sum(step.info.size_bytes for step in self.steps if step.tier == COLD)
+
+    @cached_property
+    def warm_bytes(self) -> int:
+        """Bytes in RAM to copy for all of the rows, without window states."""
+        return sum(step.info.size_bytes for step in self.steps if step.tier == WARM)
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether all rows are bit for bit what was saved, and none went through 8 bits."""
+        return all(step.info.is_exact for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """Verified rows of positions ``[start, stop)``.
+
+    Attributes:
+        start: first position.
+        stop: one past the last.
+        rows: per full-history group ``[n_layers, n_kv_heads, stop - start, ...]``; views of what
+            others may read too: not to be written to.
+        tier: where they came from: ``warm`` or ``cold``.
+        is_exact: whether they are bit for bit what was saved.
+        size_bytes: bytes that were read or touched.
+    """
+
+    start: int
+    stop: int
+    rows: Rows
+    tier: str
+    is_exact: bool
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowState:
+    """What the sliding-window groups need to go on after ``n_tokens``.
+
+    Attributes:
+        n_tokens: tokens after which the history goes on.
+        windows: per sliding-window group, positions below ``n_tokens`` and their rows; views of
+            what others may read too: not to be written to.
+        is_exact: whether they are bit for bit what was saved.
+    """
+
+    n_tokens: int
+    windows: tuple[WindowRows, ...]
+    is_exact: bool
+
+
+class Finder:
+    """Reads both tiers as one. For any thread."""
+
+    def __init__(
+        self, warm: WarmTier, cold: ColdTier, on_read: Callable[[Item, str], None]
+    ) -> None:
+        """``on_read`` is told of every block that was read, and from which tier."""
+        self._warm = warm
+        self._cold = cold
+        self._on_read = on_read
+
+    # What is there -----------------------------------------------------------------------------
+
+    def match(self, key: ModelKey, tokens: IntArray) -> Match:
+        """The longest stored beginning of a history, to the token."""
+        steps: list[Step] = []
+        parents = [key.root]
+        partial: Step | None = None
+        has_rows = bool(key.layout.full_groups)
+        for link in chain(key, tokens):
+            if link.stop - link.start < key.layout.block_tokens:
+                break
+            if has_rows and len(steps) == len(parents) - 1:
+                step = self._step(key, link, tokens[link.start : link.stop])
+                if step is not None:
+                    steps.append(step)
+            parents.append(link.address)
+        n_tokens = len(tokens)
+        if has_rows:
+            n_tokens = steps[-1].stop if steps else 0
+            partial = self._partial(key, parents[len(steps)], n_tokens, tokens)
+            if partial is not None:
+                steps.append(partial)
+                n_tokens = partial.stop
+        boundaries: tuple[Boundary, ...] = ()
+        if key.layout.window_groups:
+            boundaries = self._boundaries(key, parents, tokens, partial)
+        return Match(key, tokens, tuple(steps), n_tokens, boundaries)
+
+    def info(self, address: bytes) -> tuple[Info, str] | None:
+        """What is known of an address, and in which tier."""
+        entry = self._warm.entry(address)
+        if entry is not None:
+            return entry.item.info, WARM
+        info = self._cold.info(address)
+        return None if info is None else (info, COLD)
+
+    def _step(self, key: ModelKey, link: Link, tokens: IntArray) -> Step | None:
+        found = self.info(link.address)
+        if found is None or not _is_at(found[0], key, link.start):
+            return None
+        if not np.array_equal(found[0].tokens, tokens):
+            return None
+        return Step(found[0], found[0].stop, found[1])
+
+    def _partial(self, key: ModelKey, parent: bytes, start: int, tokens: IntArray) -> Step | None:
+        """The block behind ``parent`` that has most tokens in common with the history."""
+        rest = tokens[start:]
+        best: Step | None = None
+        for tier, info in self._children([parent], Kind.BLOCK):
+            n = _n_common(info.tokens, rest)
+            if n and _is_at(info, key, start) and (best is None or start + n > best.stop):
+                best = Step(info, start + n, tier)
+        return best
+
+    def _boundaries(
+        self, key: ModelKey, parents: list[bytes], tokens: IntArray, partial: Step | None
+    ) -> tuple[Boundary, ...]:
+        """Window states whose positions, as far as they reach back, are those of this history.
+
+        A state may end behind the point where two histories part: the positions before that point
+        are the same, and where enough of them are held it can be resumed there.
+        """
+        found: dict[bytes, Boundary] = {}
+        size = key.layout.block_tokens
+        starts = {parent: i * size for i, parent in enumerate(parents)}
+        if partial is not None and len(partial.info.tokens) == size:
+            starts.setdefault(partial.info.address, partial.info.stop)
+        for _, info in self._children(list(starts), Kind.WINDOW):
+            start = starts[info.parent]
+            if not _is_at(info, key, start):
+                continue
+            if partial is not None and start >= partial.info.stop:
+                last = partial.stop  # where the histories part, in the block before
+            else:
+                last = start + _n_common(info.tokens, tokens[start:])
+            if last >= max(1, info.first):
+                found.setdefault(info.address, Boundary(info, info.first, last))
+        return tuple(sorted(found.values(), key=lambda boundary: -boundary.last))
+
+    def _children(self, parents: list[bytes], kind: Kind) -> Iterator[tuple[str, Info]]:
+        for info in self._warm.children(parents, kind):
+            yield WARM, info
+        for info in self._cold.ask(lambda catalogue: catalogue.children(parents, kind)):
+            yield COLD, info
+
+    # The rows ----------------------------------------------------------------------------------
+
+    def load(self, match: Match, start: int, stop: int) -> Iterator[Loaded]:
+        """Rows of ``[start, stop)``, block by block, each verified before it is given.
+
+        Ends early where a block is gone or damaged; what was given before is good.
+        """
+        at = start
+        for step in match.steps:
+            upto = min(step.stop, stop)
+            if upto <= at:
+                continue
+            first = step.info.start
+            got = self._open(step.info, match.tokens[first : step.stop])
+            if got is None:
+                return
+            item, tier = got
+            try:
+                rows = item.rows if isinstance(item, Draft) else item.rows_for(match.key)
+            except DamagedError as error:
+                self._cold.reject(item.info, str(error))
+                return
+            part = tuple(slice_rows(group, at - first, upto - first) for group in rows)
+            self._on_read(item, tier)
+            yield Loaded(at, upto, part, tier, item.info.is_exact, item.size_bytes)
+            at = upto
+
+    def load_window(self, match: Match, limit: int) -> WindowState | None:
+        """The verified window state that allows the greatest length up to ``limit``."""
+        limit = min(limit, match.n_tokens)
+        usable = [(b.nearest(limit), b.info) for b in match.boundaries if b.nearest(limit)]
+        for n, info in sorted(usable, key=lambda item: -item[0]):
+            got = self._open(info, match.tokens[info.start : n])
+            if got is None:
+                continue
+            item, tier = got
+            if n < item.info.first:
+                continue  # the catalogue was wrong
+            try:
+                states = item.windows if isinstance(item, Draft) else item.windows_for(match.key)
+            except DamagedError as error:
+                self._cold.reject(item.info, str(error))
+                continue
+            self._on_read(item, tier)
+            cut = tuple(_below(state, n) for state in states)
+            return WindowState(n, cut, item.info.is_exact)
+        return None
+
+    def _open(self, info: Info, tokens: IntArray) -> tuple[Item, str] | None:
+        """The block or state of an address, its tokens compared; None where it is gone or bad."""
+        item: Item | None = self._warm.get(info.address)
+        tier = WARM
+        if item is None:
+            item, tier = self._cold.read(info.kind, info.address), COLD
+        if item is None:
+            return None
+        held = item.info
+        if (held.root, held.start) != (info.root, info.start):
+            self._cold.reject(held, "it says that it belongs to another place or model")
+            return None
+        if _n_common(held.tokens, tokens) < len(tokens):
+            self._cold.correct(held)
+            return None
+        return item, tier
+
+
+def _is_at(info: Info, key: ModelKey, start: int) -> bool:
+    """Whether the catalogue's word for a block fits the place where it was found."""
+    return info.start == start and info.root == key.root
+
+
+def _below(window: WindowRows, n: int) -> WindowRows:
+    """The positions below ``n``."""
+    keep = int(np.searchsorted(window.positions, n))
+    return WindowRows(window.positions[:keep], slice_rows(window.rows, 0, keep))
+
+
+def _n_common(a: IntArray, b: IntArray) -> int:
+    """How many leading tokens are equal."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n

@@ -1,0 +1,173 @@
+"""References: a named history, the blocks that hold its KV, where it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvcellar.errors import StoreError
+from kvcellar.store.blocks import ADDRESS_BYTES
+from kvcellar.store.format import VERSION, DamagedError, FileBytes, Tensor, pack
+from kvcellar.types import IntArray
+
+MAX_NAME_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A length at which the window groups' state is stored."""
+
+    length: int
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """One published state of a named history.
+
+    Attributes:
+        name: any text without control characters, up to 512 bytes of UTF-8.
+        fingerprint: of the model whose KV it is.
+        layout_json: of the rows; ``Layout.as_json``.
+        tokens: ``[n]`` int64: the whole history, also what no KV is stored of.
+        blocks: addresses of the leading blocks that are stored, full ones and then a tail.
+        n_stored: tokens that these cover.
+        boundaries: the window states that are kept, by length ascending; empty without windows.
+        parent: name of the history it was forked from; it may be gone by now.
+        parent_position: tokens that the two have in common since the fork.
+        metadata: JSON of the caller's own.
+        is_pinned: its KV is never evicted to make room.
+        is_evicted: its KV was given up to make room; the tokens remain.
+        revision: 1 for the first state of the name, one more with each.
+        saved_at: seconds since 1970.
+    """
+
+    name: str
+    fingerprint: str
+    layout_json: str
+    tokens: IntArray
+    blocks: tuple[bytes, ...] = ()
+    n_stored: int = 0
+    boundaries: tuple[Boundary, ...] = ()
+    parent: str | None = None
+    parent_position: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_pinned: bool = False
+    is_evicted: bool = False
+    revision: int = 1
+    saved_at: float = 0.0
+
+    @property
+    def addresses(self) -> set[bytes]:
+        """Everything that it keeps from being garbage."""
+        return {*self.blocks, *(boundary.address for boundary in self.boundaries)}
+
+    def pack(self) -> FileBytes:
+        """The bytes of its file.
+
+        Raises:
+            StoreError: metadata that is no JSON.
+        """
+        windows = b"".join(boundary.address for boundary in self.boundaries)
+        lengths = [boundary.length for boundary in self.boundaries]
+        facts = {
+            "name": self.name,
+            "n_stored": self.n_stored,
+            "parent": self.parent,
+            "parent_position": self.parent_position,
+            "is_pinned": self.is_pinned,
+            "is_evicted": self.is_evicted,
+            "revision": self.revision,
+            "saved_at": self.saved_at,
+        }
+        return pack(
+            {
+                "tokens": Tensor("I64", self.tokens),
+                "blocks": Tensor("U8", _table(b"".join(self.blocks))),
+                "windows": Tensor("U8", _table(windows)),
+                "window_lengths": Tensor("I64", np.array(lengths, np.int64)),
+            },
+            {
+                "kind": "reference",
+                "version": VERSION,
+                "fingerprint": self.fingerprint,
+                "layout": self.layout_json,
+                "facts": json.dumps(facts),
+                "metadata": checked_json(self.metadata),
+            },
+        )
+
+
+def unpack_reference(file: FileBytes) -> Reference:
+    """A verified file as the reference that it is.
+
+    Raises:
+        DamagedError: it is none.
+    """
+    try:
+        if file.metadata["kind"] != "reference":
+            raise DamagedError(f"it is a {file.metadata['kind']} and no reference")
+        facts = json.loads(file.metadata["facts"])
+        lengths = file.tensors["window_lengths"].tolist()
+        windows = [row.tobytes() for row in file.tensors["windows"]]
+        return Reference(
+            name=facts["name"],
+            fingerprint=file.metadata["fingerprint"],
+            layout_json=file.metadata["layout"],
+            tokens=file.tensors["tokens"],
+            blocks=tuple(row.tobytes() for row in file.tensors["blocks"]),
+            n_stored=int(facts["n_stored"]),
+            boundaries=tuple(
+                Boundary(int(n), address) for n, address in zip(lengths, windows, strict=True)
+            ),
+            parent=facts["parent"],
+            parent_position=facts["parent_position"],
+            metadata=json.loads(file.metadata["metadata"]),
+            is_pinned=bool(facts["is_pinned"]),
+            is_evicted=bool(facts["is_evicted"]),
+            revision=int(facts["revision"]),
+            saved_at=float(facts["saved_at"]),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise DamagedError(f"its facts cannot be read ({error})") from error
+
+
+def checked_name(name: str) -> str:
+    """The name, where it can be one.
+
+    Raises:
+        StoreError: it is empty, too long, or has control characters.
+    """
+    size = len(name.encode("utf-8", "replace"))
+    if not name or size > MAX_NAME_BYTES or not name.isprintable():
+        raise StoreError(
+            f"{name[:40]!r} ({size} bytes) cannot name a history; choose 1 to {MAX_NAME_BYTES} "
+            f"bytes of printable text"
+        )
+    return name
+
+
+def checked_json(value: Mapping[str, Any]) -> str:
+    """Metadata as JSON.
+
+    Raises:
+        StoreError: it is none.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"metadata has to be JSON ({error}); give numbers, texts, lists") from None
+
+
+def file_stem(name: str) -> str:
+    """The name of a reference's file, without its ending: the same on every file system."""
+    return blake2b(name.encode("utf-8"), digest_size=16, person=b"kvcellar refer 1").hexdigest()
+
+
+def _table(addresses: bytes) -> Any:
+    return np.frombuffer(addresses, np.uint8).reshape(-1, ADDRESS_BYTES)

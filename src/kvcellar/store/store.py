@@ -1,0 +1,490 @@
+"""The store: KV outside of the cache, in RAM and on disk, shared by all histories. Start here.
+
+Save a history under a name and what is new of it is written in the background. Ask how much of any
+tokens is stored, and load it block by block, every byte verified before it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcellar.errors import StoreError, UnknownReferenceError
+from kvcellar.store import exchange, upkeep
+from kvcellar.store.catalogue import Catalogue, RefRow
+from kvcellar.store.cold import ColdTier
+from kvcellar.store.config import StoreConfig
+from kvcellar.store.folder import Folder
+from kvcellar.store.layout import ModelKey
+from kvcellar.store.matching import COLD, Finder, Loaded, Match, WindowState
+from kvcellar.store.references import Reference, checked_json, checked_name
+from kvcellar.store.reports import (
+    EventKind,
+    EventLog,
+    GcReport,
+    StoreEvent,
+    StoreStats,
+    TierStats,
+    VerifyReport,
+)
+from kvcellar.store.saving import Naming, RowSource, Saver, SaveTicket
+from kvcellar.store.warm import Item, WarmTier
+from kvcellar.store.writer import Writer
+from kvcellar.types import IntArray
+
+Tokens = Sequence[int] | IntArray
+Progress = Callable[[float, str], None]
+
+
+class Store:
+    """One folder and some RAM. For any thread; several processes may have one folder open.
+
+    ``match``, ``load``, ``load_window``, ``save`` and ``keep_warm`` never wait for a disk write.
+    The verbs that change references (``fork``, ``rename``, ``delete``, ``pin``, ``gc``) run behind
+    all saves that are queued, and wait for themselves. Trouble is never raised by a background
+    write: it is in ``take_events`` and in the save's ticket.
+
+    Use it as a context manager, or call ``close``.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: StoreConfig | None = None,
+        *,
+        on_event: Callable[[StoreEvent], None] | None = None,
+    ) -> None:
+        """Open the store in a folder, or make one; see what an interrupted writer left behind.
+
+        Raises:
+            StoreError: the folder cannot hold a store, or is of another version.
+        """
+        self.config = config or StoreConfig()
+        self.path = Path(path)
+        self._events = EventLog(on_event)
+        self._folder = Folder(self.path)
+        self._cold = ColdTier(
+            self._folder, self.config.cold_bytes, self.config.lock_timeout_s, self._events
+        )
+        self._warm = WarmTier(self.config.warm_bytes)
+        self._writer = Writer(self.config.queue_bytes, self._on_writer_error)
+        self._finder = Finder(self._warm, self._cold, self._on_read)
+        self._saver = Saver(
+            self._warm,
+            self._cold,
+            self._finder,
+            self._writer,
+            self._events,
+            warm_precision=self.config.warm_precision,
+            cold_precision=self.config.cold_precision,
+            max_boundaries=self.config.max_boundaries,
+        )
+        self._used: set[bytes] = set()
+        self._refresh_pins()
+
+    def __enter__(self) -> Store:
+        """The store itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until all that was saved so far is written or has failed.
+
+        Raises:
+            StoreError: it took longer than ``timeout_s``, or the store is closed.
+        """
+        self._writer.call(lambda: None, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Write what is queued, then let go of the folder; what was only in RAM is gone.
+
+        A no-op the second time.
+
+        Raises:
+            StoreError: it took longer; it goes on in the background and may be called again.
+        """
+        if not self._writer.is_closed:
+            self._writer.offer(self._write_used, 0)
+        if not self._writer.close(timeout_s):
+            raise StoreError(
+                f"the store was still writing {self._writer.queued_bytes} bytes after "
+                f"{timeout_s:g} s; close it again to wait on"
+            )
+        self._cold.close()
+
+    # Finding and loading -----------------------------------------------------------------------
+
+    def match(self, key: ModelKey, tokens: Tokens) -> Match:
+        """How much of the beginning of a history is stored, to the token, and in which tier.
+
+        A model's forward wants at least one token that is not loaded: leave out the last.
+        """
+        return self._finder.match(key, _token_array(tokens))
+
+    def load(self, match: Match, start: int = 0, stop: int | None = None) -> Iterator[Loaded]:
+        """The rows of positions ``[start, stop)`` of a match, block by block.
+
+        Every block is verified (checksum, address, tokens) before it is given. Where one is gone
+        or damaged the iterator ends early and an event says so; what was given is good, and a new
+        match finds no more than that.
+
+        Args:
+            match: what ``match`` has found.
+            start: positions before it are not wanted: the cache has them.
+            stop: one past the last position; None: ``match.n_resumable``.
+        """
+        return self._finder.load(match, start, match.n_resumable if stop is None else stop)
+
+    def load_window(self, match: Match, limit: int | None = None) -> WindowState | None:
+        """What the sliding-window groups need, at the greatest length there is up to ``limit``.
+
+        Load it first: its ``n_tokens`` says how many rows are of use. None where there is no
+        boundary at or before the limit (the history starts from nothing) and for models without
+        windows.
+        """
+        return self._finder.load_window(match, match.n_tokens if limit is None else limit)
+
+    # Saving ------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str,
+        key: ModelKey,
+        tokens: Tokens,
+        source: RowSource | None = None,
+        *,
+        n_computed: int | None = None,
+        parent: str | None = None,
+        parent_position: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        is_pinned: bool | None = None,
+    ) -> SaveTicket:
+        """Publish the state of a history: what is new is taken now and written in the background.
+
+        Never waits. Where the queue has no room for all of it, the save covers as much of the
+        beginning as fits (``SaveTicket.is_partial``), or is skipped; both are reported, and the
+        next save goes on from there.
+
+        Args:
+            name: of the history.
+            key: the model and layout of its rows.
+            tokens: the whole history.
+            source: gives the rows of blocks that are not stored yet; None: only what is stored is
+                referred to.
+            n_computed: leading tokens whose rows the source has; None: all.
+            parent: name of the history it was forked from; None: as before.
+            parent_position: tokens in common since the fork.
+            metadata: JSON of the caller's own; None: as before.
+            is_pinned: never evict its KV; None: as before.
+
+        Raises:
+            StoreError: a name or metadata that cannot be, rows that are not of this history, or
+                the store is closed; nothing was queued.
+            ShapeError: rows that are not what the layout says; nothing was queued.
+        """
+        checked_name(name)
+        if metadata is not None:
+            checked_json(metadata)
+        naming = Naming(name, parent, parent_position, metadata, is_pinned)
+        array = _token_array(tokens)
+        n = len(array) if n_computed is None else min(n_computed, len(array))
+        ticket = self._saver.save(naming, key, array, n, source, is_cold=True)
+        if is_pinned is not None:
+            self._writer.offer(self._refresh_pins, 0)
+        return ticket
+
+    def keep_warm(
+        self, key: ModelKey, tokens: Tokens, source: RowSource, *, n_computed: int | None = None
+    ) -> SaveTicket:
+        """Copy a history's rows to RAM, without a name: for one that waits and gives up its cells.
+
+        As ``save``, but nothing is written until RAM runs short and spills it to disk. With no RAM
+        (``warm_bytes=0``) it goes to disk at once.
+        """
+        array = _token_array(tokens)
+        n = len(array) if n_computed is None else min(n_computed, len(array))
+        is_cold = not self.config.warm_bytes
+        return self._saver.save(None, key, array, n, source, is_cold=is_cold)
+
+    # References --------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Reference:
+        """The published state of a history; a save that is queued is not there yet.
+
+        Raises:
+            UnknownReferenceError: there is none of that name.
+        """
+        ref = self._cold.reference(checked_name(name))
+        if ref is None:
+            raise self._unknown(name)
+        return ref
+
+    def has_reference(self, name: str) -> bool:
+        """Whether a history of that name is published."""
+        return self._folder.of_reference(checked_name(name)).exists()
+
+    def references(self) -> list[RefRow]:
+        """All published histories, the least recently used first."""
+        return self._cold.ask(Catalogue.references)
+
+    def fork(
+        self,
+        name: str,
+        new_name: str,
+        position: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Reference:
+        """A new history that begins with the first ``position`` tokens of another; no KV is copied.
+
+        Raises:
+            UnknownReferenceError: there is no history ``name``.
+            StoreError: ``new_name`` is taken, or ``position`` lies outside; nothing was changed.
+        """
+        checked_name(new_name)
+        return self._writer.call(lambda: self._fork(name, new_name, position, metadata))
+
+    def _fork(
+        self, name: str, new_name: str, position: int | None, metadata: Mapping[str, Any] | None
+    ) -> Reference:
+        with self._cold.locked():
+            ref = self.get(name)
+            at = len(ref.tokens) if position is None else position
+            if not 0 <= at <= len(ref.tokens):
+                raise StoreError(
+                    f"{name!r} cannot be forked at {at}: it has {len(ref.tokens)} tokens"
+                )
+            self._check_free(new_name)
+            forked = replace(
+                ref,
+                name=new_name,
+                tokens=ref.tokens[:at],
+                n_stored=min(ref.n_stored, at),
+                boundaries=tuple(b for b in ref.boundaries if b.length <= at),
+                parent=name,
+                parent_position=at,
+                metadata=ref.metadata if metadata is None else metadata,
+                is_pinned=False,
+                revision=1,
+                saved_at=time.time(),
+            )
+            forked = replace(forked, blocks=upkeep.covering_blocks(self._cold, forked))
+            self._cold.put_reference(forked)
+            return forked
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a history another name; the histories forked from it follow.
+
+        Raises:
+            UnknownReferenceError: there is no history ``name``.
+            StoreError: ``new_name`` is taken; nothing was changed. After a crash in between both
+                names may be there.
+        """
+        checked_name(new_name)
+
+        def work() -> None:
+            with self._cold.locked():
+                ref = self.get(name)
+                self._check_free(new_name)
+                self._cold.put_reference(replace(ref, name=new_name))
+                for row in self.references():
+                    if row.parent == name:
+                        child = self.get(row.name)
+                        self._cold.put_reference(
+                            replace(child, parent=new_name, revision=child.revision + 1)
+                        )
+                self._cold.remove_reference(name)
+
+        self._writer.call(work)
+
+    def delete(self, name: str) -> None:
+        """Forget a history; blocks that only it needed are garbage from then on.
+
+        Raises:
+            UnknownReferenceError: there is none of that name.
+        """
+
+        def work() -> None:
+            with self._cold.locked():
+                if not self._cold.remove_reference(name):
+                    raise self._unknown(name)
+            self._refresh_pins()
+
+        checked_name(name)
+        self._writer.call(work)
+
+    def pin(self, name: str, is_pinned: bool = True) -> None:
+        """Never, or again, evict a history's KV to make room.
+
+        Raises:
+            UnknownReferenceError: there is none of that name.
+        """
+
+        def work() -> None:
+            with self._cold.locked():
+                ref = self.get(name)
+                if ref.is_pinned != is_pinned:
+                    self._cold.put_reference(
+                        replace(ref, is_pinned=is_pinned, revision=ref.revision + 1)
+                    )
+            self._refresh_pins()
+
+        self._writer.call(work)
+
+    def update_metadata(self, name: str, metadata: Mapping[str, Any]) -> None:
+        """Replace a history's metadata; nothing else changes.
+
+        Raises:
+            UnknownReferenceError: there is none of that name.
+            StoreError: the metadata is no JSON.
+        """
+        checked_json(metadata)
+
+        def work() -> None:
+            with self._cold.locked():
+                ref = self.get(name)
+                self._cold.put_reference(replace(ref, metadata=metadata, revision=ref.revision + 1))
+
+        self._writer.call(work)
+
+    def export_reference(
+        self, name: str, file: str | Path, *, on_progress: Progress | None = None
+    ) -> int:
+        """Write a history with all of its blocks to one file; returns its bytes.
+
+        Blocks are verified on the way; where one is gone or damaged the file holds what can be
+        restored before it. The file is there whole or not at all.
+
+        Raises:
+            UnknownReferenceError: there is none of that name.
+            StoreError: the file cannot be written.
+        """
+        return exchange.export_reference(self._cold, self.get(name), Path(file), on_progress)
+
+    def import_reference(
+        self,
+        file: str | Path,
+        name: str | None = None,
+        *,
+        is_replacing: bool = False,
+        on_progress: Progress | None = None,
+    ) -> Reference:
+        """Take in a file that ``export_reference`` made; all of it is verified first.
+
+        Args:
+            file: the file.
+            name: to be known by; None: the name it had.
+            is_replacing: take the place of a history of that name.
+            on_progress: takes how much is done, 0 to 1, and what comes now.
+
+        Raises:
+            StoreError: it is no such file, or damaged, or the name is taken, or there is no room;
+                nothing was published.
+        """
+        path = Path(file)
+
+        def work() -> Reference:
+            with self._cold.locked():
+                ref = exchange.verify_export(path, on_progress)
+                if name is not None:
+                    ref = replace(ref, name=checked_name(name))
+                if not is_replacing:
+                    self._check_free(ref.name)
+                exchange.publish_export(self._cold, path, ref, self._saver.wanted())
+                return ref
+
+        try:
+            return self._writer.call(work)
+        finally:
+            self._refresh_pins()
+
+    # Upkeep ------------------------------------------------------------------------------------
+
+    def verify(self, *, on_progress: Progress | None = None) -> VerifyReport:
+        """Read every byte; put away what is damaged, restore what has a state before."""
+        return upkeep.verify(self._cold, on_progress)
+
+    def gc(self, *, grace_s: float = 0.0, is_emptying_quarantine: bool = False) -> GcReport:
+        """Remove what no reference needs and nobody used for ``grace_s``, and all leftovers.
+
+        Raises:
+            StoreError: another process was writing for too long; nothing was removed.
+        """
+        return self._writer.call(
+            lambda: upkeep.collect(
+                self._cold, self._saver.wanted(), grace_s, is_emptying_quarantine
+            )
+        )
+
+    def stats(self) -> StoreStats:
+        """Both tiers, the queue and all counts, at this moment."""
+        totals = self._cold.ask(Catalogue.totals)
+        quarantined = sum(size for _, size in self._folder.quarantine_files())
+        cold = TierStats(
+            totals["blocks"],
+            totals["block_bytes"] + totals["ref_bytes"] + quarantined,
+            self.config.cold_bytes,
+        )
+        return StoreStats(
+            warm=self._warm.stats(),
+            cold=cold,
+            n_references=totals["refs"],
+            n_pinned=totals["pinned"],
+            referenced_bytes=totals["held"],
+            unshared_bytes=totals["unshared"],
+            quarantined_bytes=quarantined,
+            queued_bytes=self._writer.queued_bytes,
+            events=self._events.counts(),
+        )
+
+    def take_events(self) -> list[StoreEvent]:
+        """What happened since the last call, oldest first."""
+        return self._events.take()
+
+    # Inside ------------------------------------------------------------------------------------
+
+    def _on_read(self, item: Item, tier: str) -> None:
+        """A block was used: remember it, and keep a copy in RAM of what came from disk."""
+        self._used.add(item.info.address)
+        if tier == COLD and self.config.warm_bytes:
+            self._saver.spill(self._warm.add(item, is_cold=True))
+        if len(self._used) == 1:
+            self._writer.offer(self._write_used, 0)
+
+    def _write_used(self) -> None:
+        used, self._used = self._used, set()
+        if used:
+            self._cold.tell(lambda catalogue: catalogue.touch(used, time.time()))
+
+    def _refresh_pins(self) -> None:
+        self._warm.pin(self._cold.ask(Catalogue.held_by_pins))
+
+    def _on_writer_error(self, error: BaseException) -> None:
+        self._events.add(EventKind.WRITE_FAILED, str(self.path), f"{type(error).__name__}: {error}")
+
+    def _check_free(self, name: str) -> None:
+        if self._folder.of_reference(name).exists():
+            raise StoreError(f"there is a history {name!r} already; delete it or choose a new name")
+
+    def _unknown(self, name: str) -> UnknownReferenceError:
+        names = [row.name for row in self.references()]
+        shown = ", ".join(names[-5:]) + (", ..." if len(names) > 5 else "")
+        return UnknownReferenceError(
+            f"no history {name!r} is in {self.path}; it holds {shown or 'none'}"
+        )
+
+
+def _token_array(tokens: Tokens) -> IntArray:
+    """Tokens as ``[n]`` int64 that the caller cannot change afterwards."""
+    array = np.array(tokens, dtype=np.int64)
+    if array.ndim != 1:
+        raise StoreError(f"a history is one list of tokens, got shape {array.shape}")
+    return array

@@ -1,0 +1,151 @@
+"""Upkeep of the cold tier: verify every byte, remove what nobody needs."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from kvcellar.errors import StoreError
+from kvcellar.store.catalogue import Catalogue, is_damage
+from kvcellar.store.cold import ColdTier
+from kvcellar.store.references import Reference
+from kvcellar.store.reports import GcReport, VerifyReport
+
+Progress = Callable[[float, str], None]
+
+
+def verify(cold: ColdTier, on_progress: Progress | None) -> VerifyReport:
+    """Read every byte; see ``Store.verify``. Others may write meanwhile."""
+    started = time.perf_counter()
+    try:
+        cold.ask(Catalogue.check)
+    except sqlite3.Error as error:  # also the one that was made in its place
+        if not is_damage(error):
+            raise
+    with cold.locked():
+        cold.refresh()
+    paths = list(cold.folder.block_paths())
+    total = sum(_size(path) for _, _, path in paths) or 1
+    n = size = done = 0
+    damaged = []
+    for kind, address, path in paths:
+        if on_progress is not None:
+            on_progress(done / total, f"verifying {n + 1} of {len(paths)} blocks")
+        done += _size(path)
+        sealed = cold.read(kind, address)
+        if sealed is not None:
+            n, size = n + 1, size + sealed.size_bytes
+        elif cold.info(address) is None:
+            damaged.append(address.hex())
+    names, bad = _verify_references(cold)
+    incomplete = {}
+    for name in names:
+        ref = cold.reference(name)
+        if ref is not None:
+            n_there = _n_restorable(cold, ref)
+            if n_there < ref.n_stored:
+                incomplete[name] = n_there
+    if on_progress is not None:
+        on_progress(1.0, "verified")
+    seconds = time.perf_counter() - started
+    return VerifyReport(n, size, damaged, len(names), bad, incomplete, seconds)
+
+
+def _verify_references(cold: ColdTier) -> tuple[list[str], list[str]]:
+    """Names of the good ones, file names of the others."""
+    names, bad = [], []
+    with cold.locked():
+        for path in sorted(cold.folder.reference_paths()):
+            name = cold.repair_reference(path)
+            if name is None:
+                bad.append(path.name)
+            else:
+                names.append(name)
+        if bad:
+            cold.refresh()
+        for file in bad:
+            ref = _repaired(cold, file)
+            if ref is not None:
+                names.append(ref.name)
+                _cut_to_what_is_there(cold, ref)
+    return names, bad
+
+
+def _repaired(cold: ColdTier, file_name: str) -> Reference | None:
+    for row in cold.ask(Catalogue.references):
+        if cold.folder.of_reference(row.name).name == file_name:
+            return cold.reference(row.name)
+    return None
+
+
+def _cut_to_what_is_there(cold: ColdTier, ref: Reference) -> None:
+    """The state before may name a tail that the lost one had made needless."""
+    n = _n_restorable(cold, ref)
+    if n < ref.n_stored:
+        there = [address for address in ref.blocks if cold.info(address) is not None]
+        blocks = tuple(ref.blocks[: next(i for i, a in enumerate(ref.blocks) if a not in there)])
+        boundaries = tuple(b for b in ref.boundaries if cold.info(b.address) is not None)
+        kept = replace(ref, blocks=blocks, n_stored=n, boundaries=boundaries)
+        cold.put_reference(replace(kept, revision=ref.revision + 1))
+
+
+def _n_restorable(cold: ColdTier, ref: Reference) -> int:
+    """Tokens that the leading blocks of a reference cover, up to the first that is gone."""
+    at = 0
+    for address in ref.blocks:
+        info = cold.info(address)
+        if info is None:
+            return at
+        at = min(info.stop, ref.n_stored)
+    return ref.n_stored
+
+
+def covering_blocks(cold: ColdTier, ref: Reference) -> tuple[bytes, ...]:
+    """Of a reference's blocks those that its stored tokens need.
+
+    The last may reach further than the history does: its beginning is what is needed.
+    """
+    needed = []
+    for address in ref.blocks:
+        info = cold.info(address)
+        if info is not None and info.start >= ref.n_stored:
+            break
+        needed.append(address)
+    return tuple(needed)
+
+
+def collect(
+    cold: ColdTier, protect: Collection[bytes], grace_s: float, is_emptying_quarantine: bool
+) -> GcReport:
+    """Remove what no reference needs; see ``Store.gc``."""
+    with cold.locked():
+        cold.refresh()
+        n_leftovers = cold.folder.clear_staging()
+        n, freed = cold.collect(protect, grace_s)
+        n_quarantined = 0
+        if is_emptying_quarantine:
+            for path, size in cold.folder.quarantine_files():
+                path.unlink(missing_ok=True)
+                n_quarantined, freed = n_quarantined + 1, freed + size
+        before = cold.size_bytes()
+        had = _with_kv(cold)
+        with contextlib.suppress(StoreError):  # pinned histories alone take more than the limit
+            cold.make_room(0, protect)
+        evicted = sorted(had - _with_kv(cold))
+        after = cold.size_bytes()
+        return GcReport(n, freed + before - after, n_leftovers, n_quarantined, evicted, after)
+
+
+def _with_kv(cold: ColdTier) -> set[str]:
+    return {row.name for row in cold.ask(Catalogue.references) if not row.is_evicted}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

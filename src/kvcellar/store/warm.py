@@ -1,0 +1,165 @@
+"""The warm tier: blocks in host RAM, and those that wait to be written."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcellar.store.blocks import Draft, Info, Kind, Sealed
+from kvcellar.store.reports import TierStats
+
+Item = Draft | Sealed
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One block in RAM.
+
+    Attributes:
+        item: the block.
+        is_cold: whether disk has it too.
+        n_queued: writes that wait for it; while there are any it stays, and the queue's limit
+            counts it instead of this tier's.
+    """
+
+    item: Item
+    is_cold: bool
+    n_queued: int = 0
+
+
+class WarmTier:
+    """Blocks by address, least recently used first. For any thread.
+
+    Invariant: what is here and waits for no write takes at most ``limit_bytes``.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Empty."""
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._children: dict[tuple[bytes, Kind], set[bytes]] = {}
+        self._pinned: frozenset[bytes] = frozenset()
+        self._lock = threading.Lock()
+
+    def get(self, address: bytes) -> Item | None:
+        """The block, which was used now."""
+        with self._lock:
+            entry = self._entries.get(address)
+            if entry is None:
+                return None
+            self._entries.move_to_end(address)
+            return entry.item
+
+    def entry(self, address: bytes) -> Entry | None:
+        """What is known of a block here; does not count as a use."""
+        return self._entries.get(address)
+
+    def children(self, parents: Sequence[bytes], kind: Kind) -> list[Info]:
+        """Blocks or window states that follow any of these addresses."""
+        with self._lock:
+            return [
+                self._entries[address].item.info
+                for parent in parents
+                for address in self._children.get((parent, kind), ())
+            ]
+
+    def hold(self, items: Iterable[Item], is_cold: bool) -> None:
+        """These wait for a write; ``is_cold``: one that will bring them to disk."""
+        with self._lock:
+            for item in items:
+                entry = self._entries.get(item.info.address)
+                if entry is None:
+                    entry = self._insert(item, is_cold)
+                elif not entry.n_queued:
+                    self.size_bytes -= entry.item.size_bytes
+                if item.info.is_exact and not entry.item.info.is_exact:
+                    entry.item = item
+                entry.is_cold |= is_cold
+                entry.n_queued += 1
+
+    def release(self, address: bytes, item: Item | None, is_cold: bool) -> list[Item]:
+        """A write has ended; as :meth:`add`, where ``item`` takes the place of what was held.
+
+        Args:
+            address: what was held.
+            item: what may stay; None where nothing may.
+            is_cold: whether disk has it now.
+        """
+        with self._lock:
+            entry = self._entries[address]
+            entry.n_queued -= 1
+            entry.is_cold = is_cold
+            if item is not None:
+                entry.item = item
+            if entry.n_queued:
+                return []
+            self.size_bytes += entry.item.size_bytes
+            if item is None:
+                self._remove(address)
+                return []
+            return self._shrink()
+
+    def add(self, item: Item, is_cold: bool) -> list[Item]:
+        """Take in a block, in place of others; returns those that must be written or are lost."""
+        with self._lock:
+            address = item.info.address
+            entry = self._entries.get(address)
+            if entry is not None:
+                entry.is_cold |= is_cold
+                self._entries.move_to_end(address)
+                return []
+            self._insert(item, is_cold)
+            self.size_bytes += item.size_bytes
+            return self._shrink()
+
+    def forget(self, address: bytes) -> None:
+        """Drop a block, whether disk has it or not; what waits for a write stays."""
+        with self._lock:
+            entry = self._entries.get(address)
+            if entry is not None and not entry.n_queued:
+                self._remove(address)
+
+    def pin(self, addresses: Iterable[bytes]) -> None:
+        """These, and no others, stay as long as the limit allows."""
+        self._pinned = frozenset(addresses)
+
+    def stats(self) -> TierStats:
+        """Blocks and bytes, without those that wait for a write."""
+        with self._lock:
+            n = sum(not entry.n_queued for entry in self._entries.values())
+            return TierStats(n, self.size_bytes, self.limit_bytes)
+
+    def _insert(self, item: Item, is_cold: bool) -> Entry:
+        info = item.info
+        entry = self._entries[info.address] = Entry(item, is_cold)
+        self._children.setdefault((info.parent, info.kind), set()).add(info.address)
+        return entry
+
+    def _remove(self, address: bytes) -> Item:
+        entry = self._entries.pop(address)
+        self.size_bytes -= entry.item.size_bytes
+        info = entry.item.info
+        siblings = self._children[info.parent, info.kind]
+        siblings.discard(address)
+        if not siblings:
+            del self._children[info.parent, info.kind]
+        return entry.item
+
+    def _shrink(self) -> list[Item]:
+        """Drop until the limit is kept: the least recently used first, pinned ones last."""
+        if self.size_bytes <= self.limit_bytes:
+            return []
+        out: list[Item] = []
+        idle = [address for address, entry in self._entries.items() if not entry.n_queued]
+        idle.sort(key=lambda address: address in self._pinned)  # stable: each part stays in order
+        for address in idle:
+            if self.size_bytes <= self.limit_bytes:
+                break
+            is_cold = self._entries[address].is_cold
+            item = self._remove(address)
+            if not is_cold:
+                out.append(item)
+        return out

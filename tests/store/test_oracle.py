@@ -1,0 +1,169 @@
+"""Any mixture of verbs gives what a dict of histories would."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcellar.errors import StoreError
+from kvcellar.store import EventKind, Store, StoreConfig
+from tests.store.fakes import FULL, QUICK, WINDOW, History, load_all, make_key
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+TOKENS = st.lists(st.integers(0, 1), max_size=12)
+
+
+class StoreAgainstDicts(RuleBasedStateMachine):
+    """The oracle: one dict, name -> (tokens, metadata, parent, is_pinned)."""
+
+    @initialize(
+        windows=st.booleans(),
+        warm_bytes=st.sampled_from([0, 3000, 1 << 20]),
+        cold_bytes=st.sampled_from([6000, 20_000, 1 << 30]),
+    )
+    def open(self, windows: bool, warm_bytes: int, cold_bytes: int) -> None:
+        self.folder = tempfile.mkdtemp(dir=QUICK)
+        self.config = StoreConfig(warm_bytes=warm_bytes, cold_bytes=cold_bytes)
+        self.store = Store(self.folder, self.config)
+        self.key = make_key(groups=[FULL, WINDOW] if windows else [FULL], block_tokens=4)
+        self.want: dict[str, list[int]] = {}
+        self.parents: dict[str, tuple[str | None, int | None]] = {}
+        self.pinned: set[str] = set()
+
+    def history(self, tokens: list[int]) -> History:
+        return History(self.key, tokens)
+
+    @rule(name=NAMES, keep=st.integers(0, 20), tokens=TOKENS)
+    def save(self, name: str, keep: int, tokens: list[int]) -> None:
+        new = [*self.want.get(name, [])[:keep], *tokens]
+        ticket = self.store.save(name, self.key, new, self.history(new))
+        if ticket.wait(10) == "published":
+            assert not ticket.is_partial
+            self.want[name] = new
+            self.parents.setdefault(name, (None, None))
+        else:
+            assert "limit" in ticket.reason
+            assert self.config.cold_bytes <= 20_000
+
+    @rule(name=NAMES, new_name=NAMES, at=st.integers(0, 20))
+    def fork(self, name: str, new_name: str, at: int) -> None:
+        try:
+            self.store.fork(name, new_name, at)
+        except StoreError as error:
+            has_cause = new_name in self.want or at > len(self.want.get(name, []))
+            assert has_cause or "limit" in str(error)
+        except KeyError:
+            assert name not in self.want
+        else:
+            self.want[new_name] = self.want[name][:at]
+            self.parents[new_name] = (name, at)
+
+    @rule(name=NAMES, new_name=NAMES)
+    def rename(self, name: str, new_name: str) -> None:
+        if name in self.want and new_name not in self.want:
+            try:
+                self.store.rename(name, new_name)
+            except StoreError as error:
+                assert "limit" in str(error)
+                self.forget_halves(name, new_name)
+                return
+            self.want[new_name] = self.want.pop(name)
+            self.parents[new_name] = self.parents.pop(name)
+            for child, (parent, at) in self.parents.items():
+                if parent == name:
+                    self.parents[child] = (new_name, at)
+            if name in self.pinned:
+                self.pinned ^= {name, new_name}
+
+    def forget_halves(self, name: str, new_name: str) -> None:
+        """A rename that found no room half-way: start both names again."""
+        for gone in (name, new_name):
+            if self.store.has_reference(gone):
+                self.store.delete(gone)
+            self.want.pop(gone, None)
+            self.parents.pop(gone, None)
+            self.pinned.discard(gone)
+        for row in self.store.references():
+            self.parents[row.name] = (row.parent, row.parent_position)
+
+    @rule(name=NAMES)
+    def delete(self, name: str) -> None:
+        try:
+            self.store.delete(name)
+        except KeyError:
+            assert name not in self.want
+        else:
+            del self.want[name], self.parents[name]
+            self.pinned.discard(name)
+
+    @rule(name=NAMES, is_pinned=st.booleans())
+    def pin(self, name: str, is_pinned: bool) -> None:
+        if name in self.want:
+            try:
+                self.store.pin(name, is_pinned)
+            except StoreError as error:
+                assert "limit" in str(error)
+                return
+            (self.pinned.add if is_pinned else self.pinned.discard)(name)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
+    def keep_warm(self, tokens: list[int]) -> None:
+        self.store.keep_warm(self.key, tokens, self.history(tokens)).wait(10)
+
+    @rule()
+    def collect(self) -> None:
+        self.store.gc()
+
+    @rule(is_losing_catalogue=st.booleans())
+    def reopen(self, is_losing_catalogue: bool) -> None:
+        self.store.close()
+        if is_losing_catalogue:
+            for suffix in ("", "-wal", "-shm"):
+                (self.store.path / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+        self.store = Store(self.folder, self.config)
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=30))
+    def load_anything(self, tokens: list[int]) -> None:
+        load_all(self.store, self.history(tokens))
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        assert {row.name for row in self.store.references()} == self.want.keys()
+        for name, tokens in self.want.items():
+            ref = self.store.get(name)
+            assert ref.tokens.tolist() == tokens
+            assert (ref.parent, ref.parent_position) == self.parents[name]
+            assert ref.is_pinned is (name in self.pinned)
+            n = load_all(self.store, self.history(tokens))
+            if not ref.is_evicted and not self.key.layout.window_groups:
+                assert n == len(tokens)
+            if not ref.is_evicted and ref.boundaries:
+                assert n >= ref.boundaries[-1].length
+            if name in self.pinned:
+                assert not ref.is_evicted or ref.n_stored == 0
+        stats = self.store.stats()
+        assert stats.cold.size_bytes <= self.config.cold_bytes
+        assert stats.warm.size_bytes <= self.config.warm_bytes
+        for event in self.store.take_events():
+            rebuilt = event.kind == EventKind.CATALOGUE_REBUILT and "missing" in event.detail
+            room = event.kind in (EventKind.EVICTED, EventKind.WRITE_FAILED)
+            assert rebuilt or (room and self.config.cold_bytes <= 20_000), event
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+
+TestStoreAgainstDicts = StoreAgainstDicts.TestCase
+TestStoreAgainstDicts.settings = settings(
+    settings.get_profile("local"), max_examples=25, stateful_step_count=25
+)
+pytestmark = pytest.mark.filterwarnings("error")

@@ -1,0 +1,104 @@
+"""Several processes have one store open and do not harm each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import StoreError
+from kvcellar.store import Store, StoreConfig
+from kvcellar.store.folder import Folder
+from tests.store.fakes import History, load_all, make_key, save, tokens_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("cold_bytes", [1 << 30, 40_000])
+def test_processes_that_save_and_collect_in_one_store_lose_nothing(
+    quick_path: Path, cold_bytes: int
+) -> None:
+    folder = quick_path / "store"
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.store.saving_process",
+                str(folder),
+                str(seed),
+                "60",
+                str(cold_bytes),
+            ],
+            env={**os.environ, "PYTHONPATH": paths},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(3)
+    ]
+    counts = []
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        counts.append([int(word) for word in out.split()])
+    assert sum(published for published, _ in counts) > 120
+    with Store(folder, StoreConfig(warm_bytes=0, cold_bytes=cold_bytes)) as store:
+        assert store.verify().is_good
+        assert store.stats().cold.size_bytes <= cold_bytes
+        for row in store.references():
+            ref = store.get(row.name)
+            if not ref.is_evicted:
+                key = make_key()
+                assert ref.fingerprint == key.fingerprint
+        assert store.take_events() == []
+
+
+def test_what_one_process_saves_another_that_is_open_finds(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 20))
+    with Store(tmp_path) as one, Store(tmp_path) as two:
+        assert two.match(history.key, history.tokens).n_tokens == 0
+        save(one, "a", history)
+        assert load_all(two, history) == 20
+        ticket = two.save("b", history.key, history.tokens, history)
+        assert ticket.wait(10) == "published"
+        assert ticket.n_shared == 20
+        two.delete("a")
+        assert not one.has_reference("a")
+
+
+def test_a_store_that_another_process_holds_is_read_and_a_write_gives_up_in_time(
+    tmp_path: Path,
+) -> None:
+    history = History(make_key(), tokens_of(0, 20))
+    with Store(tmp_path, StoreConfig(lock_timeout_s=0.05)) as store:
+        save(store, "a", history)
+        folder = Folder(tmp_path)
+        is_held, may_go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with folder.locked(1):
+                is_held.set()
+                may_go.wait(30)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        is_held.wait(30)
+        try:
+            assert load_all(store, history) == 20
+            ticket = store.save("b", history.key, history.tokens, history)
+            assert ticket.wait(10) == "failed"
+            assert "written by another process" in ticket.reason
+            with pytest.raises(StoreError, match=r"not free for 0.05 s"):
+                store.gc()
+            with Store(tmp_path, StoreConfig(lock_timeout_s=0.05)) as other:
+                assert load_all(other, history) == 20
+        finally:
+            may_go.set()
+            holder.join()
+        save(store, "b", history)

@@ -1,0 +1,152 @@
+"""What is saved comes back bit for bit, for every storage type and shape."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.errors import ShapeError, StoreError
+from kvcellar.store import Side, Store, StoreConfig
+from kvcellar.store.layout import GroupRows
+from kvcellar.types import LayerGroup
+from tests.store.fakes import FULL, QUICK, WINDOW, History, load_all, make_key, save, tokens_of
+
+DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "k8v4", "k16v8", "int4:rot"]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    n_layers = draw(st.integers(1, 4))
+    n_groups = draw(st.integers(1, min(2, n_layers)))
+    groups = [
+        LayerGroup(
+            tuple(range(index, n_layers, n_groups)),
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from([1, 4, 7, 32, 64])),
+            draw(st.sampled_from([1, 4, 7, 32, 64])),
+            window=draw(st.sampled_from([None, 1, 3, 20])),
+        )
+        for index in range(n_groups)
+    ]
+    dtype = draw(st.sampled_from(DTYPES))
+    key = make_key("m", groups, dtype, draw(st.integers(1, 9)))
+    tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=30))
+    return History(key, tokens, slack=draw(st.integers(0, 3)))
+
+
+@settings(max_examples=60)
+@given(histories(), st.booleans())
+def test_every_byte_comes_back_from_disk_and_from_ram(history: History, is_warm: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=QUICK) as folder:
+        with Store(folder, StoreConfig(warm_bytes=1 << 20 if is_warm else 0)) as store:
+            save(store, "a", history)
+            assert load_all(store, history) == len(history.tokens)
+            assert not store.take_events()
+        with Store(folder) as store:
+            assert load_all(store, history) == len(history.tokens)
+            match = store.match(history.key, history.tokens)
+            assert match.is_exact
+            assert not store.take_events()
+
+
+@settings(max_examples=30)
+@given(histories())
+def test_float_rows_in_eight_bits_come_back_within_half_a_step(history: History) -> None:
+    layout = history.key.layout
+    config = StoreConfig(warm_bytes=0, cold_precision="int8")
+    with tempfile.TemporaryDirectory(dir=QUICK) as folder, Store(folder, config) as store:
+        save(store, "a", history)
+        match = store.match(history.key, history.tokens)
+        assert match.n_tokens == len(history.tokens)
+        for piece in store.load(match, 0, match.n_tokens):
+            want = history.read_rows(piece.start, piece.stop)
+            for got_group, want_group in zip(piece.rows, want, strict=True):
+                for side, dtype in zip(range(2), (layout.kv.k, layout.kv.v), strict=True):
+                    got, exact = got_group[side].data, want_group[side].data
+                    assert (got.dtype, got.shape) == (exact.dtype, exact.shape)
+                    if dtype.is_quantised:
+                        assert np.array_equal(got, exact)
+                        continue
+                    if dtype.name == "bfloat16":
+                        got, exact = (
+                            (a.astype(np.uint32) << 16).view(np.float32) for a in (got, exact)
+                        )
+                    # rows lie in [-1, 1]: half a step of 2/255, and what bfloat16 rounds away
+                    error = np.abs(got.astype(np.float32) - exact.astype(np.float32))
+                    assert error.max() <= 1.1 / 255 + (
+                        2**-8 if dtype.name == "bfloat16" else 2**-10
+                    )
+            is_float = not (layout.kv.k.is_quantised and layout.kv.v.is_quantised)
+            assert piece.is_exact is not is_float
+
+
+def test_blocks_in_eight_bits_are_smaller_and_said_not_to_be_exact(tmp_path: Path) -> None:
+    key = make_key(groups=[LayerGroup((0, 1), 4, 64, 64)], kv_dtype="bfloat16", block_tokens=64)
+    history = History(key, tokens_of(0, 640))
+    sizes = []
+    for precision in ("exact", "int8"):
+        config = StoreConfig(warm_bytes=0, cold_precision=precision)
+        with Store(tmp_path / precision, config) as store:
+            save(store, "a", history)
+            sizes.append(store.stats().cold.size_bytes)
+            assert store.match(key, history.tokens).is_exact is (precision == "exact")
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_an_exact_save_takes_the_place_of_one_in_eight_bits_and_not_the_other_way(
+    tmp_path: Path,
+) -> None:
+    history = History(make_key(), tokens_of(0, 20))
+    for precision, is_exact in (("int8", False), ("exact", True), ("int8", True)):
+        with Store(tmp_path, StoreConfig(warm_bytes=0, cold_precision=precision)) as store:
+            save(store, "a", history)
+            match = store.match(history.key, history.tokens)
+            assert match.n_tokens == 20
+            assert match.is_exact is is_exact
+    with Store(tmp_path) as store:
+        assert load_all(store, history) == 20
+
+
+def test_ram_in_eight_bits_beside_an_exact_disk(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 20))
+    config = StoreConfig(warm_precision="int8")
+    with Store(tmp_path, config) as store:
+        save(store, "a", history)
+        match = store.match(history.key, history.tokens)
+        pieces = list(store.load(match))
+        assert {piece.tier for piece in pieces} == {"warm"}
+        assert not any(piece.is_exact for piece in pieces)
+    with Store(tmp_path) as store:
+        assert load_all(store, history) == 20
+        assert store.match(history.key, history.tokens).is_exact
+
+
+def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) -> None:
+    history = History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 20))
+
+    class Wrong(History):
+        def read_rows(self, p0: int, p1: int):  # type: ignore[no-untyped-def]
+            (rows,) = super().read_rows(p0, p1)
+            return (GroupRows(rows.k, Side(rows.v.data[:, :, :-1])),)
+
+    class TooFew(History):
+        def read_window(self, n: int):  # type: ignore[no-untyped-def]
+            (window,) = super().read_window(n)
+            rows = GroupRows(*(Side(side.data[:, :, 1:]) for side in window.rows))
+            return [window._replace(positions=window.positions[1:], rows=rows)]
+
+    with Store(tmp_path) as store:
+        wrong = Wrong(history.key, history.tokens)
+        with pytest.raises(ShapeError, match="V of layer group 0"):
+            store.save("a", history.key, history.tokens, wrong)
+        with pytest.raises(StoreError, match="lacks positions of a window"):
+            too_few = TooFew(history.key, history.tokens)
+            store.save("a", history.key, history.tokens, too_few)
+        store.flush()
+        assert store.references() == []
+        assert store.stats().cold.n_blocks == 0

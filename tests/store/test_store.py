@@ -1,0 +1,547 @@
+"""Saving, matching, forking, windows, tiers, limits: what users of a store rely on."""
+
+from __future__ import annotations
+
+import stat
+import threading
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcellar.errors import ConfigError, StoreError, UnknownReferenceError
+from kvcellar.store import EventKind, SaveState, Store, StoreConfig
+from kvcellar.types import LayerGroup
+from tests.store.fakes import FULL, WINDOW, History, load_all, make_key, save, tokens_of
+
+COLD = StoreConfig(warm_bytes=0)
+
+
+def disk_bytes(store: Store) -> int:
+    folders = ("blocks", "windows", "references")
+    return sum(p.stat().st_size for f in folders for p in (store.path / f).iterdir())
+
+
+# Sharing ------------------------------------------------------------------------------------------
+
+
+def test_eight_forks_of_a_trunk_take_at_most_a_tenth_more_than_the_trunk(tmp_path: Path) -> None:
+    key = make_key(groups=[LayerGroup((0, 1), 4, 16, 16)], block_tokens=256)  # 1 KiB a token
+    trunk = History(key, tokens_of(0, 4096))
+    with Store(tmp_path, COLD) as store:
+        save(store, "trunk", trunk)
+        before = disk_bytes(store)
+        for n in range(4):
+            store.fork("trunk", f"fork {n}")
+        for n in range(4, 8):
+            save(store, f"fork {n}", trunk, parent="trunk", parent_position=4096)
+        assert disk_bytes(store) <= 1.1 * before
+        assert store.stats().unshared_bytes > 8 * store.stats().referenced_bytes
+        for n in range(8):
+            assert store.get(f"fork {n}").n_stored == 4096
+
+
+def test_a_turn_writes_only_what_is_new(tmp_path: Path) -> None:
+    key = make_key()
+    tokens = tokens_of(0, 83)
+    with Store(tmp_path, COLD) as store:
+        for n, n_new in ((20, 20), (50, 34), (51, 3), (51, 0), (83, 35)):
+            history = History(key, tokens[:n])
+            ticket = store.save("a", key, tokens[:n], history)
+            assert ticket.wait(10) == SaveState.PUBLISHED
+            assert history.n_read == n_new  # whole blocks and a tail
+            assert ticket.n_shared == n - n_new
+            assert load_all(store, history) == n
+        assert store.stats().cold.n_blocks == 11  # 10 full ones and the tail: old tails are gone
+
+
+def test_a_match_is_exact_to_the_token_inside_blocks(tmp_path: Path) -> None:
+    key = make_key()
+    tokens = tokens_of(0, 43)
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(key, tokens))
+        for n in range(44):
+            other = History(key, [*tokens[:n], 99_999, *tokens[n + 1 :]])
+            assert load_all(store, other) == min(n, 43)
+        save(store, "b", History(key, [*tokens[:30], *tokens_of(1, 30)]))
+        assert load_all(store, History(key, tokens)) == 43
+        assert load_all(store, History(key, [*tokens[:30], *tokens_of(1, 29)])) == 59
+
+
+def test_nothing_is_shared_between_models_and_layouts(tmp_path: Path) -> None:
+    tokens = tokens_of(0, 20)
+    keys = [
+        make_key("one"),
+        make_key("two"),
+        make_key("one", kv_dtype="float16"),
+        make_key("one", block_tokens=4),
+    ]
+    with Store(tmp_path, COLD) as store:
+        for n, key in enumerate(keys):
+            assert store.match(key, tokens).n_tokens == 0
+            save(store, f"{n}", History(key, tokens))
+        for key in keys:
+            assert load_all(store, History(key, tokens)) == 20
+
+
+def test_a_part_can_be_loaded(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 43))
+    with Store(tmp_path) as store:
+        save(store, "a", history)
+        match = store.match(history.key, history.tokens)
+        pieces = list(store.load(match, 11, 30))
+        assert [(p.start, p.stop) for p in pieces] == [(11, 16), (16, 24), (24, 30)]
+        for piece in pieces:
+            history.check(piece)
+
+
+# Windows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [[FULL, WINDOW], [WINDOW]])
+@pytest.mark.parametrize("slack", [0, 3])
+def test_a_window_is_resumed_at_the_nearest_boundary_and_never_in_between(
+    tmp_path: Path, groups: list, slack: int
+) -> None:
+    key = make_key(groups=groups)
+    tokens = tokens_of(0, 60)
+    with Store(tmp_path, COLD) as store:
+        for n in (4, 16, 37, 60):
+            save(store, "a", History(key, tokens[:n], slack))
+        history = History(key, tokens, slack)
+        for n in range(61):
+            lengths = [m for b in (16, 37, 60) for m in range(b - slack, b + 1)] + [0, 1, 2, 3, 4]
+            if FULL not in groups:  # blocks say what follows them; without any, nothing does
+                lengths = [m for m in lengths if not 13 <= m < 16]
+            want = max(m for m in lengths if m <= n)
+            assert store.match(key, tokens[:n]).n_resumable == want
+            assert load_all(store, history, n) == want
+
+
+def test_only_the_latest_boundaries_are_kept_and_those_of_another_history_are_not(
+    tmp_path: Path,
+) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    tokens = tokens_of(0, 60)
+    with Store(tmp_path, StoreConfig(warm_bytes=0, max_boundaries=2)) as store:
+        for n in (10, 20, 30, 40):
+            save(store, "a", History(key, tokens[:n]))
+        assert [b.length for b in store.get("a").boundaries] == [30, 40]
+        assert len(list((tmp_path / "windows").iterdir())) == 2
+        other = [*tokens[:35], *tokens_of(1, 10)]
+        save(store, "a", History(key, other))
+        assert [b.length for b in store.get("a").boundaries] == [30, 45]
+        store.fork("a", "b", 33)
+        assert [b.length for b in store.get("b").boundaries] == [30]
+        store.gc()
+        assert load_all(store, History(key, other[:33])) == 30
+
+
+def test_a_damaged_window_state_costs_one_boundary(tmp_path: Path) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    history = History(key, tokens_of(0, 40))
+    with Store(tmp_path, COLD) as store:
+        for n in (20, 40):
+            save(store, "a", History(key, history.tokens[:n]))
+        last = store.get("a").boundaries[-1]
+        path = tmp_path / "windows" / f"{last.address.hex()}.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        assert load_all(store, history) == 20
+        assert [event.kind for event in store.take_events()] == [EventKind.DAMAGED]
+
+
+# References ---------------------------------------------------------------------------------------
+
+
+def test_a_reference_says_what_it_is(tmp_path: Path) -> None:
+    key = make_key()
+    tokens = tokens_of(0, 30)
+    with Store(tmp_path, COLD) as store:
+        metadata = {"title": "ü", "list": [1, 2.5, None]}
+        save(store, "a/b ü", History(key, tokens), metadata=metadata, n_computed=30)
+        store.save("a/b ü", key, [*tokens, 7], n_computed=30).wait()
+        ref = store.get("a/b ü")
+        assert (ref.name, ref.fingerprint, ref.revision) == ("a/b ü", "model", 2)
+        assert ref.tokens.tolist() == [*tokens, 7]
+        assert (ref.n_stored, ref.metadata, ref.parent) == (30, metadata, None)
+        child = store.fork("a/b ü", "c", 12, metadata={"is": "child"})
+        assert (child.parent, child.parent_position, child.n_stored) == ("a/b ü", 12, 12)
+        store.rename("a/b ü", "d")
+        assert store.get("c").parent == "d"
+        store.update_metadata("d", {"n": 1})
+        assert store.get("d").metadata == {"n": 1}
+        assert sorted(row.name for row in store.references()) == ["c", "d"]
+        store.delete("d")
+        assert not store.has_reference("d")
+        store.gc()
+        assert load_all(store, History(key, tokens)) == 16  # what the child needs, in whole blocks
+    with Store(tmp_path, COLD) as store:
+        assert [row.name for row in store.references()] == ["c"]
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    key = make_key()
+    history = History(key, tokens_of(0, 9))
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", history)
+        save(store, "b", history)
+        with pytest.raises(UnknownReferenceError, match=r"no history 'x' is in .*it holds a, b"):
+            store.get("x")
+        for work in (
+            lambda: store.delete("x"),
+            lambda: store.pin("x"),
+            lambda: store.fork("x", "y"),
+        ):
+            with pytest.raises(UnknownReferenceError):
+                work()
+        with pytest.raises(StoreError, match="there is a history 'b' already"):
+            store.rename("a", "b")
+        with pytest.raises(StoreError, match="cannot be forked at 10: it has 9 tokens"):
+            store.fork("a", "c", 10)
+        for name in ("", "a\nb", "x" * 600):
+            with pytest.raises(StoreError, match="cannot name a history"):
+                store.save(name, key, history.tokens, history)
+        with pytest.raises(StoreError, match="has to be JSON"):
+            store.save("a", key, history.tokens, history, metadata={"x": float("nan")})
+        with pytest.raises(ConfigError, match="precision 'int9'"):
+            StoreConfig(cold_precision="int9")
+    with pytest.raises(StoreError, match="closed"):
+        store.flush()
+    with pytest.raises(StoreError, match="closed"):
+        store.save("a", key, history.tokens, history)
+    with pytest.raises(StoreError, match="closed"):
+        store.match(key, history.tokens)
+    (tmp_path / "format").write_text("kvcellar store 9\n")
+    with pytest.raises(StoreError, match="store 9"):
+        Store(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    with pytest.raises(StoreError, match="no store and not empty"):
+        Store(tmp_path / "other")
+
+
+def test_files_and_folders_are_for_their_owner_alone(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        save(store, "a", History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 20)))
+        save(store, "a", History(make_key(groups=[FULL, WINDOW]), tokens_of(0, 30)))
+        store.export_reference("a", tmp_path / "a.kvcellar")
+        paths = [tmp_path / "a.kvcellar", store.path, *store.path.rglob("*")]
+        assert len(paths) > 14
+        for path in paths:
+            want = 0o700 if path.is_dir() else 0o600
+            assert stat.S_IMODE(path.stat().st_mode) == want, path
+
+
+def test_an_export_is_one_file_that_restores_elsewhere(tmp_path: Path) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    history = History(key, tokens_of(0, 43))
+    file = tmp_path / "a.kvcellar"
+    with Store(tmp_path / "one", COLD) as store:
+        save(store, "a", history, metadata={"x": 1}, is_pinned=True)
+        size = store.export_reference("a", file)
+        assert size == file.stat().st_size
+    with Store(tmp_path / "two", COLD) as store:
+        ref = store.import_reference(file, "b")
+        assert (ref.name, ref.n_stored, ref.metadata, ref.is_pinned) == ("b", 43, {"x": 1}, True)
+        assert load_all(store, history) == 43
+        with pytest.raises(StoreError, match="there is a history 'b' already"):
+            store.import_reference(file, "b")
+        store.import_reference(file, "b", is_replacing=True)
+        assert store.verify().is_good
+
+
+def test_a_damaged_export_is_refused_and_nothing_is_published(tmp_path: Path) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    file = tmp_path / "a.kvcellar"
+    with Store(tmp_path / "one", COLD) as store:
+        save(store, "a", History(key, tokens_of(0, 20)))
+        store.export_reference("a", file)
+    good = file.read_bytes()
+    rng = np.random.default_rng(0)
+    names = zipfile.ZipFile(file).namelist()
+    with Store(tmp_path / "two", COLD) as store:
+        for at in rng.integers(0, len(good), 150):
+            bad = bytearray(good)
+            bad[at] ^= 1 << int(rng.integers(8))
+            file.write_bytes(bad)
+            try:
+                store.import_reference(file, "a", is_replacing=True)
+            except StoreError:
+                continue
+            assert load_all(store, History(key, tokens_of(0, 20))) == 20  # a date, an attribute
+            store.delete("a")
+            store.gc()
+        for n in range(0, len(good), len(good) // 40):
+            file.write_bytes(good[:n])
+            with pytest.raises(StoreError, match=r"not a whole export"):
+                store.import_reference(file)
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(names[0], b"")
+        with pytest.raises(StoreError, match="not a whole export"):
+            store.import_reference(file)
+        with pytest.raises(StoreError, match="cannot be imported"):
+            store.import_reference(tmp_path / "none")
+        assert store.references() == []
+        assert store.verify().is_good
+
+
+# Background writes --------------------------------------------------------------------------------
+
+
+class Gate:
+    """Stops the writer's thread until it is opened."""
+
+    def __init__(self, store: Store) -> None:
+        self._event = threading.Event()
+        self.reached = threading.Event()
+        writer = store._writer
+
+        def wait() -> None:
+            self.reached.set()
+            self._event.wait(5)
+
+        assert writer.offer(wait, 0)
+        self.reached.wait(30)
+
+    def open(self) -> None:
+        self._event.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+
+
+def test_a_full_queue_skips_the_save_and_says_so(tmp_path: Path) -> None:
+    key = make_key()
+    one, two = (History(key, tokens_of(seed, 64)) for seed in (1, 2))
+    size = key.layout.rows_bytes(64) + 64 * 16  # with the tokens, of blocks and reference
+    with Store(tmp_path, StoreConfig(queue_bytes=size)) as store:
+        gate = Gate(store)
+        first = store.save("one", key, one.tokens, one)
+        second = store.save("two", key, two.tokens, two)
+        assert (first.state, first.is_partial) == (SaveState.QUEUED, False)
+        assert second.state == SaveState.SKIPPED
+        assert "bytes wait to be written" in second.reason
+        assert two.n_read == 0
+        assert load_all(store, one) == 64  # what waits to be written can be loaded already
+        gate.open()
+        assert first.wait(10) == SaveState.PUBLISHED
+        assert not store.has_reference("two")
+        assert [event.kind for event in store.take_events()] == [EventKind.SAVE_SKIPPED]
+        assert store.stats().queued_bytes == 0
+        save(store, "two", two)
+
+
+def test_a_history_larger_than_the_queue_is_saved_in_several_turns(tmp_path: Path) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    history = History(key, tokens_of(0, 100))
+    with Store(tmp_path, StoreConfig(warm_bytes=0, queue_bytes=8000)) as store:
+        stored = []
+        for _ in range(50):
+            ticket = store.save("a", key, history.tokens, history)
+            assert ticket.wait(10) == SaveState.PUBLISHED
+            stored.append(ticket.n_stored)
+            assert store.get("a").tokens.tolist() == history.tokens
+            if not ticket.is_partial:
+                break
+        assert stored == sorted(stored)
+        assert stored[-1] == 100
+        assert load_all(store, history) == 100
+        events = [event.kind for event in store.take_events()]
+        assert events == [EventKind.SAVE_PARTIAL] * (len(stored) - 1)
+
+
+def test_saving_does_not_wait_for_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 30))
+    store = Store(tmp_path)
+    gate = Gate(store)
+    ticket = store.save("a", history.key, history.tokens, history)
+    assert ticket.state == SaveState.QUEUED
+    assert store.match(history.key, history.tokens).n_tokens == 30
+    with pytest.raises(StoreError, match="still writing"):
+        store.flush(0.01)
+    with pytest.raises(StoreError, match="close it again"):
+        store.close(0.01)
+    gate.open()
+    store.close(30)
+    assert ticket.state == SaveState.PUBLISHED
+    with Store(tmp_path) as store:
+        assert load_all(store, history) == 30
+
+
+def test_what_a_queued_save_relies_on_is_not_collected(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 30))
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", history)
+        gate = Gate(store)
+        forget = threading.Thread(target=store.delete, args=("a",))
+        forget.start()
+        collect = threading.Thread(target=store.gc)
+        while store._writer._jobs.qsize() < 1:
+            pass
+        collect.start()
+        while store._writer._jobs.qsize() < 2:
+            pass
+        ticket = store.save("b", history.key, history.tokens, history)
+        gate.open()
+        assert ticket.wait(10) == SaveState.PUBLISHED, ticket.reason
+        forget.join()
+        collect.join()
+        assert load_all(store, history) == 30
+
+
+# Tiers and limits ---------------------------------------------------------------------------------
+
+
+def test_ram_serves_what_was_saved_and_what_was_read(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 30))
+    with Store(tmp_path) as store:
+        save(store, "a", history)
+        match = store.match(history.key, history.tokens)
+        assert (match.warm_tokens, match.cold_bytes) == (30, 0)
+    with Store(tmp_path) as store:
+        match = store.match(history.key, history.tokens)
+        assert match.warm_tokens == 0
+        assert match.cold_bytes > 0
+        load_all(store, history)
+        assert store.match(history.key, history.tokens).warm_tokens == 30
+
+
+def test_what_is_kept_in_ram_is_spilled_to_disk_when_ram_runs_short(tmp_path: Path) -> None:
+    key = make_key()
+    histories = [History(key, tokens_of(seed, 32)) for seed in range(6)]
+    limit = 12 * 2000
+    with Store(tmp_path, StoreConfig(warm_bytes=limit)) as store:
+        for history in histories:
+            assert store.keep_warm(key, history.tokens, history).wait(10) == SaveState.PUBLISHED
+            assert store.stats().warm.size_bytes <= limit
+        store.flush()
+        store.flush()  # spills queue behind what spilled them
+        assert 0 < store.stats().cold.n_blocks < 24
+        assert store.references() == []
+        for history in histories:
+            assert load_all(store, history) == 32
+            assert store.stats().warm.size_bytes <= limit
+        assert store.take_events() == []
+
+
+def test_without_ram_what_is_kept_goes_to_disk(tmp_path: Path) -> None:
+    history = History(make_key(), tokens_of(0, 30))
+    with Store(tmp_path, COLD) as store:
+        assert store.keep_warm(history.key, history.tokens, history).wait(10) == "published"
+        match = store.match(history.key, history.tokens)
+        assert (match.n_tokens, match.warm_tokens) == (30, 0)
+        save(store, "a", history)
+        assert load_all(store, history) == 30
+
+
+def test_a_spill_without_room_in_the_queue_is_reported(tmp_path: Path) -> None:
+    key = make_key()
+    limit = 5 * 2000
+    with Store(tmp_path, StoreConfig(warm_bytes=limit, queue_bytes=3500)) as store:
+        for seed in range(4):
+            history = History(key, tokens_of(seed, 16))
+            ticket = store.keep_warm(key, history.tokens, history)
+            ticket.wait(10)
+        store.flush()
+        counts = store.stats().events
+        assert counts.get("spill_skipped", 0) + counts.get("save_partial", 0) > 0
+        assert store.stats().warm.size_bytes <= limit
+
+
+def test_the_disk_limit_holds_and_the_least_recently_used_history_gives_way(tmp_path: Path) -> None:
+    key = make_key()
+    limit = 40_000
+    with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=limit)) as store:
+        names = []
+        for seed in range(12):
+            save(store, f"{seed}", History(key, tokens_of(seed, 40)), is_pinned=seed == 0)
+            names.append(f"{seed}")
+            assert disk_bytes(store) <= limit
+            assert store.stats().cold.size_bytes <= limit
+        evicted = [e.subject for e in store.take_events() if e.kind == EventKind.EVICTED]
+        assert evicted == names[1 : 1 + len(evicted)]
+        assert evicted
+        for seed in range(12):
+            ref = store.get(f"{seed}")
+            assert ref.tokens.tolist() == tokens_of(seed, 40)  # a history is never lost
+            assert ref.is_evicted is (f"{seed}" in evicted)
+            want = 0 if ref.is_evicted else 40
+            assert load_all(store, History(key, tokens_of(seed, 40))) == want
+
+
+def test_a_history_that_was_loaded_stays_longer(tmp_path: Path) -> None:
+    key = make_key()
+    with Store(tmp_path, COLD) as store:
+        for seed in range(3):
+            save(store, f"{seed}", History(key, tokens_of(seed, 40)))
+        load_all(store, History(key, tokens_of(0, 40)))
+        store.flush()
+        assert [row.name for row in store.references()] == ["1", "2", "0"]
+
+
+def test_blocks_of_no_history_give_way_first(tmp_path: Path) -> None:
+    key = make_key()
+    with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=40_000)) as store:
+        save(store, "old", History(key, tokens_of(0, 40)))
+        for seed in range(1, 9):
+            history = History(key, tokens_of(seed, 40))
+            assert store.keep_warm(key, history.tokens, history).wait(10) == "published"
+        assert load_all(store, History(key, tokens_of(0, 40))) == 40
+        assert load_all(store, History(key, tokens_of(8, 40))) == 40
+        assert load_all(store, History(key, tokens_of(1, 40))) == 0
+        assert store.take_events() == []
+
+
+def test_pinned_histories_are_not_evicted_and_a_save_without_room_fails_with_numbers(
+    tmp_path: Path,
+) -> None:
+    key = make_key()
+    with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=32_000)) as store:
+        save(store, "a", History(key, tokens_of(0, 80)))
+        store.pin("a")
+        other = History(key, tokens_of(1, 80))
+        ticket = store.save("b", key, other.tokens, other)
+        assert ticket.wait(10) == SaveState.FAILED
+        assert "its limit of 32000" in ticket.reason
+        assert not store.has_reference("b")
+        assert load_all(store, History(key, tokens_of(0, 80))) == 80
+        assert disk_bytes(store) <= 32_000
+        store.pin("a", False)
+        save(store, "b", other)
+        assert store.get("a").is_evicted
+
+
+def test_pins_outlive_the_catalogue(tmp_path: Path) -> None:
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(make_key(), tokens_of(0, 20)), is_pinned=True)
+        save(store, "a", History(make_key(), tokens_of(0, 30)))
+    for path in tmp_path.glob("catalogue*"):
+        path.unlink()
+    with Store(tmp_path, COLD) as store:
+        assert [row.is_pinned for row in store.references()] == [True]
+        assert [event.kind for event in store.take_events()] == [EventKind.CATALOGUE_REBUILT]
+
+
+def test_collecting_respects_a_grace_time_and_empties_the_quarantine_on_demand(
+    tmp_path: Path,
+) -> None:
+    key = make_key()
+    history = History(key, tokens_of(0, 20))
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", history)
+        path = next((tmp_path / "blocks").iterdir())
+        path.write_bytes(path.read_bytes()[:-1])
+        assert not store.verify().is_good
+        (tmp_path / "tmp" / "leftover").write_bytes(b"x")
+        store.delete("a")
+        report = store.gc(grace_s=3600)
+        assert (report.n_blocks, report.n_leftovers, report.n_quarantined) == (0, 1, 0)
+        report = store.gc(is_emptying_quarantine=True)
+        assert (report.n_blocks, report.n_quarantined) == (2, 1)
+        assert store.stats().cold.size_bytes == 0
