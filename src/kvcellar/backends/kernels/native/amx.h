@@ -107,10 +107,9 @@ class Matrix {
       address += static_cast<uintptr_t>((n_bytes + 63) / 64 * 64);
       return piece;
     };
-    tile_ = reinterpret_cast<float*>(take(4 * 1024));
-    tile_1_ = tile_ + 256;
+    tile_ = reinterpret_cast<float*>(take(1024 * (v.dim / 16 > 8 ? v.dim / 16 : 8)));
     affine_ = reinterpret_cast<float*>(take(2 * 4 * kTile * (groups(k) + groups(v) + 1)));
-    staged_ = take(16 * k.dim * 2);
+    staged_ = take(kTile * k.dim * 2);
     queries_ = take(blocks_ * 16 * k.dim * 4);
     q_sums_ = reinterpret_cast<float*>(take(4 * blocks_ * 16 * (k.dim / 32 + 1)));
     q_steps_ = reinterpret_cast<float*>(take(4 * blocks_ * 16));
@@ -144,16 +143,17 @@ class Matrix {
   void logits(const char* const* rows, const char* const* affine, int64_t n, float* s,
               const Ahead& ahead) const {
     if (k_.dtype != Dtype::bf16) load_affine(k_, affine, n, affine_);
+    // Step by step for all cells: a tile load waits for the stores before it, and a load for a tile
+    // store, so what depends on each other is kept apart.
+    KTiles tiles;
     for (int64_t c = 0; c < n; c += 16) {
-      const int64_t m = n - c < 16 ? n - c : 16;
       for (int64_t i = c; i < c + 16; ++i) ahead.fetch(i);
-      int64_t stride;
-      const char* from = tile_of(rows + c, m, stride);
-      if (k_.dtype == Dtype::bf16)
-        float_logits(from, stride, s + c);
-      else
-        int_logits(from, stride, c, s + c);
+      const int64_t m = n - c < 16 ? n - c : 16;
+      tiles.from[tiles.n] = tile_of(rows + c, m, staged_ + c * k_.dim * 2, tiles.stride[tiles.n]);
+      ++tiles.n;
     }
+    for (int64_t block = 0; block < blocks_; ++block)
+      k_.dtype == Dtype::bf16 ? float_logits(block, tiles, s) : int_logits(block, tiles, s);
   }
 
   // acc[row] += sum of s[row][c] * V[c].
@@ -186,6 +186,12 @@ class Matrix {
   }
 
  private:
+  // K rows of 16 cells each.
+  struct KTiles {
+    int64_t n = 0, stride[kTile / 16];
+    const char* from[kTile / 16];
+  };
+
   static int64_t groups(const Side& side) {
     return is_quantised(side.dtype) ? side.dim / side.group_size : 0;
   }
@@ -266,13 +272,13 @@ class Matrix {
   }
 
   // 16 K rows where a tile can be loaded from: the pool itself, if they have one stride.
-  const char* tile_of(const char* const* rows, int64_t m, int64_t& stride) const {
+  const char* tile_of(const char* const* rows, int64_t m, char* staged, int64_t& stride) const {
     const int64_t row_bytes = k_.dtype == Dtype::bf16 ? k_.dim * 2 : k_.dim;
     if (k_.dtype == Dtype::int4) {
       stride = row_bytes;
       const __m256i low = _mm256_set1_epi8(15);
       for (int64_t i = 0; i < m; ++i) {
-        char* to = staged_ + i * stride;
+        char* to = staged + i * stride;
         for (int64_t d = 0; d < k_.dim / 2; d += 32) {
           const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + d));
           _mm256_store_si256(reinterpret_cast<__m256i*>(to + 2 * d), _mm256_and_si256(both, low));
@@ -287,20 +293,20 @@ class Matrix {
       if (is_run) return rows[0];
       stride = row_bytes;
       for (int64_t i = 0; i < m; ++i) {
-        char* to = staged_ + i * stride;
+        char* to = staged + i * stride;
         for (int64_t d = 0; d < row_bytes; d += 64)
           _mm512_store_si512(to + d, _mm512_loadu_si512(rows[i] + d));
       }
     }
-    return staged_;
+    return staged;
   }
 
-  void float_logits(const char* from, int64_t stride, float* s) const {
+  void float_logits(int64_t block, const KTiles& tiles, float* s) const {
     const int64_t chunks = k_.dim / 32;
-    for (int64_t block = 0; block < blocks_; ++block) {
+    for (int64_t i = 0; i < tiles.n; ++i) {
       _tile_zero(KVC_TS0);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        _tile_loadd(KVC_TK, from + 64 * chunk, stride);
+        _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
         _tile_loadd(KVC_TQ, float_query(block, chunk, 0), 4 * width_);
         _tile_dpbf16ps(KVC_TS0, KVC_TK, KVC_TQ);
         if (has_low_) {
@@ -308,43 +314,48 @@ class Matrix {
           _tile_dpbf16ps(KVC_TS0, KVC_TK, KVC_TQ);
         }
       }
-      _tile_stored(KVC_TS0, tile_, 4 * width_);
-      const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
+      _tile_stored(KVC_TS0, tile_ + 256 * i, 4 * width_);
+    }
+    const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
+    for (int64_t i = 0; i < tiles.n; ++i) {
       __m512 x[16];
-      width_ == 4 ? transpose4(tile_, x) : transpose16(tile_, x);
+      width_ == 4 ? transpose4(tile_ + 256 * i, x) : transpose16(tile_ + 256 * i, x);
       for (int64_t r = 0; r < n_rows; ++r)
-        _mm512_storeu_ps(s + (block * 16 + r) * kTile, _mm512_mul_ps(x[r], all(factor_)));
+        _mm512_storeu_ps(s + (block * 16 + r) * kTile + 16 * i, _mm512_mul_ps(x[r], all(factor_)));
     }
   }
 
-  void int_logits(const char* from, int64_t stride, int64_t c, float* s) const {
+  void int_logits(int64_t block, const KTiles& tiles, float* s) const {
     const int64_t chunks = k_.dim / 64, subs = k_.group_size == 32 ? 2 : 1;
-    for (int64_t block = 0; block < blocks_; ++block) {
-      const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        _tile_loadd(KVC_TK, from + 64 * chunk, stride);
-        for (int64_t sub = 0; sub < subs; ++sub) {
+    const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t sub = 0; sub < subs; ++sub) {
+        for (int64_t i = 0; i < tiles.n; ++i) {
+          _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
           _tile_zero(KVC_TS0);
-          _tile_zero(KVC_TS1);
           _tile_loadd(KVC_TQ, int_query(block, chunk, sub, 0), 4 * width_);
           _tile_dpbusd(KVC_TS0, KVC_TK, KVC_TQ);
+          _tile_zero(KVC_TS1);
           _tile_loadd(KVC_TQ, int_query(block, chunk, sub, 1), 4 * width_);
           _tile_dpbusd(KVC_TS1, KVC_TK, KVC_TQ);
-          _tile_stored(KVC_TS0, tile_, 4 * width_);
-          _tile_stored(KVC_TS1, tile_1_, 4 * width_);
-          for (int64_t i = 0; i < 16 * width_; i += 16) {
-            const __m512i high = _mm512_load_si512(tile_ + i), low = _mm512_load_si512(tile_1_ + i);
-            _mm512_store_ps(tile_ + i, _mm512_cvtepi32_ps(_mm512_add_epi32(
-                                           _mm512_slli_epi32(high, 8), low)));
+          _tile_stored(KVC_TS0, tile_ + 512 * i, 4 * width_);
+          _tile_stored(KVC_TS1, tile_ + 512 * i + 256, 4 * width_);
+        }
+        const int64_t group = (chunk * 64 + sub * 32) / k_.group_size;
+        for (int64_t i = 0; i < tiles.n; ++i) {
+          float* high = tile_ + 512 * i;
+          for (int64_t j = 0; j < 16 * width_; j += 16) {
+            const __m512i whole = _mm512_add_epi32(
+                _mm512_slli_epi32(_mm512_load_si512(high + j), 8), _mm512_load_si512(high + 256 + j));
+            _mm512_store_ps(high + j, _mm512_cvtepi32_ps(whole));
           }
           __m512 x[16];
-          width_ == 4 ? transpose4(tile_, x) : transpose16(tile_, x);
-          const int64_t group = (chunk * 64 + sub * 32) / k_.group_size;
-          const __m512 scale = _mm512_load_ps(affine_ + group * 2 * kTile + c);
-          const __m512 bias = _mm512_load_ps(affine_ + group * 2 * kTile + kTile + c);
+          width_ == 4 ? transpose4(high, x) : transpose16(high, x);
+          const __m512 scale = _mm512_load_ps(affine_ + group * 2 * kTile + 16 * i);
+          const __m512 bias = _mm512_load_ps(affine_ + group * 2 * kTile + kTile + 16 * i);
           for (int64_t r = 0; r < n_rows; ++r) {
             const int64_t row = block * 16 + r;
-            float* to = s + row * kTile;
+            float* to = s + row * kTile + 16 * i;
             __m512 y = _mm512_mul_ps(bias, all(q_sums_[row * (k_.dim / 32) + chunk * 2 + sub]));
             y = _mm512_fmadd_ps(x[r], _mm512_mul_ps(scale, all(q_steps_[row])), y);
             if (chunk || sub) y = _mm512_add_ps(y, _mm512_loadu_ps(to));
@@ -434,13 +445,16 @@ class Matrix {
             _tile_dpbf16ps(KVC_TA1, KVC_TP, KVC_TV);
           }
         }
-        _tile_stored(KVC_TA0, tile_, 64);
-        _tile_stored(KVC_TA1, tile_1_, 64);
+        _tile_stored(KVC_TA0, tile_ + d * 16, 64);
+        _tile_stored(KVC_TA1, tile_ + d * 16 + 256, 64);
+      }
+      for (int64_t d = 0; d < v_.dim; d += 32) {
+        const float *even = tile_ + d * 16, *odd = even + 256;
         for (int64_t r = 0; r < n_rows; ++r) {
-          __m512 a = _mm512_load_ps(tile_ + r * 16), b = _mm512_load_ps(tile_1_ + r * 16);
+          __m512 a = _mm512_load_ps(even + r * 16), b = _mm512_load_ps(odd + r * 16);
           if (stacked_) {
-            a = _mm512_add_ps(a, _mm512_load_ps(tile_ + (n_rows + r) * 16));
-            b = _mm512_add_ps(b, _mm512_load_ps(tile_1_ + (n_rows + r) * 16));
+            a = _mm512_add_ps(a, _mm512_load_ps(even + (n_rows + r) * 16));
+            b = _mm512_add_ps(b, _mm512_load_ps(odd + (n_rows + r) * 16));
           }
           float* to = acc + (block * 16 + r) * v_pad_ + d;
           store(to, add(load(to), _mm512_permutex2var_ps(a, first, b)));
@@ -613,7 +627,7 @@ class Matrix {
   const int64_t width_, blocks_;
   int64_t v_rows_ = 0;
   bool stacked_ = false, has_low_ = false;
-  float *tile_ = nullptr, *tile_1_ = nullptr, *affine_ = nullptr;
+  float *tile_ = nullptr, *affine_ = nullptr;
   float *q_sums_ = nullptr, *q_steps_ = nullptr;
   char *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
 };
