@@ -141,13 +141,13 @@ class Matrix {
 
   // s[row][c] for cells [0, n), n <= kTile.
   void logits(const char* const* rows, const char* const* affine, int64_t n, float* s,
-              const Ahead& ahead) const {
+              Ahead& ahead) const {
     if (k_.dtype != Dtype::bf16) load_affine(k_, affine, n, affine_);
     // Step by step for all cells: a tile load waits for the stores before it, and a load for a tile
     // store, so what depends on each other is kept apart.
     KTiles tiles;
     for (int64_t c = 0; c < n; c += 16) {
-      for (int64_t i = c; i < c + 16; ++i) ahead.fetch(i);
+      ahead.some(4);
       const int64_t m = n - c < 16 ? n - c : 16;
       tiles.from[tiles.n] = tile_of(rows + c, m, staged_ + c * k_.dim * 2, tiles.stride[tiles.n]);
       ++tiles.n;
@@ -158,7 +158,7 @@ class Matrix {
 
   // acc[row] += sum of s[row][c] * V[c].
   void values(float* s, const char* const* rows, const char* const* affine, int64_t n,
-              float* acc, const Ahead& ahead) const {
+              float* acc, Ahead& ahead) const {
     for (int64_t r = 0; r < rows_; ++r)
       for (int64_t c = n; c < kTile; ++c) s[r * kTile + c] = 0.f;
     if (v_.dtype == Dtype::bf16) {
@@ -383,11 +383,10 @@ class Matrix {
 
   // bfloat16 values: tile [dim / 16][pair of cells][16 numbers x 2 cells]; of 32 numbers the first
   // tile has those at 0-3, 8-11, 16-19, 24-27.
-  void interleave_floats(const char* const* rows, int64_t n, const Ahead& ahead) const {
+  void interleave_floats(const char* const* rows, int64_t n, Ahead& ahead) const {
     const int64_t pairs = (n + 31) / 32 * 16;
     for (int64_t i = 0; i < pairs; ++i) {
-      ahead.fetch(2 * i);
-      ahead.fetch(2 * i + 1);
+      ahead.some(1);
       const char* a = 2 * i < n ? rows[2 * i] : nullptr;
       const char* b = 2 * i + 1 < n ? rows[2 * i + 1] : nullptr;
       for (int64_t d = 0; d < v_.dim; d += 32) {
@@ -465,11 +464,11 @@ class Matrix {
   }
 
   // Integer values: tile [chunk of 64][16 numbers' tile][four of cells][16 numbers x 4 cells].
-  void interleave_ints(const char* const* rows, int64_t n, const Ahead& ahead) const {
+  void interleave_ints(const char* const* rows, int64_t n, Ahead& ahead) const {
     const int64_t chunks = v_.dim / 64;
     alignas(64) static const char zeros[64] = {};
     for (int64_t c = 0; c < kTile; c += 4) {
-      for (int64_t i = c; i < c + 4; ++i) ahead.fetch(i);
+      ahead.some(3);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         char* to = values_ + chunk * 4096 + c / 4 * 64;
         const char* from[4];
