@@ -98,7 +98,8 @@ class Matrix {
         rows_(rows),
         v_pad_(v_pad),
         factor_(factor),
-        width_(rows <= 4 ? 4 : 16),
+        width_(rows <= 4 && k.dtype == Dtype::bf16 ? 4 : 16),
+        is_packed_(rows <= 4 && k.dtype != Dtype::bf16),
         blocks_((rows + 15) / 16) {
     if (!has_k && !has_v) return;
     auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
@@ -153,7 +154,9 @@ class Matrix {
       ++tiles.n;
     }
     for (int64_t block = 0; block < blocks_; ++block)
-      k_.dtype == Dtype::bf16 ? float_logits(block, tiles, s) : int_logits(block, tiles, s);
+      k_.dtype == Dtype::bf16 ? float_logits(block, tiles, s)
+      : is_packed_            ? packed_logits(tiles, s)
+                              : int_logits(block, tiles, s);
   }
 
   // acc[row] += sum of s[row][c] * V[c].
@@ -263,8 +266,10 @@ class Matrix {
           _mm_store_si128(reinterpret_cast<__m128i*>(words[0]), _mm512_cvtepi32_epi8(high));
           _mm_store_si128(reinterpret_cast<__m128i*>(words[1]), _mm512_cvtepi32_epi8(low));
           for (int term = 0; term < 2; ++term) {
-            auto* to = reinterpret_cast<uint32_t*>(int_query(r / 16, chunk, sub, term));
-            for (int64_t j = 0; j < 4; ++j) to[(fours[i] + j) * width_ + r % 16] = words[term][j];
+            const int64_t column = is_packed_ ? (sub * 2 + term) * 4 + r : r % 16;
+            auto* to = reinterpret_cast<uint32_t*>(
+                is_packed_ ? int_query(0, chunk, 0, 0) : int_query(r / 16, chunk, sub, term));
+            for (int64_t j = 0; j < 4; ++j) to[(fours[i] + j) * width_ + column] = words[term][j];
           }
         }
       }
@@ -322,6 +327,39 @@ class Matrix {
       width_ == 4 ? transpose4(tile_ + 256 * i, x) : transpose16(tile_ + 256 * i, x);
       for (int64_t r = 0; r < n_rows; ++r)
         _mm512_storeu_ps(s + (block * 16 + r) * kTile + 16 * i, _mm512_mul_ps(x[r], all(factor_)));
+    }
+  }
+
+  void packed_logits(const KTiles& tiles, float* s) const {
+    const int64_t chunks = k_.dim / 64, subs = k_.group_size == 32 ? 2 : 1;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      _tile_loadd(KVC_TQ, int_query(0, chunk, 0, 0), 64);
+      for (int64_t i = 0; i < tiles.n; ++i) {
+        _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
+        _tile_zero(KVC_TS0);
+        _tile_dpbusd(KVC_TS0, KVC_TK, KVC_TQ);
+        _tile_stored(KVC_TS0, tile_ + 256 * i, 64);
+      }
+      for (int64_t i = 0; i < tiles.n; ++i) {
+        __m512 x[16];
+        transpose16(tile_ + 256 * i, x);
+        for (int64_t r = 0; r < rows_; ++r) {
+          float* to = s + r * kTile + 16 * i;
+          __m512 y = chunk ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+          for (int64_t sub = 0; sub < subs; ++sub) {
+            const float* affine = affine_ + (chunk * 64 + sub * 32) / k_.group_size * 2 * kTile;
+            const __m512 scale = _mm512_load_ps(affine + 16 * i);
+            const __m512 bias = _mm512_load_ps(affine + kTile + 16 * i);
+            const __m512i high = _mm512_castps_si512(x[sub * 8 + r]);
+            const __m512i low = _mm512_castps_si512(x[sub * 8 + 4 + r]);
+            const __m512 dot =
+                _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+            y = _mm512_fmadd_ps(bias, all(q_sums_[r * (k_.dim / 32) + chunk * 2 + sub]), y);
+            y = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, all(q_steps_[r])), y);
+          }
+          _mm512_storeu_ps(to, y);
+        }
+      }
     }
   }
 
@@ -623,7 +661,9 @@ class Matrix {
   const Side &k_, &v_;
   const int64_t rows_, v_pad_;
   const float factor_;
-  const int64_t width_, blocks_;
+  const int64_t width_;
+  const bool is_packed_;  // few rows: both terms and both groups' queries are one operand
+  const int64_t blocks_;
   int64_t v_rows_ = 0;
   bool stacked_ = false, has_low_ = false;
   float *tile_ = nullptr, *affine_ = nullptr;
