@@ -119,6 +119,9 @@ class Matrix {
     // Few rows: both terms of the weights are rows of one operand.
     stacked_ = rows <= 8;
     v_rows_ = stacked_ ? 2 * rows : rows < 16 ? rows : 16;
+    // Fewer still: the weights of a chunk's two groups too.
+    joined_ = rows <= 4 && is_quantised(v.dtype) && v.group_size == 32;
+    if (joined_) v_rows_ *= 2;
     TileShapes shapes;
     const auto set = [&shapes](int tile, int64_t n_rows, int64_t n_bytes) {
       shapes.rows[tile] = static_cast<uint8_t>(n_rows);
@@ -544,7 +547,8 @@ class Matrix {
 
   // Weights of group g and a block of rows: [term][16 or fewer rows][kTile] bytes.
   uint8_t* int_weight(int64_t g, int64_t block) const {
-    return reinterpret_cast<uint8_t*>(weights_) + (g * blocks_ + block) * 2 * 16 * kTile;
+    return reinterpret_cast<uint8_t*>(weights_) +
+           (g * blocks_ + block) * 2 * (joined_ ? rows_ : 16) * kTile;
   }
 
   void int_weights(const float* s, int64_t n) const {
@@ -607,7 +611,8 @@ class Matrix {
         for (int64_t sub = 0; sub < subs; ++sub) {
           const int64_t g = (chunk * 64 + sub * 32) / v_.group_size;
           const uint8_t* weight = int_weight(g, block);
-          for (int term = 0; term < (stacked_ ? 1 : 2); ++term) {
+          const int terms = joined_ && sub ? 0 : stacked_ ? 1 : 2;
+          for (int term = 0; term < terms; ++term) {
             _tile_loadd(KVC_TP, weight + term * 16 * kTile, kTile);
             for (int j = 0; j < 4; j += 2) {
               const char* v = values_ + chunk * 4096 + j * 1024;
@@ -625,9 +630,10 @@ class Matrix {
             const int64_t row = block * 16 + r;
             __m512 x[4];
             for (int j = 0; j < 4; ++j) {
-              const float* low = stacked_ ? tiles[0][j] + (n_rows + r) * 16 : tiles[1][j] + r * 16;
+              const float* high = tiles[0][j] + ((joined_ ? sub * 2 * n_rows : 0) + r) * 16;
+              const float* low = stacked_ ? high + n_rows * 16 : tiles[1][j] + r * 16;
               const __m512i whole = _mm512_add_epi32(
-                  _mm512_slli_epi32(_mm512_load_si512(tiles[0][j] + r * 16), 8),
+                  _mm512_slli_epi32(_mm512_load_si512(high), 8),
                   _mm512_load_si512(low));
               x[j] = _mm512_cvtepi32_ps(whole);
             }
@@ -665,7 +671,7 @@ class Matrix {
   const bool is_packed_;  // few rows: both terms and both groups' queries are one operand
   const int64_t blocks_;
   int64_t v_rows_ = 0;
-  bool stacked_ = false, has_low_ = false;
+  bool stacked_ = false, joined_ = false, has_low_ = false;
   float *tile_ = nullptr, *affine_ = nullptr;
   float *q_sums_ = nullptr, *q_steps_ = nullptr;
   char *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
