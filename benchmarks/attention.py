@@ -149,7 +149,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
         "int4_shared_trunk4": pools["int4"].call(whole * 4),
     }
     times = alternate(calls, rounds=rounds, warmup=8)
-    # A worker that waits for a core makes every call as long as the wait: ratios near 1, no meaning.
+    # A worker that waits for a core makes every call as long as the wait: ratios without meaning.
     results["is_quiet"] = median_ms(times["stream"]) < 1.5e3 * min(times["stream"])
     if not results["is_quiet"]:
         print("  others use the cores: these figures say nothing; run again when it is quiet")
