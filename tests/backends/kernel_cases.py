@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcellar.backends import kernels
 from kvcellar.backends.reference import attend, visible
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
-from kvcellar.backends.reference.quantise import dequantise, quantise
+from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise
 from kvcellar.kv_dtype import KV_DTYPES, SideDtype
 from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write, cells_of, runs_of
 
@@ -62,8 +62,6 @@ class SideBytes:
             return numbers(parts[0])
         packed, affine = parts
         rows = (packed, affine[..., 0], affine[..., 1])
-        from kvcellar.backends.reference.quantise import QuantisedRows
-
         return dequantise(QuantisedRows(*rows), self.side.bits, self.values.shape[-1])
 
     def _paged(self, part: np.ndarray) -> np.ndarray:

@@ -174,17 +174,23 @@ struct Walk {
   }
 };
 
-// The next tile's rows, fetched one by one while this tile is worked on: their addresses are known,
-// and a loop that computes for long between its loads leaves the memory idle.
+// The next tile's rows, fetched a few at a time while this tile is worked on: their addresses are
+// known, a loop that computes for long between its loads leaves the memory idle, and many at once
+// would stop the core until they have come.
 struct Ahead {
-  const char* const* rows;
-  const char* const* affine;
-  int64_t n, n_bytes;
+  const Scratch::Rows* rows = nullptr;
+  int64_t n = 0, k_bytes = 0, v_bytes = 0;
+  bool has_k_affine = false, has_v_affine = false;
+  int64_t next = 0;
 
-  void fetch(int64_t c) const {
-    if (c >= n) return;
-    for (int64_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(rows[c] + i, 0, 2);
-    if (affine) __builtin_prefetch(affine[c], 0, 2);
+  void some(int64_t count) {
+    const int64_t stop = smaller(n, next + count);
+    for (; next < stop; ++next) {
+      for (int64_t i = 0; i < k_bytes; i += 64) __builtin_prefetch(rows->k[next] + i, 0, 2);
+      for (int64_t i = 0; i < v_bytes; i += 64) __builtin_prefetch(rows->v[next] + i, 0, 2);
+      if (has_k_affine) __builtin_prefetch(rows->k_affine[next], 0, 2);
+      if (has_v_affine) __builtin_prefetch(rows->v_affine[next], 0, 2);
+    }
   }
 };
 
@@ -271,28 +277,30 @@ class Attention {
       scratch_.sum[r] = 0.f;
     }
     std::memset(scratch_.acc, 0, sizeof(float) * rows_pad_ * v_pad_);
+    ahead_.k_bytes = k_.packed_bytes();
+    ahead_.v_bytes = v_.packed_bytes();
+    ahead_.has_k_affine = k_.affine != nullptr;
+    ahead_.has_v_affine = v_.affine != nullptr;
     Walk walk(job_);
     const int64_t stop = job_.first_cell + job_.n_cells;
     walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]);
     for (int64_t first = job_.first_cell, turn = 0; first < stop; first += kTile, turn ^= 1) {
       const int64_t n = smaller(kTile, stop - first);
       rows_of_tile_ = scratch_.rows + turn;
-      Ahead ahead_k{}, ahead_v{};
+      ahead_.next = ahead_.n = 0;
       if (first + n < stop) {
-        const int64_t n_ahead = smaller(kTile, stop - first - n);
-        const Scratch::Rows& ahead = scratch_.rows[turn ^ 1];
-        walk.next(n_ahead, scratch_.rows[turn ^ 1]);
-        ahead_k = {ahead.k, k_.affine ? ahead.k_affine : nullptr, n_ahead, k_.packed_bytes()};
-        ahead_v = {ahead.v, v_.affine ? ahead.v_affine : nullptr, n_ahead, v_.packed_bytes()};
+        ahead_.n = smaller(kTile, stop - first - n);
+        ahead_.rows = scratch_.rows + (turn ^ 1);
+        walk.next(ahead_.n, scratch_.rows[turn ^ 1]);
       }
       const Seen seen = what_is_seen(first, n);
       if (seen == Seen::nothing) continue;
 #if defined(KVC_AMX)
       if (matrix.has_k)
-        matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_k);
+        matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_);
       else
 #endif
-        logits(n, ahead_k);
+        logits(n);
       if (job_.args->softcap > 0.f) cap(n);
       if (seen == Seen::some) hide(first, n);
       softmax(n);
@@ -300,10 +308,10 @@ class Attention {
       if (matrix.has_v && (seen == Seen::everything ||
                            matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
         matrix.values(scratch_.s, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.acc,
-                      ahead_v);
+                      ahead_);
       else
 #endif
-        values(n, first, seen, ahead_v);
+        values(n, first, seen);
     }
     finish();
   }
@@ -364,18 +372,18 @@ class Attention {
 
   // Rows as padded float32: where they lie if they are that already, else decoded into scratch.
   void as_floats(const Side& side, int64_t pad, const char** rows, const char* const* affine,
-                 int64_t n, float* to, const Ahead& ahead) {
+                 int64_t n, float* to) {
     const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad;
     for (int64_t c = 0; c < n; ++c) {
-      ahead.fetch(c);
+      if (c % 2) ahead_.some(1);
       if (lies_ready) continue;
       decode_row(side, rows[c], affine[c], pad, to + c * pad);
       rows[c] = reinterpret_cast<const char*>(to + c * pad);
     }
   }
 
-  void logits(int64_t n, const Ahead& ahead) {
-    as_floats(k_, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k, ahead);
+  void logits(int64_t n) {
+    as_floats(k_, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k);
     for (int64_t r = 0; r < rows_pad_; r += 4)
       logits_of_4(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n, scratch_.s + r * kTile);
   }
@@ -402,6 +410,7 @@ class Attention {
     const int64_t wide = (n + kLanes - 1) / kLanes * kLanes;
     for (int64_t r = 0; r < rows_; ++r) {
       float* s = scratch_.s + r * kTile;
+      ahead_.some(3);
       for (int64_t c = n; c < wide; ++c) s[c] = kMinusInfinity;
       Vec top = all(scratch_.max[r]);
       for (int64_t c = 0; c < wide; c += kLanes) top = max(top, load(s + c));
@@ -424,8 +433,8 @@ class Attention {
     }
   }
 
-  void values(int64_t n, int64_t first, Seen seen, const Ahead& ahead) {
-    as_floats(v_, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v, ahead);
+  void values(int64_t n, int64_t first, Seen seen) {
+    as_floats(v_, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v);
     if (seen == Seen::some) leave_no_trace(first, n);
     for (int64_t r = 0; r < rows_pad_; r += 4) {
       const float* s = scratch_.s + r * kTile;
@@ -463,6 +472,7 @@ class Attention {
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   Scratch scratch_;
   Scratch::Rows* rows_of_tile_ = nullptr;
+  Ahead ahead_;
 
  public:
   static float exp2_or_0(float x) { return x == kMinusInfinity ? 0.f : exp2_one(x); }
