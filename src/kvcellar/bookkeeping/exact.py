@@ -11,14 +11,13 @@ tokens are then read quantised. Nothing is ever lost: the quantised copy is alwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 from kvcellar.types import (
     AttendSpec,
-    CacheConfig,
     IntArray,
     LayerGroup,
     Run,
@@ -32,7 +31,7 @@ from kvcellar.types import (
 BASE = 1 << 40
 """Index of the first exact cell, past any other."""
 
-N_SEQUENCES = 16
+N_SEQUENCES = 8
 """Histories whose ends can be exact at a time."""
 
 
@@ -158,9 +157,9 @@ def exact_cells(group: LayerGroup, kv: KvDtype) -> ExactCells | None:
     return ExactCells(first, kv.exact_last) if first or kv.exact_last else None
 
 
-def exact_bytes(config: CacheConfig) -> int:
-    """What the pools of a cache take for exact cells, all of them from the start."""
-    made = ((group, exact_cells(group, config.kv)) for group in config.rank_groups)
+def exact_bytes(groups: Iterable[LayerGroup], kv: KvDtype) -> int:
+    """What the pools of these layer groups take for exact cells, all of them from the start."""
+    made = ((group, exact_cells(group, kv)) for group in groups)
     return sum(g.cell_bytes(parse_kv_dtype("float32")) * e.n_cells for g, e in made if e)
 
 
