@@ -21,7 +21,7 @@ from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
 from kvcellar.store.folder import Folder
 from kvcellar.store.layout import ModelKey
-from kvcellar.store.matching import COLD, Finder, Loaded, Match, WindowState
+from kvcellar.store.matching import Finder, Loaded, Match, WindowState
 from kvcellar.store.references import Reference, checked_json, checked_name
 from kvcellar.store.reports import (
     EventKind,
@@ -33,7 +33,7 @@ from kvcellar.store.reports import (
     VerifyReport,
 )
 from kvcellar.store.saving import Naming, RowSource, Saver, SaveTicket
-from kvcellar.store.warm import Item, WarmTier
+from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray
 
@@ -141,7 +141,10 @@ class Store:
             start: positions before it are not wanted: the cache has them.
             stop: one past the last position; None: ``match.n_resumable``.
         """
-        return self._finder.load(match, start, match.n_resumable if stop is None else stop)
+        try:
+            yield from self._finder.load(match, start, match.n_resumable if stop is None else stop)
+        finally:
+            self._writer.offer(self._write_used, 0)
 
     def load_window(self, match: Match, limit: int | None = None) -> WindowState | None:
         """What the sliding-window groups need, at the greatest length there is up to ``limit``.
@@ -451,13 +454,9 @@ class Store:
 
     # Inside ------------------------------------------------------------------------------------
 
-    def _on_read(self, item: Item, tier: str) -> None:
-        """A block was used: remember it, and keep a copy in RAM of what came from disk."""
-        self._used.add(item.info.address)
-        if tier == COLD and self.config.warm_bytes:
-            self._saver.spill(self._warm.add(item, is_cold=True))
-        if len(self._used) == 1:
-            self._writer.offer(self._write_used, 0)
+    def _on_read(self, address: bytes) -> None:
+        """A block was used. It is not copied to RAM: the cache has it now."""
+        self._used.add(address)
 
     def _write_used(self) -> None:
         used, self._used = self._used, set()
