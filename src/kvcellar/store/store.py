@@ -7,6 +7,7 @@ tokens is stored, and load it block by block, every byte verified before it is g
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ class Store:
             cold_precision=self.config.cold_precision,
             max_boundaries=self.config.max_boundaries,
         )
-        self._used: set[bytes] = set()
+        self._used: deque[bytes] = deque()
         self._refresh_pins()
 
     def __enter__(self) -> Store:
@@ -456,10 +457,12 @@ class Store:
 
     def _on_read(self, address: bytes) -> None:
         """A block was used. It is not copied to RAM: the cache has it now."""
-        self._used.add(address)
+        self._used.append(address)
 
     def _write_used(self) -> None:
-        used, self._used = self._used, set()
+        used: set[bytes] = set()
+        while self._used:
+            used.add(self._used.popleft())
         if used:
             self._cold.tell(lambda catalogue: catalogue.touch(used, time.time()))
 
