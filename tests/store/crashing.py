@@ -1,8 +1,8 @@
 """Processes that save histories until they are killed.
 
 Run as a script this is a server: for every line ``FOLDER SEED COUNTS`` it forks a child that saves
-into the folder. The child prints ``open``, then ``begin NAME N`` before a save and ``done NAME N``
-when its ticket says published; the server prints ``pid N`` before and ``end`` when it is dead.
+into the folder. The child prints ``pid N`` and ``open``, then ``begin NAME N`` before a save and
+``done NAME N`` when its ticket says published; the server prints ``end`` when it is dead.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def serve() -> None:
         folder, seed, counts = line.split()
         pid = os.fork()
         if not pid:
+            print("pid", os.getpid(), flush=True)
             numbers = dict(zip(NAMES, map(int, counts.split(",")), strict=True))
             save_until_killed(folder, int(seed), numbers)
             os._exit(0)
-        print("pid", pid, flush=True)
         os.waitpid(pid, 0)
         print("end", flush=True)
 

@@ -48,6 +48,7 @@ def lines_until(stream: IO[str], last: str) -> Iterator[list[str]]:
         yield words
         if words[:1] == [last]:
             return
+        assert words[:1] != ["end"], "it ended by itself"
 
 
 def test_a_process_killed_at_any_moment_leaves_every_history_as_it_was_published(
