@@ -18,6 +18,7 @@ struct Scratch {
   float *q, *k, *v, *s, *acc, *max, *sum, *factor;
   struct Rows {
     const char *k[kTile], *v[kTile], *k_affine[kTile], *v_affine[kTile];
+    const Pool* pool;  // whose rows they are: the job's, or its exact one
   };
   Rows* rows;  // of this tile and of the next
   char* extra;
@@ -118,25 +119,27 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
 
 struct Walk {
   const Job& job;
-  const Side &k, &v;
-  const char *k_base, *v_base, *k_affine_base, *v_affine_base;
   int64_t run, offset;
 
-  explicit Walk(const Job& from)
-      : job(from), k(from.pool->k), v(from.pool->v), run(from.run), offset(from.run_offset) {
-    k_base = k.data + job.kv_head * k.head_stride;
-    v_base = v.data + job.kv_head * v.head_stride;
-    k_affine_base = k.affine ? k.affine + job.kv_head * k.affine_head_stride : nullptr;
-    v_affine_base = v.affine ? v.affine + job.kv_head * v.affine_head_stride : nullptr;
-  }
+  explicit Walk(const Job& from) : job(from), run(from.run), offset(from.run_offset) {}
 
-  // Addresses of the next n cells.
-  void next(int64_t n, Scratch::Rows& to) {
-    const int64_t block_size = job.pool->block_size;
+  // Addresses of up to n next cells of one pool; how many they are.
+  int64_t next(int64_t n, Scratch::Rows& to) {
+    const bool is_exact = job.runs[run].start >= kExactBase;
+    const int64_t base = is_exact ? kExactBase : 0;
+    const Pool& pool = is_exact ? *job.pool->exact : *job.pool;
+    const Side &k = pool.k, &v = pool.v;
+    const char* k_base = k.data + job.kv_head * k.head_stride;
+    const char* v_base = v.data + job.kv_head * v.head_stride;
+    const char* k_affine_base = k.affine ? k.affine + job.kv_head * k.affine_head_stride : nullptr;
+    const char* v_affine_base = v.affine ? v.affine + job.kv_head * v.affine_head_stride : nullptr;
+    const int64_t block_size = pool.block_size;
+    to.pool = &pool;
     int64_t i = 0;
     while (i < n) {
       const CellRun& cells = job.runs[run];
-      int64_t cell = cells.start + offset;
+      if ((cells.start >= kExactBase) != is_exact) break;
+      int64_t cell = cells.start - base + offset;
       int64_t length = smaller(cells.length - offset, n - i);
       offset += length;
       if (offset == cells.length) {
@@ -171,6 +174,7 @@ struct Walk {
         length -= piece;
       }
     }
+    return i;
   }
 };
 
@@ -182,6 +186,17 @@ struct Ahead {
   int64_t n = 0, k_bytes = 0, v_bytes = 0;
   bool has_k_affine = false, has_v_affine = false;
   int64_t next = 0;
+
+  void start(const Scratch::Rows& from, int64_t count) {
+    const Side &k = from.pool->k, &v = from.pool->v;
+    rows = &from;
+    n = count;
+    next = 0;
+    k_bytes = k.packed_bytes();
+    v_bytes = v.packed_bytes();
+    has_k_affine = k.affine != nullptr;
+    has_v_affine = v.affine != nullptr;
+  }
 
   void some(int64_t count) {
     const int64_t stop = smaller(n, next + count);
@@ -277,36 +292,37 @@ class Attention {
       scratch_.sum[r] = 0.f;
     }
     std::memset(scratch_.acc, 0, sizeof(float) * rows_pad_ * v_pad_);
-    ahead_.k_bytes = k_.packed_bytes();
-    ahead_.v_bytes = v_.packed_bytes();
-    ahead_.has_k_affine = k_.affine != nullptr;
-    ahead_.has_v_affine = v_.affine != nullptr;
     Walk walk(job_);
     const int64_t stop = job_.first_cell + job_.n_cells;
-    walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]);
-    for (int64_t first = job_.first_cell, turn = 0; first < stop; first += kTile, turn ^= 1) {
-      const int64_t n = smaller(kTile, stop - first);
+    int64_t n = walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]), n_next = 0;
+    for (int64_t first = job_.first_cell, turn = 0; first < stop; first += n, n = n_next, turn ^= 1) {
       rows_of_tile_ = scratch_.rows + turn;
-      ahead_.next = ahead_.n = 0;
+      ahead_.next = ahead_.n = n_next = 0;
       if (first + n < stop) {
-        ahead_.n = smaller(kTile, stop - first - n);
-        ahead_.rows = scratch_.rows + (turn ^ 1);
-        walk.next(ahead_.n, scratch_.rows[turn ^ 1]);
+        Scratch::Rows& rows = scratch_.rows[turn ^ 1];
+        n_next = walk.next(smaller(kTile, stop - first - n), rows);
+        ahead_.start(rows, n_next);
       }
       const Seen seen = what_is_seen(first, n);
       if (seen == Seen::nothing) continue;
 #if defined(KVC_AMX)
-      if (matrix.has_k)
+      const bool fits = rows_of_tile_->pool == job_.pool;
+      if (matrix.has_k && fits) {
         matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_);
-      else
-#endif
+      } else {
         logits(n);
+        if (matrix.has_k) multiply_logits(n, factor);
+      }
+#else
+      logits(n);
+#endif
       if (job_.args->softcap > 0.f) cap(n);
       if (seen == Seen::some) hide(first, n);
       softmax(n);
 #if defined(KVC_AMX)
-      if (matrix.has_v && (seen == Seen::everything ||
-                           matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
+      if (matrix.has_v && fits &&
+          (seen == Seen::everything ||
+           matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
         matrix.values(scratch_.s, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.acc,
                       ahead_);
       else
@@ -383,10 +399,18 @@ class Attention {
   }
 
   void logits(int64_t n) {
-    as_floats(k_, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k);
+    as_floats(rows_of_tile_->pool->k, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k);
     for (int64_t r = 0; r < rows_pad_; r += 4)
       logits_of_4(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n, scratch_.s + r * kTile);
   }
+
+#if defined(KVC_AMX)
+  // The matrix unit's queries come without the factor.
+  void multiply_logits(int64_t n, float factor) {
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t c = 0; c < n; ++c) scratch_.s[r * kTile + c] *= factor;
+  }
+#endif
 
   // softcap * tanh(x), in powers of two: tanh(x) = 1 - 2 / (exp(2x) + 1), odd.
   void cap(int64_t n) {
@@ -434,7 +458,7 @@ class Attention {
   }
 
   void values(int64_t n, int64_t first, Seen seen) {
-    as_floats(v_, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v);
+    as_floats(rows_of_tile_->pool->v, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v);
     if (seen == Seen::some) leave_no_trace(first, n);
     for (int64_t r = 0; r < rows_pad_; r += 4) {
       const float* s = scratch_.s + r * kTile;
