@@ -24,6 +24,7 @@ from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 from tests.backends.dense import stored
 
 torch = pytest.importorskip("torch")
+kernel = pytest.importorskip("kvcellar.backends.torch.kernel")
 
 N_HEADS, N_KV_HEADS, DIM = 4, 2, 32
 PARAMS = ModelCacheParams(
@@ -41,16 +42,20 @@ MAKERS = {
     "paged": make_paged_session,
     "tree": make_tree_session,
 }
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", "torch", "torch without the kernel")
 
 
 class Model:
     """Random q, k, v per token and layer, the same for the same token."""
 
     def __init__(self, backend: str, kind: str, kv_dtype: str, **policy: Any) -> None:
-        self.backend, self.kind = backend, kind
+        self.backend, *self.options = backend.split(" ", 1)
+        self.kind = kind
+        self.patch = pytest.MonkeyPatch()
+        if self.options:
+            self.patch.setattr(kernel, "takes", lambda device: False)
         config = make_config(PARAMS, 200, kv_dtype, 16, block_size=4, window_slack=20, **policy)
-        self.session: Any = MAKERS[kind](backend, config)
+        self.session: Any = MAKERS[kind](self.backend, config)
 
     def __enter__(self) -> Model:
         self.session.__enter__()
@@ -59,6 +64,7 @@ class Model:
 
     def __exit__(self, *error: Any) -> None:
         self.session.__exit__(*error)
+        self.patch.undo()
 
     @staticmethod
     def rows(tokens: list[int], layer: int, what: str) -> np.ndarray:

@@ -72,6 +72,8 @@ class Prepared:
     """What the CPU kernel does: all writes and some reads; ``reads`` are the others."""
     exact_writes: tuple[Write, ...] = ()
     """Tokens that go to exact cells too."""
+    exact_by_kernel: kernels.Plan | None = None
+    """The same for the kernel."""
 
 
 class TorchBytes(StepBookkeeping):
@@ -203,9 +205,11 @@ class TorchBytes(StepBookkeeping):
         plan = self.plan(layer, n_tok, positions)
         exact = self._exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-        if q is not None and exact is None and kernel.takes(k.device):
-            compiled, left = kernel.compile_plan(plan)
+        if q is not None and kernel.takes(k.device):
+            compiled, left = kernel.compile_plan(own)
             prepared = Prepared(plan, None, _reads(left, k), None, shapes, compiled)
+            if exact is not None and exact_writes:
+                prepared.exact_by_kernel = kernel.compile_writes(n_tok, exact_writes, exact.n_cells)
         else:
             prepared = _prepare(own, k, shapes)
             prepared.plan, prepared.exact_writes = plan, exact_writes
@@ -228,6 +232,10 @@ class TorchBytes(StepBookkeeping):
         assert prepared.by_kernel is not None
         index = self._group_of[layer]
         pool, softcap = self.pools_of_layer[layer], self.groups[index].softcap
+        to_exact = None
+        if prepared.exact_by_kernel is not None:
+            assert isinstance(pool, ExactPool)
+            to_exact = prepared.exact_by_kernel, pool.exact.for_kernel()
         out = kernel.attend(
             prepared.by_kernel,
             pool.for_kernel(),
@@ -239,6 +247,7 @@ class TorchBytes(StepBookkeeping):
             out_dtype,
             softcap,
             sinks,
+            to_exact,
         )
         self.wrote(layer)
         if prepared.reads:

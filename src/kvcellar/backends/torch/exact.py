@@ -42,9 +42,10 @@ class ExactPool:
         self.cells.ensure(n_cells, device)
         self.exact.ensure(self._n, device)
 
-    def for_kernel(self) -> kernels.Pool:
-        """Both as the CPU kernel sees them."""
-        raise NotImplementedError
+    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
+        """As in :class:`Pool`, with the exact cells beside."""
+        assert exact is None, "there is one pool of exact cells"
+        return self.cells.for_kernel(self.exact.for_kernel())
 
     def write_exact(self, writes: Sequence[Write], k: Tensor, v: Tensor) -> None:
         """Store some tokens ``[1, n_kv_heads, T, dim]`` in exact cells, counted from 0."""
