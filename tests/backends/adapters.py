@@ -159,7 +159,7 @@ class TorchHalfByKernel(TorchAdapter):
         from kvcellar.backends.torch import kernel
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "FEW_QUERIES", 2)
+            patch.setattr(kernel, "most_queries", lambda kv, dtype: 2)
             yield
 
 

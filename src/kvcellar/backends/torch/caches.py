@@ -206,7 +206,8 @@ class TorchBytes(StepBookkeeping):
         exact = self._exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
         if q is not None and kernel.takes(k.device):
-            compiled, left = kernel.compile_plan(own)
+            most = kernel.most_queries(self.config.kv, q.dtype)
+            compiled, left = kernel.compile_plan(own, most)
             prepared = Prepared(plan, None, _reads(left, k), None, shapes, compiled)
             if exact is not None and exact_writes:
                 prepared.exact_by_kernel = kernel.compile_writes(n_tok, exact_writes, exact.n_cells)

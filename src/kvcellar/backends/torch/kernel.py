@@ -7,10 +7,14 @@ from torch import Tensor
 
 from kvcellar.backends import kernels
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
+from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import AttendSpec, StepPlan, Write
 
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications."""
+
+FEW_QUERIES_AMX = 64
+"""The same where both use the matrix unit."""
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -101,14 +105,31 @@ def takes(device: torch.device) -> bool:
     return device.type == "cpu" and kernels.is_available()
 
 
-def compile_plan(plan: StepPlan) -> tuple[kernels.Plan, tuple[AttendSpec, ...]]:
-    """All writes and the reads of few queries for the kernel; the other reads are left.
+def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
+    """Up to how many queries of a read are the kernel's; None: any number.
+
+    Args:
+        kv: how K and V are stored.
+        dtype: of the queries.
+    """
+    stored = {kv.k.name, kv.v.name}
+    if kernels.level() != "amx" or stored & {"float32", "float16"}:
+        return FEW_QUERIES
+    return None if dtype == torch.float32 else FEW_QUERIES_AMX  # torch has none for float32
+
+
+def compile_plan(
+    plan: StepPlan, n_queries: int | None
+) -> tuple[kernels.Plan, tuple[AttendSpec, ...]]:
+    """All writes and the reads of up to ``n_queries`` for the kernel; the other reads are left.
 
     Those are for torch's matrix multiplications, which are faster for many queries.
     """
-    long = tuple(read for read in plan.reads if read.q_len > FEW_QUERIES)
+    if n_queries is None:
+        return kernels.compile_plan(plan), ()
+    long = tuple(read for read in plan.reads if read.q_len > n_queries)
     if long:
-        short = tuple(read for read in plan.reads if read.q_len <= FEW_QUERIES)
+        short = tuple(read for read in plan.reads if read.q_len <= n_queries)
         plan = StepPlan(plan.n_tokens, plan.writes, short, plan.n_cells)
     return kernels.compile_plan(plan), long
 
