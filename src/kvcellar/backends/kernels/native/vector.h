@@ -94,7 +94,9 @@ inline Vec nearest(Vec x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline Vec times_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-inline Vec zero_far_below(Vec, Vec y) { return y; }  // scalef has made it 0
+inline Vec zero_far_below(Vec x, Vec y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ), y);
+}
 inline Vec load_bf16(const uint16_t* p) {
   const __m512i wide =
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -313,11 +315,9 @@ constexpr float kMinusInfinity = -__builtin_inff();
 
 // 2**x for x <= 0 with a relative error of some 1e-7; 0 far below, NaN for NaN.
 inline Vec exp2_below_1(Vec x) {
-#if defined(KVC_AVX512)
-  const Vec clipped = max(all(-160.f), x);  // max gives its second argument where one is NaN
-#else
+  // A number below the normal ones would cost hundreds of cycles. On x86 max gives its second
+  // argument where one is NaN.
   const Vec clipped = max(all(-126.f), x);
-#endif
   const Vec whole = nearest(clipped), f = sub(clipped, whole);
   Vec y = all(1.5403530e-4f);
   y = fma(y, f, all(1.3333558e-3f));
