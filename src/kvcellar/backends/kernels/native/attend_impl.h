@@ -211,25 +211,35 @@ struct Ahead {
 
 // Logits and values in float32 --------------------------------------------------------------------
 
-// s[r][c] = q[r] . k[c] for 4 rows; q rows are k_pad apart.
-inline void logits_of_4(const float* q, int64_t k_pad, const char* const* k_rows, int64_t n,
-                        float* s) {
-  for (int64_t c = 0; c < n; ++c) {
-    const float* k = reinterpret_cast<const float*>(k_rows[c]);
-    Vec a0 = all(0.f), a1 = a0, a2 = a0, a3 = a0;
+// s[r][c] = q[r] . k[c] for kRows rows, 4 cells at a time; q rows are k_pad apart. Writes up to 3
+// numbers behind the n-th, of the last cell again.
+template <int kRows>
+inline void logits_of(const float* q, int64_t k_pad, const char* const* k_rows, int64_t n,
+                      float* s) {
+  for (int64_t c = 0; c < n; c += 4) {
+    const float* k[4];
+    for (int j = 0; j < 4; ++j)
+      k[j] = reinterpret_cast<const float*>(k_rows[smaller(c + j, n - 1)]);
+    Vec a[kRows][4];
+    for (auto& row : a)
+      for (Vec& x : row) x = all(0.f);
     for (int64_t d = 0; d < k_pad; d += kLanes) {
-      const Vec x = load(k + d);
-      a0 = fma(load(q + d), x, a0);
-      a1 = fma(load(q + k_pad + d), x, a1);
-      a2 = fma(load(q + 2 * k_pad + d), x, a2);
-      a3 = fma(load(q + 3 * k_pad + d), x, a3);
+      Vec x[kRows];
+      for (int r = 0; r < kRows; ++r) x[r] = load(q + r * k_pad + d);
+      for (int j = 0; j < 4; ++j) {
+        const Vec y = load(k[j] + d);
+        for (int r = 0; r < kRows; ++r) a[r][j] = fma(x[r], y, a[r][j]);
+      }
     }
-    s[c] = sum(a0);
-    s[kTile + c] = sum(a1);
-    s[2 * kTile + c] = sum(a2);
-    s[3 * kTile + c] = sum(a3);
+    for (int r = 0; r < kRows; ++r) sum_4(a[r][0], a[r][1], a[r][2], a[r][3], s + r * kTile + c);
   }
 }
+
+#if defined(KVC_AVX2)
+constexpr int kLogitRows = 2;  // as many sums as there are registers for
+#else
+constexpr int kLogitRows = 4;
+#endif
 
 // acc[r][d .. d + kWide vectors) += s[r][c] * v[c], for 4 rows.
 template <int kWide>
@@ -400,8 +410,9 @@ class Attention {
 
   void logits(int64_t n) {
     as_floats(rows_of_tile_->pool->k, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k);
-    for (int64_t r = 0; r < rows_pad_; r += 4)
-      logits_of_4(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n, scratch_.s + r * kTile);
+    for (int64_t r = 0; r < rows_pad_; r += kLogitRows)
+      logits_of<kLogitRows>(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n,
+                            scratch_.s + r * kTile);
   }
 
 #if defined(KVC_AMX)
@@ -567,12 +578,29 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
   if (side.dtype == Dtype::int4) std::memset(packed, 0, (side.dim + 1) / 2);
   for (int64_t g = 0; g * group < side.dim; ++g) {
     const float* x = row + g * group;
+    const bool is_wide = kLanes > 1 && group % kLanes == 0;
     float low = x[0], high = x[0];
-    bool has_nan = false;
-    for (int64_t i = 0; i < group; ++i) {
-      has_nan |= x[i] != x[i];
-      low = x[i] < low ? x[i] : low;
-      high = x[i] > high ? x[i] : high;
+    bool has_nan = false, is_found = false;
+    if (is_wide) {
+      Vec least = load(x), most = least, zeros = sub(least, least);
+      for (int64_t i = kLanes; i < group; i += kLanes) {
+        const Vec y = load(x + i);
+        least = min(least, y);
+        most = max(most, y);
+        zeros = add(zeros, sub(y, y));
+      }
+      low = -highest(sub(all(0.f), least));
+      high = highest(most);
+      // Not so where a number is not finite, and of two zeros the first one's sign counts.
+      is_found = sum(zeros) == 0.f && low != 0.f && high != 0.f;
+    }
+    if (!is_found) {
+      low = high = x[0];
+      for (int64_t i = 0; i < group; ++i) {
+        has_nan |= x[i] != x[i];
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+      }
     }
     float inverse = 0.f, bias = 0.f;
     if (has_nan) {
@@ -587,7 +615,19 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
       inverse = step > 0.f ? 1.f / step : 0.f;
     }
     const int64_t first = g * group;
-    for (int64_t i = 0; i < group; ++i) {
+    for (int64_t i = 0; is_wide && i < group; i += kLanes) {
+      Vec q = nearest(mul(sub(load(x + i), all(bias)), all(inverse)));
+      q = min(max(q, all(0.f)), all(top));  // NaN too becomes 0
+      if (side.dtype == Dtype::int8) {
+        store_u8(packed + first + i, q);
+      } else {
+        uint8_t bytes[kLanes];
+        store_u8(bytes, q);
+        for (int j = 0; j + 1 < kLanes; j += 2)
+          packed[(first + i + j) / 2] = static_cast<uint8_t>(bytes[j] | bytes[j + 1] << 4);
+      }
+    }
+    for (int64_t i = 0; !is_wide && i < group; ++i) {
       float q = __builtin_rintf((x[i] - bias) * inverse);
       q = q > 0.f ? q : 0.f;  // NaN too becomes 0
       q = q < top ? q : top;
