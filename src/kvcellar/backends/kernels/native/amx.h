@@ -88,11 +88,11 @@ class Matrix {
  public:
   const bool has_k, has_v;
 
-  // `q`: rows of k_pad floats. Logits are multiplied by `factor`.
-  Matrix(const Side& k, const Side& v, int64_t rows, int64_t k_pad, int64_t v_pad, const float* q,
-         float factor, char* memory)
-      : has_k(fits_matrix(k)),
-        has_v(fits_matrix(v)),
+  // `with_k`, `with_v`: only for sides that fit. `q`: rows of k_pad floats. Logits are multiplied by `factor`.
+  Matrix(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
+         int64_t v_pad, const float* q, float factor, char* memory)
+      : has_k(with_k),
+        has_v(with_v),
         k_(k),
         v_(v),
         rows_(rows),

@@ -292,8 +292,12 @@ class Attention {
     // Without a cap the softmax works in powers of two, and the factor is in the logits already.
     const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
 #if defined(KVC_AMX)
-    load_queries(fits_matrix(k_) ? 1.f : factor);
-    const Matrix matrix(k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
+    // For less work than this, making its operands takes longer than it saves.
+    const bool is_worth = job_.n_cells > 24 || rows_ > 8;
+    const bool has_k = is_worth && fits_matrix(k_), has_v = is_worth && fits_matrix(v_);
+    load_queries(has_k ? 1.f : factor);
+    const Matrix matrix(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor,
+                        scratch_.extra);
 #else
     load_queries(factor);
 #endif
