@@ -174,9 +174,9 @@ def _what_changed(
         return "system"
     if len(new) <= len(known) and n_known >= len(new) - 1:
         return "truncated"
-    theirs = {match_key(message, rules) for message in new[n_known:]}
-    if any(match_key(message, rules) in theirs for message in known[n_known + 1 :]):
-        return "truncated"
+    here = match_key(new[n_known], rules)
+    if any(match_key(message, rules) == here for message in known[n_known + 1 :]):
+        return "truncated"  # what stood here is gone, and what follows it moved up
     return "edited"
 
 

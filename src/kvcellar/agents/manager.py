@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kvcellar.agents.history import Message, Spoken, plan_messages
 from kvcellar.agents.misses import Miss, common_prefix, explain
 from kvcellar.agents.models import ModelHost, ModelRegistry, model_notes
@@ -347,9 +349,11 @@ class AgentManager:
         agent = self._agent(agent_id, model)
         async with agent.gate:
             self._refresh(agent)
+            before = agent.tokens
             agent.cut(agent.position_of(position, turn))
             agent.miss = None
             await self._save(agent, self._host_of(agent))
+            await self._let_go(agent, before, len(agent.tokens))
         return agent.info()
 
     async def keep(self, agent_id: str, model: str | None = None) -> Sequence[str]:
@@ -953,12 +957,15 @@ class AgentManager:
             if ticket.reference is not None:
                 agent.revision = max(agent.revision, ticket.reference.revision)
 
-    async def _let_go(self, agent: Agent) -> None:
-        """Free the cells that only this agent needs."""
+    async def _let_go(
+        self, agent: Agent, tokens: tuple[int, ...] | None = None, keep: int = 0
+    ) -> None:
+        """Free the cells that only this agent needs: of its history, or of one that it had."""
         host = self._host_of(agent)
         if host is None:
             return
-        tokens = agent.token_array()
+        tokens = agent.tokens if tokens is None else tokens
+        array = np.array(tokens, dtype=np.int64)
         with self._lock:
             others = [
                 other
@@ -968,10 +975,10 @@ class AgentManager:
                 and not other.is_paused
                 and not other.is_finished
             ]
-        shared = [common_prefix(agent.tokens, o.expected or o.tokens) for o in others]
-        keep = max(shared, default=0)
+        shared = [common_prefix(tokens, o.expected or o.tokens) for o in others]
+        keep = max(keep, *shared) if shared else keep
         with contextlib.suppress(EngineClosedError):
-            await _in_engine(host, lambda engine: engine.scheduler.residency.drop(tokens, keep))
+            await _in_engine(host, lambda engine: engine.scheduler.residency.drop(array, keep))
 
     def _leave_model(self, host: ModelHost) -> None:
         """A model goes: wait until what its agents have said is on disk."""
