@@ -21,6 +21,9 @@ MARGIN = 0.8
 MAX_LOSS = 0.05
 """Of the prefill that is saved: what a restore may take before it has to have proven itself."""
 
+TELLING_BYTES = 4 << 20
+"""A restore of at least so much tells a tier's rate in full; less is mostly its fixed cost."""
+
 _WEIGHT = 0.3
 _FORGIVEN = 0.9
 
@@ -68,11 +71,12 @@ class Costs:
         return Estimate(load, None if prefill is None else (stop - n_cached) * prefill)
 
     def learn_load(self, tier: str, size_bytes: int, seconds: float) -> None:
-        """A block of this tier was loaded and written to its cells."""
+        """So many bytes of this tier were loaded and written to cells; few bytes say little."""
+        weight = _WEIGHT * min(1.0, size_bytes / TELLING_BYTES)
         if size_bytes > 0:
             with self._lock:
                 old = self.s_per_byte[tier]
-                self.s_per_byte[tier] = (1 - _WEIGHT) * old + _WEIGHT * seconds / size_bytes
+                self.s_per_byte[tier] = (1 - weight) * old + weight * seconds / size_bytes
 
     def declined(self) -> None:
         """A restore was believed too slow. The belief fades, so that it is tried again some day."""

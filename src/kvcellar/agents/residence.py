@@ -22,6 +22,7 @@ from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write
 from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
 from kvcellar.errors import EngineClosedError
 from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
+from kvcellar.store.layout import rows_size_bytes
 from kvcellar.types import IntArray
 
 __all__ = ["BroughtBack", "ProgressFn", "bring_back", "save_history"]
@@ -175,17 +176,18 @@ class _Job:
 
     def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
         """Blocks from the store to the cells, read a few ahead of being written."""
-        costs, layout, first = self.host.costs, self.host.key.layout, restore.first
+        costs, first = self.host.costs, restore.first
         on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
         started = last = time.perf_counter()
         at = first
 
+        spent: dict[str, list[float]] = {}
+
         def landed() -> None:
             written, loaded, load_s = on_the_way.popleft()
-            write_s = written.result()
-            share = (loaded.stop - loaded.start) / max(1, layout.block_tokens)
-            size = int(min(1.0, share) * loaded.size_bytes)
-            costs.learn_load(loaded.tier, size, load_s + write_s)
+            of_tier = spent.setdefault(loaded.tier, [0, 0.0])
+            of_tier[0] += sum(rows_size_bytes(group) for group in loaded.rows)
+            of_tier[1] += load_s + written.result()
 
         try:
             for loaded in self.store.load(match, first, stop):
@@ -207,6 +209,8 @@ class _Job:
         finally:
             while on_the_way:
                 landed()
+        for tier, (size_bytes, seconds) in spent.items():
+            costs.learn_load(tier, int(size_bytes), seconds)
         return at
 
     def _write(self, restore: Restore, loaded: Loaded) -> Future[float]:
