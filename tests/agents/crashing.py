@@ -32,18 +32,18 @@ async def talk(agents: Any, seed: int) -> None:
     known = {info.agent_id for info in agents.list()}
     for name in set(NAMES) - known:
         await agents.create(name)
-    print("open", flush=True)
+    print("open\n", end="", flush=True)
     while True:
         name = NAMES[int(rng.integers(len(NAMES)))]
         i = (await agents.describe(name)).n_turns
-        print("begin", name, i + 1, flush=True)
+        print(f"begin {name} {i + 1}\n", end="", flush=True)
         end = await turn(agents, name, tokens=new_tokens(name, i))
         if rng.random() < 0.3:
             await agents.pause(name)
         if end.save is None or end.save.wait() != "published":
             print("failed", end, flush=True)
             return
-        print("done", name, i + 1, flush=True)
+        print(f"done {name} {i + 1}\n", end="", flush=True)
 
 
 def serve() -> None:
@@ -54,9 +54,9 @@ def serve() -> None:
             with manager(Path(folder), config=CONFIG) as agents:
                 asyncio.run(talk(agents, int(seed)))
             os._exit(0)
-        print("pid", pid, flush=True)
+        print(f"pid {pid}\n", end="", flush=True)
         os.waitpid(pid, 0)
-        print("end", flush=True)
+        print("end\n", end="", flush=True)
 
 
 if __name__ == "__main__":

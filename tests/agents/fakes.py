@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, TurnEnd
+from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.agents.history import check_template
 from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
 from kvcellar.store import Layout, ModelKey, Store, StoreConfig
@@ -30,6 +31,16 @@ from tests.engine.fakes import (
 VOCAB = 260
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SMALL = StoreConfig(warm_bytes=1 << 24)
+
+
+class Eager(Costs):
+    """Loads whatever is stored: a hash is faster than any disk."""
+
+    def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
+        return Estimate(0.0, None)
+
+    def is_losing(self, n_tokens: int, n_loaded: int, elapsed_s: float) -> bool:
+        return False
 
 
 class RowCells(SeqCells):
@@ -88,6 +99,7 @@ def make_host(
         key=ModelKey(f"weights of {name}", layout),
         eos_token_ids=frozenset({ByteTokenizer.END}),
         size_bytes=size_bytes,
+        costs=Eager(),
         template=check_template(tokenizer),
     )
 

@@ -154,7 +154,11 @@ class AgentManager:
         tokens = agent.token_array()
 
         def count(engine: Engine) -> int:
-            return engine.scheduler.residency.index.match_prefix(tokens).length
+            residency = engine.scheduler.residency
+            n = residency.index.match_prefix(tokens).length
+            if agent.is_waiting:  # to look is not to use
+                residency.demote(tokens)
+            return n
 
         return agent.info(await _in_engine(host, count))
 
@@ -584,6 +588,7 @@ class AgentManager:
         if sum(value is not None for value in (text, messages, tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
         agent = self._agent(agent_id)
+        end: TurnEnd | None = None
         async with self.models.use(model or agent.model) as host:
             agent = self._on_model(agent, host)
             async with agent.gate:
@@ -592,7 +597,12 @@ class AgentManager:
                 events = self._run(agent, host, turn, params, priority, progress)
                 async with contextlib.aclosing(events):
                     async for event in events:
-                        yield event
+                        if isinstance(event, TurnEnd):
+                            end = event
+                        else:
+                            yield event
+        if end is not None:  # the agent is free for its next turn already
+            yield end
 
     def _plan(
         self,
@@ -668,6 +678,8 @@ class AgentManager:
 
         def on_finish(event: FinishEvent) -> None:
             """In the engine's thread: what the turn computed is still in the cache."""
+            with self._lock:
+                done.is_over, agent.request_id = True, None
             try:
                 done.save = self._record(agent, host, turn, event, before, back)
             except Exception as error:  # a full or closed store must not end the engine
@@ -678,7 +690,9 @@ class AgentManager:
             agent.expected = tuple(turn.tokens)
             request = Request(tuple(turn.tokens), params, priority)
             stream = await host.service.submit(request, on_finish)
-            agent.request_id = stream.request_id
+            with self._lock:
+                if not done.is_over:
+                    agent.request_id = stream.request_id
             try:
                 async for event in stream:
                     if isinstance(event, TokenEvent):
@@ -710,7 +724,6 @@ class AgentManager:
         back: BroughtBack,
     ) -> SaveTicket | None:
         """Take a turn into the agent's history and save it. In the engine's thread."""
-        agent.request_id = None
         usage = event.usage
         if usage is not None:
             n_computed = usage.prompt_tokens - usage.cached_tokens
@@ -1018,6 +1031,7 @@ class _Turn:
 class _Done:
     """What the engine's thread leaves for the caller's."""
 
+    is_over: bool = False
     save: SaveTicket | None = None
 
 

@@ -1,0 +1,77 @@
+"""Restore or recompute: the faster one, and never much slower than having no store."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvcellar.agents.costs import MAX_LOSS, Costs
+from kvcellar.store import Store
+from tests.agents.fakes import FULL_PARAMS, make_host, manager, oracle, run, tokens_of, turn
+
+
+def load(name: str) -> Any:
+    host = make_host(name, params=FULL_PARAMS)
+    host.costs = Costs()
+    return host
+
+
+def test_what_is_slower_to_load_than_to_compute_is_computed(tmp_path):
+    with manager(tmp_path, load) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", tokens=[1] * 300))
+        host = agents.models.host("hash")
+        for prefill, is_restored in ((1e-9, False), (1.0, True)):
+            run(agents.pause("a"))
+            before = tokens_of(agents, "a")
+            host.costs.prefill_s_per_token = prefill
+            end = run(turn(agents, "a", tokens=[2]))
+            assert bool(end.usage.restored_tokens) == is_restored
+            assert (end.usage.miss is not None) == (not is_restored)
+            if not is_restored:
+                assert end.usage.miss.cause == "recomputed"
+            assert list(tokens_of(agents, "a")) == [
+                *before,
+                2,
+                *oracle([*before, 2], 6, FULL_PARAMS),
+            ]
+
+
+def test_a_restore_that_turns_out_slow_is_given_up_after_a_twentieth(tmp_path, monkeypatch):
+    whole = Store.load
+
+    def slow(self: Store, *args: Any) -> Any:
+        for loaded in whole(self, *args):
+            time.sleep(0.05)
+            yield loaded
+
+    with manager(tmp_path, load) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", tokens=[1] * 600))
+        run(agents.pause("a"))
+        monkeypatch.setattr(Store, "load", slow)
+        host = agents.models.host("hash")
+        host.costs.prefill_s_per_token = 0.001  # 0.6 s for what takes 2 s to load
+        before = tokens_of(agents, "a")
+        end = run(turn(agents, "a", tokens=[2]))
+        assert 0 < end.usage.restored_tokens < 100
+        assert end.usage.restore_s < MAX_LOSS * 0.6 + 0.15
+        assert end.usage.miss.cause == "recomputed"
+        assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6, FULL_PARAMS)
+
+
+def test_rates_are_learnt_and_a_refusal_is_forgiven():
+    costs = Costs()
+    start = dict(costs.s_per_byte)
+    for _ in range(30):
+        costs.learn_load("cold", 100 << 20, 10.0)
+    assert 0.9 < costs.s_per_byte["cold"] * (100 << 20) / 10 < 1.1
+    for _ in range(100):
+        costs.declined()
+    assert costs.s_per_byte == start
+    costs.learn_load("warm", 100, 1.0)
+    assert costs.s_per_byte["warm"] < 1.01e-9 + 1e-6, "a few bytes say little of a rate"
+    costs.learn_prefill(4, 100.0)
+    assert costs.prefill_s_per_token is None
+    costs.learn_prefill(100, 1.0)
+    assert costs.prefill_s_per_token == 0.01
