@@ -18,19 +18,27 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvcellar.agents.history import Message, Spoken, plan_messages
-from kvcellar.agents.misses import Miss, common_prefix, explain
-from kvcellar.agents.models import ModelHost, ModelRegistry, model_notes
+from kvcellar.agents.history import Message
+from kvcellar.agents.misses import Miss, common_prefix
+from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import (
     Agent,
     AgentInfo,
-    Turn,
     checked_id,
-    key_of,
     model_tag,
     reference_name,
 )
-from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back, save_history
+from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
+from kvcellar.agents.turns import (
+    AgentUsage,
+    TurnEnd,
+    TurnPlan,
+    miss_of,
+    plan_turn,
+    record_turn,
+    usage_of,
+)
 from kvcellar.agents.volatile import RULES, match_key
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenEvent
 from kvcellar.errors import (
@@ -47,50 +55,6 @@ __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
 
 _GREEDY = SamplingParams()
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class AgentUsage:
-    """What a turn took. Tokens are tokens of the prompt unless said otherwise.
-
-    Attributes:
-        prompt_tokens: all of them: the history and what is new.
-        cached_tokens: those that were not computed: in the cache already, or restored.
-        restored_tokens: of these, those that came from the store.
-        restored_from: of these, how many from which tier (``warm``: RAM, ``cold``: disk).
-        completion_tokens: tokens that were sampled.
-        restore_s: seconds spent on loading.
-        time_to_first_token_s: from the turn's beginning, loading included; None without a token.
-        miss: reuse that was lost, and why; None where nothing was.
-        notes: what else there is to know: rules that were applied, another model.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    restored_tokens: int
-    restored_from: Mapping[str, int]
-    completion_tokens: int
-    restore_s: float
-    time_to_first_token_s: float | None
-    miss: Miss | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnEnd:
-    """A turn has ended; nothing follows.
-
-    Attributes:
-        agent_id: whose.
-        finish: how, as the engine says it.
-        usage: what it took.
-        save: what becomes of the state after it; None where nothing was saved.
-    """
-
-    agent_id: str
-    finish: FinishEvent
-    usage: AgentUsage
-    save: SaveTicket | None
 
 
 class AgentManager:
@@ -128,7 +92,7 @@ class AgentManager:
         self.rules = tuple(rules)
         self._lock = threading.Lock()
         self._agents: dict[str, Agent] = {}
-        self._tickets: dict[str, SaveTicket] = {}
+        self._publisher = Publisher(store)
         models.before_unload(self._leave_model)
         self._find_stored()
 
@@ -247,7 +211,7 @@ class AgentManager:
                 agent.stops = (None,)
             if tools:
                 agent.tools = [dict(tool) for tool in tools]
-            await self._save(agent, host)
+            await self._publisher.save(agent, host)
             return agent.info()
 
     async def delete(self, agent_id: str, model: str | None = None) -> None:
@@ -261,7 +225,7 @@ class AgentManager:
             await self._let_go(agent)
             with self._lock:
                 self._agents.pop(agent.name, None)
-            await self._settled(agent)
+            await self._publisher.settled(agent)
             with contextlib.suppress(UnknownReferenceError):
                 await asyncio.to_thread(self.store.delete, agent.name)
 
@@ -270,7 +234,7 @@ class AgentManager:
         agent = self._agent(agent_id, model)
         async with agent.gate:
             agent.is_finished, agent.is_waiting = True, False
-            await self._save(agent, self._host_of(agent))
+            await self._publisher.save(agent, self._host_of(agent))
             await self._let_go(agent)
         return agent.info()
 
@@ -327,7 +291,7 @@ class AgentManager:
             if child.name in self._agents or self.store.has_reference(child.name):
                 raise AgentError(f"there is an agent {new_id!r} already; choose another name")
             self._agents[child.name] = child
-        await self._save(child, host)
+        await self._publisher.save(child, host)
         return child.info()
 
     async def rewind(
@@ -352,11 +316,11 @@ class AgentManager:
         """
         agent = self._agent(agent_id, model)
         async with agent.gate:
-            self._refresh(agent)
+            self._publisher.refresh(agent)
             before = agent.tokens
             agent.cut(agent.position_of(position, turn))
             agent.miss = None
-            await self._save(agent, self._host_of(agent))
+            await self._publisher.save(agent, self._host_of(agent))
             await self._let_go(agent, before, len(agent.tokens))
         return agent.info()
 
@@ -414,7 +378,7 @@ class AgentManager:
                 for attempt in (1, 2):
                     if progress is not None:
                         progress(0.1, f"saving {len(agent.tokens)} tokens")
-                    ticket = await self._save(agent, host)
+                    ticket = await self._publisher.save(agent, host)
                     if ticket is None:
                         break
                     state = await asyncio.to_thread(ticket.wait)
@@ -445,7 +409,7 @@ class AgentManager:
         """
         agent = self._agent(agent_id, model)
         async with agent.gate, self.models.use(agent.model) as host:
-            self._refresh(agent)
+            self._publisher.refresh(agent)
             self._check_model(agent, host)
             back = await bring_back(
                 host, self.store, agent.tokens, is_wanted=True, progress=progress
@@ -495,7 +459,7 @@ class AgentManager:
         """
         agent = self._agent(agent_id, model)
         async with agent.gate:
-            await self._settled(agent)
+            await self._publisher.settled(agent)
 
             def write() -> int:
                 return self.store.export_reference(agent.name, file, on_progress=progress)
@@ -592,8 +556,8 @@ class AgentManager:
         async with self.models.use(model or agent.model) as host:
             agent = self._on_model(agent, host)
             async with agent.gate:
-                self._refresh(agent)
-                turn = self._plan(agent, host, text, messages, tokens, tools, role)
+                self._publisher.refresh(agent)
+                turn = plan_turn(agent, host, text, messages, tokens, tools, role, self.rules)
                 events = self._run(agent, host, turn, params, priority, progress)
                 async with contextlib.aclosing(events):
                     async for event in events:
@@ -604,73 +568,18 @@ class AgentManager:
         if end is not None:  # the agent is free for its next turn already
             yield end
 
-    def _plan(
-        self,
-        agent: Agent,
-        host: ModelHost,
-        text: str | None,
-        messages: Sequence[Mapping[str, Any]] | None,
-        tokens: Sequence[int] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        role: str,
-    ) -> _Turn:
-        """The tokens of a turn, and what kept the history from being continued."""
-        history = agent.tokens
-        if tokens is not None:
-            whole = [*history, *map(int, tokens)]
-            if not tokens:
-                raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
-            return _Turn(whole, agent.messages, agent.stops, agent.tools, None, ())
-        if host.tokenizer is None:
-            raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
-        self._decode_cut(agent, host)
-        if messages is None:
-            messages = [*agent.messages, {"role": role, "content": text}]
-            known_tools = agent.tools
-            tools = tools if tools is not None else agent.tools
-        else:
-            known_tools = agent.tools
-        said: Spoken = plan_messages(
-            host.tokenizer,
-            history,
-            agent.messages,
-            agent.stops,
-            known_tools,
-            messages,
-            tools,
-            self.rules,
-            host.eos_token_ids,
-        )
-        return _Turn(
-            said.tokens,
-            tuple(said.messages),
-            tuple(said.stops),
-            said.tools,
-            said.changed,
-            tuple(f"rule {name}: {RULES[name]}" for name in said.rules),
-            is_chat=True,
-        )
-
-    @staticmethod
-    def _decode_cut(agent: Agent, host: ModelHost) -> None:
-        """Give an answer that was cut in its middle the text that is left of it."""
-        if agent.messages and agent.messages[-1].get("content", "") is None and agent.turns:
-            assert host.tokenizer is not None
-            part = list(agent.tokens[agent.turns[-1].n_prompt :])
-            text = host.tokenizer.decode(part, skip_special_tokens=True)
-            agent.messages = (*agent.messages[:-1], {"role": "assistant", "content": text})
-
     async def _run(
         self,
         agent: Agent,
         host: ModelHost,
-        turn: _Turn,
+        turn: TurnPlan,
         params: SamplingParams,
         priority: int,
         progress: ProgressFn | None,
     ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
         started = time.perf_counter()
         before = agent.tokens
+        host.costs.recall(agent.rates)
         back = await bring_back(host, self.store, tuple(turn.tokens[:-1]), progress=progress)
         if not agent.turns and agent.miss is not None:
             turn.miss = agent.miss  # of a name that belongs to another model
@@ -702,7 +611,7 @@ class AgentManager:
                         agent.expected += (event.token.token_id,)
                         yield event
                         continue
-                    usage = self._usage(agent, turn, event, back, first_s)
+                    usage = usage_of(agent, turn, event, back, first_s)
                     yield TurnEnd(agent.agent_id, event, usage, done.save)
             finally:  # a reader that left: the turn has ended when its history is recorded
                 with contextlib.suppress(EngineClosedError):
@@ -718,7 +627,7 @@ class AgentManager:
         self,
         agent: Agent,
         host: ModelHost,
-        turn: _Turn,
+        turn: TurnPlan,
         event: FinishEvent,
         before: tuple[int, ...],
         back: BroughtBack,
@@ -728,83 +637,11 @@ class AgentManager:
         if usage is not None:
             n_computed = usage.prompt_tokens - usage.cached_tokens
             host.costs.learn_prefill(n_computed, usage.time_to_first_token_s)
-        agent.miss = self._miss(agent, host, turn, event, before, back)
+        agent.miss = miss_of(agent, host, turn, event, before, back)
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
-        n_before = common_prefix(before, turn.tokens)
-        turns = [t for t in agent.turns if t.stop <= n_before]
-        agent.tokens = (*turn.tokens, *event.token_ids)
-        n_messages = len(turn.messages)
-        if turn.is_chat:
-            answer = {"role": "assistant", "content": event.text}
-            agent.messages = (*turn.messages, answer)
-            agent.stops = (*turn.stops, len(agent.tokens))
-            agent.tools = turn.tools
-            known = [i for i, stop in enumerate(turn.stops) if stop is not None]
-            n_messages = known[-1] + 1 if known else 0
-            if not known and turn.messages and turn.messages[0].get("role") == "system":
-                n_messages = 1
-        agent.turns = (
-            *turns,
-            Turn(n_before, len(turn.tokens), len(agent.tokens), n_messages, event.reason),
-        )
-        first = () if agent.turns[1:] else agent.notes  # what its creation had to say
-        agent.notes = (*first, *model_notes(host), *turn.notes)
-        agent.used_s = time.time()
-        agent.is_waiting = agent.is_paused = agent.is_finished = False
-        agent.rates = host.costs.as_json()
-        return self._save_between_steps(host.engine, agent, True)
-
-    def _miss(
-        self,
-        agent: Agent,
-        host: ModelHost,
-        turn: _Turn,
-        event: FinishEvent,
-        before: tuple[int, ...],
-        back: BroughtBack,
-    ) -> Miss | None:
-        """What the turn had to compute although its history had been computed before."""
-        if turn.miss is not None:
-            return turn.miss
-        n_same = common_prefix(before, turn.tokens)
-        # The last token of a history was sampled and never computed: it is no loss.
-        n_lost = len(before) - 1 - n_same
-        if n_lost > 0:
-            cause = turn.changed or ("template" if turn.is_chat else "edited")
-            return explain(cause, n_lost, n_same, before, turn.tokens, host.tokenizer)
-        reusable = min(n_same, len(before) - 1, len(turn.tokens) - 1)
-        n_cached = event.usage.cached_tokens if event.usage is not None else reusable
-        n_lost = reusable - n_cached
-        if n_lost <= 0:
-            return None
-        cause = "evicted"
-        if back.is_recomputed:
-            cause = "recomputed"
-        elif host.key.layout.window_groups and n_cached:
-            cause = "window"
-        return explain(cause, n_lost, n_cached, before, turn.tokens, host.tokenizer)
-
-    @staticmethod
-    def _usage(
-        agent: Agent,
-        turn: _Turn,
-        event: FinishEvent,
-        back: BroughtBack,
-        first_s: float | None,
-    ) -> AgentUsage:
-        usage = event.usage
-        return AgentUsage(
-            prompt_tokens=len(turn.tokens),
-            cached_tokens=usage.cached_tokens if usage is not None else 0,
-            restored_tokens=back.n_restored,
-            restored_from=dict(back.tiers) if back.n_restored else {},
-            completion_tokens=len(event.token_ids),
-            restore_s=back.load_s,
-            time_to_first_token_s=first_s,
-            miss=agent.miss,
-            notes=agent.notes,
-        )
+        record_turn(agent, host, turn, event, before)
+        return self._publisher.between_steps(host.engine, agent, True)
 
     # Inside ------------------------------------------------------------------------------------
 
@@ -870,25 +707,11 @@ class AgentManager:
                     with self._lock:
                         self._agents.setdefault(agent.name, agent)
 
-    def _refresh(self, agent: Agent) -> None:
-        """Take over what another process has published of the agent since."""
-        ticket = self._tickets.get(agent.name)
-        if ticket is not None:
-            if ticket.state is SaveState.QUEUED:
-                return
-            if ticket.reference is not None:
-                agent.revision = max(agent.revision, ticket.reference.revision)
-                agent.n_stored = ticket.reference.n_stored
-        with contextlib.suppress(StoreError, UnknownReferenceError, KeyError, TypeError):
-            ref = self.store.get(agent.name)
-            if ref.revision > agent.revision and key_of(ref) == agent.key:
-                agent.take(ref)
-
     async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
         """The agent at this moment, the turn that it is in included."""
         request_id = agent.request_id
         if request_id is None or host is None:
-            self._refresh(agent)
+            self._publisher.refresh(agent)
             return replace(agent)
 
         def publish(engine: Engine) -> tuple[int, ...] | None:
@@ -899,76 +722,6 @@ class AgentManager:
         if tokens is not None and len(tokens) > len(agent.tokens):
             now.tokens = tokens
         return now
-
-    async def _save(self, agent: Agent, host: ModelHost | None) -> SaveTicket | None:
-        """Publish the agent's state; None where that is done already, without a write of rows."""
-        if host is not None:
-            with contextlib.suppress(EngineClosedError):
-                ticket = await _in_engine(host, lambda e: self._save_between_steps(e, agent, False))
-                if ticket is not None:
-                    return ticket
-        await self._settled(agent)
-        return await asyncio.to_thread(self._save_without_cells, agent)
-
-    def _save_between_steps(
-        self, engine: Engine, agent: Agent, is_last_resort: bool
-    ) -> SaveTicket | None:
-        ticket = save_history(
-            engine,
-            self.store,
-            agent.name,
-            agent.key,
-            agent.token_array(),
-            parent=agent.parent,
-            parent_position=agent.parent_position,
-            metadata=agent.metadata(),
-            is_last_resort=is_last_resort,
-        )
-        return None if ticket is None else self._follow(agent, ticket)
-
-    def _save_without_cells(self, agent: Agent) -> SaveTicket | None:
-        """Publish a state of which no cell is here: what is stored of it is referred to."""
-        ref = None
-        tokens, n = agent.token_array(), len(agent.tokens)
-        if self.store.has_reference(agent.name):
-            before = self.store.get(agent.name)
-            if len(before.tokens) == n and bool((before.tokens == tokens).all()):
-                self.store.update_metadata(agent.name, agent.metadata())
-                ref = self.store.get(agent.name)
-            elif len(before.tokens) > n and bool((before.tokens[:n] == tokens).all()):
-                ref = self.store.cut(agent.name, n, metadata=agent.metadata())
-        elif agent.parent is not None and self.store.has_reference(agent.parent):
-            before = self.store.get(agent.parent)
-            if len(before.tokens) >= n and bool((before.tokens[:n] == tokens).all()):
-                ref = self.store.fork(agent.parent, agent.name, n, metadata=agent.metadata())
-        if ref is not None:
-            agent.revision, agent.n_stored = ref.revision, ref.n_stored
-            return None
-        ticket = self.store.save(
-            agent.name,
-            agent.key,
-            tokens,
-            None,
-            n_computed=self.store.match(agent.key, tokens).n_resumable,
-            parent=agent.parent,
-            parent_position=agent.parent_position,
-            metadata=agent.metadata(),
-        )
-        self._follow(agent, ticket).wait()
-        return ticket
-
-    def _follow(self, agent: Agent, ticket: SaveTicket) -> SaveTicket:
-        self._tickets[agent.name] = ticket
-        agent.n_stored = ticket.n_stored
-        return ticket
-
-    async def _settled(self, agent: Agent) -> None:
-        """Wait until the last save of an agent is over."""
-        ticket = self._tickets.pop(agent.name, None)
-        if ticket is not None:
-            await asyncio.to_thread(ticket.wait)
-            if ticket.reference is not None:
-                agent.revision = max(agent.revision, ticket.reference.revision)
 
     async def _let_go(
         self, agent: Agent, tokens: tuple[int, ...] | None = None, keep: int = 0
@@ -998,33 +751,7 @@ class AgentManager:
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.key == host.key]
         for agent in agents:
-            ticket = self._tickets.get(agent.name)
-            if ticket is None:
-                continue
-            ticket.wait()
-            if ticket.state is not SaveState.PUBLISHED or ticket.is_partial:
-                self.store.flush()
-
-                def again(engine: Engine, agent: Agent = agent) -> SaveTicket | None:
-                    return self._save_between_steps(engine, agent, True)
-
-                second = host.service.run(again).result()
-                if second is not None:
-                    second.wait()
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What a turn brings."""
-
-    tokens: Sequence[int]
-    messages: tuple[Message, ...]
-    stops: tuple[int | None, ...]
-    tools: list[dict[str, Any]] | None
-    changed: str | None
-    notes: tuple[str, ...]
-    is_chat: bool = False
-    miss: Miss | None = None
+            self._publisher.complete(agent, host)
 
 
 @dataclass(slots=True)
