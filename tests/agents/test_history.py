@@ -84,6 +84,8 @@ def test_a_changed_date_or_header_costs_nothing_and_is_reported(tmp_path):
         assert end.usage.cached_tokens == len(before) - 1 and end.usage.miss is None
         said = " ".join(end.usage.notes)
         assert "rule header" in said and "rule date" in said
+        own = agents.conversation("a")
+        assert agents.identify(messages=[other, *own[1:], user("?")]) == "a"
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

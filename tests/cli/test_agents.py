@@ -71,6 +71,15 @@ def test_an_agent_lives_through_all_commands(home: Path) -> None:
     assert run_json("list") == []
 
 
+def test_an_agent_keeps_its_type_of_k_and_v() -> None:
+    assert run_json("create", "small", "--kv-dtype", "int8")["kv_dtype"] == "int8"
+    say("small", "Something to remember for a while, please.")
+    assert say("small", "And?")["usage"]["restored_tokens"] > 16
+    other = say("small", "And?", "--kv-dtype", "float32")
+    assert other["usage"]["miss"]["cause"] == "other model"
+    assert {info["kv_dtype"] for info in run_json("list")} == {"int8", "float32"}
+
+
 def test_chat_makes_its_agent_and_each_line_is_a_turn() -> None:
     code, _, err = run(
         "chat",

@@ -39,7 +39,7 @@ from kvcellar.agents.turns import (
     record_turn,
     usage_of,
 )
-from kvcellar.agents.volatile import RULES, match_key
+from kvcellar.agents.volatile import RULES, clean_message, match_key
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenEvent
 from kvcellar.errors import (
     AgentError,
@@ -160,7 +160,7 @@ class AgentManager:
         best: tuple[int, float] = (0, 0.0)
         found = None
         if messages is not None:
-            keys = [match_key(message, self.rules) for message in messages]
+            keys = [match_key(clean_message(m, self.rules), self.rules) for m in messages]
         for agent in agents:
             if messages is not None:
                 mine = [match_key(message, self.rules) for message in agent.messages]
@@ -418,6 +418,7 @@ class AgentManager:
             if released is not None:
                 await asyncio.wrap_future(released)
             agent.is_paused = agent.is_waiting = agent.is_finished = False
+            await self._publisher.save(agent, host)
         return back
 
     async def wait(self, agent_id: str, model: str | None = None) -> AgentInfo:

@@ -49,6 +49,7 @@ class AgentInfo:
     Attributes:
         agent_id: its name.
         model: the model that its history belongs to.
+        kv_dtype: how its K and V are stored.
         state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused`` or ``finished``.
         n_tokens: length of its history.
         n_stored: leading tokens whose KV is in the store.
@@ -64,6 +65,7 @@ class AgentInfo:
 
     agent_id: str
     model: str
+    kv_dtype: str
     state: str
     n_tokens: int
     n_stored: int
@@ -132,6 +134,7 @@ class Agent:
         return AgentInfo(
             agent_id=self.agent_id,
             model=self.model,
+            kv_dtype=self.key.layout.kv_dtype,
             state=self.state,
             n_tokens=len(self.tokens),
             n_stored=self.n_stored,

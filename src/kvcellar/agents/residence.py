@@ -50,6 +50,7 @@ class BroughtBack:
         load_s: seconds that loading took; 0 where nothing was loaded.
         is_recomputed: whether computing was expected to be faster, or turned out so.
         tiers: tokens restored, by tier.
+        is_exact: whether what was restored is bit for bit what was saved, and never had 8 bits.
     """
 
     n_cached: int
@@ -58,6 +59,7 @@ class BroughtBack:
     load_s: float = 0.0
     is_recomputed: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
+    is_exact: bool = True
     _held: Held | None = None
 
     def release(self, host: ModelHost) -> Future[None] | None:
@@ -194,6 +196,7 @@ class _Job:
                 load_s = time.perf_counter() - last
                 on_the_way.append((self._write(restore, loaded), loaded, load_s))
                 at = loaded.stop
+                result.is_exact &= loaded.is_exact
                 n = loaded.stop - loaded.start
                 result.tiers[loaded.tier] = result.tiers.get(loaded.tier, 0) + n
                 if len(on_the_way) > IN_FLIGHT:

@@ -211,5 +211,7 @@ def usage_of(
         restore_s=back.load_s,
         time_to_first_token_s=first_s,
         miss=agent.miss,
-        notes=agent.notes,
+        notes=agent.notes
+        if back.is_exact
+        else (*agent.notes, "the KV that was restored had been stored in 8 bits"),
     )

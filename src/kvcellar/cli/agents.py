@@ -221,7 +221,7 @@ def generate_command(
         "dtype": dtype,
         "device": device,
     }
-    with _opened(store, loading) as agents:
+    with _opened(store, loading, agent_id) as agents:
         if is_new and agent_id not in {info.agent_id for info in agents.list()}:
             asyncio.run(agents.create(agent_id, model=_named(model)))
         end = asyncio.run(_turn(agents, agent_id, said, params, _named(model), is_quiet=as_json))
@@ -266,7 +266,7 @@ def chat_command(
         "dtype": dtype,
         "device": device,
     }
-    with _opened(store, loading) as agents:
+    with _opened(store, loading, agent_id) as agents:
         if agent_id not in {info.agent_id for info in agents.list()}:
             asyncio.run(agents.create(agent_id, model=_named(model), system=system))
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -415,7 +415,7 @@ def resume_command(
         "dtype": dtype,
         "device": device,
     }
-    with _opened(store, loading) as agents:
+    with _opened(store, loading, agent_id) as agents:
         with progress_bar("loading") as report:
             back = asyncio.run(agents.resume(agent_id, progress=report))
         info = asyncio.run(agents.describe(agent_id))
@@ -474,14 +474,23 @@ def delete_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fa
 
 
 @contextmanager
-def _opened(folder: Path | None, loading: dict[str, Any] | None = None) -> Iterator[AgentManager]:
-    """The agents of a store, which is made where there is none; models are loaded when needed."""
+def _opened(
+    folder: Path | None, loading: dict[str, Any] | None = None, agent_id: str | None = None
+) -> Iterator[AgentManager]:
+    """The agents of a store, which is made where there is none; models are loaded when needed.
+
+    Unless said otherwise K and V are stored as the agent of that name has them.
+    """
     from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, open_host
     from kvcellar.store import Store, default_store
 
     def load(name: str) -> ModelHost:
+        wanted = dict(loading or {})
+        if wanted.get("kv_dtype") is None:
+            mine = [i for i in agents.list() if (i.agent_id, i.model) == (agent_id, name)]
+            wanted["kv_dtype"] = mine[-1].kv_dtype if mine else None
         with progress_bar(f"loading {name}") as report:
-            host = open_host(name, progress=report, **(loading or {}))
+            host = open_host(name, progress=report, **wanted)
         if host.template is not None:
             for found in host.template.findings:
                 print_note(f"chat template: {found}")
@@ -490,7 +499,8 @@ def _opened(folder: Path | None, loading: dict[str, Any] | None = None) -> Itera
     with Store((folder or default_store()).expanduser()) as store:
         models = ModelRegistry(load)
         try:
-            yield AgentManager(store, models)
+            agents = AgentManager(store, models)
+            yield agents
             models.close()
             store.flush()
         finally:
@@ -526,7 +536,7 @@ def _show(info: AgentInfo, as_json: bool) -> None:
     lines = [
         ("agent", info.agent_id),
         ("state", info.state),
-        ("model", info.model),
+        ("model", f"{info.model}, K and V in {info.kv_dtype}"),
         ("history", f"{info.n_tokens} tokens, {info.n_turns} turns, {info.n_messages} messages"),
         ("stored", f"{info.n_stored} tokens"),
         ("used", used),
