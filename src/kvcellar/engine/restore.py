@@ -70,7 +70,8 @@ class Restore:
     Attributes:
         tokens: ``[stop]``: the history.
         first: tokens that the cache held already.
-        tables: per layer group ``[stop]``: the cells, also of what was there.
+        tables: per layer group ``[stop]``: the cells that were claimed, -1 elsewhere: what the cache
+            held already keeps its own.
     """
 
     residency: Residency
@@ -116,13 +117,7 @@ class Restore:
             residency.give_seq_id(seq_id)
             held.release()
             raise
-        tables = []
-        for new, old in zip(claimed, held.tables, strict=True):
-            table = new.copy()
-            before = table[: held.n_tokens]
-            before[before < 0] = old[before < 0]
-            tables.append(table)
-        return cls(residency, tokens, held.n_tokens, tuple(tables), held, seq_id)
+        return cls(residency, tokens, held.n_tokens, claimed, held, seq_id)
 
     def write(self, group_cells: Sequence[IntArray], rows: Any) -> None:
         """Store rows in cells of ``tables``: per layer group, in their order."""
