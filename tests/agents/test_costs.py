@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from kvcellar.agents.costs import MAX_LOSS, Costs
-from kvcellar.store import Store
+from kvcellar.store import Store, StoreConfig
 from tests.agents.fakes import FULL_PARAMS, make_host, manager, oracle, run, tokens_of, turn
 
 
@@ -75,3 +77,31 @@ def test_rates_are_learnt_and_a_refusal_is_forgiven():
     assert costs.prefill_s_per_token is None
     costs.learn_prefill(100, 1.0)
     assert costs.prefill_s_per_token == 0.01
+
+
+@pytest.mark.parametrize("verb", ["match", "load", "load_window"])
+def test_a_store_that_fails_costs_time_and_no_turn(tmp_path, monkeypatch, verb):
+    def broken(*args: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", tokens=[1] * 100))
+        run(agents.pause("a"))
+        before = tokens_of(agents, "a")
+        monkeypatch.setattr(Store, verb, broken)
+        end = run(turn(agents, "a", tokens=[2]))
+        assert any("the disk is gone" in note for note in end.usage.notes)
+        assert end.usage.cached_tokens == 0
+        assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6)
+        residency = agents.models.host("hash").engine.scheduler.residency
+        assert residency.index.size_info().protected == 0
+
+
+def test_rows_that_went_through_8_bits_are_said_to_have(tmp_path):
+    config = StoreConfig(warm_bytes=0, cold_precision="int8")
+    with manager(tmp_path, config=config) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", tokens=[1] * 100))
+        run(agents.pause("a"))
+        assert run(agents.resume("a")).is_exact is False

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import RULES, check_template
+from kvcellar.engine import SamplingParams
 from tests.agents.fakes import ByteTokenizer, make_host, manager, run, tokens_of, turn
 
 SYSTEM = {"role": "system", "content": "You help.\nToday's date is 2026-03-01.\nBe brief."}
@@ -181,3 +182,21 @@ def test_a_line_that_is_not_about_the_date_is_not_taken_for_it(tmp_path):
         own = list(agents.conversation("a"))
         end = run(turn(agents, "a", messages=[two, *own[1:], user("n")]))
         assert end.usage.miss.cause == "system"
+
+
+def test_an_answer_that_the_model_ended_itself_is_not_ended_twice(tmp_path):
+    def ends_at_once(name: str) -> Any:
+        host = make_host(name)
+        host.engine.runner.bias[ByteTokenizer.END] = 1e6
+        return host
+
+    with manager(tmp_path, ends_at_once) as agents:
+        run(agents.create("a"))
+        for text in ("one", "two", "three"):
+            end = run(turn(agents, "a", text, params=SamplingParams(max_tokens=4)))
+            assert end.finish.reason == "stop"
+        text = ByteTokenizer().decode(tokens_of(agents, "a"))
+        assert text == "".join(f"<user>{t}<end>\n<assistant><end>\n" for t in _said)[:-1]
+
+
+_said = ("one", "two", "three")

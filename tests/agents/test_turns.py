@@ -322,3 +322,25 @@ def test_whatever_agents_do_their_tokens_are_those_of_the_plain_loop(tmp_path):
         with manager(tmp_path, load) as agents:
             for _ in range(25):
                 run(act(agents))
+
+
+def test_where_a_block_is_gone_a_window_model_goes_back_to_the_nearest_turn_and_not_to_zero(
+    tmp_path,
+):
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+        lengths = []
+        for i in range(4):
+            run(turn(agents, "a", tokens=[i + 1] * 50))
+            lengths.append(len(tokens_of(agents, "a")) - 1)
+        run(agents.pause("a"))
+        blocks = agents.store.get("a@" + agents._agent("a").name.rpartition("@")[2]).blocks
+    gone = blocks[-3].hex()  # of 16 tokens each: between the last two turns' ends
+    (found,) = [p for p in (tmp_path / "blocks").rglob("*") if gone in p.name]
+    found.unlink()
+    with manager(tmp_path) as agents:
+        end = run(turn(agents, "a", tokens=[9]))
+        check(agents, end)
+        n = end.usage.cached_tokens
+        assert lengths[-2] <= n < lengths[-1]
+        assert end.usage.miss is not None and end.usage.miss.tokens_lost == lengths[-1] - n

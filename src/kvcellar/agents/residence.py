@@ -51,6 +51,7 @@ class BroughtBack:
         is_recomputed: whether computing was expected to be faster, or turned out so.
         tiers: tokens restored, by tier.
         is_exact: whether what was restored is bit for bit what was saved, and never had 8 bits.
+        trouble: what went wrong on the way, if anything: less was restored, nothing is wrong.
     """
 
     n_cached: int
@@ -60,6 +61,7 @@ class BroughtBack:
     is_recomputed: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
     is_exact: bool = True
+    trouble: str = ""
     _held: Held | None = None
 
     def release(self, host: ModelHost) -> Future[None] | None:
@@ -122,6 +124,18 @@ class _Job:
         result = BroughtBack(held.n_tokens, n_known=held.n_tokens, _held=held)
         if held.n_tokens + MIN_GAIN > len(self.tokens):
             return result
+        try:
+            self._fill(held, result)
+        except EngineClosedError:
+            raise
+        except Exception as error:  # whatever is wrong with a disk, the turn can be computed
+            result.trouble = f"nothing more could be restored: {type(error).__name__}: {error}"
+        if result.n_restored:
+            result.load_s = time.perf_counter() - started
+        return result
+
+    def _fill(self, held: Held, result: BroughtBack) -> None:
+        """Load what is worth it."""
         match = self.store.match(self.host.key, self.tokens)
         limit = match.n_tokens
         result.n_known = max(held.n_tokens, match.n_resumable)
@@ -143,9 +157,6 @@ class _Job:
             limit = self._load(match, stop, window, result)
             if result.n_restored or result.is_recomputed or window is None:
                 break
-        if result.n_restored:
-            result.load_s = time.perf_counter() - started
-        return result
 
     def _load(
         self, match: Match, stop: int, window: WindowState | None, result: BroughtBack

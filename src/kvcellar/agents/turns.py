@@ -211,7 +211,13 @@ def usage_of(
         restore_s=back.load_s,
         time_to_first_token_s=first_s,
         miss=agent.miss,
-        notes=agent.notes
-        if back.is_exact
-        else (*agent.notes, "the KV that was restored had been stored in 8 bits"),
+        notes=(*agent.notes, *_notes_of(back)),
     )
+
+
+def _notes_of(back: BroughtBack) -> list[str]:
+    """What there is to know of a restore."""
+    notes = [back.trouble] if back.trouble else []
+    if not back.is_exact:
+        notes.append("the KV that was restored had been stored in 8 bits")
+    return notes

@@ -419,6 +419,8 @@ def resume_command(
         with progress_bar("loading") as report:
             back = asyncio.run(agents.resume(agent_id, progress=report))
         info = asyncio.run(agents.describe(agent_id))
+    if back.trouble:
+        print_warning(back.trouble)
     if as_json:
         value = _as_object(info) | {
             "restored_tokens": back.n_restored,

@@ -70,8 +70,8 @@ class Restore:
     Attributes:
         tokens: ``[stop]``: the history.
         first: tokens that the cache held already.
-        tables: per layer group ``[stop]``: the cells that were claimed, -1 elsewhere: what the cache
-            held already keeps its own.
+        tables: per layer group ``[stop]``: the cells that were claimed, -1 elsewhere; what the
+            cache held already keeps its own.
     """
 
     residency: Residency
