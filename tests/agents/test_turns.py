@@ -344,3 +344,17 @@ def test_where_a_block_is_gone_a_window_model_goes_back_to_the_nearest_turn_and_
         n = end.usage.cached_tokens
         assert lengths[-2] <= n < lengths[-1]
         assert end.usage.miss is not None and end.usage.miss.tokens_lost == lengths[-1] - n
+
+
+def test_what_another_process_said_is_taken_over_before_the_next_turn(tmp_path):
+    with manager(tmp_path) as one, manager(tmp_path) as two:
+        run(one.create("a"))
+        for i in range(3):
+            for agents in (one, two):
+                end = run(turn(agents, "a", tokens=[i + 1] * 30))
+                check(agents, end)
+                agents.store.flush()
+        assert len(tokens_of(two, "a")) == 6 * 36 and two.list()[0].n_turns == 6
+        assert end.usage.cached_tokens == 5 * 36 - 1
+        run(one.delete("a"))
+        assert one.list() == []
