@@ -15,7 +15,7 @@ demo: $(VENV)/.runtime ## Set up, then watch the bundled model branch: one trunk
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: lint types imports docs ## What needs no test run
 

@@ -24,10 +24,18 @@ def test_k_and_v_are_chosen_separately() -> None:
     assert parse_kv_dtype("k32v8:g128").k == SideDtype("float32")
 
 
+def test_the_ends_of_a_history_can_stay_exact() -> None:
+    kv = parse_kv_dtype("int4:first4:g64:last64")
+    assert (kv.exact_first, kv.exact_last) == (4, 64)
+    assert kv.k == kv.v == SideDtype("int4", 64)
+    assert (parse_kv_dtype("k8v32:last7").exact_first, parse_kv_dtype("int8").exact_last) == (0, 0)
+
+
 @pytest.mark.parametrize(
     "name",
     ["int3", "", "k8", "k8v5", "k8v8v8", "int8:", "int8:g16", "int8:g32:g64", "int4:rot:rot",
-     "int4:32", "INT8", "k-8v4", "int4 "],
+     "int4:32", "int4:last0", "int4:last9999", "int4:first4:first5", "int4:last",
+     "INT8", "k-8v4", "int4 "],
 )  # fmt: skip
 def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None:
     with pytest.raises(ConfigError, match="is not known; choose one of float32, bfloat16"):
@@ -35,7 +43,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None
 
 
 def test_settings_without_a_meaning_are_refused() -> None:
-    with pytest.raises(ConfigError, match="float type, which has no groups"):
+    with pytest.raises(ConfigError, match="float type, which has none"):
         parse_kv_dtype("bfloat16:g32")
     with pytest.raises(ConfigError, match="which only a quantised K needs"):
         parse_kv_dtype("k16v4:rot")

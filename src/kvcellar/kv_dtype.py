@@ -34,12 +34,16 @@ KV_DTYPES = (*FLOAT_KV_DTYPES, "int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 """Numbers that may share a scale and a bias."""
 
+MOST_EXACT = 4096
+"""Tokens at either end of a history that can stay in float32."""
+
 AFFINE_BYTES = 4
 """A float16 scale and a float16 bias."""
 
 _BITS = {"int8": 8, "int4": 4, "bfloat16": 16, "float16": 16, "float32": 32}
 _SIDES = {"4": "int4", "8": "int8", "16": "bfloat16", "32": "float32"}
 _PREFERRED_GROUP = {"int8": 64, "int4": 32}
+_ENDS = re.compile(r"(first|last)(\d{1,5})")
 _PAIR = re.compile(r"k(\d+)v(\d+)")
 
 
@@ -102,10 +106,20 @@ class SideDtype:
 
 @dataclass(frozen=True, slots=True)
 class KvDtype:
-    """How K and V are stored."""
+    """How K and V are stored.
+
+    Attributes:
+        k: the K side.
+        v: the V side.
+        exact_first: so many tokens at the start of a history stay in float32 beside quantised
+            ones (attention sinks), in layers that see all of it.
+        exact_last: so many of the most recent tokens of a history do.
+    """
 
     k: SideDtype
     v: SideDtype
+    exact_first: int = 0
+    exact_last: int = 0
 
     @property
     def is_quantised(self) -> bool:
@@ -124,7 +138,8 @@ def parse_kv_dtype(name: str) -> KvDtype:
 
     The first word says the types: one of ``KV_DTYPES`` for both sides, or ``k<bits>v<bits>`` with
     4 (int4), 8 (int8), 16 (bfloat16) or 32 (float32) bits. ``:g32``, ``:g64``, ``:g128`` set the
-    group size, ``:rot`` rotates a quantised K.
+    group size, ``:rot`` rotates a quantised K, ``:first4`` and ``:last64`` keep so many tokens of
+    each history in float32.
 
     Raises:
         ConfigError: nothing that is known; the message says what is.
@@ -139,9 +154,13 @@ def parse_kv_dtype(name: str) -> KvDtype:
         raise _unknown(name)
     group_size: int | None = None
     is_rotated = False
+    exact: dict[str, int] = {}
     for option in options:
+        ends = _ENDS.fullmatch(option)
         if option == "rot" and not is_rotated:
             is_rotated = True
+        elif ends and ends[1] not in exact and 0 < int(ends[2]) <= MOST_EXACT:
+            exact[ends[1]] = int(ends[2])
         elif group_size is None and option in {f"g{size}" for size in GROUP_SIZES}:
             group_size = int(option[1:])
         else:
@@ -150,17 +169,18 @@ def parse_kv_dtype(name: str) -> KvDtype:
         SideDtype(side, group_size if side not in FLOAT_KV_DTYPES else None) for side in (k, v)
     ]
     if options and not any(side.is_quantised for side in sides):
-        raise ConfigError(f"kv_dtype {name!r} is a float type, which has no groups and no rotation")
+        raise ConfigError(f"kv_dtype {name!r} is a float type, which has none of these options")
     if is_rotated:
         if not sides[0].is_quantised:
             raise ConfigError(f"kv_dtype {name!r} rotates K, which only a quantised K needs")
         sides[0] = SideDtype(k, sides[0].group_size, is_rotated=True)
-    return KvDtype(*sides)
+    return KvDtype(sides[0], sides[1], exact.get("first", 0), exact.get("last", 0))
 
 
 def _unknown(name: str) -> ConfigError:
     return ConfigError(
         f"kv_dtype {name!r} is not known; choose one of {', '.join(KV_DTYPES)}, or K and V by "
         f"themselves as k<bits>v<bits> with 4, 8, 16 or 32 bits (k8v4), then :g32, :g64 or :g128 "
-        f"for the group size and :rot to rotate K (int4:g64:rot)"
+        f"for the group size, :rot to rotate K, and :first<n> and :last<n> to keep up to "
+        f"{MOST_EXACT} tokens of each history in float32 (int4:g64:rot:first4:last64)"
     )

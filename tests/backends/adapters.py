@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +28,10 @@ SPLITTABLE = (
     "int4-rotated",
 )
 """Cases in which every way to cut a read is met."""
+
+
+FEW = ("mixed-three-groups", "bf16-gqa", "int4-window-sinks", "k8v4-odd-rows-softcap")
+"""Cases for what differs in the choice of a path alone."""
 
 
 class Adapter(ABC):
@@ -147,14 +152,14 @@ class TorchHalfByKernel(TorchAdapter):
     """Reads of two queries by the CPU kernel and longer ones by matrix multiplications."""
 
     name = "torch-half-by-kernel"
-    cases = tuple(case for case in CASES if case.name in SPLITTABLE)
+    cases = tuple(case for case in CASES if case.name in FEW)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
         from kvcellar.backends.torch import kernel
 
         with super().settings(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "FEW_QUERIES", 2)
+            patch.setattr(kernel, "most_queries", lambda kv, dtype: 2)
             yield
 
 
@@ -162,7 +167,7 @@ class TorchWithoutKernel(TorchAdapter):
     """As on a machine where the CPU kernel is not built, or on another device."""
 
     name = "torch-without-kernel"
-    cases = tuple(case for case in CASES if case.name in SPLITTABLE)
+    cases = tuple(case for case in CASES if case.name in FEW)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -193,3 +198,12 @@ class TorchInSmallPieces(TorchWithoutKernel):
             patch.setattr(attention, "PLAIN_LOGITS", 1)
             patch.setattr(reads, "TILE", 5)
             yield
+
+
+def quantised(adapter: type[Adapter], kv_dtype: str) -> type[Adapter]:
+    """The same backend with every model of float storage in another storage type."""
+    floats = [case for case in CASES if case.kv_dtype in FLOAT_KV_DTYPES]
+    cases = tuple(
+        replace(case, name=f"{case.name}-{kv_dtype}", kv_dtype=kv_dtype) for case in floats
+    )
+    return type(f"{adapter.__name__}Of{kv_dtype}", (adapter,), {"cases": cases})

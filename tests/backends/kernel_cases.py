@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from kvcellar.backends import kernels
 from kvcellar.backends.reference import attend, visible
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
-from kvcellar.backends.reference.quantise import dequantise, quantise
+from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise
 from kvcellar.kv_dtype import KV_DTYPES, SideDtype
 from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write, cells_of, runs_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 N_CELLS = 640
+BASE = 1 << 40
+"""Where a plan's exact cells begin."""
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -62,8 +64,6 @@ class SideBytes:
             return numbers(parts[0])
         packed, affine = parts
         rows = (packed, affine[..., 0], affine[..., 1])
-        from kvcellar.backends.reference.quantise import QuantisedRows
-
         return dequantise(QuantisedRows(*rows), self.side.bits, self.values.shape[-1])
 
     def _paged(self, part: np.ndarray) -> np.ndarray:
@@ -120,6 +120,8 @@ class Case:
     has_sinks: bool
     is_token_major: bool
     seed: int
+    exact: tuple[SideBytes, SideBytes] | None = None
+    """K and V of the exact cells: other numbers than those of any main cell."""
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -143,13 +145,27 @@ class Case:
 
     def pool(self) -> kernels.Pool:
         """The pool's description."""
-        return kernels.make_pool(
-            self.k.values.shape[0],
-            N_CELLS,
-            self.k.layout(),
-            self.v.layout(),
-            self.k.block_size,
-        )
+        n_heads = self.k.values.shape[0]
+        exact = None
+        if self.exact:
+            exact = kernels.make_pool(n_heads, N_CELLS, *[side.layout() for side in self.exact])
+        main = (self.k.layout(), self.v.layout(), self.k.block_size)
+        return kernels.make_pool(n_heads, N_CELLS, *main, exact)
+
+    def spoil(self, cells: np.ndarray) -> None:
+        """Make the numbers of these cells, main or exact, NaN."""
+        for side in (self.k, self.v):
+            side.spoil(cells[cells < BASE])
+        for side in self.exact or ():
+            side.spoil(cells[cells >= BASE] - BASE)
+
+    def rows_of(self, which: int, cells: np.ndarray) -> np.ndarray:
+        """``[n_heads, len(cells), dim]``: K (0) or V (1) of cells, main or exact."""
+        main, is_exact = (self.k, self.v)[which].values, cells >= BASE
+        rows = main[:, np.where(is_exact, 0, cells)]
+        if self.exact:
+            rows[:, is_exact] = self.exact[which].values[:, cells[is_exact] - BASE]
+        return rows
 
     def layout(self, out: np.ndarray) -> kernels.Layout:
         """The rows' description."""
@@ -193,7 +209,7 @@ class Case:
             at = slice(read.q_start, read.q_start + read.q_len)
             seen = visible(read.kind, read.mask, read.q_len, read.read_len)
             cells = cells_of(read.runs)
-            keys, values = self.k.values[:, cells], self.v.values[:, cells]
+            keys, values = self.rows_of(0, cells), self.rows_of(1, cells)
             softcap = self.softcap or None
             out[:, at] = attend(q[:, at], keys, values, seen, self.scale, softcap, self.sinks)
         return out
@@ -234,6 +250,10 @@ def cases(draw: st.DrawFn, dtype: str | None = None) -> Case:
     cells = (order[:, None] * run + np.arange(run)).reshape(-1).tolist()
     at = draw(st.integers(0, 300))
     trunk = cells[:at]
+    # Exact copies of cells near the ends of reads, at other indices; some ends have holes.
+    n_first, n_last = draw(st.sampled_from(((0, 0), (0, 0), (4, 32), (0, 9), (70, 1))))
+    copy_of = BASE + np.roll(np.arange(N_CELLS), 5)
+    has_copy = rng.random(N_CELLS) < draw(st.sampled_from((1.0, 1.0, 0.8)))
     reads, writes, n_tokens = [], [], 0
     for _ in range(draw(st.integers(1, 4))):
         q_len = draw(st.sampled_from((1, 1, 2, 5, 20)))
@@ -247,7 +267,11 @@ def cases(draw: st.DrawFn, dtype: str | None = None) -> Case:
                 st.sampled_from((0.05, 0.5, 1.0))
             )
             mask[:, -1] = True
-        reads.append(AttendSpec(n_tokens, q_len, tuple(runs_of(read)), kind, mask))
+        seen = np.array(read)
+        place = np.arange(len(read))
+        is_end = (place < n_first) | (place >= len(read) - n_last)
+        seen = np.where(is_end & has_copy[seen], copy_of[seen], seen)
+        reads.append(AttendSpec(n_tokens, q_len, tuple(runs_of(seen)), kind, mask))
         for new in runs_of(own[-q_len:]):
             writes.append(Write(n_tokens, new))
             n_tokens += new.length
@@ -257,6 +281,14 @@ def cases(draw: st.DrawFn, dtype: str | None = None) -> Case:
             SideDtype(dtype) if dtype else draw(sides(d)),
             rng.standard_normal((n_kv_heads, N_CELLS, d)).astype(np.float32),
             block_size,
+        )
+        for d in (dim, v_dim)
+    ]
+    exact = [
+        SideBytes(
+            SideDtype("float32"),
+            rng.standard_normal((n_kv_heads, N_CELLS, d)).astype(np.float32),
+            block_size=0,
         )
         for d in (dim, v_dim)
     ]
@@ -270,4 +302,5 @@ def cases(draw: st.DrawFn, dtype: str | None = None) -> Case:
         has_sinks=draw(st.booleans()),
         is_token_major=draw(st.booleans()),
         seed=seed,
+        exact=(exact[0], exact[1]) if n_first or n_last else None,
     )

@@ -8,6 +8,7 @@ from tests.backends.adapters import (
     TorchHalfByKernel,
     TorchInSmallPieces,
     TorchWithoutKernel,
+    quantised,
 )
 from tests.backends.conformance import Conformance
 
@@ -18,6 +19,14 @@ class TestReference(Conformance):
 
 class TestTorch(Conformance):
     adapter = TorchAdapter()
+
+
+class TestTorchInt8(Conformance):
+    adapter = quantised(TorchAdapter, "int8")()
+
+
+class TestTorchInt4(Conformance):
+    adapter = quantised(TorchAdapter, "int4")()
 
 
 class TestTorchHalfByKernel(Conformance):

@@ -20,7 +20,17 @@ from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KV_DTYPES, SideDtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of
-from tests.backends.kernel_cases import N_CELLS, Case, SideBytes, cases, numbers, stored, tolerance
+from tests.backends.kernel_cases import (
+    BASE,
+    FLOATS,
+    N_CELLS,
+    Case,
+    SideBytes,
+    cases,
+    numbers,
+    stored,
+    tolerance,
+)
 
 NATIVE = Path(kernels.__file__).parent / "native"
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
@@ -57,8 +67,7 @@ def test_what_is_not_seen_leaves_no_trace(level, case, data):
     """NaN in every cell that is not read, and in cells that some query of a mask does not see."""
     read = np.unique(np.concatenate([cells_of(spec.runs) for spec in case.plan.reads]))
     unread = np.setdiff1d(np.arange(N_CELLS), read)
-    case.k.spoil(unread)
-    case.v.spoil(unread)
+    case.spoil(np.concatenate([unread, np.setdiff1d(BASE + np.arange(N_CELLS), read)]))
     # One masked cell is NaN: whoever sees it gets NaN, the others must not notice.
     masked = [spec for spec in case.plan.reads if spec.mask is not None and spec.mask.shape[1] > 1]
     new = set(case.plan.write_cells.tolist())
@@ -69,8 +78,7 @@ def test_what_is_not_seen_leaves_no_trace(level, case, data):
         cell = int(cells_of(spec.runs)[-column])
         if cell not in new:
             spoiled = cell
-            case.k.spoil(np.array([cell]))
-            case.v.spoil(np.array([cell]))
+            case.spoil(np.array([cell]))
     got, want = case.run(), case.expected()
     sees = np.zeros(case.plan.n_tokens, bool)
     for spec in case.plan.reads:
@@ -103,10 +111,13 @@ def test_results_do_not_change_with_the_number_of_threads(level, dtype, data):
 
 def long_case(case: Case) -> Case:
     """The case with a read of everything, long enough to be split over threads."""
+    runs: tuple[Run, ...] = (Run(0, N_CELLS),)
+    if case.exact:
+        runs = (Run(BASE + 7, 4), Run(4, N_CELLS - 36), Run(BASE + 90, 32))
     plan = StepPlan(
         2,
         (Write(0, Run(0, 2)),),
-        tuple(AttendSpec(i, 1, (Run(0, N_CELLS),), AttendKind.NONE) for i in range(2)),
+        tuple(AttendSpec(i, 1, runs, AttendKind.NONE) for i in range(2)),
         N_CELLS,
     )
     case.plan = plan
@@ -126,6 +137,78 @@ def test_a_trunk_that_branches_see_whole_is_read_once():
         assert plan.n_shared_cells == 300
     alone = StepPlan(2, writes[:1], reads(AttendKind.NONE)[:1], N_CELLS)
     assert kernels.compile_plan(alone).n_shared_cells == 0
+
+
+def main_and_exact(kv_dtype: str, kind: AttendKind, n_new: int = 3) -> Case:
+    """Two branches over a trunk whose first 4 and own last 40 cells are exact."""
+    rng = np.random.default_rng(1)
+
+    def sides(name: str) -> tuple[SideBytes, SideBytes]:
+        shape = (2, N_CELLS, 64)
+        made = [
+            SideBytes(SideDtype(name), rng.standard_normal(shape).astype(np.float32), 0)
+            for _ in "kv"
+        ]
+        return made[0], made[1]
+
+    reads = []
+    for i in range(2):
+        runs = (Run(BASE + 3, 4), Run(4, 200), Run(300 + 70 * i, 30), Run(BASE + 80 + 50 * i, 40))
+        mask = rng.random((n_new, 60)) < 0.5 if kind is AttendKind.EXPLICIT else None
+        reads.append(AttendSpec(i * n_new, n_new, runs, kind, mask))
+    writes = tuple(Write(i * n_new, Run(600 + i * n_new, n_new)) for i in range(2))
+    plan = StepPlan(2 * n_new, writes, tuple(reads), 600 + 2 * n_new)
+    side = sides(kv_dtype)
+    return Case(plan, *side, 4, "float32", "float32", 0.0, False, False, 2, exact=sides("float32"))
+
+
+@pytest.mark.parametrize("kind", AttendKind)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_exact_cells_at_both_ends_are_read_in_place_of_main_ones(level, kv_dtype, kind):
+    case = main_and_exact(kv_dtype, kind)
+    agree(case)
+    plan = kernels.compile_plan(case.plan)
+    assert plan.n_shared_cells == 204
+    assert plan.n_exact_cells == 170
+
+
+def test_a_row_that_is_exact_makes_the_result_exact(level):
+    """All cells exact beside an int4 pool: float32's own error and no more."""
+    case = main_and_exact("int4", AttendKind.CAUSAL)
+    read = AttendSpec(0, 1, (Run(BASE + 5, 300),), AttendKind.CAUSAL)
+    case.plan = StepPlan(1, (Write(0, Run(0, 1)),), (read,), 1)
+    case.__post_init__()
+    np.testing.assert_allclose(case.run(), case.expected(), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_writes_to_exact_cells_are_a_plan_of_their_own(level, dtype):
+    rng = np.random.default_rng(3)
+    side = SideBytes(SideDtype("float32"), np.zeros((2, N_CELLS, 33), np.float32), 0)
+    pool = kernels.make_pool(2, N_CELLS, side.layout(), side.layout())
+    rows = stored(rng.standard_normal((2, 6, 33)).astype(np.float32), dtype)
+    layout = kernels.make_layout(4, dtype, "float32", *[(6 * 33, 33)] * 4)
+    writes = (Write(1, Run(20, 2)), Write(5, Run(7, 1)))  # not all tokens
+    plan = kernels.compile_plan(StepPlan(6, writes, (), N_CELLS))
+    plan.write(pool, layout, rows.ctypes.data, rows.ctypes.data)
+    assert side.parts[0][:, [20, 21, 7]].tobytes() == numbers(rows)[:, [1, 2, 5]].tobytes()
+    assert not np.delete(side.parts[0], [20, 21, 7], axis=1).any()
+
+
+def test_exact_cells_that_are_not_there_are_refused():
+    case = main_and_exact("int8", AttendKind.NONE)
+    exact, case.exact = case.exact, None
+    with pytest.raises(ValueError, match="the pool has none beside it"):
+        case.run()
+    small = kernels.make_pool(2, 100, *[side.layout() for side in exact])
+    pool = kernels.make_pool(2, N_CELLS, case.k.layout(), case.v.layout(), 0, small)
+    plan = kernels.compile_plan(case.plan)
+    out = np.zeros((4, 6, 64), np.float32)
+    rows = (case.q_rows, case.k_rows, case.v_rows, out)
+    with pytest.raises(ValueError, match=r"exact cells up to 170 .* holds 100"):
+        plan.step(pool, case.layout(out), *[row.ctypes.data for row in rows], 1.0, 0.0, 0)
+    with pytest.raises(ConfigError, match="as many heads"):
+        kernels.make_pool(1, 8, case.k.layout(), case.v.layout(), 0, small)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])

@@ -27,7 +27,6 @@ from kvcellar.errors import CacheFullError, ConfigError, ShapeError
 from kvcellar.types import LAYOUTS, CacheConfig, divide_heads
 from tests.backends import driver
 from tests.backends.adapters import Adapter, ReferenceAdapter, TorchAdapter, TorchInSmallPieces
-from tests.backends.cases import CASES
 from tests.backends.conformance import Conformance
 from tests.backends.driver import Case, open_driver
 from tests.backends.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
@@ -87,7 +86,7 @@ class PagedConformance(Conformance):
     turn: ClassVar[int]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        cases = list(CASES)
+        cases = list(self.adapter.cases)
         name = "windowed" if "windowed" in metafunc.fixturenames else "case"
         if name not in metafunc.fixturenames:
             metafunc.parametrize("kind", LAYOUTS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +108,46 @@ def test_rows_take_their_share_of_bfloat16(kv_dtype: str, most: float, dim: int)
         pytest.skip("no such group")
     parts: Any = codecs.make_codec(side, dim).encode(torch.randn(1, 2, 10, dim))
     assert sum(part.nbytes for part in parts) <= most * 2 * 10 * dim * 2
+
+
+FILL = """
+import sys
+import torch
+import kvcellar as kv
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+torch.set_num_threads(1)
+with kv.make_seq_session(
+    "torch", kv.make_config(kv.ModelCacheParams(8, 8, 64), 32768, sys.argv[1], 32768)
+) as session:
+    cache, k = session.cache, torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)
+    with kv.make_seq_session(  # what a first step takes for itself
+        "torch", kv.make_config(kv.ModelCacheParams(1, 8, 64), 512, sys.argv[1])
+    ) as small:
+        small.cache.begin_step([0] * 256)
+        small.cache.update_and_fetch(0, None, k, k)
+    def fill(n):
+        for _ in range(0, n, 256):
+            cache.begin_step([0] * 256)
+            for layer in range(8):
+                cache.update_and_fetch(layer, None, k, k)
+    before = resident()
+    fill(32768)
+    print(cache.usage().size_bytes, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read sizes from")
+def test_a_process_holds_half_and_a_third_of_bfloat16s_bytes_for_the_same_tokens() -> None:
+    sizes = {}
+    for kv_dtype in ("bfloat16", "int8", "int4"):
+        command = [sys.executable, "-c", FILL, kv_dtype]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        sizes[kv_dtype] = [int(size) for size in out.split()]
+    print(sizes)
+    for at, what in enumerate(("counted", "resident")):
+        assert sizes["int8"][at] <= 0.55 * sizes["bfloat16"][at], what
+        assert sizes["int4"][at] <= 0.32 * sizes["bfloat16"][at], what

@@ -1,8 +1,8 @@
 """Processes that save histories until they are killed.
 
 Run as a script this is a server: for every line ``FOLDER SEED COUNTS`` it forks a child that saves
-into the folder. The child prints ``open``, then ``begin NAME N`` before a save and ``done NAME N``
-when its ticket says published; the server prints ``pid N`` before and ``end`` when it is dead.
+into the folder. The child prints ``pid N`` and ``open``, then ``begin NAME N`` before a save and
+``done NAME N`` when its ticket says published; the server prints ``end`` when it is dead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ NAMES = ("a", "b", "c")
 KEY = make_key(groups=[FULL, WINDOW], block_tokens=4)
 
 
+def say(*words: object) -> None:
+    """A line in one system call: whoever is killed has said all of it, or nothing."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 def tokens_after(name: str, n: int) -> list[int]:
     """The history of a name after its n-th save: it grows, and is cut back at times."""
     tokens: list[int] = []
@@ -32,17 +37,17 @@ def tokens_after(name: str, n: int) -> list[int]:
 def save_until_killed(folder: str, seed: int, counts: dict[str, int]) -> None:
     rng = np.random.default_rng(seed)
     with Store(folder, StoreConfig(warm_bytes=4000)) as store:
-        print("open", flush=True)
+        say("open")
         while True:
             name = NAMES[int(rng.integers(len(NAMES)))]
             counts[name] += 1
             tokens = tokens_after(name, counts[name])
-            print("begin", name, counts[name], flush=True)
+            say("begin", name, counts[name])
             ticket = store.save(name, KEY, tokens, History(KEY, tokens))
             if ticket.wait() != "published":
-                print("failed", ticket.reason, flush=True)
+                say("failed", ticket.reason)
                 return
-            print("done", name, counts[name], flush=True)
+            say("done", name, counts[name])
             if rng.random() < 0.1:
                 store.gc()
 
@@ -52,12 +57,12 @@ def serve() -> None:
         folder, seed, counts = line.split()
         pid = os.fork()
         if not pid:
+            say("pid", os.getpid())
             numbers = dict(zip(NAMES, map(int, counts.split(",")), strict=True))
             save_until_killed(folder, int(seed), numbers)
             os._exit(0)
-        print("pid", pid, flush=True)
         os.waitpid(pid, 0)
-        print("end", flush=True)
+        say("end")
 
 
 if __name__ == "__main__":

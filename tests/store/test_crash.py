@@ -48,6 +48,7 @@ def lines_until(stream: IO[str], last: str) -> Iterator[list[str]]:
         yield words
         if words[:1] == [last]:
             return
+        assert words[:1] != ["end"], "it ended by itself"
 
 
 def test_a_process_killed_at_any_moment_leaves_every_history_as_it_was_published(
@@ -160,3 +161,37 @@ def test_a_crash_before_any_change_to_the_folder_leaves_every_history_as_it_was_
     assert n_changes > 30
     assert states == sorted(states)
     assert {9, 22} == set(states)
+
+
+def test_blocks_are_durable_before_a_reference_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(KEY, tokens_of(0, 22))
+    log: list[tuple[str, Path]] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def logged_fsync(fd: int) -> None:
+        log.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink()))
+        fsync(fd)
+
+    def logged_replace(path: Path, target: Path) -> Path:
+        assert ("fsync", path) in log  # whole before it has a name
+        log.append(("name", target))
+        return replace(path, target)
+
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc to tell files by")
+    with Store(tmp_path, StoreConfig(warm_bytes=0)) as store:
+        monkeypatch.setattr(os, "fsync", logged_fsync)
+        monkeypatch.setattr(Path, "replace", logged_replace)
+        save(store, "a", history)
+        monkeypatch.undo()
+        named = [path.parent.name for what, path in log if what == "name"]
+        assert named == ["blocks"] * 6 + ["windows", "references"]
+        at_reference = next(
+            n for n, (what, path) in enumerate(log) if what == "name" and "references" in path.parts
+        )
+        at_last = max(n for n, (what, _) in enumerate(log[:at_reference]) if what == "name")
+        between = [path.name for what, path in log[at_last:at_reference] if what == "fsync"]
+        assert {"blocks", "windows"} <= set(between)
+        assert log[-1] == ("fsync", tmp_path / "references")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import stat
 import threading
 import zipfile
@@ -117,6 +118,53 @@ def test_a_window_is_resumed_at_the_nearest_boundary_and_never_in_between(
             want = max(m for m in lengths if m <= n)
             assert store.match(key, tokens[:n]).n_resumable == want
             assert load_all(store, history, n) == want
+
+
+def test_a_window_state_is_given_for_any_limit_that_it_allows_and_no_other(
+    tmp_path: Path,
+) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    history = History(key, tokens_of(0, 40), slack=3)
+    with Store(tmp_path, COLD) as store:
+        for n in (20, 40):
+            save(store, "a", History(key, history.tokens[:n], slack=3))
+        match = store.match(key, history.tokens)
+        for limit in range(41):
+            want = max((m for m in (17, 18, 19, 20, 37, 38, 39, 40) if m <= limit), default=None)
+            state = store.load_window(match, limit)
+            assert (None if state is None else state.n_tokens) == want
+            assert match.resumable_at(limit) == (want or 0)
+            if state is not None:
+                history.check_window(state)
+
+
+def test_a_catalogue_that_promises_more_of_a_window_than_there_is_is_not_believed(
+    tmp_path: Path,
+) -> None:
+    key = make_key(groups=[FULL, WINDOW])
+    history = History(key, tokens_of(0, 20))
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", history)
+    db = sqlite3.connect(tmp_path / "catalogue.sqlite")
+    with db:
+        db.execute("UPDATE blocks SET first = 0")
+    db.close()
+    with Store(tmp_path, COLD) as store:
+        assert store.load_window(store.match(key, history.tokens), 18) is None
+        assert load_all(store, history) == 20
+
+
+def test_a_tail_that_two_histories_share_stays_when_one_of_them_grows(tmp_path: Path) -> None:
+    key = make_key()
+    tokens = tokens_of(0, 30)
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(key, tokens[:12]))
+        store.fork("a", "b")
+        save(store, "a", History(key, tokens))
+        store.delete("a")
+        store.gc()
+        assert load_all(store, History(key, tokens)) == 12
+        assert store.verify().is_good
 
 
 def test_only_the_latest_boundaries_are_kept_and_those_of_another_history_are_not(
@@ -398,7 +446,7 @@ def test_what_a_queued_save_relies_on_is_not_collected(tmp_path: Path) -> None:
 # Tiers and limits ---------------------------------------------------------------------------------
 
 
-def test_ram_serves_what_was_saved_and_what_was_read(tmp_path: Path) -> None:
+def test_ram_serves_what_was_saved_and_keeps_no_copy_of_what_was_read(tmp_path: Path) -> None:
     history = History(make_key(), tokens_of(0, 30))
     with Store(tmp_path) as store:
         save(store, "a", history)
@@ -409,7 +457,7 @@ def test_ram_serves_what_was_saved_and_what_was_read(tmp_path: Path) -> None:
         assert match.warm_tokens == 0
         assert match.cold_bytes > 0
         load_all(store, history)
-        assert store.match(history.key, history.tokens).warm_tokens == 30
+        assert store.stats().warm.size_bytes == 0  # the cache has it now
 
 
 def test_what_is_kept_in_ram_is_spilled_to_disk_when_ram_runs_short(tmp_path: Path) -> None:

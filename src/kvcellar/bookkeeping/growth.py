@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from weakref import finalize
 
 from kvcellar.bookkeeping.cells import MIN_RUN
+from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import MemoryBudget
 from kvcellar.errors import ConfigError
 from kvcellar.types import CacheConfig, LayerGroup
@@ -79,7 +80,7 @@ class Growth:
         self.limits = [
             self._down(min(config.capacity, budget.kv_bytes // size)) for size in self._cell_bytes
         ]
-        array_bytes = ARRAY_BYTES * sum(self.limits)
+        array_bytes = ARRAY_BYTES * sum(self.limits) + exact_bytes(config.rank_groups, config.kv)
         windows = [_window_cells(g, config, has_one_run) for g in config.rank_groups]
         self.n_fitting = self._most_tokens(budget.kv_bytes - array_bytes, windows)
         if not self.n_fitting:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, parse_size
 from kvcellar.cli import options
 from kvcellar.cli.session import too_small
@@ -154,15 +155,18 @@ class View:
     def row(self, name: str) -> dict[str, Any]:
         """What one type of K and V takes, and what fits."""
         kv, spec = parse_kv_dtype(name), self.spec
-        n_agents = spec.n_agents(self.kv_bytes, self.context, kv)
+        for_exact = exact_bytes(spec.params.groups, kv)
+        n_bytes = self.kv_bytes - for_exact
+        n_agents = spec.n_agents(n_bytes, self.context, kv)
         row: dict[str, Any] = {
             "kv_dtype": name,
             "bytes_per_token": spec.token_bytes(kv),
             "group_bytes_per_token": list(spec.group_bytes(kv)),
             "agent_bytes": spec.agent_bytes(self.context, kv),
+            "exact_bytes": for_exact,
             "growth_bytes": spec.growth_bytes(self.context, kv),
             "agents_fit": n_agents,
-            "longest_context": spec.most_context(self.kv_bytes, self.agents or 1, kv),
+            "longest_context": spec.most_context(n_bytes, self.agents or 1, kv),
         }
         if self.agents is not None:
             row["fits"] = n_agents >= self.agents

@@ -75,7 +75,7 @@ def bound_model(
     if kind not in KINDS:
         raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     make_config(
-        ModelCacheParams(1, 1, 1), 1 if capacity is None else capacity, kv_dtype or "float32"
+        ModelCacheParams(1, 1, 128), 1 if capacity is None else capacity, kv_dtype or "float32"
     )
     with progress_bar(f"starting {backend}") as report:
         load_backend(backend)

@@ -22,8 +22,12 @@ from kvcellar.types import make_config
 BASE = "float32"
 """What every other storage type is compared with."""
 
-CANDIDATES = ("bfloat16", "int8", "k8v4", "int4", "int4:rot", "int4:g64")
+CANDIDATES = ("bfloat16", "int8", "k8v4", "int4", "int4:rot", "int4:first4:last64")
 """What is measured where nothing is named."""
+
+_CHUNK = 32
+"""Tokens that are read in one forward: what recent tokens in float32 are worth shows in steps that
+are shorter than these tokens are many."""
 
 _MOST_LOGITS = 1 << 24
 """Logits (float32) that one chunk of text may make."""
@@ -59,7 +63,7 @@ def measure_kv_quality(
             f"and of context; got {len(token_ids)} and {context}"
         )
     configs = [make_config(model.params, context, name) for name in names]
-    chunk = max(1, min(256, _MOST_LOGITS // model.vocab_size))
+    chunk = max(1, min(_CHUNK, _MOST_LOGITS // model.vocab_size))
     sums = np.zeros((len(names), 3))  # negative log-likelihood, divergence, same top 1
     n_tokens = 0
     pieces = [token_ids[at : at + context] for at in range(0, len(token_ids), context)]

@@ -113,17 +113,19 @@ class ColdTier:
                 if error is not None:
                     self._put_catalogue_away()
                 try:
-                    self._catalogue = Catalogue(self.folder.catalogue)
-                    self.sync()
+                    catalogue = Catalogue(self.folder.catalogue)
+                    self._sync(catalogue)  # before anybody reads it
                 except (sqlite3.Error, OSError) as second:
                     error = second
                     continue
-                has_lost = self._catalogue.is_new and any(self.folder.block_paths())
+                self._catalogue = catalogue
+                has_lost = catalogue.is_new and any(self.folder.block_paths())
                 if error is not None or has_lost:
                     self._rebuilt("it was missing" if error is None else str(error))
                 return
-            self._catalogue = Catalogue(None)
-            self.sync()
+            catalogue = Catalogue(None)
+            self._sync(catalogue)
+            self._catalogue = catalogue
             self._rebuilt(str(error))
 
     def _put_catalogue_away(self) -> None:
@@ -140,20 +142,18 @@ class ColdTier:
         )
 
     def refresh(self) -> None:
-        """As ``sync``; a catalogue that cannot be changed is made again."""
+        """Make the catalogue say what the files say; where it cannot be changed, make another."""
         try:
-            self._current()
-            self.sync()
+            self._sync(self._current())
         except sqlite3.Error as error:
             self._replace_catalogue(error)
 
-    def sync(self) -> None:
-        """Make the catalogue say what the files say.
+    def _sync(self, catalogue: Catalogue) -> None:
+        """Make a catalogue say what the files say.
 
         Raises:
             sqlite3.Error: it cannot be changed.
         """
-        catalogue = self._catalogue
         listed = catalogue.addresses()
         there: set[bytes] = set()
         for kind, address, path in self.folder.block_paths():

@@ -145,10 +145,8 @@ class WindowState:
 class Finder:
     """Reads both tiers as one. For any thread."""
 
-    def __init__(
-        self, warm: WarmTier, cold: ColdTier, on_read: Callable[[Item, str], None]
-    ) -> None:
-        """``on_read`` is told of every block that was read, and from which tier."""
+    def __init__(self, warm: WarmTier, cold: ColdTier, on_read: Callable[[bytes], None]) -> None:
+        """``on_read`` is told the address of every block that was read."""
         self._warm = warm
         self._cold = cold
         self._on_read = on_read
@@ -261,7 +259,7 @@ class Finder:
                 self._cold.reject(item.info, str(error))
                 return
             part = tuple(slice_rows(group, at - first, upto - first) for group in rows)
-            self._on_read(item, tier)
+            self._on_read(item.info.address)
             yield Loaded(at, upto, part, tier, item.info.is_exact, item.size_bytes)
             at = upto
 
@@ -273,7 +271,7 @@ class Finder:
             got = self._open(info, match.tokens[info.start : n])
             if got is None:
                 continue
-            item, tier = got
+            item, _ = got
             if n < item.info.first:
                 continue  # the catalogue was wrong
             try:
@@ -281,7 +279,7 @@ class Finder:
             except DamagedError as error:
                 self._cold.reject(item.info, str(error))
                 continue
-            self._on_read(item, tier)
+            self._on_read(info.address)
             cut = tuple(_below(state, n) for state in states)
             return WindowState(n, cut, item.info.is_exact)
         return None

@@ -19,7 +19,8 @@ def stored_dtype(kv: KvDtype, precision: str) -> KvDtype:
     """The storage types of a tier with this precision."""
     if precision == EXACT:
         return kv
-    return KvDtype(*(side if side.is_quantised else SideDtype("int8") for side in (kv.k, kv.v)))
+    k, v = (side if side.is_quantised else SideDtype("int8") for side in (kv.k, kv.v))
+    return KvDtype(k, v)
 
 
 def to_precision(rows: GroupRows, group: LayerGroup, have: KvDtype, want: KvDtype) -> GroupRows:

@@ -7,6 +7,7 @@ tokens is stored, and load it block by block, every byte verified before it is g
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
 from kvcellar.store.folder import Folder
 from kvcellar.store.layout import ModelKey
-from kvcellar.store.matching import COLD, Finder, Loaded, Match, WindowState
+from kvcellar.store.matching import Finder, Loaded, Match, WindowState
 from kvcellar.store.references import Reference, checked_json, checked_name
 from kvcellar.store.reports import (
     EventKind,
@@ -33,7 +34,7 @@ from kvcellar.store.reports import (
     VerifyReport,
 )
 from kvcellar.store.saving import Naming, RowSource, Saver, SaveTicket
-from kvcellar.store.warm import Item, WarmTier
+from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray
 
@@ -84,7 +85,7 @@ class Store:
             cold_precision=self.config.cold_precision,
             max_boundaries=self.config.max_boundaries,
         )
-        self._used: set[bytes] = set()
+        self._used: deque[bytes] = deque()
         self._refresh_pins()
 
     def __enter__(self) -> Store:
@@ -141,7 +142,10 @@ class Store:
             start: positions before it are not wanted: the cache has them.
             stop: one past the last position; None: ``match.n_resumable``.
         """
-        return self._finder.load(match, start, match.n_resumable if stop is None else stop)
+        try:
+            yield from self._finder.load(match, start, match.n_resumable if stop is None else stop)
+        finally:
+            self._writer.offer(self._write_used, 0)
 
     def load_window(self, match: Match, limit: int | None = None) -> WindowState | None:
         """What the sliding-window groups need, at the greatest length there is up to ``limit``.
@@ -479,16 +483,14 @@ class Store:
 
     # Inside ------------------------------------------------------------------------------------
 
-    def _on_read(self, item: Item, tier: str) -> None:
-        """A block was used: remember it, and keep a copy in RAM of what came from disk."""
-        self._used.add(item.info.address)
-        if tier == COLD and self.config.warm_bytes:
-            self._saver.spill(self._warm.add(item, is_cold=True))
-        if len(self._used) == 1:
-            self._writer.offer(self._write_used, 0)
+    def _on_read(self, address: bytes) -> None:
+        """A block was used. It is not copied to RAM: the cache has it now."""
+        self._used.append(address)
 
     def _write_used(self) -> None:
-        used, self._used = self._used, set()
+        used: set[bytes] = set()
+        while self._used:
+            used.add(self._used.popleft())
         if used:
             self._cold.tell(lambda catalogue: catalogue.touch(used, time.time()))
 

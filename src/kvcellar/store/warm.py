@@ -81,11 +81,11 @@ class WarmTier:
                 entry.n_queued += 1
 
     def release(self, address: bytes, item: Item | None, is_cold: bool) -> list[Item]:
-        """A write has ended; as :meth:`add`, where ``item`` takes the place of what was held.
+        """A write has ended; returns what had to leave for what stays, and is on no disk.
 
         Args:
             address: what was held.
-            item: what may stay; None where nothing may.
+            item: what may stay in place of what was held; None where nothing may.
             is_cold: whether disk has it now.
         """
         with self._lock:
@@ -101,26 +101,6 @@ class WarmTier:
                 self._remove(address)
                 return []
             return self._shrink()
-
-    def add(self, item: Item, is_cold: bool) -> list[Item]:
-        """Take in a block, in place of others; returns those that must be written or are lost."""
-        with self._lock:
-            address = item.info.address
-            entry = self._entries.get(address)
-            if entry is not None:
-                entry.is_cold |= is_cold
-                self._entries.move_to_end(address)
-                return []
-            self._insert(item, is_cold)
-            self.size_bytes += item.size_bytes
-            return self._shrink()
-
-    def forget(self, address: bytes) -> None:
-        """Drop a block, whether disk has it or not; what waits for a write stays."""
-        with self._lock:
-            entry = self._entries.get(address)
-            if entry is not None and not entry.n_queued:
-                self._remove(address)
 
     def pin(self, addresses: Iterable[bytes]) -> None:
         """These, and no others, stay as long as the limit allows."""

@@ -121,7 +121,12 @@ class SideLayout(NamedTuple):
 
 
 def make_pool(
-    n_kv_heads: int, n_cells: int, k: SideLayout, v: SideLayout, block_size: int = 0
+    n_kv_heads: int,
+    n_cells: int,
+    k: SideLayout,
+    v: SideLayout,
+    block_size: int = 0,
+    exact: Pool | None = None,
 ) -> Pool:
     """Describe one layer's bytes.
 
@@ -131,11 +136,18 @@ def make_pool(
         k: where K lies.
         v: where V lies.
         block_size: cells of a block for pages; 0: all cells at one stride.
+        exact: a pool of float rows, of as many heads and numbers. Runs of reads that start at
+            ``bookkeeping.exact.BASE`` or later are its cells, counted from there. Writes never go
+            to it: a plan of their own does those.
 
     Raises:
-        ConfigError: a side that the kernel cannot read.
+        ConfigError: a side that the kernel cannot read, or an exact pool of other rows.
     """
-    return _native.Pool(n_kv_heads, n_cells, block_size, _side("K", k), _side("V", v))
+    sides = _side("K", k), _side("V", v)
+    try:
+        return _native.Pool(n_kv_heads, n_cells, block_size, *sides, exact)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _side(name: str, side: SideLayout) -> _native.Side:

@@ -21,7 +21,14 @@ class Side:
 
 class Pool:
     def __init__(
-        self, n_kv_heads: int, n_cells: int, block_size: int, k: Side, v: Side, /
+        self,
+        n_kv_heads: int,
+        n_cells: int,
+        block_size: int,
+        k: Side,
+        v: Side,
+        exact: Pool | None,
+        /,
     ) -> None: ...
     def write_cells(self, layout: Layout, cells: int, n: int, k: int, v: int, /) -> None: ...
     def move_cells(self, base: int, src: int, n: int, /) -> None: ...
@@ -49,6 +56,8 @@ class Plan:
     def n_tokens(self) -> int: ...
     @property
     def n_cells(self) -> int: ...
+    @property
+    def n_exact_cells(self) -> int: ...
     @property
     def n_shared_cells(self) -> int: ...
     def step(

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kvcellar.backends.reference.attend import FloatArray, attend, visible
 from kvcellar.backends.reference.pools import (
+    ExactPool,
     PageFirstPool,
     Pages,
     Pool,
@@ -22,6 +23,7 @@ from kvcellar.bookkeeping import (
     SeqBookkeeping,
     TreeBookkeeping,
 )
+from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
 from kvcellar.types import (
@@ -65,7 +67,12 @@ class ReferenceBytes(StepBookkeeping):
     def __init__(self, config: CacheConfig) -> None:
         """Empty pools, one per layer."""
         super().__init__(config)
-        self.layer_pools: list[Pool | PageFirstPool] = self._make_pools()
+        self._exact = [exact_cells(group, config.kv) for group in self.groups]
+        self.layer_pools: list[Pool | PageFirstPool | ExactPool] = []
+        for pool, index in zip(self._make_pools(), self._group_of, strict=True):
+            exact = self._exact[index]
+            wrapped = exact and ExactPool(pool, self.groups[index], exact.n_cells)
+            self.layer_pools.append(wrapped or pool)
 
     def _make_pools(self) -> list[Pool | PageFirstPool]:
         """One pool per layer, without cells."""
@@ -150,6 +157,13 @@ class ReferenceBytes(StepBookkeeping):
             pool.write_run(plan.writes[0].run.start, k[0], v[0])
         else:
             pool.scatter_rows(plan.write_cells, k[0], v[0])
+        exact = self._exact[self.group_of(layer)]
+        if exact is not None:
+            assert isinstance(pool, ExactPool)
+            plan, exact_writes = exact.rewrite(plan)
+            for q_start, run in exact_writes:
+                tokens = slice(q_start, q_start + run.length)
+                pool.exact.write_run(run.start, k[0, :, tokens], v[0, :, tokens])
         self.wrote(layer)
         return [_segment(pool, spec) for spec in plan.reads]
 
@@ -161,9 +175,15 @@ class ReferenceBytes(StepBookkeeping):
         return self.groups[self.group_of(layer)]
 
     def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        exact = self._exact[group]
+        copies = None if exact is None else exact.move(base, src_cells)
         for layer in self.groups[group].layers:
-            self.layer_pools[layer].ensure(base + len(src_cells))
-            self.layer_pools[layer].gather_into(base, src_cells)
+            pool = self.layer_pools[layer]
+            pool.ensure(base + len(src_cells))
+            pool.gather_into(base, src_cells)
+            if copies is not None:
+                assert isinstance(pool, ExactPool)
+                pool.move_exact(*copies)
 
 
 class ReferenceContiguousCache(ReferenceBytes, ContiguousBookkeeping):
@@ -191,7 +211,7 @@ class ReferenceTreeCache(ReferenceBytes, TreeBookkeeping):
     """Many sequences, each with or without a draft tree."""
 
 
-def _segment(pool: Pool | PageFirstPool, spec: AttendSpec) -> Segment:
+def _segment(pool: Pool | PageFirstPool | ExactPool, spec: AttendSpec) -> Segment:
     """The read of one spec: its runs one after the other."""
     parts = [pool.read(*run) for run in spec.runs]
     k = np.concatenate([k for k, _ in parts], axis=1)

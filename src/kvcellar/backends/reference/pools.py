@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise, rotate
+from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
 from kvcellar.kv_dtype import SideDtype, parse_kv_dtype
 from kvcellar.types import CacheConfig, IntArray, LayerGroup
@@ -160,6 +161,54 @@ def _grown(old: NDArray[Any], n_cells: int) -> NDArray[Any]:
     new = np.zeros((old.shape[0], n_cells, old.shape[2]), old.dtype)
     new[:, : old.shape[1]] = old
     return new
+
+
+class ExactPool:
+    """A quantised pool with a few float32 cells beside it; see ``bookkeeping.exact``."""
+
+    def __init__(self, cells: Pool | PageFirstPool, group: LayerGroup, n_exact: int) -> None:
+        """Beside the pool ``cells``, ``n_exact`` exact cells."""
+        self.cells = cells
+        self.exact = Pool(
+            group.n_kv_heads,
+            group.head_dim,
+            group.v_head_dim,
+            capacity=n_exact,
+            min_chunk=n_exact,
+        )
+        self.exact.ensure(n_exact)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are allocated for both."""
+        return self.cells.size_bytes + self.exact.size_bytes
+
+    def ensure(self, n_cells: int) -> None:
+        """As in :class:`Pool`."""
+        self.cells.ensure(n_cells)
+
+    def write_run(self, start: int, k: FloatArray, v: FloatArray) -> None:
+        """As in :class:`Pool`."""
+        self.cells.write_run(start, k, v)
+
+    def scatter_rows(self, cells: IntArray, k: FloatArray, v: FloatArray) -> None:
+        """As in :class:`Pool`."""
+        self.cells.scatter_rows(cells, k, v)
+
+    def gather_into(self, base: int, src_cells: IntArray) -> None:
+        """As in :class:`Pool`, without the exact cells: ``move_exact``."""
+        self.cells.gather_into(base, src_cells)
+
+    def move_exact(self, src: IntArray, dst: IntArray) -> None:
+        """Copy exact cells to others; all are read before any is written."""
+        for part in (*self.exact.k, *self.exact.v):
+            part[:, dst] = part[:, src].copy()
+
+    def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """As in :class:`Pool`, of one kind of cells."""
+        if start >= BASE:
+            return self.exact.read(start - BASE, length)
+        return self.cells.read(start, length)
 
 
 class Pages:

@@ -1,5 +1,9 @@
-"""The PyTorch backend: float pools and attention on CPU and CUDA."""
+"""The PyTorch backend: float and quantised pools and attention on CPU and CUDA."""
 
+import logging
+import os
+
+from kvcellar.backends import kernels
 from kvcellar.backends.torch.caches import (
     TorchContiguousCache,
     TorchPagedCache,
@@ -15,3 +19,6 @@ _builders.register_builder("torch", "contiguous", TorchContiguousCache)
 _builders.register_builder("torch", "seq", TorchSeqCache)
 _builders.register_builder("torch", "paged", TorchPagedCache)
 _builders.register_builder("torch", "tree", TorchTreeCache)
+
+if not kernels.is_available() and os.environ.get(kernels.LEVEL_VARIABLE) != "off":
+    logging.getLogger(__name__).warning(kernels.why_not())

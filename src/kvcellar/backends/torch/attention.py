@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from kvcellar.backends.torch.codecs import Quantised, Stored, rotate
+from kvcellar.backends.torch.codecs import Stored
 
 FEW_ROWS = 16
 """Up to this many query rows per KV head, bf16 on a CPU is faster as two matmuls."""
@@ -96,8 +96,6 @@ def attend(
     first = segments[0].parts[0]
     n_heads, n_tok, dim = q.shape[1:]
     n_kv_heads, v_dim = first.k.shape[1], first.v.shape[3]
-    if isinstance(first.k, Quantised) and first.k.is_rotated:
-        q = rotate(q.float()).to(q.dtype)
     grouped = q.view(n_kv_heads, n_heads // n_kv_heads, n_tok, dim)
     if sinks is not None:
         sinks = sinks.float().view(n_kv_heads, -1, 1)

@@ -13,6 +13,7 @@ from kvcellar.backends import kernels
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
+from kvcellar.backends.torch.exact import ExactPool
 from kvcellar.backends.torch.pools import LayerPool, PageFirstPool, Pages, Pool
 from kvcellar.bookkeeping import (
     ContiguousBookkeeping,
@@ -20,6 +21,7 @@ from kvcellar.bookkeeping import (
     SeqBookkeeping,
     TreeBookkeeping,
 )
+from kvcellar.bookkeeping.exact import ExactCells, exact_cells
 from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
 from kvcellar.kv_dtype import KvDtype
@@ -32,6 +34,7 @@ from kvcellar.types import (
     LayerGroup,
     Run,
     StepPlan,
+    Write,
     cells_of,
 )
 
@@ -68,6 +71,10 @@ class Prepared:
     """Of k, v and q: checked once, the same in every layer of the group."""
     by_kernel: kernels.Plan | None = None
     """What the CPU kernel does: all writes and some reads; ``reads`` are the others."""
+    exact_writes: tuple[Write, ...] = ()
+    """Tokens that go to exact cells too."""
+    exact_by_kernel: kernels.Plan | None = None
+    """The same for the kernel."""
 
 
 class TorchBytes(StepBookkeeping):
@@ -76,10 +83,18 @@ class TorchBytes(StepBookkeeping):
     def __init__(self, config: CacheConfig) -> None:
         """Empty pools; they allocate on the device of the first K that comes."""
         super().__init__(config)
-        self.pools_of_layer = self._make_pools()
+        self._exact = [exact_cells(group, config.kv) for group in self.groups]
+        self.pools_of_layer = [
+            pool if exact is None else ExactPool(pool, group, config, exact.n_cells)
+            for pool, (group, exact) in zip(self._make_pools(), self._layers(), strict=True)
+        ]
         self._prepared: list[Prepared | None] = [None] * len(self.groups)
         self._rows = [kernel.Rows() for _ in self.groups]
         self._is_rotated = config.kv.k.is_rotated
+
+    def _layers(self) -> list[tuple[LayerGroup, ExactCells | None]]:
+        """Per layer its group and the group's exact cells."""
+        return [(self.groups[index], self._exact[index]) for index in self._group_of]
 
     def _make_pools(self) -> list[LayerPool]:
         """One pool per layer, without cells."""
@@ -122,6 +137,8 @@ class TorchBytes(StepBookkeeping):
         """
         index = self.group_of(layer_id)
         group = self.groups[index]
+        if self._is_rotated:
+            q, k = rotate(q.float()), rotate(k.float())
         prepared = self._prepare(layer_id, index, position, k, v, q)
         pool = self.pools_of_layer[layer_id]
         if prepared.by_kernel is not None:
@@ -138,8 +155,10 @@ class TorchBytes(StepBookkeeping):
     ) -> list[Segment]:
         """Store this forward's K and V of one layer; say what each query reads.
 
-        Arguments and errors as in ``update_and_attend``.
+        Arguments and errors as in ``update_and_attend``. Queries of a rotated K must be rotated by
+        whoever attends.
         """
+        k = rotate(k.float()) if self._is_rotated else k
         prepared = self._prepare(layer, self.group_of(layer), position, k, v)
         return self._store(layer, self.pools_of_layer[layer], prepared, k, v)
 
@@ -185,11 +204,17 @@ class TorchBytes(StepBookkeeping):
                 )
         positions = self._positions(position) if self.needs_positions() else None
         plan = self.plan(layer, n_tok, positions)
+        exact = self._exact[index]
+        own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
         if q is not None and kernel.takes(k.device):
-            compiled, left = kernel.compile_plan(plan)
+            most = kernel.most_queries(self.config.kv, q.dtype)
+            compiled, left = kernel.compile_plan(own, most)
             prepared = Prepared(plan, None, _reads(left, k), None, shapes, compiled)
+            if exact is not None and exact_writes:
+                prepared.exact_by_kernel = kernel.compile_writes(n_tok, exact_writes, exact.n_cells)
         else:
-            prepared = _prepare(plan, k, shapes)
+            prepared = _prepare(own, k, shapes)
+            prepared.plan, prepared.exact_writes = plan, exact_writes
         self._prepared[index] = prepared
         self.pools_of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
@@ -209,16 +234,22 @@ class TorchBytes(StepBookkeeping):
         assert prepared.by_kernel is not None
         index = self._group_of[layer]
         pool, softcap = self.pools_of_layer[layer], self.groups[index].softcap
-        rows = (q, k, v) if not self._is_rotated else (rotate(q.float()), rotate(k.float()), v)
+        to_exact = None
+        if prepared.exact_by_kernel is not None:
+            assert isinstance(pool, ExactPool)
+            to_exact = prepared.exact_by_kernel, pool.exact.for_kernel()
         out = kernel.attend(
             prepared.by_kernel,
             pool.for_kernel(),
             self._rows[index],
-            *rows,
+            q,
+            k,
+            v,
             scale,
             out_dtype,
             softcap,
             sinks,
+            to_exact,
         )
         self.wrote(layer)
         if prepared.reads:
@@ -236,6 +267,9 @@ class TorchBytes(StepBookkeeping):
             for q_start, run in writes:
                 stop = q_start + run.length
                 pool.write_run(run.start, k[:, :, q_start:stop], v[:, :, q_start:stop])
+        if prepared.exact_writes:
+            assert isinstance(pool, ExactPool)
+            pool.write_exact(prepared.exact_writes, k, v)
         self.wrote(layer)
         return _segments(pool, prepared)
 
@@ -280,6 +314,7 @@ class TorchBytes(StepBookkeeping):
         """Put back what ``read_cells`` gave, in cells of the same order."""
         for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
             cells = self._held_cells(layer, tables)
+            self._drop_exact(layer, cells)
             if len(cells):
                 device = pool.device or k[0].device
                 pool.ensure(int(cells.max()) + 1, device)
@@ -305,6 +340,7 @@ class TorchBytes(StepBookkeeping):
         for (group, table, _), given in zip(self._by_group(tables), rows, strict=True):
             if len(table):
                 pools = [self.pools_of_layer[layer] for layer in group.layers]
+                self._drop_exact(group.layers[0], torch.as_tensor(table))
                 host_rows.write(pools, table, given, self._home)
 
     def _by_group(
@@ -318,6 +354,13 @@ class TorchBytes(StepBookkeeping):
         """Where the pools are, or would be before the first K came: on the CPU."""
         found = (pool.device for pool in self.pools_of_layer)
         return next((device for device in found if device is not None), torch.device("cpu"))
+
+    def _drop_exact(self, layer: int, cells: Tensor) -> None:
+        """Once per group: cells get rows that were quantised before."""
+        index = self._group_of[layer]
+        exact = self._exact[index]
+        if exact is not None and layer == self.groups[index].layers[0]:
+            exact.drop(cells.cpu().numpy())
 
     def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> Tensor:
         table = tables[self.group_of(layer)]
@@ -336,11 +379,16 @@ class TorchBytes(StepBookkeeping):
         return position
 
     def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        exact = self._exact[group]
+        copies = None if exact is None else exact.move(base, src_cells)
         for layer in self.groups[group].layers:
             pool = self.pools_of_layer[layer]
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
                 pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
+                if copies is not None:
+                    assert isinstance(pool, ExactPool)
+                    pool.move_exact(*copies)
 
 
 def _moved(parts: Parts, device: torch.device | str) -> Parts:

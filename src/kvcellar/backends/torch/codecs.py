@@ -34,14 +34,12 @@ class Quantised:
         affine: ``[1, n_kv_heads, L, 2 * n_groups]`` float16: a scale and a bias per group.
         dim: numbers of a row.
         bits: of one number, 8 or 4.
-        is_rotated: whether queries must be rotated to meet these rows.
     """
 
     packed: Tensor
     affine: Tensor
     dim: int
     bits: int
-    is_rotated: bool
 
     @property
     def shape(self) -> torch.Size:
@@ -57,10 +55,10 @@ class Quantised:
         """As a tensor's: views of ``length`` rows along axis ``dim``, not the last."""
         packed = self.packed.narrow(dim, start, length)
         affine = self.affine.narrow(dim, start, length)
-        return Quantised(packed, affine, self.dim, self.bits, self.is_rotated)
+        return Quantised(packed, affine, self.dim, self.bits)
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The numbers ``[1, n_kv_heads, L, dim]``, still rotated where they are."""
+        """The numbers ``[1, n_kv_heads, L, dim]``; rotated where the pool rotates."""
         return dequantise(self.packed, self.affine, self.bits, self.dim, dtype)
 
 
@@ -110,7 +108,6 @@ class AffineCodec:
         self.dim = dim
         self.bits = side.bits
         self.group_size = side.group_of(dim)
-        self.is_rotated = side.is_rotated
         n_groups = side.n_groups(dim)
         self.widths: tuple[tuple[torch.dtype, int], ...] = (
             (torch.uint8, side.packed_bytes(dim)),
@@ -118,13 +115,12 @@ class AffineCodec:
         )
 
     def encode(self, rows: Tensor) -> Parts:
-        """Quantise, after a rotation where the side has one."""
-        rows = rows.float()
-        return quantise(rotate(rows) if self.is_rotated else rows, self.bits, self.group_size)
+        """Quantise."""
+        return quantise(rows.float(), self.bits, self.group_size)
 
     def view(self, parts: Parts) -> Quantised:
         """Both parts."""
-        return Quantised(parts[0], parts[1], self.dim, self.bits, self.is_rotated)
+        return Quantised(parts[0], parts[1], self.dim, self.bits)
 
 
 def make_codec(side: SideDtype, dim: int) -> Codec:

@@ -7,10 +7,14 @@ from torch import Tensor
 
 from kvcellar.backends import kernels
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
-from kvcellar.types import AttendSpec, StepPlan
+from kvcellar.kv_dtype import KvDtype
+from kvcellar.types import AttendSpec, StepPlan, Write
 
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications."""
+
+FEW_QUERIES_AMX = 64
+"""The same where both use the matrix unit."""
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -61,11 +65,12 @@ def attend(
     out_dtype: torch.dtype,
     softcap: float | None,
     sinks: Tensor | None,
+    to_exact: tuple[kernels.Plan, kernels.Pool] | None = None,
 ) -> Tensor:
     """Write k and v and attend the queries of the plan; shapes as in ``update_and_attend``.
 
     A K that is stored rotated, and its queries, come rotated. Queries that the plan has no read for
-    get no result.
+    get no result. ``to_exact``: what else is written to exact cells, and their pool.
     """
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPE_NAMES:
         q, k, v = q.float(), k.float(), v.float()
@@ -79,6 +84,8 @@ def attend(
     layout = rows.layout_of(q, k, v, out)
     if sinks is not None:
         sinks = sinks.float().contiguous()
+    if to_exact is not None:
+        to_exact[0].write(to_exact[1], layout, k.data_ptr(), v.data_ptr())
     plan.step(
         pool,
         layout,
@@ -98,33 +105,59 @@ def takes(device: torch.device) -> bool:
     return device.type == "cpu" and kernels.is_available()
 
 
-def compile_plan(plan: StepPlan) -> tuple[kernels.Plan, tuple[AttendSpec, ...]]:
-    """All writes and the reads of few queries for the kernel; the other reads are left.
+def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
+    """Up to how many queries of a read are the kernel's; None: any number.
+
+    Args:
+        kv: how K and V are stored.
+        dtype: of the queries.
+    """
+    stored = {kv.k.name, kv.v.name}
+    if kernels.level() != "amx" or stored & {"float32", "float16"}:
+        return FEW_QUERIES
+    return None if dtype == torch.float32 else FEW_QUERIES_AMX  # torch has none for float32
+
+
+def compile_plan(
+    plan: StepPlan, n_queries: int | None
+) -> tuple[kernels.Plan, tuple[AttendSpec, ...]]:
+    """All writes and the reads of up to ``n_queries`` for the kernel; the other reads are left.
 
     Those are for torch's matrix multiplications, which are faster for many queries.
     """
-    long = tuple(read for read in plan.reads if read.q_len > FEW_QUERIES)
+    if n_queries is None:
+        return kernels.compile_plan(plan), ()
+    long = tuple(read for read in plan.reads if read.q_len > n_queries)
     if long:
-        short = tuple(read for read in plan.reads if read.q_len <= FEW_QUERIES)
+        short = tuple(read for read in plan.reads if read.q_len <= n_queries)
         plan = StepPlan(plan.n_tokens, plan.writes, short, plan.n_cells)
     return kernels.compile_plan(plan), long
 
 
-def make_pool(k: Parts, v: Parts, codecs: tuple[Codec, Codec]) -> kernels.Pool:
-    """Where the kernel finds parts ``[1, n_kv_heads, cells, ...]``."""
+def compile_writes(n_tokens: int, writes: tuple[Write, ...], n_cells: int) -> kernels.Plan:
+    """Writes of some tokens, and nothing to attend."""
+    return kernels.compile_plan(StepPlan(n_tokens, writes, (), n_cells))
+
+
+def make_pool(
+    k: Parts, v: Parts, codecs: tuple[Codec, Codec], exact: kernels.Pool | None
+) -> kernels.Pool:
+    """Where the kernel finds parts ``[1, n_kv_heads, cells, ...]``, and exact cells beside them."""
     k_side, v_side = (
         _side(parts, codec, (1, 2)) for parts, codec in zip((k, v), codecs, strict=True)
     )
-    return kernels.make_pool(k[0].shape[1], k[0].shape[2], k_side, v_side)
+    return kernels.make_pool(k[0].shape[1], k[0].shape[2], k_side, v_side, exact=exact)
 
 
-def make_paged_pool(k: Parts, v: Parts, codecs: tuple[Codec, Codec]) -> kernels.Pool:
+def make_paged_pool(
+    k: Parts, v: Parts, codecs: tuple[Codec, Codec], exact: kernels.Pool | None
+) -> kernels.Pool:
     """The same for parts ``[n_blocks, n_kv_heads, block_size, ...]``."""
     k_side, v_side = (
         _side(parts, codec, (1, 2, 0)) for parts, codec in zip((k, v), codecs, strict=True)
     )
     n_blocks, n_heads, block_size = k[0].shape[:3]
-    return kernels.make_pool(n_heads, n_blocks * block_size, k_side, v_side, block_size)
+    return kernels.make_pool(n_heads, n_blocks * block_size, k_side, v_side, block_size, exact)
 
 
 def _side(parts: Parts, codec: Codec, axes: tuple[int, ...]) -> kernels.SideLayout:

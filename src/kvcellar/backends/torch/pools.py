@@ -130,11 +130,11 @@ class Pool:
             self.v.grow(size, device)
             self._for_kernel = None
 
-    def for_kernel(self) -> kernels.Pool:
-        """The pool as the CPU kernel sees it, until it grows."""
+    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
+        """The pool as the CPU kernel sees it, until it grows; ``exact`` is always the same."""
         if self._for_kernel is None:
             codecs = self.k.codec, self.v.codec
-            self._for_kernel = kernel.make_pool(self.k.parts, self.v.parts, codecs)
+            self._for_kernel = kernel.make_pool(self.k.parts, self.v.parts, codecs, exact)
         return self._for_kernel
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
@@ -189,7 +189,7 @@ class LayerPool(Protocol):
 
     def ensure(self, n_cells: int, device: torch.device) -> None: ...  # noqa: D102
 
-    def for_kernel(self) -> kernels.Pool: ...  # noqa: D102
+    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool: ...  # noqa: D102
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None: ...  # noqa: D102
 
@@ -280,11 +280,11 @@ class PageFirstPool:
         """Hold at least ``n_cells``, in every layer of the group."""
         self._pages.ensure(n_cells, device)
 
-    def for_kernel(self) -> kernels.Pool:
+    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
         """As in :class:`Pool`; growth in any layer of the group moves the bytes."""
         n_blocks = self._pages.k[0].shape[0]
         if self._for_kernel is None or self._for_kernel[0] != n_blocks:
-            made = kernel.make_paged_pool(*self._layer(), self._pages.codecs)
+            made = kernel.make_paged_pool(*self._layer(), self._pages.codecs, exact)
             self._for_kernel = n_blocks, made
         return self._for_kernel[1]
 

@@ -98,7 +98,8 @@ class Matrix {
         rows_(rows),
         v_pad_(v_pad),
         factor_(factor),
-        width_(rows <= 4 ? 4 : 16),
+        width_(rows <= 4 && k.dtype == Dtype::bf16 ? 4 : 16),
+        is_packed_(rows <= 4 && k.dtype != Dtype::bf16),
         blocks_((rows + 15) / 16) {
     if (!has_k && !has_v) return;
     auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
@@ -107,10 +108,9 @@ class Matrix {
       address += static_cast<uintptr_t>((n_bytes + 63) / 64 * 64);
       return piece;
     };
-    tile_ = reinterpret_cast<float*>(take(4 * 1024));
-    tile_1_ = tile_ + 256;
+    tile_ = reinterpret_cast<float*>(take(1024 * (v.dim / 16 > 8 ? v.dim / 16 : 8)));
     affine_ = reinterpret_cast<float*>(take(2 * 4 * kTile * (groups(k) + groups(v) + 1)));
-    staged_ = take(16 * k.dim * 2);
+    staged_ = take(kTile * k.dim * 2);
     queries_ = take(blocks_ * 16 * k.dim * 4);
     q_sums_ = reinterpret_cast<float*>(take(4 * blocks_ * 16 * (k.dim / 32 + 1)));
     q_steps_ = reinterpret_cast<float*>(take(4 * blocks_ * 16));
@@ -119,6 +119,9 @@ class Matrix {
     // Few rows: both terms of the weights are rows of one operand.
     stacked_ = rows <= 8;
     v_rows_ = stacked_ ? 2 * rows : rows < 16 ? rows : 16;
+    // Fewer still: the weights of a chunk's two groups too.
+    joined_ = rows <= 4 && is_quantised(v.dtype) && v.group_size == 32;
+    if (joined_) v_rows_ *= 2;
     TileShapes shapes;
     const auto set = [&shapes](int tile, int64_t n_rows, int64_t n_bytes) {
       shapes.rows[tile] = static_cast<uint8_t>(n_rows);
@@ -142,23 +145,26 @@ class Matrix {
 
   // s[row][c] for cells [0, n), n <= kTile.
   void logits(const char* const* rows, const char* const* affine, int64_t n, float* s,
-              const Ahead& ahead) const {
+              Ahead& ahead) const {
     if (k_.dtype != Dtype::bf16) load_affine(k_, affine, n, affine_);
+    // Step by step for all cells: a tile load waits for the stores before it, and a load for a tile
+    // store, so what depends on each other is kept apart.
+    KTiles tiles;
     for (int64_t c = 0; c < n; c += 16) {
+      ahead.some(4);
       const int64_t m = n - c < 16 ? n - c : 16;
-      for (int64_t i = c; i < c + 16; ++i) ahead.fetch(i);
-      int64_t stride;
-      const char* from = tile_of(rows + c, m, stride);
-      if (k_.dtype == Dtype::bf16)
-        float_logits(from, stride, s + c);
-      else
-        int_logits(from, stride, c, s + c);
+      tiles.from[tiles.n] = tile_of(rows + c, m, staged_ + c * k_.dim * 2, tiles.stride[tiles.n]);
+      ++tiles.n;
     }
+    for (int64_t block = 0; block < blocks_; ++block)
+      k_.dtype == Dtype::bf16 ? float_logits(block, tiles, s)
+      : is_packed_            ? packed_logits(tiles, s)
+                              : int_logits(block, tiles, s);
   }
 
   // acc[row] += sum of s[row][c] * V[c].
   void values(float* s, const char* const* rows, const char* const* affine, int64_t n,
-              float* acc, const Ahead& ahead) const {
+              float* acc, Ahead& ahead) const {
     for (int64_t r = 0; r < rows_; ++r)
       for (int64_t c = n; c < kTile; ++c) s[r * kTile + c] = 0.f;
     if (v_.dtype == Dtype::bf16) {
@@ -186,6 +192,12 @@ class Matrix {
   }
 
  private:
+  // K rows of 16 cells each.
+  struct KTiles {
+    int64_t n = 0, stride[kTile / 16];
+    const char* from[kTile / 16];
+  };
+
   static int64_t groups(const Side& side) {
     return is_quantised(side.dtype) ? side.dim / side.group_size : 0;
   }
@@ -257,8 +269,10 @@ class Matrix {
           _mm_store_si128(reinterpret_cast<__m128i*>(words[0]), _mm512_cvtepi32_epi8(high));
           _mm_store_si128(reinterpret_cast<__m128i*>(words[1]), _mm512_cvtepi32_epi8(low));
           for (int term = 0; term < 2; ++term) {
-            auto* to = reinterpret_cast<uint32_t*>(int_query(r / 16, chunk, sub, term));
-            for (int64_t j = 0; j < 4; ++j) to[(fours[i] + j) * width_ + r % 16] = words[term][j];
+            const int64_t column = is_packed_ ? (sub * 2 + term) * 4 + r : r % 16;
+            auto* to = reinterpret_cast<uint32_t*>(
+                is_packed_ ? int_query(0, chunk, 0, 0) : int_query(r / 16, chunk, sub, term));
+            for (int64_t j = 0; j < 4; ++j) to[(fours[i] + j) * width_ + column] = words[term][j];
           }
         }
       }
@@ -266,13 +280,13 @@ class Matrix {
   }
 
   // 16 K rows where a tile can be loaded from: the pool itself, if they have one stride.
-  const char* tile_of(const char* const* rows, int64_t m, int64_t& stride) const {
+  const char* tile_of(const char* const* rows, int64_t m, char* staged, int64_t& stride) const {
     const int64_t row_bytes = k_.dtype == Dtype::bf16 ? k_.dim * 2 : k_.dim;
     if (k_.dtype == Dtype::int4) {
       stride = row_bytes;
       const __m256i low = _mm256_set1_epi8(15);
       for (int64_t i = 0; i < m; ++i) {
-        char* to = staged_ + i * stride;
+        char* to = staged + i * stride;
         for (int64_t d = 0; d < k_.dim / 2; d += 32) {
           const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + d));
           _mm256_store_si256(reinterpret_cast<__m256i*>(to + 2 * d), _mm256_and_si256(both, low));
@@ -287,20 +301,20 @@ class Matrix {
       if (is_run) return rows[0];
       stride = row_bytes;
       for (int64_t i = 0; i < m; ++i) {
-        char* to = staged_ + i * stride;
+        char* to = staged + i * stride;
         for (int64_t d = 0; d < row_bytes; d += 64)
           _mm512_store_si512(to + d, _mm512_loadu_si512(rows[i] + d));
       }
     }
-    return staged_;
+    return staged;
   }
 
-  void float_logits(const char* from, int64_t stride, float* s) const {
+  void float_logits(int64_t block, const KTiles& tiles, float* s) const {
     const int64_t chunks = k_.dim / 32;
-    for (int64_t block = 0; block < blocks_; ++block) {
+    for (int64_t i = 0; i < tiles.n; ++i) {
       _tile_zero(KVC_TS0);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        _tile_loadd(KVC_TK, from + 64 * chunk, stride);
+        _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
         _tile_loadd(KVC_TQ, float_query(block, chunk, 0), 4 * width_);
         _tile_dpbf16ps(KVC_TS0, KVC_TK, KVC_TQ);
         if (has_low_) {
@@ -308,43 +322,81 @@ class Matrix {
           _tile_dpbf16ps(KVC_TS0, KVC_TK, KVC_TQ);
         }
       }
-      _tile_stored(KVC_TS0, tile_, 4 * width_);
-      const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
+      _tile_stored(KVC_TS0, tile_ + 256 * i, 4 * width_);
+    }
+    const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
+    for (int64_t i = 0; i < tiles.n; ++i) {
       __m512 x[16];
-      width_ == 4 ? transpose4(tile_, x) : transpose16(tile_, x);
+      width_ == 4 ? transpose4(tile_ + 256 * i, x) : transpose16(tile_ + 256 * i, x);
       for (int64_t r = 0; r < n_rows; ++r)
-        _mm512_storeu_ps(s + (block * 16 + r) * kTile, _mm512_mul_ps(x[r], all(factor_)));
+        _mm512_storeu_ps(s + (block * 16 + r) * kTile + 16 * i, _mm512_mul_ps(x[r], all(factor_)));
     }
   }
 
-  void int_logits(const char* from, int64_t stride, int64_t c, float* s) const {
+  void packed_logits(const KTiles& tiles, float* s) const {
     const int64_t chunks = k_.dim / 64, subs = k_.group_size == 32 ? 2 : 1;
-    for (int64_t block = 0; block < blocks_; ++block) {
-      const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        _tile_loadd(KVC_TK, from + 64 * chunk, stride);
-        for (int64_t sub = 0; sub < subs; ++sub) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      _tile_loadd(KVC_TQ, int_query(0, chunk, 0, 0), 64);
+      for (int64_t i = 0; i < tiles.n; ++i) {
+        _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
+        _tile_zero(KVC_TS0);
+        _tile_dpbusd(KVC_TS0, KVC_TK, KVC_TQ);
+        _tile_stored(KVC_TS0, tile_ + 256 * i, 64);
+      }
+      for (int64_t i = 0; i < tiles.n; ++i) {
+        __m512 x[16];
+        transpose16(tile_ + 256 * i, x);
+        for (int64_t r = 0; r < rows_; ++r) {
+          float* to = s + r * kTile + 16 * i;
+          __m512 y = chunk ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+          for (int64_t sub = 0; sub < subs; ++sub) {
+            const float* affine = affine_ + (chunk * 64 + sub * 32) / k_.group_size * 2 * kTile;
+            const __m512 scale = _mm512_load_ps(affine + 16 * i);
+            const __m512 bias = _mm512_load_ps(affine + kTile + 16 * i);
+            const __m512i high = _mm512_castps_si512(x[sub * 8 + r]);
+            const __m512i low = _mm512_castps_si512(x[sub * 8 + 4 + r]);
+            const __m512 dot =
+                _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+            y = _mm512_fmadd_ps(bias, all(q_sums_[r * (k_.dim / 32) + chunk * 2 + sub]), y);
+            y = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, all(q_steps_[r])), y);
+          }
+          _mm512_storeu_ps(to, y);
+        }
+      }
+    }
+  }
+
+  void int_logits(int64_t block, const KTiles& tiles, float* s) const {
+    const int64_t chunks = k_.dim / 64, subs = k_.group_size == 32 ? 2 : 1;
+    const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t sub = 0; sub < subs; ++sub) {
+        for (int64_t i = 0; i < tiles.n; ++i) {
+          _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
           _tile_zero(KVC_TS0);
-          _tile_zero(KVC_TS1);
           _tile_loadd(KVC_TQ, int_query(block, chunk, sub, 0), 4 * width_);
           _tile_dpbusd(KVC_TS0, KVC_TK, KVC_TQ);
+          _tile_zero(KVC_TS1);
           _tile_loadd(KVC_TQ, int_query(block, chunk, sub, 1), 4 * width_);
           _tile_dpbusd(KVC_TS1, KVC_TK, KVC_TQ);
-          _tile_stored(KVC_TS0, tile_, 4 * width_);
-          _tile_stored(KVC_TS1, tile_1_, 4 * width_);
-          for (int64_t i = 0; i < 16 * width_; i += 16) {
-            const __m512i high = _mm512_load_si512(tile_ + i), low = _mm512_load_si512(tile_1_ + i);
-            _mm512_store_ps(tile_ + i, _mm512_cvtepi32_ps(_mm512_add_epi32(
-                                           _mm512_slli_epi32(high, 8), low)));
+          _tile_stored(KVC_TS0, tile_ + 512 * i, 4 * width_);
+          _tile_stored(KVC_TS1, tile_ + 512 * i + 256, 4 * width_);
+        }
+        const int64_t group = (chunk * 64 + sub * 32) / k_.group_size;
+        for (int64_t i = 0; i < tiles.n; ++i) {
+          float* high = tile_ + 512 * i;
+          for (int64_t j = 0; j < 16 * width_; j += 16) {
+            const __m512i whole = _mm512_add_epi32(
+                _mm512_slli_epi32(_mm512_load_si512(high + j), 8), _mm512_load_si512(high + 256 + j));
+            _mm512_store_ps(high + j, _mm512_cvtepi32_ps(whole));
           }
           __m512 x[16];
-          width_ == 4 ? transpose4(tile_, x) : transpose16(tile_, x);
-          const int64_t group = (chunk * 64 + sub * 32) / k_.group_size;
-          const __m512 scale = _mm512_load_ps(affine_ + group * 2 * kTile + c);
-          const __m512 bias = _mm512_load_ps(affine_ + group * 2 * kTile + kTile + c);
+          width_ == 4 ? transpose4(high, x) : transpose16(high, x);
+          const __m512 scale = _mm512_load_ps(affine_ + group * 2 * kTile + 16 * i);
+          const __m512 bias = _mm512_load_ps(affine_ + group * 2 * kTile + kTile + 16 * i);
           for (int64_t r = 0; r < n_rows; ++r) {
             const int64_t row = block * 16 + r;
-            float* to = s + row * kTile;
+            float* to = s + row * kTile + 16 * i;
             __m512 y = _mm512_mul_ps(bias, all(q_sums_[row * (k_.dim / 32) + chunk * 2 + sub]));
             y = _mm512_fmadd_ps(x[r], _mm512_mul_ps(scale, all(q_steps_[row])), y);
             if (chunk || sub) y = _mm512_add_ps(y, _mm512_loadu_ps(to));
@@ -372,11 +424,10 @@ class Matrix {
 
   // bfloat16 values: tile [dim / 16][pair of cells][16 numbers x 2 cells]; of 32 numbers the first
   // tile has those at 0-3, 8-11, 16-19, 24-27.
-  void interleave_floats(const char* const* rows, int64_t n, const Ahead& ahead) const {
+  void interleave_floats(const char* const* rows, int64_t n, Ahead& ahead) const {
     const int64_t pairs = (n + 31) / 32 * 16;
     for (int64_t i = 0; i < pairs; ++i) {
-      ahead.fetch(2 * i);
-      ahead.fetch(2 * i + 1);
+      ahead.some(1);
       const char* a = 2 * i < n ? rows[2 * i] : nullptr;
       const char* b = 2 * i + 1 < n ? rows[2 * i + 1] : nullptr;
       for (int64_t d = 0; d < v_.dim; d += 32) {
@@ -434,13 +485,16 @@ class Matrix {
             _tile_dpbf16ps(KVC_TA1, KVC_TP, KVC_TV);
           }
         }
-        _tile_stored(KVC_TA0, tile_, 64);
-        _tile_stored(KVC_TA1, tile_1_, 64);
+        _tile_stored(KVC_TA0, tile_ + d * 16, 64);
+        _tile_stored(KVC_TA1, tile_ + d * 16 + 256, 64);
+      }
+      for (int64_t d = 0; d < v_.dim; d += 32) {
+        const float *even = tile_ + d * 16, *odd = even + 256;
         for (int64_t r = 0; r < n_rows; ++r) {
-          __m512 a = _mm512_load_ps(tile_ + r * 16), b = _mm512_load_ps(tile_1_ + r * 16);
+          __m512 a = _mm512_load_ps(even + r * 16), b = _mm512_load_ps(odd + r * 16);
           if (stacked_) {
-            a = _mm512_add_ps(a, _mm512_load_ps(tile_ + (n_rows + r) * 16));
-            b = _mm512_add_ps(b, _mm512_load_ps(tile_1_ + (n_rows + r) * 16));
+            a = _mm512_add_ps(a, _mm512_load_ps(even + (n_rows + r) * 16));
+            b = _mm512_add_ps(b, _mm512_load_ps(odd + (n_rows + r) * 16));
           }
           float* to = acc + (block * 16 + r) * v_pad_ + d;
           store(to, add(load(to), _mm512_permutex2var_ps(a, first, b)));
@@ -451,11 +505,11 @@ class Matrix {
   }
 
   // Integer values: tile [chunk of 64][16 numbers' tile][four of cells][16 numbers x 4 cells].
-  void interleave_ints(const char* const* rows, int64_t n, const Ahead& ahead) const {
+  void interleave_ints(const char* const* rows, int64_t n, Ahead& ahead) const {
     const int64_t chunks = v_.dim / 64;
     alignas(64) static const char zeros[64] = {};
     for (int64_t c = 0; c < kTile; c += 4) {
-      for (int64_t i = c; i < c + 4; ++i) ahead.fetch(i);
+      ahead.some(3);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         char* to = values_ + chunk * 4096 + c / 4 * 64;
         const char* from[4];
@@ -493,7 +547,8 @@ class Matrix {
 
   // Weights of group g and a block of rows: [term][16 or fewer rows][kTile] bytes.
   uint8_t* int_weight(int64_t g, int64_t block) const {
-    return reinterpret_cast<uint8_t*>(weights_) + (g * blocks_ + block) * 2 * 16 * kTile;
+    return reinterpret_cast<uint8_t*>(weights_) +
+           (g * blocks_ + block) * 2 * (joined_ ? rows_ : 16) * kTile;
   }
 
   void int_weights(const float* s, int64_t n) const {
@@ -556,7 +611,8 @@ class Matrix {
         for (int64_t sub = 0; sub < subs; ++sub) {
           const int64_t g = (chunk * 64 + sub * 32) / v_.group_size;
           const uint8_t* weight = int_weight(g, block);
-          for (int term = 0; term < (stacked_ ? 1 : 2); ++term) {
+          const int terms = joined_ && sub ? 0 : stacked_ ? 1 : 2;
+          for (int term = 0; term < terms; ++term) {
             _tile_loadd(KVC_TP, weight + term * 16 * kTile, kTile);
             for (int j = 0; j < 4; j += 2) {
               const char* v = values_ + chunk * 4096 + j * 1024;
@@ -574,9 +630,10 @@ class Matrix {
             const int64_t row = block * 16 + r;
             __m512 x[4];
             for (int j = 0; j < 4; ++j) {
-              const float* low = stacked_ ? tiles[0][j] + (n_rows + r) * 16 : tiles[1][j] + r * 16;
+              const float* high = tiles[0][j] + ((joined_ ? sub * 2 * n_rows : 0) + r) * 16;
+              const float* low = stacked_ ? high + n_rows * 16 : tiles[1][j] + r * 16;
               const __m512i whole = _mm512_add_epi32(
-                  _mm512_slli_epi32(_mm512_load_si512(tiles[0][j] + r * 16), 8),
+                  _mm512_slli_epi32(_mm512_load_si512(high), 8),
                   _mm512_load_si512(low));
               x[j] = _mm512_cvtepi32_ps(whole);
             }
@@ -610,10 +667,12 @@ class Matrix {
   const Side &k_, &v_;
   const int64_t rows_, v_pad_;
   const float factor_;
-  const int64_t width_, blocks_;
+  const int64_t width_;
+  const bool is_packed_;  // few rows: both terms and both groups' queries are one operand
+  const int64_t blocks_;
   int64_t v_rows_ = 0;
-  bool stacked_ = false, has_low_ = false;
-  float *tile_ = nullptr, *tile_1_ = nullptr, *affine_ = nullptr;
+  bool stacked_ = false, joined_ = false, has_low_ = false;
+  float *tile_ = nullptr, *affine_ = nullptr;
   float *q_sums_ = nullptr, *q_steps_ = nullptr;
   char *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
 };

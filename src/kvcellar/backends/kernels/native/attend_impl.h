@@ -18,6 +18,7 @@ struct Scratch {
   float *q, *k, *v, *s, *acc, *max, *sum, *factor;
   struct Rows {
     const char *k[kTile], *v[kTile], *k_affine[kTile], *v_affine[kTile];
+    const Pool* pool;  // whose rows they are: the job's, or its exact one
   };
   Rows* rows;  // of this tile and of the next
   char* extra;
@@ -118,25 +119,27 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
 
 struct Walk {
   const Job& job;
-  const Side &k, &v;
-  const char *k_base, *v_base, *k_affine_base, *v_affine_base;
   int64_t run, offset;
 
-  explicit Walk(const Job& from)
-      : job(from), k(from.pool->k), v(from.pool->v), run(from.run), offset(from.run_offset) {
-    k_base = k.data + job.kv_head * k.head_stride;
-    v_base = v.data + job.kv_head * v.head_stride;
-    k_affine_base = k.affine ? k.affine + job.kv_head * k.affine_head_stride : nullptr;
-    v_affine_base = v.affine ? v.affine + job.kv_head * v.affine_head_stride : nullptr;
-  }
+  explicit Walk(const Job& from) : job(from), run(from.run), offset(from.run_offset) {}
 
-  // Addresses of the next n cells.
-  void next(int64_t n, Scratch::Rows& to) {
-    const int64_t block_size = job.pool->block_size;
+  // Addresses of up to n next cells of one pool; how many they are.
+  int64_t next(int64_t n, Scratch::Rows& to) {
+    const bool is_exact = job.runs[run].start >= kExactBase;
+    const int64_t base = is_exact ? kExactBase : 0;
+    const Pool& pool = is_exact ? *job.pool->exact : *job.pool;
+    const Side &k = pool.k, &v = pool.v;
+    const char* k_base = k.data + job.kv_head * k.head_stride;
+    const char* v_base = v.data + job.kv_head * v.head_stride;
+    const char* k_affine_base = k.affine ? k.affine + job.kv_head * k.affine_head_stride : nullptr;
+    const char* v_affine_base = v.affine ? v.affine + job.kv_head * v.affine_head_stride : nullptr;
+    const int64_t block_size = pool.block_size;
+    to.pool = &pool;
     int64_t i = 0;
     while (i < n) {
       const CellRun& cells = job.runs[run];
-      int64_t cell = cells.start + offset;
+      if ((cells.start >= kExactBase) != is_exact) break;
+      int64_t cell = cells.start - base + offset;
       int64_t length = smaller(cells.length - offset, n - i);
       offset += length;
       if (offset == cells.length) {
@@ -171,44 +174,72 @@ struct Walk {
         length -= piece;
       }
     }
+    return i;
   }
 };
 
-// The next tile's rows, fetched one by one while this tile is worked on: their addresses are known,
-// and a loop that computes for long between its loads leaves the memory idle.
+// The next tile's rows, fetched a few at a time while this tile is worked on: their addresses are
+// known, a loop that computes for long between its loads leaves the memory idle, and many at once
+// would stop the core until they have come.
 struct Ahead {
-  const char* const* rows;
-  const char* const* affine;
-  int64_t n, n_bytes;
+  const Scratch::Rows* rows = nullptr;
+  int64_t n = 0, k_bytes = 0, v_bytes = 0;
+  bool has_k_affine = false, has_v_affine = false;
+  int64_t next = 0;
 
-  void fetch(int64_t c) const {
-    if (c >= n) return;
-    for (int64_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(rows[c] + i, 0, 2);
-    if (affine) __builtin_prefetch(affine[c], 0, 2);
+  void start(const Scratch::Rows& from, int64_t count) {
+    const Side &k = from.pool->k, &v = from.pool->v;
+    rows = &from;
+    n = count;
+    next = 0;
+    k_bytes = k.packed_bytes();
+    v_bytes = v.packed_bytes();
+    has_k_affine = k.affine != nullptr;
+    has_v_affine = v.affine != nullptr;
+  }
+
+  void some(int64_t count) {
+    const int64_t stop = smaller(n, next + count);
+    for (; next < stop; ++next) {
+      for (int64_t i = 0; i < k_bytes; i += 64) __builtin_prefetch(rows->k[next] + i, 0, 2);
+      for (int64_t i = 0; i < v_bytes; i += 64) __builtin_prefetch(rows->v[next] + i, 0, 2);
+      if (has_k_affine) __builtin_prefetch(rows->k_affine[next], 0, 2);
+      if (has_v_affine) __builtin_prefetch(rows->v_affine[next], 0, 2);
+    }
   }
 };
 
 // Logits and values in float32 --------------------------------------------------------------------
 
-// s[r][c] = q[r] . k[c] for 4 rows; q rows are k_pad apart.
-inline void logits_of_4(const float* q, int64_t k_pad, const char* const* k_rows, int64_t n,
-                        float* s) {
-  for (int64_t c = 0; c < n; ++c) {
-    const float* k = reinterpret_cast<const float*>(k_rows[c]);
-    Vec a0 = all(0.f), a1 = a0, a2 = a0, a3 = a0;
+// s[r][c] = q[r] . k[c] for kRows rows, 4 cells at a time; q rows are k_pad apart. Writes up to 3
+// numbers behind the n-th, of the last cell again.
+template <int kRows>
+inline void logits_of(const float* q, int64_t k_pad, const char* const* k_rows, int64_t n,
+                      float* s) {
+  for (int64_t c = 0; c < n; c += 4) {
+    const float* k[4];
+    for (int j = 0; j < 4; ++j)
+      k[j] = reinterpret_cast<const float*>(k_rows[smaller(c + j, n - 1)]);
+    Vec a[kRows][4];
+    for (auto& row : a)
+      for (Vec& x : row) x = all(0.f);
     for (int64_t d = 0; d < k_pad; d += kLanes) {
-      const Vec x = load(k + d);
-      a0 = fma(load(q + d), x, a0);
-      a1 = fma(load(q + k_pad + d), x, a1);
-      a2 = fma(load(q + 2 * k_pad + d), x, a2);
-      a3 = fma(load(q + 3 * k_pad + d), x, a3);
+      Vec x[kRows];
+      for (int r = 0; r < kRows; ++r) x[r] = load(q + r * k_pad + d);
+      for (int j = 0; j < 4; ++j) {
+        const Vec y = load(k[j] + d);
+        for (int r = 0; r < kRows; ++r) a[r][j] = fma(x[r], y, a[r][j]);
+      }
     }
-    s[c] = sum(a0);
-    s[kTile + c] = sum(a1);
-    s[2 * kTile + c] = sum(a2);
-    s[3 * kTile + c] = sum(a3);
+    for (int r = 0; r < kRows; ++r) sum_4(a[r][0], a[r][1], a[r][2], a[r][3], s + r * kTile + c);
   }
 }
+
+#if defined(KVC_AVX2)
+constexpr int kLogitRows = 2;  // as many sums as there are registers for
+#else
+constexpr int kLogitRows = 4;
+#endif
 
 // acc[r][d .. d + kWide vectors) += s[r][c] * v[c], for 4 rows.
 template <int kWide>
@@ -273,37 +304,40 @@ class Attention {
     std::memset(scratch_.acc, 0, sizeof(float) * rows_pad_ * v_pad_);
     Walk walk(job_);
     const int64_t stop = job_.first_cell + job_.n_cells;
-    walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]);
-    for (int64_t first = job_.first_cell, turn = 0; first < stop; first += kTile, turn ^= 1) {
-      const int64_t n = smaller(kTile, stop - first);
+    int64_t n = walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]), n_next = 0;
+    for (int64_t first = job_.first_cell, turn = 0; first < stop; first += n, n = n_next, turn ^= 1) {
       rows_of_tile_ = scratch_.rows + turn;
-      Ahead ahead_k{}, ahead_v{};
+      ahead_.next = ahead_.n = n_next = 0;
       if (first + n < stop) {
-        const int64_t n_ahead = smaller(kTile, stop - first - n);
-        const Scratch::Rows& ahead = scratch_.rows[turn ^ 1];
-        walk.next(n_ahead, scratch_.rows[turn ^ 1]);
-        ahead_k = {ahead.k, k_.affine ? ahead.k_affine : nullptr, n_ahead, k_.packed_bytes()};
-        ahead_v = {ahead.v, v_.affine ? ahead.v_affine : nullptr, n_ahead, v_.packed_bytes()};
+        Scratch::Rows& rows = scratch_.rows[turn ^ 1];
+        n_next = walk.next(smaller(kTile, stop - first - n), rows);
+        ahead_.start(rows, n_next);
       }
       const Seen seen = what_is_seen(first, n);
       if (seen == Seen::nothing) continue;
 #if defined(KVC_AMX)
-      if (matrix.has_k)
-        matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_k);
-      else
+      const bool fits = rows_of_tile_->pool == job_.pool;
+      if (matrix.has_k && fits) {
+        matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_);
+      } else {
+        logits(n);
+        if (matrix.has_k) multiply_logits(n, factor);
+      }
+#else
+      logits(n);
 #endif
-        logits(n, ahead_k);
       if (job_.args->softcap > 0.f) cap(n);
       if (seen == Seen::some) hide(first, n);
       softmax(n);
 #if defined(KVC_AMX)
-      if (matrix.has_v && (seen == Seen::everything ||
-                           matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
+      if (matrix.has_v && fits &&
+          (seen == Seen::everything ||
+           matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
         matrix.values(scratch_.s, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.acc,
-                      ahead_v);
+                      ahead_);
       else
 #endif
-        values(n, first, seen, ahead_v);
+        values(n, first, seen);
     }
     finish();
   }
@@ -364,21 +398,30 @@ class Attention {
 
   // Rows as padded float32: where they lie if they are that already, else decoded into scratch.
   void as_floats(const Side& side, int64_t pad, const char** rows, const char* const* affine,
-                 int64_t n, float* to, const Ahead& ahead) {
+                 int64_t n, float* to) {
     const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad;
     for (int64_t c = 0; c < n; ++c) {
-      ahead.fetch(c);
+      if (c % 2) ahead_.some(1);
       if (lies_ready) continue;
       decode_row(side, rows[c], affine[c], pad, to + c * pad);
       rows[c] = reinterpret_cast<const char*>(to + c * pad);
     }
   }
 
-  void logits(int64_t n, const Ahead& ahead) {
-    as_floats(k_, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k, ahead);
-    for (int64_t r = 0; r < rows_pad_; r += 4)
-      logits_of_4(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n, scratch_.s + r * kTile);
+  void logits(int64_t n) {
+    as_floats(rows_of_tile_->pool->k, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k);
+    for (int64_t r = 0; r < rows_pad_; r += kLogitRows)
+      logits_of<kLogitRows>(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n,
+                            scratch_.s + r * kTile);
   }
+
+#if defined(KVC_AMX)
+  // The matrix unit's queries come without the factor.
+  void multiply_logits(int64_t n, float factor) {
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t c = 0; c < n; ++c) scratch_.s[r * kTile + c] *= factor;
+  }
+#endif
 
   // softcap * tanh(x), in powers of two: tanh(x) = 1 - 2 / (exp(2x) + 1), odd.
   void cap(int64_t n) {
@@ -402,6 +445,7 @@ class Attention {
     const int64_t wide = (n + kLanes - 1) / kLanes * kLanes;
     for (int64_t r = 0; r < rows_; ++r) {
       float* s = scratch_.s + r * kTile;
+      ahead_.some(3);
       for (int64_t c = n; c < wide; ++c) s[c] = kMinusInfinity;
       Vec top = all(scratch_.max[r]);
       for (int64_t c = 0; c < wide; c += kLanes) top = max(top, load(s + c));
@@ -424,8 +468,8 @@ class Attention {
     }
   }
 
-  void values(int64_t n, int64_t first, Seen seen, const Ahead& ahead) {
-    as_floats(v_, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v, ahead);
+  void values(int64_t n, int64_t first, Seen seen) {
+    as_floats(rows_of_tile_->pool->v, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v);
     if (seen == Seen::some) leave_no_trace(first, n);
     for (int64_t r = 0; r < rows_pad_; r += 4) {
       const float* s = scratch_.s + r * kTile;
@@ -463,6 +507,7 @@ class Attention {
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   Scratch scratch_;
   Scratch::Rows* rows_of_tile_ = nullptr;
+  Ahead ahead_;
 
  public:
   static float exp2_or_0(float x) { return x == kMinusInfinity ? 0.f : exp2_one(x); }
@@ -533,12 +578,29 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
   if (side.dtype == Dtype::int4) std::memset(packed, 0, (side.dim + 1) / 2);
   for (int64_t g = 0; g * group < side.dim; ++g) {
     const float* x = row + g * group;
+    const bool is_wide = kLanes > 1 && group % kLanes == 0;
     float low = x[0], high = x[0];
-    bool has_nan = false;
-    for (int64_t i = 0; i < group; ++i) {
-      has_nan |= x[i] != x[i];
-      low = x[i] < low ? x[i] : low;
-      high = x[i] > high ? x[i] : high;
+    bool has_nan = false, is_found = false;
+    if (is_wide) {
+      Vec least = load(x), most = least, zeros = sub(least, least);
+      for (int64_t i = kLanes; i < group; i += kLanes) {
+        const Vec y = load(x + i);
+        least = min(least, y);
+        most = max(most, y);
+        zeros = add(zeros, sub(y, y));
+      }
+      low = -highest(sub(all(0.f), least));
+      high = highest(most);
+      // Not so where a number is not finite, and of two zeros the first one's sign counts.
+      is_found = sum(zeros) == 0.f && low != 0.f && high != 0.f;
+    }
+    if (!is_found) {
+      low = high = x[0];
+      for (int64_t i = 0; i < group; ++i) {
+        has_nan |= x[i] != x[i];
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+      }
     }
     float inverse = 0.f, bias = 0.f;
     if (has_nan) {
@@ -553,7 +615,19 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
       inverse = step > 0.f ? 1.f / step : 0.f;
     }
     const int64_t first = g * group;
-    for (int64_t i = 0; i < group; ++i) {
+    for (int64_t i = 0; is_wide && i < group; i += kLanes) {
+      Vec q = nearest(mul(sub(load(x + i), all(bias)), all(inverse)));
+      q = min(max(q, all(0.f)), all(top));  // NaN too becomes 0
+      if (side.dtype == Dtype::int8) {
+        store_u8(packed + first + i, q);
+      } else {
+        uint8_t bytes[kLanes];
+        store_u8(bytes, q);
+        for (int j = 0; j + 1 < kLanes; j += 2)
+          packed[(first + i + j) / 2] = static_cast<uint8_t>(bytes[j] | bytes[j + 1] << 4);
+      }
+    }
+    for (int64_t i = 0; !is_wide && i < group; ++i) {
       float q = __builtin_rintf((x[i] - bias) * inverse);
       q = q > 0.f ? q : 0.f;  // NaN too becomes 0
       q = q < top ? q : top;

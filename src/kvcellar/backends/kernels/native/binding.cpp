@@ -147,7 +147,16 @@ NB_MODULE(_native, m) {
   nb::class_<Pool>(m, "Pool")
       .def("__init__",
            [](Pool* self, int64_t n_kv_heads, int64_t n_cells, int64_t block_size, const Side& k,
-              const Side& v) { new (self) Pool{n_kv_heads, n_cells, block_size, k, v}; })
+              const Side& v, const Pool* exact) {
+             if (exact && (exact->n_kv_heads != n_kv_heads || exact->k.dim != k.dim ||
+                           exact->v.dim != v.dim || is_quantised(exact->k.dtype) ||
+                           is_quantised(exact->v.dtype)))
+               throw std::invalid_argument(
+                   "an exact pool has rows of floats, as many heads and numbers as its main one");
+             new (self) Pool{n_kv_heads, n_cells, block_size, k, v, exact};
+           },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+           nb::keep_alive<1, 7>())
       .def("write_cells",
            [](const Pool& pool, const Layout& layout, uintptr_t cells, int64_t n, uintptr_t k,
               uintptr_t v) {
@@ -189,6 +198,7 @@ NB_MODULE(_native, m) {
            })
       .def_prop_ro("n_tokens", &Plan::n_tokens)
       .def_prop_ro("n_cells", &Plan::n_cells)
+      .def_prop_ro("n_exact_cells", &Plan::n_exact_cells)
       .def_prop_ro("n_shared_cells", &Plan::n_shared_cells)
       .def("step",
            [attend](Plan& plan, const Pool& pool, const Layout& layout, uintptr_t q, uintptr_t k,

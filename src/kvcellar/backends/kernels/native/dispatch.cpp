@@ -110,8 +110,8 @@ int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
       rows * (k_pad + v_pad + kTile) + kTile * (k_pad + v_pad) + 3 * (rows + 16) + 8 * 16;
   // What the matrix unit wants beside it: see amx.h.
   const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;
-  const int64_t matrix = 8 * r * k + 2 * kTile * v + 32 * (k + v) + r * (6 * kTile + 8 * v) + 65536;
-  return 4 * floats + 8 * kTile * 8 + matrix;
+  const int64_t matrix = 8 * r * k + 2 * kTile * (k + v) + 96 * (k + v) + r * (6 * kTile + 8 * v) + 65536;
+  return 4 * floats + 8 * kTile * 8 + 64 + matrix;
 }
 
 }  // namespace kvcellar

@@ -39,10 +39,15 @@ struct Side {
   int64_t affine_bytes() const { return is_quantised(dtype) ? dim / group_size * 4 : 0; }
 };
 
+// Runs of reads from this index on are cells of the pool's exact one, counted from there. The same
+// number as kvcellar.bookkeeping.exact.BASE; no run has cells of both.
+constexpr int64_t kExactBase = int64_t{1} << 40;
+
 // One layer's K and V. `block_size` 0: all cells at one stride.
 struct Pool {
   int64_t n_kv_heads = 0, n_cells = 0, block_size = 0;
   Side k, v;
+  const Pool* exact = nullptr;  // float rows of the same dims, or none
 };
 
 // Rows of a model's projection or of the result: element [head, token, 0] lies at
@@ -108,6 +113,7 @@ class Plan {
 
   int64_t n_tokens() const { return input_.n_tokens; }
   int64_t n_cells() const { return input_.n_cells; }
+  int64_t n_exact_cells() const { return n_exact_cells_; }
   int64_t n_shared_cells() const { return n_shared_cells_; }
   const std::vector<CellList>& lists() const { return lists_; }
 
@@ -143,7 +149,7 @@ class Plan {
 
   StepInput input_;
   std::vector<CellList> lists_;
-  int64_t n_shared_cells_ = 0;
+  int64_t n_shared_cells_ = 0, n_exact_cells_ = 0;
   double row_cells_ = 0, cells_ = 0;
   Schedule schedule_;
 };

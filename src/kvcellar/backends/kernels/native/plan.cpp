@@ -50,6 +50,9 @@ Plan::Plan(StepInput input) : input_(std::move(input)) {
     row_cells_ += static_cast<double>(list.n_cells) * static_cast<double>(list.tokens.size());
     cells_ += static_cast<double>(list.n_cells);
   }
+  for (const CellRun& run : input_.runs)
+    if (run.start >= kExactBase)
+      n_exact_cells_ = std::max(n_exact_cells_, run.start - kExactBase + run.length);
 }
 
 namespace {
@@ -377,6 +380,17 @@ void check_cells(const Pool& pool, int64_t n_cells) {
                                 "; grow it before the step");
 }
 
+void check_exact_cells(const Pool& pool, int64_t n_cells) {
+  if (!n_cells) return;
+  if (!pool.exact)
+    throw std::invalid_argument("exact cells are read and the pool has none beside it; make it "
+                                "with exact=");
+  if (n_cells > pool.exact->n_cells)
+    throw std::invalid_argument("exact cells up to " + std::to_string(n_cells) +
+                                " are asked for, the exact pool holds " +
+                                std::to_string(pool.exact->n_cells));
+}
+
 struct WriteCall : Shared {
   const Pool* pool;
   const Layout* layout;
@@ -506,6 +520,7 @@ struct AttendCall : Shared {
 void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args, int n_threads) {
   check(pool, layout);
   check_cells(pool, input_.n_cells);
+  check_exact_cells(pool, n_exact_cells_);
   const int64_t group = layout.n_heads / pool.n_kv_heads;
   const int64_t k_pad = padded(pool.k.dim), v_pad = padded(pool.v.dim);
   schedule(pool.n_kv_heads, group, v_pad);

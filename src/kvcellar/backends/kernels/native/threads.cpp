@@ -1,8 +1,15 @@
 // Whose threads: those of the OpenMP runtime that torch has brought into the process, so that its
 // workers and ours are the same ones; a pool given by the caller (ExecuTorch's); else our own.
+//
+// OpenMP joins all workers, also those that found no core and did nothing: where another process
+// holds one, each call waits for its time slice. So after a call that had to wait the caller works
+// alone for a while. Threads of our own beside OpenMP's would not help: they and its workers, which
+// spin after each operation of torch's, would take the core from each other.
 
 #include "threads.h"
 
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -77,7 +84,8 @@ OpenMp& openmp() {
   return is_found.load(std::memory_order_acquire) ? found : none;
 }
 
-// Threads of our own, started when first wanted. One caller at a time; others work alone.
+// Threads of our own, started when first wanted. One caller at a time; others work alone. Only workers
+// that have begun are waited for.
 class OwnPool {
  public:
   static OwnPool& instance() {
@@ -97,13 +105,15 @@ class OwnPool {
       work_ = work;
       data_ = data;
       n_workers_ = n_workers;
-      pending_ = n_workers - 1;
+      is_open_ = true;
       ++generation_;
     }
     wake_.notify_all();
     work(data, 0);
+    // All work is taken: who has not begun by now need not.
     std::unique_lock<std::mutex> guard(lock_);
-    done_.wait(guard, [this] { return pending_ == 0; });
+    is_open_ = false;
+    done_.wait(guard, [this] { return n_inside_ == 0; });
   }
 
  private:
@@ -113,15 +123,16 @@ class OwnPool {
       void* data;
       {
         std::unique_lock<std::mutex> guard(lock_);
-        wake_.wait(guard, [&] { return generation_ != seen; });
+        wake_.wait(guard, [&] { return is_open_ && generation_ != seen; });
         seen = generation_;
         if (id >= n_workers_) continue;
         work = work_;
         data = data_;
+        ++n_inside_;
       }
       work(data, id);
       std::lock_guard<std::mutex> guard(lock_);
-      if (--pending_ == 0) done_.notify_one();
+      if (--n_inside_ == 0) done_.notify_one();
     }
   }
 
@@ -130,23 +141,62 @@ class OwnPool {
   std::vector<std::thread> threads_;
   void (*work_)(void*, int) = nullptr;
   void* data_ = nullptr;
-  int n_workers_ = 0, pending_ = 0;
+  int n_workers_ = 0, n_inside_ = 0;
+  bool is_open_ = false;
   uint64_t generation_ = 0;
 };
 
 std::atomic<ParallelFor> given{nullptr};
 std::atomic<int> wanted{0};
 
+using Clock = std::chrono::steady_clock;
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+      .count();
+}
+
 struct GompCall {
   void (*work)(void*, int);
   void* data;
   GetInt thread_num;
+  int64_t done_ns;  // when the caller found no more work
 };
 
 void gomp_entry(void* raw) {
-  const auto* call = static_cast<GompCall*>(raw);
-  call->work(call->data, call->thread_num());
+  auto* call = static_cast<GompCall*>(raw);
+  const int worker = call->thread_num();
+  call->work(call->data, worker);
+  if (worker == 0) call->done_ns = now_ns();
 }
+
+// Whether OpenMP's workers get the cores.
+class Crowd {
+ public:
+  bool is_quiet(int64_t at_ns) const { return at_ns >= until_ns_.load(std::memory_order_relaxed); }
+
+  // A call worked for `worked_ns` and then waited for others.
+  void note(int64_t at_ns, int64_t worked_ns, int64_t waited_ns) {
+    if (waited_ns > kWaitNs && waited_ns > worked_ns / 2) {
+      const int64_t pause = pause_ns_.load(std::memory_order_relaxed);
+      n_good_.store(0, std::memory_order_relaxed);
+      until_ns_.store(at_ns + pause, std::memory_order_relaxed);
+      pause_ns_.store(pause < kLongestNs ? 2 * pause : pause, std::memory_order_relaxed);
+    } else if (++n_good_ >= kGoodCalls) {
+      n_good_.store(0, std::memory_order_relaxed);
+      pause_ns_.store(kShortestNs, std::memory_order_relaxed);
+    }
+  }
+
+ private:
+  static constexpr int64_t kWaitNs = 1000000;  // far more than the last piece of work takes
+  static constexpr int64_t kShortestNs = 25000000, kLongestNs = 800000000;
+  static constexpr int kGoodCalls = 1000;
+  std::atomic<int64_t> until_ns_{0}, pause_ns_{kShortestNs};
+  std::atomic<int> n_good_{0};
+};
+
+Crowd crowd;
 
 }  // namespace
 
@@ -155,8 +205,14 @@ void run_workers(int n_workers, void (*work)(void*, int), void* data) {
   if (ParallelFor run = given.load()) return run(n_workers, work, data);
   OpenMp& omp = openmp();
   if (omp.parallel) {
-    GompCall call{work, data, omp.thread_num};
-    omp.parallel(gomp_entry, &call, static_cast<unsigned>(n_workers), 0);
+    const int64_t start_ns = now_ns();
+    if (!crowd.is_quiet(start_ns)) return work(data, 0);
+    GompCall call{work, data, omp.thread_num, start_ns};
+    // A team smaller than the last one ends the others' threads, and torch would start them again.
+    const int team = wanted.load() ? n_workers : std::max(n_workers, omp.max_threads());
+    omp.parallel(gomp_entry, &call, static_cast<unsigned>(team), 0);
+    const int64_t end_ns = now_ns();
+    crowd.note(end_ns, call.done_ns - start_ns, end_ns - call.done_ns);
     return;
   }
   OwnPool::instance().run(n_workers, work, data);

@@ -4,8 +4,8 @@
 
 namespace kvcellar {
 
-// Calls work(data, worker) once for each worker in [0, n_workers), one of them on this thread.
-// Fewer calls may come where the pool gives fewer workers: the work is taken from a shared counter.
+// Calls work(data, worker) for some workers, worker 0 on this thread. How many there are is up to the
+// pool and to how busy the machine is: the work is taken from a shared counter.
 void run_workers(int n_workers, void (*work)(void*, int), void* data);
 
 int workers_for(int n_threads);

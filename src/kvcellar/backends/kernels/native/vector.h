@@ -94,7 +94,9 @@ inline Vec nearest(Vec x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline Vec times_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-inline Vec zero_far_below(Vec, Vec y) { return y; }  // scalef has made it 0
+inline Vec zero_far_below(Vec x, Vec y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ), y);
+}
 inline Vec load_bf16(const uint16_t* p) {
   const __m512i wide =
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -112,6 +114,17 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i low = _mm_and_si128(both, _mm_set1_epi8(15));
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
+}
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const Vec all_4 = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half =
+      _mm256_add_ps(_mm512_castps512_ps256(all_4), _mm512_extractf32x8_ps(all_4, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+inline void store_u8(uint8_t* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 inline void store_half(uint16_t* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
@@ -181,6 +194,16 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const Vec all_4 = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all_4), _mm256_extractf128_ps(all_4, 1)));
+}
+inline void store_u8(uint8_t* p, Vec x) {
+  const __m256i whole = _mm256_cvtps_epi32(x);
+  const __m128i words =
+      _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
 inline void store_half(uint16_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -230,6 +253,15 @@ inline Vec load_nibbles(const uint8_t* p) {
                              static_cast<uint8_t>(p[1] & 15), static_cast<uint8_t>(p[1] >> 4)};
   return load_u8(spread);
 }
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+inline void store_u8(uint8_t* p, Vec x) {
+  const uint16x4_t words = vmovn_u32(vcvtq_u32_f32(x));
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+  const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+  std::memcpy(p, &four, 4);
+}
 inline void store_half(uint16_t* p, Vec x) {
   vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
@@ -266,6 +298,13 @@ inline Vec load_bf16(const uint16_t* p) { return bf16_to_float(*p); }
 inline Vec load_half(const uint16_t* p) { return half_to_float(*p); }
 inline Vec load_u8(const uint8_t* p) { return static_cast<float>(*p); }
 inline Vec load_nibbles(const uint8_t* p) { return static_cast<float>(*p & 15); }  // not used
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  to[0] = a;
+  to[1] = b;
+  to[2] = c;
+  to[3] = d;
+}
+inline void store_u8(uint8_t* p, Vec x) { *p = static_cast<uint8_t>(x); }
 inline void store_half(uint16_t* p, Vec x) { *p = float_to_half(x); }
 inline void store_bf16(uint16_t* p, Vec x) { *p = float_to_bf16(x); }
 
@@ -276,11 +315,9 @@ constexpr float kMinusInfinity = -__builtin_inff();
 
 // 2**x for x <= 0 with a relative error of some 1e-7; 0 far below, NaN for NaN.
 inline Vec exp2_below_1(Vec x) {
-#if defined(KVC_AVX512)
-  const Vec clipped = max(all(-160.f), x);  // max gives its second argument where one is NaN
-#else
+  // A number below the normal ones would cost hundreds of cycles. On x86 max gives its second
+  // argument where one is NaN.
   const Vec clipped = max(all(-126.f), x);
-#endif
   const Vec whole = nearest(clipped), f = sub(clipped, whole);
   Vec y = all(1.5403530e-4f);
   y = fma(y, f, all(1.3333558e-3f));

@@ -104,7 +104,19 @@ double one_step() {
   const int64_t block_size = one_of<int64_t>({0, 0, 4, 16}), n_cells = 16 * between(3, 40);
   SideMemory k(random_side(n_kv_heads, n_cells, block_size), n_kv_heads, n_cells);
   SideMemory v(random_side(n_kv_heads, n_cells, block_size), n_kv_heads, n_cells);
-  const Pool pool{n_kv_heads, n_cells, block_size, k.side, v.side};
+  // Beside it cells in float32, at the same indices from kExactBase on.
+  const auto exact_side = [&](int64_t dim) {
+    Side side;
+    side.dim = dim;
+    side.cell_stride = side.packed_bytes();
+    side.head_stride = side.cell_stride * n_cells;
+    return side;
+  };
+  SideMemory exact_k(exact_side(k.side.dim), n_kv_heads, n_cells);
+  SideMemory exact_v(exact_side(v.side.dim), n_kv_heads, n_cells);
+  const Pool exact{n_kv_heads, n_cells, 0, exact_k.side, exact_v.side, nullptr};
+  const Pool pool{n_kv_heads, n_cells, block_size, k.side, v.side, &exact};
+  const int64_t n_first = one_of<int64_t>({0, 4, 70}), n_last = one_of<int64_t>({0, 1, 32});
 
   StepInput input;
   input.n_cells = n_cells;
@@ -121,8 +133,11 @@ double one_step() {
     read.q_start = input.n_tokens;
     read.q_len = std::min<int64_t>(one_of<int64_t>({1, 1, 3, 40}), own);
     read.first_run = static_cast<int64_t>(input.runs.size());
-    for (int64_t i = 0; i < trunk; ++i) input.runs.push_back({cell(i), 1});
-    for (int64_t i = 0; i < own; ++i) input.runs.push_back({cell(at + i), 1});
+    for (int64_t i = 0; i < trunk + own; ++i) {
+      const bool is_exact = i < n_first || i >= trunk + own - n_last;
+      const int64_t index = cell(i < trunk ? i : at + i - trunk);
+      input.runs.push_back({is_exact ? kExactBase + index : index, 1});
+    }
     read.n_runs = trunk + own;
     read.kind = static_cast<Kind>(between(0, 2));
     if (read.kind == Kind::explicit_mask) {
