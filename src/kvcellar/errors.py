@@ -97,6 +97,17 @@ class PrefixError(KVCellarError, ValueError):
     """A prefix handle that is stale or not locked, or cells that do not fit their tokens."""
 
 
+class AgentError(KVCellarError):
+    """An agent cannot do what was asked: the name is taken, it is busy, there is no such place."""
+
+
+class UnknownAgentError(KVCellarError, KeyError):
+    """No agent of that name is known."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class StoreError(KVCellarError):
     """The store cannot do what was asked: closed, not writable, in use by others for too long."""
 

@@ -169,7 +169,7 @@ def test_an_empty_prompt_gives_one_clear_line(tiny: str) -> None:
 
 def test_a_missing_prompt_and_an_unknown_command_give_one_clear_line() -> None:
     assert error_of("generate") == "missing option '--prompt' / '-p'; see kvcellar generate --help"
-    assert error_of("genrate").startswith("no such command 'genrate'. Did you mean 'generate'?")
+    assert error_of("genrate").startswith("no such command 'genrate'. Did you mean 'generate'")
 
 
 def test_settings_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -593,3 +593,21 @@ def test_collecting_respects_a_grace_time_and_empties_the_quarantine_on_demand(
         report = store.gc(is_emptying_quarantine=True)
         assert (report.n_blocks, report.n_quarantined) == (2, 1)
         assert store.stats().cold.size_bytes == 0
+
+
+def test_a_history_that_is_cut_keeps_the_blocks_and_boundaries_that_cover_it(
+    tmp_path: Path,
+) -> None:
+    key = make_key(groups=[FULL, WINDOW], block_tokens=4)
+    tokens = tokens_of(3, 30)
+    with Store(tmp_path) as store:
+        for n in (11, 19, 30):
+            save(store, "a", History(key, tokens[:n]))
+        cut = store.cut("a", 21, metadata={"x": 1})
+        assert (cut.n_stored, cut.revision, dict(cut.metadata)) == (21, 4, {"x": 1})
+        assert [b.length for b in cut.boundaries] == [11, 19]
+        store.gc()
+        assert store.match(key, tokens[:21]).n_tokens == 21
+        assert store.match(key, tokens[:21]).n_resumable == 19
+        with pytest.raises(StoreError, match="cannot be cut at 22"):
+            store.cut("a", 22)

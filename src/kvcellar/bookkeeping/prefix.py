@@ -77,6 +77,14 @@ class PrefixIndex(Protocol):
         """Give up at least so many tokens, the least recently used first."""
         ...
 
+    def demote(self, handle: PrefixHandle) -> None:
+        """Make what only this history needs the next to be evicted."""
+        ...
+
+    def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
+        """Give up what only this history needs, down to ``keep`` tokens."""
+        ...
+
     def size_info(self) -> SizeInfo:
         """How much is stored, and how much of it could go."""
         ...
@@ -304,6 +312,13 @@ class NaiveIndex:
                 f"asked to evict {n_tokens} tokens, 0 evictable of 0 stored: this index is naive; "
                 f"end a sequence or ask for less"
             )
+        return Evicted(0, self.held_cells())
+
+    def demote(self, handle: PrefixHandle) -> None:
+        """There is nothing to demote."""
+
+    def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
+        """There is nothing to give up."""
         return Evicted(0, self.held_cells())
 
     def size_info(self) -> SizeInfo:

@@ -463,6 +463,39 @@ class PathTree(ABC):
         gone = np.concatenate(parts, axis=1)
         return Evicted(n_gone, tuple(group[group >= 0] for group in gone))
 
+    def demote(self, handle: PrefixHandle) -> None:
+        """Make what only this history needs the next to be evicted; locked nodes stay locked.
+
+        A stale handle is no error: there is nothing left to demote.
+        """
+        node = self._node(handle)
+        path: list[PathNode] = []
+        while node and node is not self._root and not node.is_locked:
+            if node.n_children > bool(path):  # others go on from here
+                break
+            path.append(node)
+            node = node.parent
+        for node in reversed(path):
+            self._lru.move_to_end(node, last=False)
+
+    def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
+        """Give up what only this history needs, from its end down to ``keep`` tokens, at once.
+
+        Stops at a lock and where another history branches off. A stale handle gives up nothing.
+        """
+        keep += -keep % self.page_size
+        node, parts, n_gone = self._node(handle), [self._no_cells()], 0
+        while node and node.stop > keep and not node.n_children and not node.is_locked:
+            if node.start < keep:
+                n_gone += node.stop - keep
+                parts.append(self._shorten(node, keep))
+                break
+            n_gone += node.stop - node.start
+            parts.append(node.cells)
+            node = self._drop(node)
+        gone = np.concatenate(parts, axis=1)
+        return Evicted(n_gone, tuple(group[group >= 0] for group in gone))
+
     def _trim(self, node: PathNode, n_tokens: int, parts: list[IntArray]) -> int:
         """Cut ``n_tokens`` or more off a leaf, and with them what is of no use; how many went."""
         n_gone = 0

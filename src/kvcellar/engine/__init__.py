@@ -8,6 +8,8 @@ from kvcellar.engine.conversation import Conversation, encode_chat
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
 from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
+from kvcellar.engine.residency import Residency
+from kvcellar.engine.restore import Held, Restore, RowCache, held_rows
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, TokenLogprob, sample
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.service import EngineService, EventStream
@@ -30,8 +32,12 @@ __all__ = [
     "FinishEvent",
     "GeneratedToken",
     "Generation",
+    "Held",
     "OneSequence",
     "Request",
+    "Residency",
+    "Restore",
+    "RowCache",
     "SamplingParams",
     "SamplingState",
     "StopMatcher",
@@ -42,6 +48,7 @@ __all__ = [
     "branch",
     "encode_chat",
     "generate",
+    "held_rows",
     "last",
     "sample",
 ]

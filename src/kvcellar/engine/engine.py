@@ -125,6 +125,10 @@ class Engine:
         """End a request, waiting or running; what it prefilled stays reusable. False: unknown."""
         return self.scheduler.cancel(request_id)
 
+    def publish(self, request_id: int) -> tuple[int, ...] | None:
+        """Let others share what a request has computed so far; its tokens. None: unknown."""
+        return self.scheduler.publish(request_id)
+
     def release(self, request_id: int) -> bool:
         """Let go of a kept sequence. False: it is not kept."""
         return self.scheduler.release(request_id)

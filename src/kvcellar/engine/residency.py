@@ -126,7 +126,7 @@ class Residency:
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
-        sequence.seq_id = self._free_seq_ids.pop() if self._free_seq_ids else next(self._seq_ids)
+        sequence.seq_id = self.take_seq_id()
         if self._move_in(sequence):
             return
         n_parent = self._parent_tokens(sequence)
@@ -154,6 +154,14 @@ class Residency:
             return 0
         n = min(parent.n_computed, sequence.n_inherited)  # the parent has gone its own way since
         return n if self.cache.can_resume(parent.seq_id, n) else 0
+
+    def take_seq_id(self) -> int:
+        """An id that no sequence has."""
+        return self._free_seq_ids.pop() if self._free_seq_ids else next(self._seq_ids)
+
+    def give_seq_id(self, seq_id: int) -> None:
+        """The sequence of that id holds nothing any more."""
+        self._free_seq_ids.append(seq_id)
 
     # Out ---------------------------------------------------------------------------------------
 
@@ -189,8 +197,21 @@ class Residency:
         if sequence.handle is not None:
             self.index.unlock_handle(sequence.handle)
         if sequence.seq_id >= 0:
-            self._free_seq_ids.append(sequence.seq_id)
+            self.give_seq_id(sequence.seq_id)
         sequence.seq_id, sequence.handle, sequence.n_computed = -1, None, 0
+
+    def demote(self, tokens: IntArray) -> None:
+        """What only this history needs goes first when cells are short; nothing goes now."""
+        self.index.demote(self.index.match_prefix(tokens).handle)
+
+    def drop(self, tokens: IntArray, keep: int = 0) -> int:
+        """Free what only this history needs, down to its first ``keep`` tokens; how many tokens.
+
+        What others share, and what a running sequence stands on, stays.
+        """
+        dropped = self.index.drop_path(self.index.match_prefix(tokens).handle, keep)
+        self.cache.release_cells(dropped.cells)
+        return dropped.n_tokens
 
     # Preemption --------------------------------------------------------------------------------
 

@@ -183,6 +183,15 @@ class Scheduler:
         sequence.status = Status.ENDED
         return True
 
+    def publish(self, request_id: int) -> tuple[int, ...] | None:
+        """Let others share what a request has computed so far; its tokens. None: unknown."""
+        for sequence in [*self.running, *self.waiting, *self.kept.values()]:
+            if sequence.request_id == request_id:
+                if sequence.seq_id >= 0:
+                    self.residency.publish(sequence)
+                return tuple(sequence.tokens)
+        return None
+
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits or runs, and no event is left to tell."""

@@ -70,6 +70,7 @@ class EngineService:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
+        self._hooks: dict[int, Callable[[FinishEvent], None]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="kvcellar-engine", daemon=True)
@@ -83,8 +84,23 @@ class EngineService:
         """Close it."""
         self.close()
 
-    async def submit(self, request: Request) -> EventStream:
+    def run(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Call a function with the engine between two steps, in the engine's thread.
+
+        Raises:
+            EngineClosedError: the service is closed.
+        """
+        return self._call(lambda: function(self._engine))
+
+    async def submit(
+        self, request: Request, on_finish: Callable[[FinishEvent], None] | None = None
+    ) -> EventStream:
         """Queue a request and return its events as they come.
+
+        Args:
+            request: what to run.
+            on_finish: called in the engine's thread when the request has ended, before anything
+                else runs: what it computed is still in the cache. It must not raise.
 
         Raises:
             PromptError, UnknownRequestError: as ``Engine.submit``; nothing was queued.
@@ -97,6 +113,8 @@ class EngineService:
 
         def add() -> int:
             submitted.append(self._engine.submit(request))
+            if on_finish is not None:
+                self._hooks[submitted[0]] = on_finish
             self._listeners[submitted[0]] = (loop, events)
             return submitted[0]
 
@@ -180,6 +198,8 @@ class EngineService:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             is_last = isinstance(event, FinishEvent)
+            if isinstance(event, FinishEvent) and event.request_id in self._hooks:
+                self._hooks.pop(event.request_id)(event)
             listener = (
                 self._listeners.pop(event.request_id, None)
                 if is_last

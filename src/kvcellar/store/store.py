@@ -268,11 +268,8 @@ class Store:
                 )
             self._check_free(new_name)
             forked = replace(
-                ref,
+                _beginning(ref, at),
                 name=new_name,
-                tokens=ref.tokens[:at],
-                n_stored=min(ref.n_stored, at),
-                boundaries=tuple(b for b in ref.boundaries if b.length <= at),
                 parent=name,
                 parent_position=at,
                 metadata=ref.metadata if metadata is None else metadata,
@@ -283,6 +280,37 @@ class Store:
             forked = replace(forked, blocks=upkeep.covering_blocks(self._cold, forked))
             self._cold.put_reference(forked)
             return forked
+
+    def cut(
+        self, name: str, position: int, *, metadata: Mapping[str, Any] | None = None
+    ) -> Reference:
+        """Cut a history back to its first ``position`` tokens; what is stored of them stays so.
+
+        Raises:
+            UnknownReferenceError: there is no history ``name``.
+            StoreError: ``position`` lies outside, or the metadata is no JSON; nothing was changed.
+        """
+        if metadata is not None:
+            checked_json(metadata)
+
+        def work() -> Reference:
+            with self._cold.locked():
+                ref = self.get(name)
+                if not 0 <= position <= len(ref.tokens):
+                    raise StoreError(
+                        f"{name!r} cannot be cut at {position}: it has {len(ref.tokens)} tokens"
+                    )
+                short = replace(
+                    _beginning(ref, position),
+                    metadata=ref.metadata if metadata is None else metadata,
+                    revision=ref.revision + 1,
+                    saved_at=time.time(),
+                )
+                short = replace(short, blocks=upkeep.covering_blocks(self._cold, short))
+                self._cold.put_reference(short)
+                return short
+
+        return self._writer.call(work)
 
     def rename(self, name: str, new_name: str) -> None:
         """Give a history another name; the histories forked from it follow.
@@ -482,6 +510,16 @@ class Store:
         return UnknownReferenceError(
             f"no history {name!r} is in {self.path}; it holds {shown or 'none'}"
         )
+
+
+def _beginning(ref: Reference, position: int) -> Reference:
+    """The reference with its first ``position`` tokens alone; its blocks are still all of them."""
+    return replace(
+        ref,
+        tokens=ref.tokens[:position],
+        n_stored=min(ref.n_stored, position),
+        boundaries=tuple(b for b in ref.boundaries if b.length <= position),
+    )
 
 
 def _token_array(tokens: Tokens) -> IntArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends import kernels
-from kvcellar.backends.torch import kernel
+from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
 from kvcellar.backends.torch.exact import ExactPool
@@ -24,6 +24,7 @@ from kvcellar.bookkeeping import (
 from kvcellar.bookkeeping.exact import ExactCells, exact_cells
 from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
+from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
@@ -318,6 +319,41 @@ class TorchBytes(StepBookkeeping):
                 device = pool.device or k[0].device
                 pool.ensure(int(cells.max()) + 1, device)
                 pool.put(cells.to(device), _moved(k, device), _moved(v, device))
+
+    def read_rows(self, tables: Sequence[IntArray]) -> list[host_rows.GroupParts]:
+        """Copies in host memory of the K and V of some cells, as NumPy arrays, per layer group.
+
+        Args:
+            tables: per layer group, cells; none for a group that is not wanted.
+
+        Returns:
+            Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
+            see ``host_rows``.
+        """
+        return [
+            host_rows.read([self.pools_of_layer[layer] for layer in group.layers], table, group, kv)
+            for group, table, kv in self._by_group(tables)
+        ]
+
+    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[host_rows.GroupParts]) -> None:
+        """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
+        for (group, table, _), given in zip(self._by_group(tables), rows, strict=True):
+            if len(table):
+                pools = [self.pools_of_layer[layer] for layer in group.layers]
+                self._drop_exact(group.layers[0], torch.as_tensor(table))
+                host_rows.write(pools, table, given, self._home)
+
+    def _by_group(
+        self, tables: Sequence[IntArray]
+    ) -> Iterator[tuple[LayerGroup, IntArray, KvDtype]]:
+        for group, table in zip(self.groups, tables, strict=True):
+            yield group, table, self.config.kv
+
+    @property
+    def _home(self) -> torch.device:
+        """Where the pools are, or would be before the first K came: on the CPU."""
+        found = (pool.device for pool in self.pools_of_layer)
+        return next((device for device in found if device is not None), torch.device("cpu"))
 
     def _drop_exact(self, layer: int, cells: Tensor) -> None:
         """Once per group: cells get rows that were quantised before."""

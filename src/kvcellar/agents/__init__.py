@@ -1,0 +1,29 @@
+"""Agents that outlive the process: the engine and the store, joined.
+
+Start in ``manager.py``.
+"""
+
+from kvcellar.agents.history import Message, TemplateReport, check_template
+from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
+from kvcellar.agents.misses import CAUSES, Miss
+from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
+from kvcellar.agents.records import AgentInfo
+from kvcellar.agents.residence import BroughtBack
+from kvcellar.agents.volatile import RULES
+
+__all__ = [
+    "CAUSES",
+    "RULES",
+    "AgentInfo",
+    "AgentManager",
+    "AgentUsage",
+    "BroughtBack",
+    "Message",
+    "Miss",
+    "ModelHost",
+    "ModelRegistry",
+    "TemplateReport",
+    "TurnEnd",
+    "check_template",
+    "open_host",
+]

@@ -1,0 +1,112 @@
+"""Restore or recompute: what either would take here, learnt from what they took before."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from kvcellar.store import Match
+
+__all__ = ["Costs", "Estimate"]
+
+START_S_PER_BYTE = {"warm": 1 / 1.0e9, "cold": 1 / 0.3e9}
+"""Seconds per byte that a tier is believed to take before anything was measured: a slow machine."""
+
+FIXED_S = 0.002
+"""Seconds of a restore that do not depend on its size."""
+
+MARGIN = 0.8
+"""A restore has to be believed this much faster than the prefill that it saves."""
+
+MAX_LOSS = 0.05
+"""Of the prefill that is saved: what a restore may take before it has to have proven itself."""
+
+TELLING_BYTES = 4 << 20
+"""A restore of at least so much tells a tier's rate in full; less is mostly its fixed cost."""
+
+_WEIGHT = 0.3
+_FORGIVEN = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What bringing KV back would take.
+
+    Attributes:
+        load_s: seconds to load it.
+        prefill_s: seconds to compute it; None where nothing was measured yet.
+    """
+
+    load_s: float
+    prefill_s: float | None
+
+    @property
+    def is_restore_faster(self) -> bool:
+        """Whether to load it. Unmeasured prefill is believed to be slow, as it is on a CPU."""
+        return self.prefill_s is None or self.load_s < MARGIN * self.prefill_s
+
+
+@dataclass(slots=True, eq=False)
+class Costs:
+    """Rates of one model on this machine. For any thread.
+
+    Attributes:
+        prefill_s_per_token: of long prefills; None before the first.
+        s_per_byte: of each tier of the store, the copy into cells included.
+    """
+
+    prefill_s_per_token: float | None = None
+    s_per_byte: dict[str, float] = field(default_factory=lambda: dict(START_S_PER_BYTE))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def estimate(self, match: Match, n_cached: int, stop: int) -> Estimate:
+        """Of positions ``[n_cached, stop)`` of what the store holds."""
+        part = (stop - n_cached) / max(1, match.n_tokens)
+        with self._lock:
+            load = FIXED_S + part * (
+                match.warm_bytes * self.s_per_byte["warm"]
+                + match.cold_bytes * self.s_per_byte["cold"]
+            )
+            prefill = self.prefill_s_per_token
+        return Estimate(load, None if prefill is None else (stop - n_cached) * prefill)
+
+    def learn_load(self, tier: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes of this tier were loaded and written to cells; few bytes say little."""
+        weight = _WEIGHT * min(1.0, size_bytes / TELLING_BYTES)
+        if size_bytes > 0:
+            with self._lock:
+                old = self.s_per_byte[tier]
+                self.s_per_byte[tier] = (1 - weight) * old + weight * seconds / size_bytes
+
+    def declined(self) -> None:
+        """A restore was believed too slow. The belief fades, so that it is tried again some day."""
+        with self._lock:
+            for tier, start in START_S_PER_BYTE.items():
+                if self.s_per_byte[tier] > start:
+                    self.s_per_byte[tier] = max(start, _FORGIVEN * self.s_per_byte[tier])
+
+    def learn_prefill(self, n_tokens: int, seconds: float) -> None:
+        """So many prompt tokens were computed; short prompts say little and are left out."""
+        if n_tokens >= 16 and seconds > 0:
+            with self._lock:
+                old, new = self.prefill_s_per_token, seconds / n_tokens
+                # The fastest counts: a prefill beside other work says nothing of one alone.
+                self.prefill_s_per_token = new if old is None else min(new, old + 0.1 * (new - old))
+
+    def is_losing(self, n_tokens: int, n_loaded: int, elapsed_s: float) -> bool:
+        """Whether a restore under way turns out slower than computing the same tokens."""
+        prefill = self.prefill_s_per_token
+        if prefill is None or elapsed_s <= MAX_LOSS * n_tokens * prefill:
+            return False
+        return elapsed_s > n_loaded * prefill
+
+    def as_json(self) -> dict[str, float | None]:
+        """The rates, to be remembered."""
+        with self._lock:
+            return {"prefill": self.prefill_s_per_token, **self.s_per_byte}
+
+    def recall(self, rates: dict[str, float | None]) -> None:
+        """Rates that were measured by an earlier process; what is known better stays."""
+        with self._lock:
+            if self.prefill_s_per_token is None:
+                self.prefill_s_per_token = rates.get("prefill")

@@ -1,0 +1,768 @@
+"""Agents: named histories that fork, go back, sleep and come back. Start here.
+
+A turn is: find what the cache and the store hold of the history, bring back what is worth it, queue
+the request, and when it has ended save what is new, in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvcellar.agents.history import Message
+from kvcellar.agents.misses import Miss, common_prefix
+from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import (
+    Agent,
+    AgentInfo,
+    checked_id,
+    model_tag,
+    reference_name,
+)
+from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
+from kvcellar.agents.turns import (
+    AgentUsage,
+    TurnEnd,
+    TurnPlan,
+    miss_of,
+    plan_turn,
+    record_turn,
+    usage_of,
+)
+from kvcellar.agents.volatile import RULES, clean_message, match_key
+from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenEvent
+from kvcellar.errors import (
+    AgentError,
+    EngineClosedError,
+    PromptError,
+    StoreError,
+    UnknownAgentError,
+    UnknownReferenceError,
+)
+from kvcellar.store import SaveState, SaveTicket, Store
+
+__all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
+
+_GREEDY = SamplingParams()
+T = TypeVar("T")
+
+
+class AgentManager:
+    """All agents of one store. For callers on any event loop and thread.
+
+    Each agent has one turn at a time; turns of different agents run in one batch. Verbs that change
+    an agent wait for its turn to end, but ``fork``, ``wait`` and ``describe`` do not.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        models: ModelRegistry,
+        *,
+        default_model: str = "demo",
+        rules: Collection[str] = tuple(RULES),
+    ) -> None:
+        """Find the agents that earlier processes left in the store.
+
+        Args:
+            store: where histories are; it stays the caller's to close.
+            models: who runs them; it stays the caller's to close.
+            default_model: of agents that are created without one.
+            rules: names of rules for volatile text that apply; see ``volatile.RULES``.
+
+        Raises:
+            AgentError: there is no rule of that name.
+        """
+        unknown = set(rules) - RULES.keys()
+        if unknown:
+            raise AgentError(f"no rule {sorted(unknown)}; there are: {', '.join(RULES)}")
+        self.store = store
+        self.models = models
+        self.default_model = default_model
+        self.rules = tuple(rules)
+        self._lock = threading.Lock()
+        self._agents: dict[str, Agent] = {}
+        self._publisher = Publisher(store)
+        models.before_unload(self._leave_model)
+        self._find_stored()
+
+    # Who there is ------------------------------------------------------------------------------
+
+    def list(self) -> list[AgentInfo]:
+        """All agents, the least recently used first."""
+        self._find_stored()
+        with self._lock:
+            agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
+        return [agent.info() for agent in agents]
+
+    async def describe(self, agent_id: str, model: str | None = None) -> AgentInfo:
+        """One agent, and how much of it is in the cache.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = self._agent(agent_id, model)
+        host = self._host_of(agent)
+        if host is None:
+            return agent.info(0)
+        tokens = agent.token_array()
+
+        def count(engine: Engine) -> int:
+            residency = engine.scheduler.residency
+            n = residency.index.match_prefix(tokens).length
+            if agent.is_waiting:  # to look is not to use
+                residency.demote(tokens)
+            return n
+
+        return agent.info(await _in_engine(host, count))
+
+    def why(self, agent_id: str, model: str | None = None) -> Miss | None:
+        """What the last turn had to compute again, and why; None where nothing was lost.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        return self._agent(agent_id, model).miss
+
+    def conversation(self, agent_id: str, model: str | None = None) -> Sequence[Message]:
+        """The messages of an agent, oldest first.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        return self._agent(agent_id, model).messages
+
+    def identify(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        model: str | None = None,
+    ) -> str | None:
+        """The agent that a conversation, or a token history, continues; None where there is none.
+
+        It has to contain the agent's whole history, message for message or token for token; of
+        several the longest. Two agents that merely begin alike are never taken for each other.
+        """
+        self._find_stored()
+        with self._lock:
+            agents = [a for a in self._agents.values() if model in (None, a.model) and a.turns]
+        best: tuple[int, float] = (0, 0.0)
+        found = None
+        if messages is not None:
+            keys = [match_key(clean_message(m, self.rules), self.rules) for m in messages]
+        for agent in agents:
+            if messages is not None:
+                mine = [match_key(message, self.rules) for message in agent.messages]
+                n = len(mine) if mine and keys[: len(mine)] == mine and len(keys) > len(mine) else 0
+            else:
+                given = tokens or ()
+                n = len(agent.tokens)
+                n = n if len(given) > n and common_prefix(agent.tokens, given) == n else 0
+            if n and (n, agent.used_s) > best:
+                best, found = (n, agent.used_s), agent.agent_id
+        return found
+
+    # Coming and going --------------------------------------------------------------------------
+
+    async def create(
+        self,
+        agent_id: str | None = None,
+        *,
+        model: str | None = None,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> AgentInfo:
+        """A new agent without a history.
+
+        Args:
+            agent_id: None: a name is made up.
+            model: None: the default.
+            system: its system message.
+            tools: definitions of its tools.
+
+        Raises:
+            AgentError: the name is taken with this model, or cannot be one; nothing was changed.
+            ModelError: the model cannot be loaded; nothing was changed.
+        """
+        agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
+        async with self.models.use(model or self.default_model) as host:
+            self._find_stored()
+            agent = self._new(agent_id, host)
+            with self._lock:
+                if agent.name in self._agents:
+                    raise AgentError(
+                        f"there is an agent {agent_id!r} with model {agent.model!r} already; "
+                        f"choose another name, or delete it"
+                    )
+                self._agents[agent.name] = agent
+            if system is not None:
+                agent.messages = ({"role": "system", "content": system},)
+                agent.stops = (None,)
+            if tools:
+                agent.tools = [dict(tool) for tool in tools]
+            await self._publisher.save(agent, host)
+            return agent.info()
+
+    async def delete(self, agent_id: str, model: str | None = None) -> None:
+        """Forget an agent: its cells and its reference; what others share stays.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = self._agent(agent_id, model)
+        async with agent.gate:
+            await self._let_go(agent)
+            with self._lock:
+                self._agents.pop(agent.name, None)
+            await self._publisher.settled(agent)
+            with contextlib.suppress(UnknownReferenceError):
+                await asyncio.to_thread(self.store.delete, agent.name)
+
+    async def finish(self, agent_id: str, model: str | None = None) -> AgentInfo:
+        """A sub-agent is done: its private cells are free at once; its history stays stored."""
+        agent = self._agent(agent_id, model)
+        async with agent.gate:
+            agent.is_finished, agent.is_waiting = True, False
+            await self._publisher.save(agent, self._host_of(agent))
+            await self._let_go(agent)
+        return agent.info()
+
+    # Branches ----------------------------------------------------------------------------------
+
+    async def fork(
+        self,
+        agent_id: str,
+        new_id: str | None = None,
+        *,
+        position: int | None = None,
+        turn: int | None = None,
+        model: str | None = None,
+    ) -> AgentInfo:
+        """A new agent that shares the beginning of another; no KV is copied, here or on disk.
+
+        The other may be generating: then the new one shares what there is by now.
+
+        Args:
+            agent_id: the parent.
+            new_id: None: a name is made up.
+            position: tokens to share; None: all.
+            turn: or turns to share, from the beginning, or from the end where negative.
+            model: of the parent, where agents of that name belong to several.
+
+        Raises:
+            UnknownAgentError: there is no such parent.
+            AgentError: the name is taken, or there is no such place; nothing was changed.
+        """
+        parent = self._agent(agent_id, model)
+        new_id = checked_id(new_id if new_id is not None else f"{agent_id}-{uuid.uuid4().hex[:6]}")
+        host = self._host_of(parent)
+        now = await self._as_it_is(parent, host)
+        at = now.position_of(position, turn)
+        child = replace(
+            now,
+            agent_id=new_id,
+            parent=parent.name,
+            parent_position=at,
+            created_s=time.time(),
+            used_s=time.time(),
+            is_waiting=False,
+            is_paused=False,
+            is_finished=False,
+            miss=None,
+            revision=0,
+            n_stored=0,
+            gate=type(now.gate)(),
+            request_id=None,
+            expected=(),
+        )
+        child.cut(at)
+        with self._lock:
+            if child.name in self._agents or self.store.has_reference(child.name):
+                raise AgentError(f"there is an agent {new_id!r} already; choose another name")
+            self._agents[child.name] = child
+        await self._publisher.save(child, host)
+        return child.info()
+
+    async def rewind(
+        self,
+        agent_id: str,
+        *,
+        position: int | None = None,
+        turn: int | None = None,
+        model: str | None = None,
+    ) -> AgentInfo:
+        """Go back to a place in the history; what came behind it is forgotten.
+
+        Args:
+            agent_id: whose.
+            position: tokens that stay.
+            turn: or turns that stay, from the beginning, or from the end where negative.
+            model: of the agent, where several have that name.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: there is no such place; nothing was changed.
+        """
+        agent = self._agent(agent_id, model)
+        async with agent.gate:
+            self._publisher.refresh(agent)
+            before = agent.tokens
+            agent.cut(agent.position_of(position, turn))
+            agent.miss = None
+            await self._publisher.save(agent, self._host_of(agent))
+            await self._let_go(agent, before, len(agent.tokens))
+        return agent.info()
+
+    async def keep(self, agent_id: str, model: str | None = None) -> Sequence[str]:
+        """Keep this branch and delete its siblings, with all that was forked from them.
+
+        Returns:
+            The ids that are gone.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: one of them is generating; nothing was deleted.
+        """
+        agent = self._agent(agent_id, model)
+        self._find_stored()
+        with self._lock:
+            agents = list(self._agents.values())
+        doomed = {
+            a.name: a
+            for a in agents
+            if agent.parent is not None and a.parent == agent.parent and a is not agent
+        }
+        while True:
+            more = {a.name: a for a in agents if a.parent in doomed and a.name not in doomed}
+            if not more:
+                break
+            doomed |= more
+        doomed.pop(agent.name, None)
+        busy = [a.agent_id for a in doomed.values() if a.gate.is_taken]
+        if busy:
+            raise AgentError(
+                f"{', '.join(busy)} are in a turn, so {agent_id!r} cannot be kept alone; end their "
+                f"turns first"
+            )
+        for other in doomed.values():
+            await self.delete(other.agent_id, other.model)
+        return [other.agent_id for other in doomed.values()]
+
+    # Sleep -------------------------------------------------------------------------------------
+
+    async def pause(
+        self, agent_id: str, model: str | None = None, *, progress: ProgressFn | None = None
+    ) -> AgentInfo:
+        """Write all of an agent to disk, then free the cells that only it needs.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            StoreError: it could not be written; its cells are still there.
+        """
+        agent = self._agent(agent_id, model)
+        async with agent.gate:
+            host = self._host_of(agent)
+            agent.is_paused, agent.is_waiting = True, False
+            try:
+                for attempt in (1, 2):
+                    if progress is not None:
+                        progress(0.1, f"saving {len(agent.tokens)} tokens")
+                    ticket = await self._publisher.save(agent, host)
+                    if ticket is None:
+                        break
+                    state = await asyncio.to_thread(ticket.wait)
+                    if state is SaveState.PUBLISHED and not ticket.is_partial:
+                        break
+                    if attempt == 2:
+                        raise StoreError(f"agent {agent_id!r} could not be saved: {ticket.reason}")
+                    await asyncio.to_thread(self.store.flush)  # the queue was full: now it is not
+            except BaseException:
+                agent.is_paused = False
+                raise
+            await self._let_go(agent)
+            if progress is not None:
+                progress(1.0, "saved")
+        return agent.info(0)
+
+    async def resume(
+        self, agent_id: str, model: str | None = None, *, progress: ProgressFn | None = None
+    ) -> BroughtBack:
+        """Bring an agent's KV back into cells now, before its next turn asks for it.
+
+        Returns:
+            What was there and what came.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            ModelError: its model cannot be loaded.
+        """
+        agent = self._agent(agent_id, model)
+        async with agent.gate, self.models.use(agent.model) as host:
+            self._publisher.refresh(agent)
+            self._check_model(agent, host)
+            back = await bring_back(
+                host, self.store, agent.tokens, is_wanted=True, progress=progress
+            )
+            released = back.release(host)
+            if released is not None:
+                await asyncio.wrap_future(released)
+            agent.is_paused = agent.is_waiting = agent.is_finished = False
+            await self._publisher.save(agent, host)
+        return back
+
+    async def wait(self, agent_id: str, model: str | None = None) -> AgentInfo:
+        """The agent waits for a tool: its cells are the first to go where memory is short.
+
+        Its next turn ends the wait and brings back what went.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: it is generating.
+        """
+        agent = self._agent(agent_id, model)
+        if agent.request_id is not None:
+            raise AgentError(
+                f"agent {agent_id!r} is generating, so it cannot wait for a tool; end its turn"
+            )
+        agent.is_waiting = True
+        host = self._host_of(agent)
+        if host is not None:
+            tokens = agent.token_array()
+            await _in_engine(host, lambda engine: engine.scheduler.residency.demote(tokens))
+        return agent.info()
+
+    # Files -------------------------------------------------------------------------------------
+
+    async def export(
+        self,
+        agent_id: str,
+        file: str | Path,
+        model: str | None = None,
+        *,
+        progress: ProgressFn | None = None,
+    ) -> int:
+        """Write an agent with its KV to one file; returns its bytes.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            StoreError: it cannot be saved, or the file cannot be written.
+        """
+        agent = self._agent(agent_id, model)
+        async with agent.gate:
+            await self._publisher.settled(agent)
+
+            def write() -> int:
+                return self.store.export_reference(agent.name, file, on_progress=progress)
+
+            return await asyncio.to_thread(write)
+
+    async def import_file(
+        self, file: str | Path, new_id: str | None = None, *, progress: ProgressFn | None = None
+    ) -> AgentInfo:
+        """Take in an agent that ``export`` wrote; all of it is verified first.
+
+        Args:
+            file: the file.
+            new_id: its name here; None: the one that it had.
+            progress: told how much is done.
+
+        Raises:
+            StoreError: the file is none, or damaged; nothing was changed.
+            AgentError: it is a history and no agent, or the name is taken; nothing was changed.
+        """
+        staged = f"importing {uuid.uuid4().hex}"
+
+        def read() -> Agent:
+            ref = self.store.import_reference(file, staged, on_progress=progress)
+            try:
+                agent = Agent.from_reference(ref)
+                if agent is None:
+                    raise AgentError(f"{file} holds a history that is no agent's; nothing changed")
+                if new_id is not None:
+                    agent.agent_id = checked_id(new_id)
+                if self.store.has_reference(agent.name):
+                    raise AgentError(
+                        f"there is an agent {agent.agent_id!r} with this model already; choose "
+                        f"another name, or delete it"
+                    )
+                self.store.update_metadata(staged, agent.metadata())
+                self.store.rename(staged, agent.name)
+            except BaseException:
+                with contextlib.suppress(UnknownReferenceError):
+                    self.store.delete(staged)
+                raise
+            agent.take(self.store.get(agent.name))
+            return agent
+
+        agent = await asyncio.to_thread(read)
+        with self._lock:
+            self._agents[agent.name] = agent
+        return agent.info()
+
+    # A turn ------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        agent_id: str,
+        text: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        role: str = "user",
+        params: SamplingParams = _GREEDY,
+        priority: int = 0,
+        model: str | None = None,
+        progress: ProgressFn | None = None,
+    ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+        """One turn: what is new in, events out, the last a :class:`TurnEnd`.
+
+        Give one of ``text``, ``messages`` and ``tokens``. Leaving the iteration ends the turn; what
+        was sampled by then stays in the history. Turns of one agent run one after the other.
+
+        Args:
+            agent_id: whose turn.
+            text: what somebody says next.
+            messages: the whole conversation, as a client sends it back; what is known of it keeps
+                its tokens.
+            tokens: tokens behind the history.
+            tools: definitions of tools; None: as before.
+            role: who says ``text``: ``user`` or ``tool``.
+            params: how to sample.
+            priority: higher goes first.
+            model: to run on; another one than before starts a fresh history of the same name.
+            progress: told about a restore.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            PromptError: there is nothing to answer, or no room for it; nothing was changed.
+            ModelError: the model cannot be loaded, or its template refuses the messages; nothing
+                was changed.
+        """
+        if sum(value is not None for value in (text, messages, tokens)) != 1:
+            raise PromptError("give one of text, messages and tokens to a turn")
+        agent = self._agent(agent_id)
+        end: TurnEnd | None = None
+        async with self.models.use(model or agent.model) as host:
+            agent = self._on_model(agent, host)
+            async with agent.gate:
+                self._publisher.refresh(agent)
+                turn = plan_turn(agent, host, text, messages, tokens, tools, role, self.rules)
+                events = self._run(agent, host, turn, params, priority, progress)
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        if isinstance(event, TurnEnd):
+                            end = event
+                        else:
+                            yield event
+        if end is not None:  # the agent is free for its next turn already
+            yield end
+
+    async def _run(
+        self,
+        agent: Agent,
+        host: ModelHost,
+        turn: TurnPlan,
+        params: SamplingParams,
+        priority: int,
+        progress: ProgressFn | None,
+    ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+        started = time.perf_counter()
+        before = agent.tokens
+        host.costs.recall(agent.rates)
+        back = await bring_back(host, self.store, tuple(turn.tokens[:-1]), progress=progress)
+        if not agent.turns and agent.miss is not None:
+            turn.miss = agent.miss  # of a name that belongs to another model
+        done = _Done()
+
+        def on_finish(event: FinishEvent) -> None:
+            """In the engine's thread: what the turn computed is still in the cache."""
+            with self._lock:
+                done.is_over, agent.request_id = True, None
+            try:
+                done.save = self._record(agent, host, turn, event, before, back)
+            except Exception as error:  # a full or closed store must not end the engine
+                agent.notes = (*agent.notes, f"the last turn was not saved: {error}")
+
+        first_s: float | None = None
+        try:
+            agent.expected = tuple(turn.tokens)
+            request = Request(tuple(turn.tokens), params, priority)
+            stream = await host.service.submit(request, on_finish)
+            with self._lock:
+                if not done.is_over:
+                    agent.request_id = stream.request_id
+            try:
+                async for event in stream:
+                    if isinstance(event, TokenEvent):
+                        if first_s is None:
+                            first_s = time.perf_counter() - started
+                            back.release(host)
+                        agent.expected += (event.token.token_id,)
+                        yield event
+                        continue
+                    usage = usage_of(agent, turn, event, back, first_s)
+                    yield TurnEnd(agent.agent_id, event, usage, done.save)
+            finally:  # a reader that left: the turn has ended when its history is recorded
+                with contextlib.suppress(EngineClosedError):
+                    await stream.cancel()
+                    async for _ in stream:
+                        pass
+        finally:
+            back.release(host)
+            agent.request_id = None
+            agent.expected = ()
+
+    def _record(
+        self,
+        agent: Agent,
+        host: ModelHost,
+        turn: TurnPlan,
+        event: FinishEvent,
+        before: tuple[int, ...],
+        back: BroughtBack,
+    ) -> SaveTicket | None:
+        """Take a turn into the agent's history and save it. In the engine's thread."""
+        usage = event.usage
+        if usage is not None:
+            n_computed = usage.prompt_tokens - usage.cached_tokens
+            host.costs.learn_prefill(n_computed, usage.time_to_first_token_s)
+        agent.miss = miss_of(agent, host, turn, event, before, back)
+        if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
+            return None
+        record_turn(agent, host, turn, event, before)
+        return self._publisher.between_steps(host.engine, agent, True)
+
+    # Inside ------------------------------------------------------------------------------------
+
+    def _agent(self, agent_id: str, model: str | None = None) -> Agent:
+        """The agent of that name; of several models', the one that was used last."""
+        for is_second in (False, True):
+            with self._lock:
+                found = [
+                    agent
+                    for agent in self._agents.values()
+                    if agent.agent_id == agent_id and model in (None, agent.model)
+                ]
+            if found:
+                return max(found, key=lambda agent: agent.used_s)
+            if not is_second:
+                self._find_stored()
+        names = sorted({agent.agent_id for agent in self._agents.values()})
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        of = "" if model is None else f" with model {model!r}"
+        raise UnknownAgentError(f"no agent {agent_id!r}{of}; there are: {shown or 'none'}")
+
+    def _new(self, agent_id: str, host: ModelHost) -> Agent:
+        return Agent(agent_id, host.name, host.key)
+
+    def _on_model(self, agent: Agent, host: ModelHost) -> Agent:
+        """The agent of the same name on this model; a fresh one where there is none yet."""
+        name = reference_name(agent.agent_id, model_tag(host.key))
+        with self._lock:
+            if name in self._agents:
+                return self._agents[name]
+            fresh = self._new(agent.agent_id, host)
+            fresh.notes = (
+                f"agent {agent.agent_id!r} belongs to model {agent.model!r} as it was; it starts "
+                f"fresh on {host.name!r}, and its {len(agent.tokens)} tokens there are kept",
+            )
+            fresh.messages = tuple(m for m in agent.messages[:1] if m.get("role") == "system")
+            fresh.stops = (None,) * len(fresh.messages)
+            fresh.miss = Miss("other model", len(agent.tokens), 0)
+            self._agents[name] = fresh
+            return fresh
+
+    def _check_model(self, agent: Agent, host: ModelHost) -> None:
+        if agent.key != host.key:
+            raise AgentError(
+                f"agent {agent.agent_id!r} was saved with another version of model "
+                f"{agent.model!r}; its next turn starts fresh, and what is stored is kept"
+            )
+
+    def _host_of(self, agent: Agent) -> ModelHost | None:
+        """The host in whose cache the agent may be; None where its model is not in memory."""
+        host = self.models.host(agent.model)
+        return host if host is not None and host.key == agent.key else None
+
+    def _find_stored(self) -> None:
+        """Take in agents that are in the store and not known yet."""
+        for row in self.store.references():
+            with self._lock:
+                if row.name in self._agents or "@" not in row.name:
+                    continue
+            with contextlib.suppress(StoreError, UnknownReferenceError):
+                agent = Agent.from_reference(self.store.get(row.name))
+                if agent is not None and agent.name == row.name:
+                    with self._lock:
+                        self._agents.setdefault(agent.name, agent)
+
+    async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
+        """The agent at this moment, the turn that it is in included."""
+        request_id = agent.request_id
+        if request_id is None or host is None:
+            self._publisher.refresh(agent)
+            return replace(agent)
+
+        def publish(engine: Engine) -> tuple[int, ...] | None:
+            return engine.publish(request_id)
+
+        tokens = await _in_engine(host, publish)
+        now = replace(agent)
+        if tokens is not None and len(tokens) > len(agent.tokens):
+            now.tokens = tokens
+        return now
+
+    async def _let_go(
+        self, agent: Agent, tokens: tuple[int, ...] | None = None, keep: int = 0
+    ) -> None:
+        """Free the cells that only this agent needs: of its history, or of one that it had."""
+        host = self._host_of(agent)
+        if host is None:
+            return
+        tokens = agent.tokens if tokens is None else tokens
+        array = np.array(tokens, dtype=np.int64)
+        with self._lock:
+            others = [
+                other
+                for other in self._agents.values()
+                if other is not agent
+                and other.key == agent.key
+                and not other.is_paused
+                and not other.is_finished
+            ]
+        shared = [common_prefix(tokens, o.expected or o.tokens) for o in others]
+        keep = max(keep, *shared) if shared else keep
+        with contextlib.suppress(EngineClosedError):
+            await _in_engine(host, lambda engine: engine.scheduler.residency.drop(array, keep))
+
+    def _leave_model(self, host: ModelHost) -> None:
+        """A model goes: wait until what its agents have said is on disk."""
+        with self._lock:
+            agents = [agent for agent in self._agents.values() if agent.key == host.key]
+        for agent in agents:
+            self._publisher.complete(agent, host)
+
+
+@dataclass(slots=True)
+class _Done:
+    """What the engine's thread leaves for the caller's."""
+
+    is_over: bool = False
+    save: SaveTicket | None = None
+
+
+async def _in_engine(host: ModelHost, function: Callable[[Engine], T]) -> T:
+    """Call a function in the engine's thread, between two steps."""
+    return await asyncio.wrap_future(host.service.run(function))

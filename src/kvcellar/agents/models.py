@@ -1,0 +1,305 @@
+"""Models in memory: loaded when an agent needs them, unloaded when idle or for want of room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvcellar.agents.costs import Costs
+from kvcellar.agents.gate import Gate
+from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_template
+from kvcellar.budget import format_size
+from kvcellar.engine import Engine, EngineConfig, EngineService
+from kvcellar.errors import ConfigError
+from kvcellar.home import default_home
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES
+from kvcellar.models import load_model
+from kvcellar.models.loading import ProgressFn
+from kvcellar.registry import make_seq_session
+from kvcellar.store import Layout, ModelKey, fingerprint_checkpoint
+from kvcellar.types import make_config
+
+__all__ = ["ModelHost", "ModelRegistry", "open_host"]
+
+DEFAULT_CAPACITY = 8192
+
+
+@dataclass(slots=True, eq=False)
+class ModelHost:
+    """A model in memory, the engine that runs it, and what the store knows it by.
+
+    Attributes:
+        name: what it was asked for by.
+        engine: only to be used between its steps: through ``service``.
+        service: the engine's thread.
+        tokenizer: None for models that take tokens alone.
+        key: whose KV it computes, in the store.
+        eos_token_ids: tokens with which it ends an answer.
+        size_bytes: weights and the most that its cache may hold; 0 where nobody counts.
+        costs: what restoring and recomputing take here.
+        template: what its chat template does to old turns; None without one.
+        restoring: one restore at a time: the second of two forks finds what the first brought.
+    """
+
+    name: str
+    engine: Engine
+    service: EngineService
+    tokenizer: AgentTokenizer | None
+    key: ModelKey
+    eos_token_ids: frozenset[int] = frozenset()
+    size_bytes: int = 0
+    costs: Costs = field(default_factory=Costs)
+    template: TemplateReport | None = None
+    restoring: Gate = field(default_factory=Gate)
+    _on_close: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """End its engine and let go of its cache and weights. May be called twice."""
+        self.service.close()
+        self._on_close.close()
+
+
+def open_host(
+    name: str,
+    *,
+    capacity: int | None = None,
+    kv_dtype: str | None = None,
+    backend: str = "torch",
+    dtype: str | None = None,
+    device: str | None = None,
+    config: EngineConfig | None = None,
+    progress: ProgressFn | None = None,
+) -> ModelHost:
+    """Load a model and start an engine for it.
+
+    Args:
+        name: as ``load_model`` takes it.
+        capacity: cells of its cache; None: its context, at most 8192.
+        kv_dtype: how K and V are stored; None: as the weights.
+        backend: who runs it.
+        dtype: type of the weights in memory.
+        device: where it runs.
+        config: policy of the engine.
+        progress: called while loading and hashing.
+
+    Raises:
+        ModelError, BackendError, ConfigError: as ``load_model``; nothing is left loaded.
+        StoreError: its files cannot be hashed.
+    """
+    report = progress or (lambda fraction, what: None)
+    model = load_model(
+        name,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        progress=lambda part, what: report(0.8 * part, f"{name}: {what}"),
+    )
+    fingerprint = fingerprint_checkpoint(
+        model.path,
+        cache_file=default_home() / "fingerprints.json",
+        on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{name}: {what}"),
+        dtype=model.dtype,
+    )
+    cache_config = make_config(
+        model.params,
+        capacity or min(model.max_positions, DEFAULT_CAPACITY),
+        kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
+    )
+    layout = Layout.from_config(cache_config)
+    with ExitStack() as stack:
+        session = stack.enter_context(make_seq_session(backend, cache_config))
+        runner = model.bind(session)
+        engine = Engine(
+            runner,
+            session.cache,
+            model.tokenizer,
+            eos_token_ids=model.eos_token_ids,
+            config=config,
+        )
+        template = None
+        if getattr(model.tokenizer, "chat_template", None):
+            template = check_template(model.tokenizer)
+        weights = sum(path.stat().st_size for path in model.path.glob("*.safetensors"))
+        return ModelHost(
+            name=name,
+            engine=engine,
+            service=EngineService(engine),
+            tokenizer=model.tokenizer,
+            key=ModelKey(fingerprint.value, layout),
+            eos_token_ids=model.eos_token_ids,
+            size_bytes=weights + layout.rows_bytes(cache_config.capacity),
+            template=template,
+            _on_close=stack.pop_all(),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded:
+    host: ModelHost
+    n_users: int = 0
+    used_s: float = 0.0
+
+
+class ModelRegistry:
+    """Which models are in memory. For callers on any event loop and thread.
+
+    A model is loaded when somebody uses it. Where a budget has no room for it, idle models go, the
+    least recently used first; where none is idle, it waits for one. Before a model goes, whoever
+    has something in its cache is told.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], ModelHost] = open_host,
+        *,
+        budget_bytes: int | None = None,
+        idle_ttl_s: float | None = None,
+        size_of: Callable[[str], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing loaded.
+
+        Args:
+            load: from a name to a running host; called in a thread of its own.
+            budget_bytes: what all hosts together may hold; None: no limit.
+            idle_ttl_s: seconds without use after which a model goes; None: never.
+            size_of: bytes of a model before it is loaded; None: what it had when it was loaded
+                last, or nothing.
+            clock: seconds.
+        """
+        if idle_ttl_s is not None and idle_ttl_s <= 0:
+            raise ConfigError(f"idle_ttl_s must be above 0 seconds, got {idle_ttl_s}")
+        self._load = load
+        self._budget_bytes = budget_bytes
+        self._idle_ttl_s = idle_ttl_s
+        self._size_of = size_of
+        self._clock = clock
+        self._loaded: dict[str, _Loaded] = {}
+        self._sizes: dict[str, int] = {}
+        self._before_unload: list[Callable[[ModelHost], None]] = []
+        self._gate = Gate()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._sweeper: threading.Thread | None = None
+        if idle_ttl_s is not None:
+            self._sweeper = threading.Thread(
+                target=self._sweep, args=(idle_ttl_s,), name="kvcellar-models", daemon=True
+            )
+            self._sweeper.start()
+
+    def before_unload(self, call: Callable[[ModelHost], None]) -> None:
+        """Have a function called with each host that is about to go, while it still runs."""
+        self._before_unload.append(call)
+
+    @property
+    def names(self) -> list[str]:
+        """The models that are in memory."""
+        with self._lock:
+            return list(self._loaded)
+
+    def host(self, name: str) -> ModelHost | None:
+        """The host of a model that is in memory; None where it is not. Loads nothing."""
+        with self._lock:
+            entry = self._loaded.get(name)
+            return entry.host if entry else None
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[ModelHost]:
+        """The host of a model, loaded if need be; it stays while the block lasts.
+
+        Raises:
+            ModelError, BackendError, ConfigError: from loading; nothing was loaded.
+            ConfigError: the budget cannot hold it even alone; nothing was unloaded.
+        """
+        entry = await self._enter(name)
+        try:
+            yield entry.host
+        finally:
+            with self._lock:
+                entry.n_users -= 1
+                entry.used_s = self._clock()
+
+    async def unload(self, name: str) -> bool:
+        """Let go of a model; false where it is not in memory or somebody uses it."""
+        async with self._gate:
+            return await asyncio.to_thread(self._unload, name)
+
+    def close(self) -> None:
+        """Let go of all models, used or not, and of the thread that looks for idle ones."""
+        self._stop.set()
+        if self._sweeper is not None:
+            self._sweeper.join()
+        for name in self.names:
+            self._unload(name, is_forced=True)
+
+    async def _enter(self, name: str) -> _Loaded:
+        with self._lock:
+            entry = self._loaded.get(name)
+            if entry is not None:
+                entry.n_users += 1
+                return entry
+        async with self._gate:
+            with self._lock:
+                entry = self._loaded.get(name)
+                if entry is not None:
+                    entry.n_users += 1
+                    return entry
+            await self._make_room(name)
+            host = await asyncio.to_thread(self._load, name)
+            entry = _Loaded(host, 1, self._clock())
+            with self._lock:
+                self._loaded[name] = entry
+                self._sizes[name] = host.size_bytes
+            return entry
+
+    async def _make_room(self, name: str) -> None:
+        if self._budget_bytes is None:
+            return
+        size = self._size_of(name) if self._size_of else self._sizes.get(name, 0)
+        if size > self._budget_bytes:
+            raise ConfigError(
+                f"model {name!r} needs {format_size(size)} and all models together may hold "
+                f"{format_size(self._budget_bytes)}; give more, or a smaller capacity"
+            )
+        while True:
+            with self._lock:
+                held = sum(entry.host.size_bytes for entry in self._loaded.values())
+                idle = [(e.used_s, n) for n, e in self._loaded.items() if not e.n_users]
+            if held + size <= self._budget_bytes:
+                return
+            if idle:
+                await asyncio.to_thread(self._unload, min(idle)[1])
+            else:
+                await asyncio.sleep(0.02)
+
+    def _unload(self, name: str, *, is_forced: bool = False, idle_since: float = 0.0) -> bool:
+        with self._lock:
+            entry = self._loaded.get(name)
+            if entry is None or (entry.n_users and not is_forced):
+                return False
+            if idle_since and entry.used_s > idle_since:
+                return False
+            del self._loaded[name]
+        for call in self._before_unload:
+            with contextlib.suppress(Exception):  # a store that is full must not keep it here
+                call(entry.host)
+        entry.host.close()
+        return True
+
+    def _sweep(self, ttl_s: float) -> None:
+        while not self._stop.wait(min(ttl_s / 4, 10.0)):
+            since = self._clock() - ttl_s
+            for name in self.names:
+                self._unload(name, idle_since=max(since, 1e-9))
+
+
+def model_notes(host: ModelHost) -> tuple[str, ...]:
+    """What a user of a model should know when it is loaded."""
+    if host.template is None or host.template.is_prefix_stable:
+        return ()
+    return tuple(f"chat template of {host.name!r}: {found}" for found in host.template.findings)

@@ -1,0 +1,305 @@
+"""What is known of an agent, in memory and as the metadata of its history in the store."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcellar.agents.gate import Gate
+from kvcellar.agents.history import Message
+from kvcellar.agents.misses import Miss
+from kvcellar.errors import AgentError, StoreError
+from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.store import Layout, ModelKey, Reference
+from kvcellar.types import IntArray, LayerGroup
+
+__all__ = ["Agent", "AgentInfo", "Turn", "checked_id", "key_of", "model_tag", "reference_name"]
+
+KIND = "kvcellar_agent"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an agent, as token counts of its history.
+
+    Attributes:
+        start: tokens before it.
+        n_prompt: tokens up to where sampling began.
+        stop: tokens at its end.
+        n_messages: messages before it.
+        reason: why it ended.
+    """
+
+    start: int
+    n_prompt: int
+    stop: int
+    n_messages: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """An agent as others see it.
+
+    Attributes:
+        agent_id: its name.
+        model: the model that its history belongs to.
+        kv_dtype: how its K and V are stored.
+        state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused`` or ``finished``.
+        n_tokens: length of its history.
+        n_stored: leading tokens whose KV is in the store.
+        n_turns: turns so far.
+        n_messages: messages of its conversation.
+        parent: the agent that it was forked from; it may be gone.
+        parent_position: tokens that the two have in common since.
+        created_s: seconds since 1970.
+        used_s: the same, of its last turn.
+        n_cached: leading tokens that the cache holds; None where nobody asked the engine.
+        miss: what the last turn had to compute again, and why.
+    """
+
+    agent_id: str
+    model: str
+    kv_dtype: str
+    state: str
+    n_tokens: int
+    n_stored: int
+    n_turns: int
+    n_messages: int
+    parent: str | None
+    parent_position: int | None
+    created_s: float
+    used_s: float
+    n_cached: int | None = None
+    miss: Miss | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Agent:
+    """A named sequence with a history. Its manager changes it; see ``AgentManager``.
+
+    ``tokens`` are never changed in place: whoever read them has one state of the history.
+    """
+
+    agent_id: str
+    model: str
+    key: ModelKey
+    tokens: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+    stops: tuple[int | None, ...] = ()
+    tools: list[dict[str, Any]] | None = None
+    turns: tuple[Turn, ...] = ()
+    parent: str | None = None
+    parent_position: int | None = None
+    created_s: float = field(default_factory=time.time)
+    used_s: float = field(default_factory=time.time)
+    is_waiting: bool = False
+    is_paused: bool = False
+    is_finished: bool = False
+    miss: Miss | None = None
+    notes: tuple[str, ...] = ()
+    rates: dict[str, float | None] = field(default_factory=dict)
+    revision: int = 0
+    n_stored: int = 0
+    gate: Gate = field(default_factory=Gate)
+    request_id: int | None = None
+    """Of the turn that is being generated."""
+    expected: tuple[int, ...] = ()
+    """Tokens of the turn that is being generated, as far as they are known."""
+
+    @property
+    def name(self) -> str:
+        """Of its history in the store."""
+        return reference_name(self.agent_id, model_tag(self.key))
+
+    @property
+    def state(self) -> str:
+        """See :class:`AgentInfo`."""
+        if self.request_id is not None:
+            return "generating"
+        if self.is_finished:
+            return "finished"
+        if self.is_waiting:
+            return "waiting"
+        return "paused" if self.is_paused else "idle"
+
+    def info(self, n_cached: int | None = None) -> AgentInfo:
+        """The agent as others see it."""
+        parent = None if self.parent is None else self.parent.rpartition("@")[0]
+        return AgentInfo(
+            agent_id=self.agent_id,
+            model=self.model,
+            kv_dtype=self.key.layout.kv_dtype,
+            state=self.state,
+            n_tokens=len(self.tokens),
+            n_stored=self.n_stored,
+            n_turns=len(self.turns),
+            n_messages=len(self.messages),
+            parent=parent,
+            parent_position=self.parent_position,
+            created_s=self.created_s,
+            used_s=self.used_s,
+            n_cached=n_cached,
+            miss=self.miss,
+        )
+
+    def token_array(self) -> IntArray:
+        """``[n]`` int64: the history."""
+        return np.array(self.tokens, dtype=np.int64)
+
+    def position_of(self, position: int | None, turn: int | None) -> int:
+        """A place in the history, given as tokens or as turns from its beginning (or -1: its end).
+
+        Raises:
+            AgentError: both were given, or there is no such place.
+        """
+        if position is not None and turn is not None:
+            raise AgentError("give a position in tokens or a number of turns, not both")
+        if turn is not None:
+            n = turn if turn >= 0 else len(self.turns) + turn
+            if not 0 <= n <= len(self.turns):
+                raise AgentError(
+                    f"agent {self.agent_id!r} has {len(self.turns)} turns and none behind {turn}; "
+                    f"choose 0 to {len(self.turns)}, or a negative number to count from the end"
+                )
+            return self.turns[n - 1].stop if n else (self.turns[0].start if self.turns else 0)
+        at = len(self.tokens) if position is None else position
+        if not 0 <= at <= len(self.tokens):
+            raise AgentError(
+                f"agent {self.agent_id!r} has {len(self.tokens)} tokens and no position {at}; "
+                f"choose 0 to {len(self.tokens)}"
+            )
+        return at
+
+    def cut(self, position: int) -> None:
+        """Go back to the first ``position`` tokens, and to the messages that they say whole.
+
+        An answer that is cut in its middle stays, with what is left of it (``content`` None until
+        somebody decodes it).
+        """
+        self.tokens = self.tokens[:position]
+        whole = [turn for turn in self.turns if turn.stop <= position]
+        cut = next((t for t in self.turns if t.stop > position), None)
+        n = len(self.messages) if cut is None else cut.n_messages
+        if cut is not None and position > cut.n_prompt:
+            following = self.turns[len(whole) + 1 :]
+            end = following[0].n_messages if following else len(self.messages)
+            self.messages = (*self.messages[: end - 1], {"role": "assistant", "content": None})
+            self.stops = (*self.stops[: end - 1], position)
+            whole.append(Turn(cut.start, cut.n_prompt, position, cut.n_messages, "cut"))
+        else:
+            self.messages, self.stops = self.messages[:n], self.stops[:n]
+        self.turns = tuple(whole)
+        if not self.messages:
+            self.tools = None
+
+    def metadata(self) -> dict[str, Any]:
+        """For the store: everything but the tokens and the lineage, which the reference has."""
+        return {
+            KIND: VERSION,
+            "id": self.agent_id,
+            "model": self.model,
+            "kv_dtype": self.key.layout.kv_dtype,
+            "messages": list(self.messages),
+            "stops": list(self.stops),
+            "tools": self.tools,
+            "turns": [list(asdict(turn).values()) for turn in self.turns],
+            "created_s": self.created_s,
+            "used_s": self.used_s,
+            "is_waiting": self.is_waiting,
+            "is_paused": self.is_paused,
+            "is_finished": self.is_finished,
+            "miss": None if self.miss is None else self.miss.as_json(),
+            "notes": list(self.notes),
+            "rates": self.rates,
+        }
+
+    def take(self, ref: Reference) -> None:
+        """Become what a reference says; the gate and what runs stay."""
+        value = ref.metadata
+        self.model = str(value["model"])
+        self.tokens = tuple(ref.tokens.tolist())
+        self.messages = tuple(value["messages"])
+        self.stops = tuple(value["stops"])
+        self.tools = value["tools"]
+        self.turns = tuple(Turn(*turn) for turn in value["turns"])
+        self.parent, self.parent_position = ref.parent, ref.parent_position
+        self.created_s, self.used_s = float(value["created_s"]), float(value["used_s"])
+        self.is_waiting = bool(value["is_waiting"])
+        self.is_paused = bool(value["is_paused"])
+        self.is_finished = bool(value["is_finished"])
+        self.miss = Miss.from_json(value["miss"])
+        self.notes = tuple(value["notes"])
+        self.rates = dict(value["rates"])
+        self.revision, self.n_stored = ref.revision, ref.n_stored
+
+    @classmethod
+    def from_reference(cls, ref: Reference) -> Agent | None:
+        """The agent whose history it is; None for a history that is nobody's."""
+        if ref.metadata.get(KIND) != VERSION:
+            return None
+        try:
+            agent = cls(str(ref.metadata["id"]), str(ref.metadata["model"]), key_of(ref))
+            agent.take(ref)
+        except (KeyError, TypeError, ValueError):
+            return None
+        return agent
+
+
+def reference_name(agent_id: str, tag: str) -> str:
+    """The name of an agent's history with one model."""
+    return f"{agent_id}@{tag}"
+
+
+def model_tag(key: ModelKey) -> str:
+    """12 characters that stand for a model and the way its K and V are stored."""
+    return key.root.hex()[:12]
+
+
+def checked_id(agent_id: str) -> str:
+    """The id, where it can be one.
+
+    Raises:
+        AgentError: it is empty, too long, or not printable.
+    """
+    if not agent_id or len(agent_id.encode("utf-8", "replace")) > 400 or not agent_id.isprintable():
+        raise AgentError(
+            f"{agent_id[:40]!r} cannot name an agent; choose 1 to 400 bytes of printable text"
+        )
+    return agent_id
+
+
+def key_of(ref: Reference) -> ModelKey:
+    """The model key that a reference was saved with.
+
+    Raises:
+        StoreError: its layout cannot be read.
+    """
+    try:
+        value = json.loads(ref.layout_json)
+        kv_dtype = str(ref.metadata["kv_dtype"])
+        parse_kv_dtype(kv_dtype)
+        groups = tuple(
+            LayerGroup(
+                tuple(group["layers"]),
+                group["n_kv_heads"],
+                group["k"]["dim"],
+                group["v"]["dim"],
+                group["window"],
+            )
+            for group in value["groups"]
+        )
+        key = ModelKey(ref.fingerprint, Layout(groups, kv_dtype, value["block_tokens"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"the layout of history {ref.name!r} cannot be read ({error})") from error
+    if key.layout.as_json != ref.layout_json:
+        raise StoreError(
+            f"the layout of history {ref.name!r} is of another version; open it with the version "
+            f"of kvcellar that saved it"
+        )
+    return key

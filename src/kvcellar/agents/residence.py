@@ -1,0 +1,297 @@
+"""Where an agent's KV is: out of the store into cells, out of cells into the store.
+
+What touches the cache runs in the engine's thread, between two steps; what waits for a disk runs in
+another, a few blocks ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvcellar.agents.models import ModelHost
+from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
+from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
+from kvcellar.errors import EngineClosedError
+from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
+from kvcellar.store.layout import rows_size_bytes
+from kvcellar.types import IntArray
+
+__all__ = ["BroughtBack", "ProgressFn", "bring_back", "save_history"]
+
+ProgressFn = Callable[[float, str], None]
+T = TypeVar("T")
+
+MIN_GAIN = 16
+"""Tokens below which nothing is restored."""
+
+IN_FLIGHT = 8
+"""Blocks that are read ahead of the engine."""
+
+MAX_ATTEMPTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class BroughtBack:
+    """What the cache holds of a history now, protected until ``release``.
+
+    Attributes:
+        n_cached: tokens that were in the cache.
+        n_restored: tokens that came from the store.
+        n_known: tokens that the cache or the store could have given.
+        load_s: seconds that loading took; 0 where nothing was loaded.
+        is_recomputed: whether computing was expected to be faster, or turned out so.
+        tiers: tokens restored, by tier.
+        is_exact: whether what was restored is bit for bit what was saved, and never had 8 bits.
+        trouble: what went wrong on the way, if anything: less was restored, nothing is wrong.
+    """
+
+    n_cached: int
+    n_restored: int = 0
+    n_known: int = 0
+    load_s: float = 0.0
+    is_recomputed: bool = False
+    tiers: dict[str, int] = field(default_factory=dict)
+    is_exact: bool = True
+    trouble: str = ""
+    _held: Held | None = None
+
+    def release(self, host: ModelHost) -> Future[None] | None:
+        """Let it be evicted again; a request that runs on it protects it by itself."""
+        held, self._held = self._held, None
+        if held is None:
+            return None
+        with contextlib.suppress(EngineClosedError):  # then there is no cache to evict from
+            return host.service.run(lambda _: held.release())
+        return None
+
+
+async def bring_back(
+    host: ModelHost,
+    store: Store,
+    tokens: tuple[int, ...],
+    *,
+    is_wanted: bool = False,
+    progress: ProgressFn | None = None,
+) -> BroughtBack:
+    """Have as much of a history in the cache as is worth it, before its next turn is queued.
+
+    Where loading is expected to be slower than computing, or turns out so, the rest is left to be
+    computed. A block that is gone or damaged ends it there; nothing wrong gets into the cache.
+    Where cells are short, nothing is loaded: the turn waits for room in the engine's queue.
+
+    Args:
+        host: the model.
+        store: what may hold it.
+        tokens: the history, without the last token of a prompt: its logits are wanted.
+        is_wanted: load it whatever is faster.
+        progress: told how much is loaded.
+    """
+    job = _Job(host, store, np.array(tokens, dtype=np.int64), is_wanted, progress)
+    async with host.restoring:
+        work = asyncio.ensure_future(asyncio.to_thread(job.run))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            job.is_cancelled = True
+            with contextlib.suppress(Exception):
+                (await work).release(host)
+            raise
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One history on its way into the cache; runs in a thread of its own."""
+
+    host: ModelHost
+    store: Store
+    tokens: IntArray
+    is_wanted: bool
+    progress: ProgressFn | None
+    is_cancelled: bool = False
+
+    def run(self) -> BroughtBack:
+        started = time.perf_counter()
+        held = self._call(lambda engine: held_rows(engine.scheduler.residency, self.tokens))
+        result = BroughtBack(held.n_tokens, n_known=held.n_tokens, _held=held)
+        if held.n_tokens + MIN_GAIN > len(self.tokens):
+            return result
+        try:
+            self._fill(held, result)
+        except EngineClosedError:
+            raise
+        except Exception as error:  # whatever is wrong with a disk, the turn can be computed
+            result.trouble = f"nothing more could be restored: {type(error).__name__}: {error}"
+        if result.n_restored:
+            result.load_s = time.perf_counter() - started
+        return result
+
+    def _fill(self, held: Held, result: BroughtBack) -> None:
+        """Load what is worth it."""
+        match = self.store.match(self.host.key, self.tokens)
+        limit = match.n_tokens
+        result.n_known = max(held.n_tokens, match.n_resumable)
+        for _ in range(MAX_ATTEMPTS):
+            stop = match.resumable_at(limit)
+            if stop < held.n_tokens + MIN_GAIN or self.is_cancelled:
+                break
+            estimate = self.host.costs.estimate(match, held.n_tokens, stop)
+            if not self.is_wanted and not estimate.is_restore_faster:
+                self.host.costs.declined()
+                result.is_recomputed = True
+                break
+            window = None
+            if self.host.key.layout.window_groups:
+                window = self.store.load_window(match, limit)
+                if window is None:
+                    break
+                stop = window.n_tokens
+            limit = self._load(match, stop, window, result)
+            if result.n_restored or result.is_recomputed or window is None:
+                break
+
+    def _load(
+        self, match: Match, stop: int, window: WindowState | None, result: BroughtBack
+    ) -> int:
+        """Load up to ``stop`` and publish what came; returns how far it came."""
+        layout = self.host.key.layout
+        tokens = self.tokens[:stop]
+        restore = self._call(
+            lambda engine: Restore.begin(
+                engine.scheduler.residency, tokens, window_positions(layout, window)
+            )
+        )
+        if restore is None:
+            return 0
+        at = restore.first if layout.full_groups else stop
+        try:
+            if window is not None:
+                self._call(lambda _: write_window(restore, layout, window))
+            if layout.full_groups:
+                at = self._stream(restore, match, stop, result)
+            if at < stop and window is not None:
+                return at
+            held = self._call(lambda _: restore.publish(at))
+            result.release(self.host)
+            result._held = held
+            result.n_restored = max(0, held.n_tokens - result.n_cached)
+            return at
+        finally:
+            self._call(lambda _: restore.give_up())
+
+    def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
+        """Blocks from the store to the cells, read a few ahead of being written."""
+        costs, first = self.host.costs, restore.first
+        on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
+        started = last = time.perf_counter()
+        at = first
+
+        spent: dict[str, list[float]] = {}
+
+        def landed() -> None:
+            written, loaded, load_s = on_the_way.popleft()
+            of_tier = spent.setdefault(loaded.tier, [0, 0.0])
+            of_tier[0] += sum(rows_size_bytes(group) for group in loaded.rows)
+            of_tier[1] += load_s + written.result()
+
+        try:
+            for loaded in self.store.load(match, first, stop):
+                load_s = time.perf_counter() - last
+                on_the_way.append((self._write(restore, loaded), loaded, load_s))
+                at = loaded.stop
+                result.is_exact &= loaded.is_exact
+                n = loaded.stop - loaded.start
+                result.tiers[loaded.tier] = result.tiers.get(loaded.tier, 0) + n
+                if len(on_the_way) > IN_FLIGHT:
+                    landed()
+                if self.progress is not None:
+                    self.progress((at - first) / (stop - first), f"loading {at} of {stop} tokens")
+                last = time.perf_counter()
+                if self.is_cancelled:
+                    break
+                if not self.is_wanted and costs.is_losing(stop - first, at - first, last - started):
+                    result.is_recomputed = at < stop
+                    break
+        finally:
+            while on_the_way:
+                landed()
+        for tier, (size_bytes, seconds) in spent.items():
+            costs.learn_load(tier, int(size_bytes), seconds)
+        return at
+
+    def _write(self, restore: Restore, loaded: Loaded) -> Future[float]:
+        layout = self.host.key.layout
+
+        def write(_: Engine) -> float:
+            began = time.perf_counter()
+            write_loaded(restore, layout, loaded)
+            return time.perf_counter() - began
+
+        return self.host.service.run(write)
+
+    def _call(self, function: Callable[[Engine], T]) -> T:
+        return self.host.service.run(function).result()
+
+
+def save_history(
+    engine: Engine,
+    store: Store,
+    name: str,
+    key: ModelKey,
+    tokens: IntArray,
+    *,
+    parent: str | None,
+    parent_position: int | None,
+    metadata: Mapping[str, Any],
+    is_last_resort: bool,
+) -> SaveTicket | None:
+    """Save what the cache holds of a history and publish it, in the background. Between steps.
+
+    Args:
+        engine: in whose cache it may be.
+        store: where it goes.
+        name: of the history.
+        key: whose KV it is.
+        tokens: the history.
+        parent: name of the history that it was forked from.
+        parent_position: tokens in common since.
+        metadata: of the agent.
+        is_last_resort: where the store holds more than the cache, publish it with the blocks that
+            can be found at once. Otherwise None is returned, and nothing was done.
+
+    Raises:
+        StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
+    """
+    residency = engine.scheduler.residency
+    held = held_rows(residency, tokens)
+    try:
+        source: CellRows | None = None
+        n_computed = held.n_tokens
+        if n_computed + 1 < len(tokens):
+            n_stored = store.match(key, tokens).n_resumable
+            if n_stored > n_computed or not n_computed:
+                if not is_last_resort:
+                    return None
+                n_computed = n_stored
+        if n_computed == held.n_tokens and isinstance(residency.cache, RowCache):
+            source = CellRows(residency.cache, key.layout, held)
+        return store.save(
+            name,
+            key,
+            tokens,
+            source,
+            n_computed=n_computed,
+            parent=parent,
+            parent_position=parent_position,
+            metadata=metadata,
+        )
+    finally:
+        held.release()

@@ -1,0 +1,223 @@
+"""One turn: from what somebody says to tokens; at its end, what it took and what it lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.agents.history import Message, Spoken, plan_messages
+from kvcellar.agents.misses import Miss, common_prefix, explain
+from kvcellar.agents.models import ModelHost, model_notes
+from kvcellar.agents.records import Agent, Turn
+from kvcellar.agents.residence import BroughtBack
+from kvcellar.agents.volatile import RULES
+from kvcellar.engine import FinishEvent
+from kvcellar.errors import PromptError
+from kvcellar.store import SaveTicket
+
+__all__ = ["AgentUsage", "TurnEnd", "TurnPlan", "miss_of", "plan_turn", "record_turn", "usage_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentUsage:
+    """What a turn took. Tokens are tokens of the prompt unless said otherwise.
+
+    Attributes:
+        prompt_tokens: all of them: the history and what is new.
+        cached_tokens: those that were not computed: in the cache already, or restored.
+        restored_tokens: of these, those that came from the store.
+        restored_from: of these, how many from which tier (``warm``: RAM, ``cold``: disk).
+        completion_tokens: tokens that were sampled.
+        restore_s: seconds spent on loading.
+        time_to_first_token_s: from the turn's beginning, loading included; None without a token.
+        miss: reuse that was lost, and why; None where nothing was.
+        notes: what else there is to know: rules that were applied, another model.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    restored_tokens: int
+    restored_from: Mapping[str, int]
+    completion_tokens: int
+    restore_s: float
+    time_to_first_token_s: float | None
+    miss: Miss | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A turn has ended; nothing follows.
+
+    Attributes:
+        agent_id: whose.
+        finish: how, as the engine says it.
+        usage: what it took.
+        save: what becomes of the state after it; None where nothing was saved.
+    """
+
+    agent_id: str
+    finish: FinishEvent
+    usage: AgentUsage
+    save: SaveTicket | None
+
+
+@dataclass(slots=True)
+class TurnPlan:
+    """What a turn brings."""
+
+    tokens: Sequence[int]
+    messages: tuple[Message, ...]
+    stops: tuple[int | None, ...]
+    tools: list[dict[str, Any]] | None
+    changed: str | None
+    notes: tuple[str, ...]
+    is_chat: bool = False
+    miss: Miss | None = None
+
+
+def plan_turn(
+    agent: Agent,
+    host: ModelHost,
+    text: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    tokens: Sequence[int] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    role: str,
+    rules: Collection[str],
+) -> TurnPlan:
+    """The tokens of a turn, and what kept the history from being continued."""
+    history = agent.tokens
+    if tokens is not None:
+        whole = [*history, *map(int, tokens)]
+        if not tokens:
+            raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
+        return TurnPlan(whole, agent.messages, agent.stops, agent.tools, None, ())
+    if host.tokenizer is None:
+        raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
+    _decode_cut(agent, host)
+    if messages is None:
+        messages = [*agent.messages, {"role": role, "content": text}]
+        known_tools = agent.tools
+        tools = tools if tools is not None else agent.tools
+    else:
+        known_tools = agent.tools
+    said: Spoken = plan_messages(
+        host.tokenizer,
+        history,
+        agent.messages,
+        agent.stops,
+        known_tools,
+        messages,
+        tools,
+        rules,
+        host.eos_token_ids,
+    )
+    return TurnPlan(
+        said.tokens,
+        tuple(said.messages),
+        tuple(said.stops),
+        said.tools,
+        said.changed,
+        tuple(f"rule {name}: {RULES[name]}" for name in said.rules),
+        is_chat=True,
+    )
+
+
+def _decode_cut(agent: Agent, host: ModelHost) -> None:
+    """Give an answer that was cut in its middle the text that is left of it."""
+    if agent.messages and agent.messages[-1].get("content", "") is None and agent.turns:
+        assert host.tokenizer is not None
+        part = list(agent.tokens[agent.turns[-1].n_prompt :])
+        text = host.tokenizer.decode(part, skip_special_tokens=True)
+        agent.messages = (*agent.messages[:-1], {"role": "assistant", "content": text})
+
+
+def record_turn(
+    agent: Agent, host: ModelHost, turn: TurnPlan, event: FinishEvent, before: tuple[int, ...]
+) -> None:
+    """Take what a turn said into the agent's history."""
+    n_before = common_prefix(before, turn.tokens)
+    turns = [t for t in agent.turns if t.stop <= n_before]
+    agent.tokens = (*turn.tokens, *event.token_ids)
+    n_messages = len(turn.messages)
+    if turn.is_chat:
+        answer = {"role": "assistant", "content": event.text}
+        agent.messages = (*turn.messages, answer)
+        agent.stops = (*turn.stops, len(agent.tokens))
+        agent.tools = turn.tools
+        known = [i for i, stop in enumerate(turn.stops) if stop is not None]
+        n_messages = known[-1] + 1 if known else 0
+        if not known and turn.messages and turn.messages[0].get("role") == "system":
+            n_messages = 1
+    agent.turns = (
+        *turns,
+        Turn(n_before, len(turn.tokens), len(agent.tokens), n_messages, event.reason),
+    )
+    first = () if agent.turns[1:] else agent.notes  # what its creation had to say
+    agent.notes = (*first, *model_notes(host), *turn.notes)
+    agent.used_s = time.time()
+    agent.is_waiting = agent.is_paused = agent.is_finished = False
+    agent.rates = host.costs.as_json()
+
+
+def miss_of(
+    agent: Agent,
+    host: ModelHost,
+    turn: TurnPlan,
+    event: FinishEvent,
+    before: tuple[int, ...],
+    back: BroughtBack,
+) -> Miss | None:
+    """What the turn had to compute although its history had been computed before."""
+    if turn.miss is not None:
+        return turn.miss
+    n_same = common_prefix(before, turn.tokens)
+    # The last token of a history was sampled and never computed: it is no loss.
+    n_lost = len(before) - 1 - n_same
+    if n_lost > 0:
+        cause = turn.changed or ("template" if turn.is_chat else "edited")
+        return explain(cause, n_lost, n_same, before, turn.tokens, host.tokenizer)
+    reusable = min(n_same, len(before) - 1, len(turn.tokens) - 1)
+    n_cached = event.usage.cached_tokens if event.usage is not None else reusable
+    n_lost = reusable - n_cached
+    if n_lost <= 0:
+        return None
+    cause = "evicted"
+    if back.is_recomputed:
+        cause = "recomputed"
+    elif host.key.layout.window_groups and n_cached:
+        cause = "window"
+    return explain(cause, n_lost, n_cached, before, turn.tokens, host.tokenizer)
+
+
+def usage_of(
+    agent: Agent,
+    turn: TurnPlan,
+    event: FinishEvent,
+    back: BroughtBack,
+    first_s: float | None,
+) -> AgentUsage:
+    """What a turn took, the caller's view."""
+    usage = event.usage
+    return AgentUsage(
+        prompt_tokens=len(turn.tokens),
+        cached_tokens=usage.cached_tokens if usage is not None else 0,
+        restored_tokens=back.n_restored,
+        restored_from=dict(back.tiers) if back.n_restored else {},
+        completion_tokens=len(event.token_ids),
+        restore_s=back.load_s,
+        time_to_first_token_s=first_s,
+        miss=agent.miss,
+        notes=(*agent.notes, *_notes_of(back)),
+    )
+
+
+def _notes_of(back: BroughtBack) -> list[str]:
+    """What there is to know of a restore."""
+    notes = [back.trouble] if back.trouble else []
+    if not back.is_exact:
+        notes.append("the KV that was restored had been stored in 8 bits")
+    return notes

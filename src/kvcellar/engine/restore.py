@@ -1,0 +1,144 @@
+"""KV that comes into the cache from outside, between steps, as a prefix that requests then reuse.
+
+Cells are claimed for all of it at once, rows are written as they arrive, and what has arrived is
+published in the prefix index. Until then nobody can see the cells; given up, they are free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from kvcellar.bookkeeping.prefix import PrefixHandle
+from kvcellar.engine.residency import MovingCache, Residency
+from kvcellar.types import IntArray
+
+__all__ = ["Held", "Restore", "RowCache", "held_rows"]
+
+
+@runtime_checkable
+class RowCache(MovingCache, Protocol):
+    """A cache whose cells' rows can be read and written as NumPy arrays, per layer group."""
+
+    def read_rows(self, tables: Sequence[IntArray]) -> Any:
+        """Per layer group the arrays of K and V of some cells, ``[n_layers, n_kv_heads, n, w]``."""
+        ...
+
+    def write_rows(self, tables: Sequence[IntArray], rows: Any) -> None:
+        """Put back what ``read_rows`` gave, in cells of the same order."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What the cache holds of a history, protected until ``release``.
+
+    Attributes:
+        n_tokens: leading tokens from which the history can go on.
+        tables: per layer group ``[n_tokens]``: the cell of each position, -1 for none.
+    """
+
+    n_tokens: int
+    tables: tuple[IntArray, ...]
+    _residency: Residency
+    _handle: PrefixHandle
+    _is_held: bool = True
+
+    def release(self) -> None:
+        """Let it be evicted again. May be called twice."""
+        if self._is_held:
+            self._is_held = False
+            if self.n_tokens:
+                self._residency.index.unlock_handle(self._handle)
+
+
+def held_rows(residency: Residency, tokens: IntArray) -> Held:
+    """Find what the cache holds of the beginning of a history, and protect it."""
+    match = residency.index.match_prefix(tokens)
+    if match.length:
+        residency.index.lock_handle(match.handle)
+    return Held(match.length, match.cells, residency, match.handle)
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """Positions ``[first, stop)`` on their way into the cache. Only between steps.
+
+    Attributes:
+        tokens: ``[stop]``: the history.
+        first: tokens that the cache held already.
+        tables: per layer group ``[stop]``: the cells that were claimed, -1 elsewhere; what the
+            cache held already keeps its own.
+    """
+
+    residency: Residency
+    tokens: IntArray
+    first: int
+    tables: tuple[IntArray, ...]
+    _held: Held
+    _seq_id: int
+    _is_over: bool = field(default=False)
+
+    @classmethod
+    def begin(
+        cls, residency: Residency, tokens: IntArray, windows: Sequence[IntArray | None]
+    ) -> Restore | None:
+        """Claim cells for what the cache lacks of a history; None where there is no room.
+
+        Args:
+            residency: whose cache.
+            tokens: ``[stop]``: all that is to be in the cache at the end.
+            windows: per layer group, the positions that come for it; None for full groups.
+        """
+        cache = residency.cache
+        if not isinstance(cache, RowCache):
+            return None
+        stop = len(tokens)
+        held = held_rows(residency, tokens)
+        wanted = []
+        for positions in windows:
+            table = np.full(stop, -1, dtype=np.int64)
+            if positions is None:
+                table[held.n_tokens :] = 0
+            else:
+                table[positions] = 0
+            wanted.append(table)
+        n_cells = max(int(np.count_nonzero(table >= 0)) for table in wanted)
+        if held.n_tokens >= stop or not residency.make_room(n_cells):
+            held.release()
+            return None
+        seq_id = residency.take_seq_id()
+        try:
+            claimed = cache.seq_claim(seq_id, wanted)
+        except Exception:
+            residency.give_seq_id(seq_id)
+            held.release()
+            raise
+        return cls(residency, tokens, held.n_tokens, claimed, held, seq_id)
+
+    def write(self, group_cells: Sequence[IntArray], rows: Any) -> None:
+        """Store rows in cells of ``tables``: per layer group, in their order."""
+        cache = self.residency.cache
+        assert isinstance(cache, RowCache) and not self._is_over
+        cache.write_rows(group_cells, rows)
+
+    def publish(self, n_tokens: int) -> Held:
+        """Let requests reuse the first ``n_tokens``; the rest is given up."""
+        index, cache = self.residency.index, self.residency.cache
+        n = max(n_tokens, self.first)
+        inserted = index.insert_prefix(self.tokens[:n], [table[:n] for table in self.tables])
+        cache.retain_cells(inserted.adopted)
+        held = held_rows(self.residency, self.tokens[:n])
+        self.give_up()
+        return held
+
+    def give_up(self) -> None:
+        """Free the cells that were claimed and not published. May be called twice."""
+        if not self._is_over:
+            self._is_over = True
+            self.residency.cache.seq_rm(self._seq_id)
+            self.residency.give_seq_id(self._seq_id)
+            self._held.release()

@@ -1,0 +1,63 @@
+"""Processes whose agents talk until they are killed.
+
+Run as a script this is a server: for every line ``FOLDER SEED`` it forks a child that opens the
+folder and takes turns. It prints ``open``, ``begin NAME N`` before a turn and ``done NAME N``
+when its save says published; the server prints ``pid N`` before and ``end`` when it is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcellar.store import StoreConfig
+from tests.agents.fakes import manager, turn
+
+NAMES = ("a", "b", "c")
+CONFIG = StoreConfig(warm_bytes=1 << 20)
+
+
+def new_tokens(name: str, i: int) -> list[int]:
+    """What the i-th turn of an agent brings."""
+    return [(ord(name) + 31 * i + 7 * j) % 250 for j in range(3 + i % 9)]
+
+
+async def talk(agents: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known = {info.agent_id for info in agents.list()}
+    for name in set(NAMES) - known:
+        await agents.create(name)
+    print("open\n", end="", flush=True)
+    while True:
+        name = NAMES[int(rng.integers(len(NAMES)))]
+        i = (await agents.describe(name)).n_turns
+        print(f"begin {name} {i + 1}\n", end="", flush=True)
+        end = await turn(agents, name, tokens=new_tokens(name, i))
+        if rng.random() < 0.3:
+            await agents.pause(name)
+        if end.save is None or end.save.wait() != "published":
+            print("failed", end, flush=True)
+            return
+        print(f"done {name} {i + 1}\n", end="", flush=True)
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        folder, seed = line.split()
+        pid = os.fork()
+        if not pid:
+            with manager(Path(folder), config=CONFIG) as agents:
+                asyncio.run(talk(agents, int(seed)))
+            os._exit(0)
+        print(f"pid {pid}\n", end="", flush=True)
+        os.waitpid(pid, 0)
+        print("end\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    serve()

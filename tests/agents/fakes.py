@@ -1,0 +1,152 @@
+"""Agents on the model that hashes what the cache shows it: a wrong cell changes every later token.
+
+The cache keeps a token per cell and layer group; its rows say that token in every number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, TurnEnd
+from kvcellar.agents.costs import Costs, Estimate
+from kvcellar.agents.history import check_template
+from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
+from kvcellar.store import Layout, ModelKey, Store, StoreConfig
+from kvcellar.types import make_config
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    ByteTokenizer,
+    HashRunner,
+    SeqCells,
+    logits_of,
+)
+
+VOCAB = 260
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+SMALL = StoreConfig(warm_bytes=1 << 24)
+
+
+class Eager(Costs):
+    """Loads whatever is stored: a hash is faster than any disk."""
+
+    def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
+        return Estimate(0.0, None)
+
+    def is_losing(self, n_tokens: int, n_loaded: int, elapsed_s: float) -> bool:
+        return False
+
+
+class RowCells(SeqCells):
+    """Cells of tokens whose rows can be read and written."""
+
+    def read_cells(self, tables: Any) -> Any:
+        return [self.stored[g][t[t >= 0]].copy() for g, t in enumerate(tables)]
+
+    def write_cells(self, tables: Any, rows: Any) -> None:
+        for g, (table, part) in enumerate(zip(tables, rows, strict=True)):
+            self.stored[g][table[table >= 0]] = part
+
+    def read_rows(self, tables: Sequence[Any]) -> Any:
+        found = []
+        for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            tokens = self.stored[g][table].astype(np.float32)
+            shape = (len(group.layers), group.n_kv_heads, len(table), group.head_dim)
+            row = np.broadcast_to(tokens[None, None, :, None], shape)
+            found.append(((row.copy(),), (-row,)))
+        return found
+
+    def write_rows(self, tables: Sequence[Any], rows: Any) -> None:
+        for g, (table, given) in enumerate(zip(tables, rows, strict=True)):
+            if len(table):
+                (k,), (v,) = given
+                assert np.allclose(k, -v, atol=2) and k.shape[2] == len(table)
+                self.stored[g][table] = k[0, 0, :, 0].astype(int)
+
+
+def make_host(
+    name: str = "hash",
+    *,
+    capacity: int = 4096,
+    params: Any = PARAMS,
+    block_tokens: int = 16,
+    config: EngineConfig | None = None,
+    tokenizer: Any = None,
+    runner: Callable[[Any, int], Any] = HashRunner,
+    size_bytes: int = 0,
+) -> ModelHost:
+    cache = RowCells(make_config(params, capacity, min_chunk=16))
+    tokenizer = tokenizer or ByteTokenizer()
+    engine = Engine(
+        runner(cache, VOCAB),
+        cache,
+        tokenizer,
+        eos_token_ids=(ByteTokenizer.END,),
+        config=config or EngineConfig(max_num_batched_tokens=64),
+    )
+    layout = Layout.from_config(cache.config, block_tokens)
+    return ModelHost(
+        name=name,
+        engine=engine,
+        service=EngineService(engine),
+        tokenizer=tokenizer,
+        key=ModelKey(f"weights of {name}", layout),
+        eos_token_ids=frozenset({ByteTokenizer.END}),
+        size_bytes=size_bytes,
+        costs=Eager(),
+        template=check_template(tokenizer),
+    )
+
+
+@contextmanager
+def manager(
+    folder: Path,
+    load: Callable[[str], ModelHost] = make_host,
+    config: StoreConfig = SMALL,
+    **more: Any,
+) -> Iterator[AgentManager]:
+    """A manager as a process of its own would have it: everything is closed at the end."""
+    with Store(folder, config) as store:
+        models = ModelRegistry(load)
+        try:
+            yield AgentManager(store, models, default_model="hash", **more)
+        finally:
+            models.close()
+
+
+async def turn(agents: AgentManager, agent_id: str, text: Any = None, **more: Any) -> TurnEnd:
+    """One turn to its end."""
+    more.setdefault("params", GREEDY)
+    sampled = []
+    async for event in agents.generate(agent_id, text, **more):
+        if isinstance(event, TokenEvent):
+            sampled.append(event.token.token_id)
+        else:
+            assert tuple(sampled) == event.finish.token_ids, event.finish
+            return event
+    raise AssertionError("a turn ends with a TurnEnd")
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+def oracle(history: Sequence[int], n: int, params: Any = PARAMS) -> list[int]:
+    """The greedy tokens after a history, from the tokens alone."""
+    tokens = [int(t) for t in history]
+    for _ in range(n):
+        tokens.append(int(np.argmax(logits_of(tokens, VOCAB, params))))
+    return tokens[len(history) :]
+
+
+def tokens_of(agents: AgentManager, agent_id: str) -> tuple[int, ...]:
+    return agents._agent(agent_id).tokens
+
+
+__all__ = ["FULL_PARAMS", "PARAMS"]

@@ -1,0 +1,88 @@
+"""Killed at any instruction, an agent is at its last published state or the one before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.agents.crashing import CONFIG, NAMES, new_tokens
+from tests.agents.fakes import manager, oracle, run, tokens_of, turn
+from tests.store.fakes import QUICK
+
+N_KILLS = 150
+ROOT = Path(__file__).parents[2]
+
+
+def states_of(name: str, n: int) -> list[tuple[int, ...]]:
+    """The history of an agent that is never interrupted, after each of its turns."""
+    states: list[tuple[int, ...]] = [()]
+    for i in range(n):
+        tokens = [*states[-1], *new_tokens(name, i)]
+        states.append((*tokens, *oracle(tokens, 6)))
+    return states
+
+
+@contextmanager
+def server() -> Iterator[Any]:
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.agents.crashing"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=env,
+    )
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
+
+
+def test_agents_that_were_killed_go_on_as_if_they_had_not_been():
+    rng = np.random.default_rng(11)
+    with server() as process, tempfile.TemporaryDirectory(dir=QUICK) as name:
+        folder = Path(name)
+        done = dict.fromkeys(NAMES, 0)
+        begun = dict.fromkeys(NAMES, 0)
+        for kill in range(N_KILLS):
+            process.stdin.write(f"{folder} {kill}\n")
+            process.stdin.flush()
+            pid = int(process.stdout.readline().split()[1])
+            word = ""
+            while word != "open":
+                word, *_ = process.stdout.readline().split()
+                assert word in ("open",), word
+            time.sleep(float(rng.exponential(0.03)))
+            os.kill(pid, signal.SIGKILL)
+            for line in iter(process.stdout.readline, "end\n"):
+                word, agent_id, n = line.split()
+                assert word in ("begin", "done"), line
+                (begun if word == "begin" else done)[agent_id] = int(n)
+            if kill % 10 and kill + 1 < N_KILLS:
+                continue
+            with manager(folder, config=CONFIG) as agents:
+                for agent_id in NAMES:
+                    n = run(agents.describe(agent_id)).n_turns
+                    assert done[agent_id] <= n <= begun[agent_id]
+                    want = states_of(agent_id, n + 1)
+                    assert tokens_of(agents, agent_id) == want[n]
+                    end = run(turn(agents, agent_id, tokens=new_tokens(agent_id, n)))
+                    assert tokens_of(agents, agent_id) == want[n + 1]
+                    if len(want[n]) > 20:
+                        assert end.usage.cached_tokens >= len(want[n]) - 1
+                    done[agent_id] = begun[agent_id] = n + 1
+        assert sum(done.values()) > N_KILLS

@@ -1,0 +1,111 @@
+"""``kvcellar agents`` as a user meets it: each command is a process of its own to the store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcellar.cli import app
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def run(*args: str, stdin: str | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["agents", *args], input=stdin)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run_json(*args: str, stdin: str | None = None) -> Any:
+    code, out, err = run(*args, "--json", stdin=stdin)
+    assert (code, err) == (0, ""), err
+    return json.loads(out)
+
+
+def say(agent_id: str, text: str, *more: str) -> Any:
+    return run_json("generate", agent_id, text, "--max-tokens", "6", *more)
+
+
+def test_an_agent_lives_through_all_commands(home: Path) -> None:
+    assert run_json("create", "poet", "--system", "Be brief.")["state"] == "idle"
+    first = say("poet", "A line about rain, and one about the sea behind it.")
+    assert first["finish_reason"] == "length" and first["usage"]["cached_tokens"] == 0
+    second = say("poet", "Another.")
+    n = second["usage"]["cached_tokens"]
+    assert n == second["usage"]["restored_tokens"] > 20
+    assert second["usage"]["miss"] is None
+    code, out, err = run("why", "poet")
+    assert (code, err) == (0, "") and "nothing was lost" in out
+    assert run_json("why", "poet") is None
+
+    child = run_json("fork", "poet", "twin", "--turn", "1")
+    assert (child["parent"], child["n_turns"]) == ("poet", 1)
+    run_json("fork", "poet", "other", "--turn", "1")
+    assert say("twin", "Something else.")["usage"]["restored_tokens"] > 10
+    assert run_json("keep", "twin")["deleted"] == ["other"]
+    assert [info["id"] for info in run_json("list")] == ["poet", "twin"]
+    code, out, err = run("list")
+    assert "forked from poet" in out
+
+    assert run_json("rewind", "poet")["n_turns"] == 1
+    again = say("poet", "Another.")
+    assert again["token_ids"] == second["token_ids"]
+    assert run_json("pause", "poet")["state"] == "paused"
+    back = run_json("resume", "poet")
+    assert back["restored_tokens"] == back["n_tokens"] - 1
+
+    file = home / "poet.kv"
+    assert run_json("export", "poet", str(file))["size_bytes"] == file.stat().st_size
+    assert run_json("import", str(file), "copy")["id"] == "copy"
+    shown = run_json("show", "copy")
+    assert [m["role"] for m in shown["messages"]] == ["system", *("user", "assistant") * 2]
+    for name in ("poet", "copy", "twin"):
+        assert run_json("delete", name) == {"deleted": [name]}
+    assert run_json("list") == []
+
+
+def test_an_agent_keeps_its_type_of_k_and_v() -> None:
+    assert run_json("create", "small", "--kv-dtype", "int8")["kv_dtype"] == "int8"
+    say("small", "Something to remember for a while, please.")
+    assert say("small", "And?")["usage"]["restored_tokens"] > 16
+    other = say("small", "And?", "--kv-dtype", "float32")
+    assert other["usage"]["miss"]["cause"] == "other model"
+    assert {info["kv_dtype"] for info in run_json("list")} == {"int8", "float32"}
+
+
+def test_chat_makes_its_agent_and_each_line_is_a_turn() -> None:
+    code, _, err = run(
+        "chat",
+        "friend",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+        stdin="Hello!\nThanks!\n/undo\n",
+    )
+    assert (code, err) == (0, ""), err
+    assert run_json("show", "friend")["n_turns"] == 1
+
+
+def test_what_cannot_be_done_is_one_line() -> None:
+    for args in (
+        ("generate", "nobody", "hello"),
+        ("rewind", "nobody"),
+        ("import", "missing.kv"),
+        ("why", "nobody"),
+    ):
+        code, out, err = run(*args)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+    run_json("create", "a")
+    code, out, err = run("create", "a")
+    assert code == 2 and "already" in err
+    code, out, err = run("rewind", "a", "--turn", "5")
+    assert code == 2 and "0 turns" in err
