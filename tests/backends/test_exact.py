@@ -102,7 +102,7 @@ class Model:
 
 def expected(tokens: list[int], layer: int, kv_dtype: str, n_new: int) -> np.ndarray:
     """The last ``n_new`` tokens of a history, whose ends are exact and whose middle is stored."""
-    name, first, last = kv_dtype.split(":")
+    name, first, last = kv_dtype.rsplit(":", 2)
     n_first, n_last = int(first[5:]), int(last[4:])
     window = 12 if layer == 1 else None
     q, k, v = (Model.rows(tokens, layer, what)[0] for what in "qkv")
@@ -123,7 +123,7 @@ def expected(tokens: list[int], layer: int, kv_dtype: str, n_new: int) -> np.nda
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["int4", "int8", "int4:rot"])
 def test_the_ends_of_a_history_are_read_in_float32_and_the_middle_as_stored(
     backend: str, kind: str, name: str
 ) -> None:

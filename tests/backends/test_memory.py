@@ -266,3 +266,27 @@ def test_pools_are_bytes_of_the_type_that_was_asked(kv_dtype: str) -> None:
         forward(session.cache, "float32", [0] * 3, "decode")
         assert {t.dtype for t in tensors(session.cache)} == {getattr(torch, kv_dtype)}
         assert np.isfinite(session.cache.usage().size_bytes)
+
+
+def test_queries_of_fewer_heads_with_the_same_strides_get_a_result_of_their_own_size(
+    kv_dtype: str,
+) -> None:
+    """Slices of one projection differ in nothing but their number of heads."""
+    dtype = getattr(torch, kv_dtype)
+    fused = torch.randn(1, 1, 16 * DIM, dtype=dtype, generator=torch.Generator().manual_seed(3))
+
+    def heads(n: int) -> Any:
+        return fused.view(1, 1, 16, DIM)[:, :, :n].transpose(1, 2)
+
+    assert heads(8).stride() == heads(2).stride()
+    outs = []
+    with make_decode_session("torch", config(kv_dtype, 64)) as session, torch.no_grad():
+        for position, n in enumerate((8, 2, 4, 2)):
+            for layer in range(N_LAYERS):
+                out = session.cache.update_and_attend(
+                    heads(n), heads(2), heads(2), torch.tensor([position]), layer, 0.25, dtype
+                )
+            outs.append(out)
+    for n, out in zip((8, 2, 4, 2), outs, strict=True):  # all tokens have the same K and V
+        want = heads(2).repeat_interleave(n // 2, dim=1)
+        torch.testing.assert_close(out, want)

@@ -1,7 +1,7 @@
 """What is known of a model's quality with K and V in each storage type: figures once measured.
 
-They lie beside the weights (``kv_quality.json``, as the bundled model's do) or, where
-``kvcellar bench kv-quality`` has measured them here, in the user's own folder.
+They lie in the user's own folder, where ``kvcellar bench kv-quality`` has measured them here, or
+beside the weights (``kv_quality.json``), where whoever made the checkpoint has put them.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class TorchBytes(StepBookkeeping):
             for pool, (group, exact) in zip(self._make_pools(), self._layers(), strict=True)
         ]
         self._prepared: list[Prepared | None] = [None] * len(self.groups)
-        self._rows = [kernel.Rows() for _ in self.groups]
+        self._row_layouts = [kernel.RowLayout() for _ in self.groups]
         self._is_rotated = config.kv.k.is_rotated
 
     def _layers(self) -> list[tuple[LayerGroup, ExactCells | None]]:
@@ -241,7 +241,7 @@ class TorchBytes(StepBookkeeping):
         out = kernel.attend(
             prepared.by_kernel,
             pool.for_kernel(),
-            self._rows[index],
+            self._row_layouts[index],
             q,
             k,
             v,

@@ -19,7 +19,7 @@ FEW_QUERIES_AMX = 64
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class Rows:
+class RowLayout:
     """How q, k and v lie in memory and what type they and the result have.
 
     The same in all layers of a group and in one decode step after the other; made anew where
@@ -36,7 +36,7 @@ class Rows:
         self.out_dtype: torch.dtype | None = None
 
     def layout_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> kernels.Layout:
-        """The kernel's description of these tensors."""
+        """The kernel's description of these tensors; ``out`` has no gaps, so it tells the heads."""
         strides = (q.stride(), k.stride(), v.stride(), out.stride())
         if (
             self.layout is None
@@ -57,7 +57,7 @@ class Rows:
 def attend(
     plan: kernels.Plan,
     pool: kernels.Pool,
-    rows: Rows,
+    rows: RowLayout,
     q: Tensor,
     k: Tensor,
     v: Tensor,
