@@ -64,5 +64,5 @@ $(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing what the tests need ..."
-	@$(PIP) -e '.[torch,executorch,dev]'
+	@$(PIP) -e '.[torch,mlx,executorch,dev]'
 	@touch $@

@@ -119,6 +119,17 @@ def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(out)
 
 
+def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """The cells ``[start, stop)`` of some runs, counted along them."""
+    out, at = [], 0
+    for run in runs:
+        low, high = max(start - at, 0), min(stop - at, run.length)
+        if low < high:
+            out.append(Run(run.start + low, high - low))
+        at += run.length
+    return out
+
+
 def runs_of(cells: Sequence[int] | IntArray) -> list[Run]:
     """The fewest runs that give these cells in this order."""
     array = np.asarray(cells, dtype=np.int64)

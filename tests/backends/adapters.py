@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ import pytest
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from tests.backends.cases import CASES, Case
 from tests.backends.dense import rounded
+
+needs_mlx = pytest.mark.skipif(
+    importlib.util.find_spec("mlx") is None, reason="needs mlx: pip install 'kvcellar[mlx]'"
+)
 
 SPLITTABLE = (
     "mha",
@@ -196,6 +201,63 @@ class TorchInSmallPieces(TorchWithoutKernel):
             patch.setattr(attention, "FEW_NUMBERS", 30)
             patch.setattr(attention, "CAST_TILE", 3)
             patch.setattr(attention, "PLAIN_LOGITS", 1)
+            patch.setattr(reads, "TILE", 5)
+            yield
+
+
+class MlxAdapter(Adapter):
+    name = "mlx"
+    backend = "mlx"
+
+    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
+        return {"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-3}[in_dtype]
+
+    def attend(
+        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
+    ) -> np.ndarray:
+        import mlx.core as mx
+
+        dtype = getattr(mx, in_dtype)
+        out = cache.update_and_attend(
+            self._heads_last(q, dtype),
+            self._heads_last(k, dtype),
+            self._heads_last(v, dtype),
+            mx.array(np.asarray(position)),
+            layer,
+            scale,
+            getattr(mx, out_dtype),
+            None if sinks is None else mx.array(sinks).astype(dtype),
+        )
+        assert out.dtype == getattr(mx, out_dtype)
+        return np.asarray(out.astype(mx.float32)).astype(np.float64)
+
+    @staticmethod
+    def _heads_last(values: np.ndarray, dtype: Any) -> Any:
+        """The strides of a model's projection: ``[1, n_tok, n_heads, dim]``, then transposed."""
+        import mlx.core as mx
+
+        array = mx.array(values)
+        if array.ndim != 4:
+            return array.astype(dtype)
+        return mx.contiguous(array.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3).astype(dtype)
+
+
+class MlxInSmallPieces(MlxAdapter):
+    """Every threshold so low that short histories cross all of them."""
+
+    name = "mlx-small-pieces"
+    cases = tuple(case for case in CASES if case.name in (*FEW, "mixed-shapes-sinks"))
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.mlx import attention, caches
+        from kvcellar.bookkeeping import reads
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(caches, "LONG_RUN", 2)
+            patch.setattr(caches, "FEW_RUNS", 1)
+            patch.setattr(attention, "FEW_QUERIES", 3)
+            patch.setattr(attention, "MOST_LOGITS", 60)
             patch.setattr(reads, "TILE", 5)
             yield
 

@@ -36,6 +36,7 @@ from kvcellar.types import (
     StepPlan,
     Write,
     cells_of,
+    clip_runs,
 )
 
 LONG_RUN = 512
@@ -436,7 +437,9 @@ def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:
         n_tail = spec.mask.shape[1]
         bias = torch.zeros(spec.mask.shape, dtype=k.dtype, device=k.device)
         bias.masked_fill_(~torch.as_tensor(spec.mask.copy(), device=k.device), float("-inf"))
-    head, tail = _split(spec.runs, spec.read_len - n_tail)
+    n_head = spec.read_len - n_tail
+    head = clip_runs(spec.runs, 0, n_head)
+    tail = clip_runs(spec.runs, n_head, spec.read_len)
     parts = [PartRead(run, None, None, False) for run in head if run.length >= LONG_RUN]
     short = [run for run in head if run.length < LONG_RUN]
     if short:
@@ -450,20 +453,6 @@ def _one_part(runs: Sequence[Run], bias: Tensor | None, is_causal: bool, k: Tens
     if len(runs) == 1:
         return PartRead(runs[0], None, bias, is_causal)
     return PartRead(None, torch.as_tensor(cells_of(runs), device=k.device), bias, is_causal)
-
-
-def _split(runs: Sequence[Run], at: int) -> tuple[list[Run], list[Run]]:
-    """The first ``at`` cells and the others."""
-    head: list[Run] = []
-    tail: list[Run] = []
-    for run in runs:
-        n = min(run.length, max(0, at))
-        if n:
-            head.append(Run(run.start, n))
-        if n < run.length:
-            tail.append(Run(run.start + n, run.length - n))
-        at -= run.length
-    return head, tail
 
 
 def _fetch(pool: LayerPool, read: PartRead) -> Part:
