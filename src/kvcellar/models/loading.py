@@ -22,7 +22,7 @@ from kvcellar.models.checkpoint import (
 )
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
-from kvcellar.registry import CacheSession
+from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config
 from kvcellar.types import ModelCacheParams
 
@@ -119,6 +119,10 @@ class LoadedModel:
                 KvQualityWarning,
                 stacklevel=2,
             )
+        return self._make_runner(session)
+
+    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+        """A runner of this backend; session and model were found to fit."""
         from kvcellar.models.torch_runner import TorchRunner
 
         return TorchRunner(self._model, self.params, self.vocab_size, session)
@@ -180,7 +184,7 @@ def load_model(
     Args:
         name_or_path: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
             safetensors; or a name on the Hugging Face hub, which is downloaded once.
-        backend: who runs it; there is ``torch``.
+        backend: who runs it: ``torch``, or ``mlx``.
         dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
             the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
@@ -196,9 +200,16 @@ def load_model(
         ConfigError: a dtype or device that does not exist.
     """
     if backend != "torch":
-        raise BackendError(f"backend {backend!r} loads no models; there is: torch")
+        module = load_backend(backend)
+        if not hasattr(module, "load_model"):
+            raise BackendError(f"backend {backend!r} loads no models; choose torch or mlx")
+        found: LoadedModel = module.load_model(
+            name_or_path, dtype=dtype, device=device, progress=progress
+        )
+        return found
     try:
         from kvcellar.models import torch_loading
+        from kvcellar.models.tokenizer import load_tokenizer, quiet
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("kvcellar"):
             raise
@@ -215,8 +226,8 @@ def load_model(
         if progress is not None:
             progress(done, what)
 
-    with torch_loading.quiet(lambda part: report(0.05 + 0.95 * part, "loading weights")):
-        folder = _find(name_or_path, lambda part, what: report(_DOWNLOAD * part, what))
+    with quiet(lambda part: report(0.05 + 0.95 * part, "loading weights")):
+        folder = find_checkpoint(name_or_path, lambda part, what: report(_DOWNLOAD * part, what))
         start = done
         report(0.0, "reading the config")
         raw = read_config(folder)
@@ -229,7 +240,7 @@ def load_model(
         wanted = "float32" if is_demo and dtype in (None, "auto") else dtype
         torch_dtype, torch_device = torch_loading.pick_types(wanted, device, raw, stored)
         report(0.02, "reading the tokenizer")
-        tokenizer = torch_loading.load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
         report(0.05, "loading weights")
         model = torch_loading.load_weights(
             folder,
@@ -240,7 +251,7 @@ def load_model(
             device=torch_device,
         )
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    _check_vocabulary(tokenizer, vocab_size, folder)
+    check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
     return LoadedModel(
         name=str(name_or_path),
@@ -250,15 +261,19 @@ def load_model(
         config=model.config,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        eos_token_ids=_eos_token_ids(folder, raw, tokenizer),
+        eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=int(config.max_position_embeddings),
         dtype=str(model.dtype).removeprefix("torch."),
         _model=model,
     )
 
 
-def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
-    """The folder of the checkpoint; downloads it where the name is one of the hub's."""
+def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
+    """The folder of the checkpoint; downloads it where the name is one of the hub's.
+
+    Raises:
+        ModelError: there is no such model.
+    """
     if name_or_path == DEMO:  # a Path of that name is a folder
         if not DEMO_FOLDER.is_dir():
             raise ModelError(
@@ -379,7 +394,7 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+def check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
     """Refuse a tokenizer of another model.
 
     Special tokens past the embedding are let through: Gemma 3's tokenizer has one for images that
@@ -397,7 +412,7 @@ def _check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
         )
 
 
-def _eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
+def find_eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
     """Every token that the checkpoint's files call an end; they disagree in many chat models."""
     sources = [raw, raw.get("text_config") or {}]
     if (folder / "generation_config.json").is_file():

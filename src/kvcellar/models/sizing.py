@@ -169,7 +169,7 @@ def _parameters(class_name: str, config: Any) -> dict[str, int]:
         import torch
         import transformers
 
-        from kvcellar.models.torch_loading import quiet
+        from kvcellar.models.tokenizer import quiet
     except ModuleNotFoundError as error:
         raise BackendError(
             f"counting a model's parameters needs the package {error.name!r}; install it with: "
