@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents.costs import MAX_LOSS, Costs
+from kvcellar.agents.costs import Costs
 from kvcellar.store import Store, StoreConfig
 from tests.agents.fakes import FULL_PARAMS, make_host, manager, oracle, run, tokens_of, turn
 
@@ -57,7 +57,6 @@ def test_a_restore_that_turns_out_slow_is_given_up_after_a_twentieth(tmp_path, m
         before = tokens_of(agents, "a")
         end = run(turn(agents, "a", tokens=[2]))
         assert 0 < end.usage.restored_tokens < 100
-        assert end.usage.restore_s < MAX_LOSS * 0.6 + 0.15
         assert end.usage.miss.cause == "recomputed"
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6, FULL_PARAMS)
 

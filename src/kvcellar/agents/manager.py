@@ -53,6 +53,9 @@ from kvcellar.store import SaveState, SaveTicket, Store
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
 
+VERIFY = ("checksum", "canary")
+"""What is asked of stored KV before it is used."""
+
 _GREEDY = SamplingParams()
 T = TypeVar("T")
 
@@ -71,6 +74,7 @@ class AgentManager:
         *,
         default_model: str = "demo",
         rules: Collection[str] = tuple(RULES),
+        verify: str = "checksum",
     ) -> None:
         """Find the agents that earlier processes left in the store.
 
@@ -79,17 +83,22 @@ class AgentManager:
             models: who runs them; it stays the caller's to close.
             default_model: of agents that are created without one.
             rules: names of rules for volatile text that apply; see ``volatile.RULES``.
+            verify: what is asked of KV before it is restored: ``checksum``, that its bytes are
+                what was saved; ``canary``, besides, that a few rows are what the model computes.
 
         Raises:
-            AgentError: there is no rule of that name.
+            AgentError: there is no rule, or no way to verify, of that name.
         """
         unknown = set(rules) - RULES.keys()
         if unknown:
             raise AgentError(f"no rule {sorted(unknown)}; there are: {', '.join(RULES)}")
+        if verify not in VERIFY:
+            raise AgentError(f"verify {verify!r} is unknown; choose one of {', '.join(VERIFY)}")
         self.store = store
         self.models = models
         self.default_model = default_model
         self.rules = tuple(rules)
+        self._is_verified = verify == "canary"
         self._lock = threading.Lock()
         self._agents: dict[str, Agent] = {}
         self._publisher = Publisher(store)
@@ -412,7 +421,12 @@ class AgentManager:
             self._publisher.refresh(agent)
             self._check_model(agent, host)
             back = await bring_back(
-                host, self.store, agent.tokens, is_wanted=True, progress=progress
+                host,
+                self.store,
+                agent.tokens,
+                is_wanted=True,
+                is_verified=self._is_verified,
+                progress=progress,
             )
             released = back.release(host)
             if released is not None:
@@ -581,7 +595,13 @@ class AgentManager:
         started = time.perf_counter()
         before = agent.tokens
         host.costs.recall(agent.rates)
-        back = await bring_back(host, self.store, tuple(turn.tokens[:-1]), progress=progress)
+        back = await bring_back(
+            host,
+            self.store,
+            tuple(turn.tokens[:-1]),
+            is_verified=self._is_verified,
+            progress=progress,
+        )
         if not agent.turns and agent.miss is not None:
             turn.miss = agent.miss  # of a name that belongs to another model
         done = _Done()

@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvcellar.agents.canary import check_restored
 from kvcellar.agents.models import ModelHost
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
@@ -51,6 +52,7 @@ class BroughtBack:
         is_recomputed: whether computing was expected to be faster, or turned out so.
         tiers: tokens restored, by tier.
         is_exact: whether what was restored is bit for bit what was saved, and never had 8 bits.
+        n_verified: restored rows that were computed again and agreed; None where nobody asked.
         trouble: what went wrong on the way, if anything: less was restored, nothing is wrong.
     """
 
@@ -61,6 +63,7 @@ class BroughtBack:
     is_recomputed: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
     is_exact: bool = True
+    n_verified: int | None = None
     trouble: str = ""
     _held: Held | None = None
 
@@ -80,6 +83,7 @@ async def bring_back(
     tokens: tuple[int, ...],
     *,
     is_wanted: bool = False,
+    is_verified: bool = False,
     progress: ProgressFn | None = None,
 ) -> BroughtBack:
     """Have as much of a history in the cache as is worth it, before its next turn is queued.
@@ -93,9 +97,11 @@ async def bring_back(
         store: what may hold it.
         tokens: the history, without the last token of a prompt: its logits are wanted.
         is_wanted: load it whatever is faster.
+        is_verified: compute a few of the rows again first; where they differ, what they came from
+            is put away, nothing is restored, and an event and ``trouble`` say so.
         progress: told how much is loaded.
     """
-    job = _Job(host, store, np.array(tokens, dtype=np.int64), is_wanted, progress)
+    job = _Job(host, store, np.array(tokens, dtype=np.int64), is_wanted, is_verified, progress)
     async with host.restoring:
         work = asyncio.ensure_future(asyncio.to_thread(job.run))
         try:
@@ -115,8 +121,11 @@ class _Job:
     store: Store
     tokens: IntArray
     is_wanted: bool
+    is_verified: bool
     progress: ProgressFn | None
     is_cancelled: bool = False
+    blocks: list[Loaded] = field(default_factory=list)
+    """What was loaded, without its rows, where it is to be verified."""
 
     def run(self) -> BroughtBack:
         started = time.perf_counter()
@@ -179,6 +188,8 @@ class _Job:
                 at = self._stream(restore, match, stop, result)
             if at < stop and window is not None:
                 return at
+            if self.is_verified and not self._verify(restore, window, at, result):
+                return 0
             held = self._call(lambda _: restore.publish(at))
             result.release(self.host)
             result._held = held
@@ -186,6 +197,26 @@ class _Job:
             return at
         finally:
             self._call(lambda _: restore.give_up())
+
+    def _verify(
+        self, restore: Restore, window: WindowState | None, stop: int, result: BroughtBack
+    ) -> bool:
+        """Whether the rows are what the model computes; what is wrong is put away."""
+        layout, blocks = self.host.key.layout, self.blocks
+        finding = self._call(
+            lambda engine: check_restored(restore, engine.runner, layout, blocks, window, stop)
+        )
+        for address, why in finding.bad.items():
+            self.store.reject(address, why)
+        if finding.bad:
+            result.tiers.clear()
+            result.trouble = (
+                f"{len(finding.bad)} stored blocks are not what this model computes and were put "
+                f"away, so the history is computed again: {next(iter(finding.bad.values()))}"
+            )
+            return False
+        result.n_verified = finding.n_checked
+        return True
 
     def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
         """Blocks from the store to the cells, read a few ahead of being written."""
@@ -207,6 +238,8 @@ class _Job:
                 load_s = time.perf_counter() - last
                 on_the_way.append((self._write(restore, loaded), loaded, load_s))
                 at = loaded.stop
+                if self.is_verified:
+                    self.blocks.append(replace(loaded, rows=()))
                 result.is_exact &= loaded.is_exact
                 n = loaded.stop - loaded.start
                 result.tiers[loaded.tier] = result.tiers.get(loaded.tier, 0) + n
