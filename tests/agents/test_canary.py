@@ -157,8 +157,9 @@ def test_what_a_canary_computes_leaves_nothing_behind(tmp_path):
 
 
 def test_an_unknown_way_to_verify_is_refused(tmp_path):
-    with pytest.raises(AgentError, match="choose one of checksum, canary"), manager(
-        tmp_path, verify="hope"
+    with (
+        pytest.raises(AgentError, match="choose one of checksum, canary"),
+        manager(tmp_path, verify="hope"),
     ):
         pass
 

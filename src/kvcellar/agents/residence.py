@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvcellar.agents.canary import check_restored
+from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.models import ModelHost
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
@@ -33,9 +34,6 @@ T = TypeVar("T")
 
 MIN_GAIN = 16
 """Tokens below which nothing is restored."""
-
-IN_FLIGHT = 8
-"""Blocks that are read ahead of the engine."""
 
 MAX_ATTEMPTS = 3
 
