@@ -112,7 +112,7 @@ class AgentManager:
         self._find_stored()
         with self._lock:
             agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
-        return [agent.info() for agent in agents]
+        return [self._info(agent) for agent in agents]
 
     async def describe(self, agent_id: str, model: str | None = None) -> AgentInfo:
         """One agent, and how much of it is in the cache.
@@ -123,7 +123,7 @@ class AgentManager:
         agent = self._agent(agent_id, model)
         host = self._host_of(agent)
         if host is None:
-            return agent.info(0)
+            return self._info(agent, 0)
         tokens = agent.token_array()
 
         def count(engine: Engine) -> int:
@@ -133,7 +133,7 @@ class AgentManager:
                 residency.demote(tokens)
             return n
 
-        return agent.info(await _in_engine(host, count))
+        return self._info(agent, await _in_engine(host, count))
 
     def why(self, agent_id: str, model: str | None = None) -> Miss | None:
         """What the last turn had to compute again, and why; None where nothing was lost.
@@ -283,6 +283,7 @@ class AgentManager:
             agent_id=new_id,
             parent=parent.name,
             parent_position=at,
+            parent_created_s=parent.created_s,
             created_s=time.time(),
             used_s=time.time(),
             is_waiting=False,
@@ -350,10 +351,14 @@ class AgentManager:
         doomed = {
             a.name: a
             for a in agents
-            if agent.parent is not None and a.parent == agent.parent and a is not agent
+            if a is not agent and a.is_sibling_of(agent)
         }
         while True:
-            more = {a.name: a for a in agents if a.parent in doomed and a.name not in doomed}
+            more = {
+                a.name: a
+                for a in agents
+                if a.name not in doomed and any(a.is_child_of(b) for b in doomed.values())
+            }
             if not more:
                 break
             doomed |= more
@@ -683,6 +688,15 @@ class AgentManager:
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         of = "" if model is None else f" with model {model!r}"
         raise UnknownAgentError(f"no agent {agent_id!r}{of}; there are: {shown or 'none'}")
+
+    def _info(self, agent: Agent, n_cached: int | None = None) -> AgentInfo:
+        """The agent as others see it; whether its parent is still there, besides."""
+        info = agent.info(n_cached)
+        if agent.parent is None:
+            return info
+        with self._lock:
+            parent = self._agents.get(agent.parent)
+        return replace(info, is_parent_gone=parent is None or not agent.is_child_of(parent))
 
     def _new(self, agent_id: str, host: ModelHost) -> Agent:
         return Agent(agent_id, host.name, host.key)

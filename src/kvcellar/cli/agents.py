@@ -136,7 +136,7 @@ def list_command(store: Folder = None, as_json: AsJson = False) -> None:
         return
     width = max((len(info.agent_id) for info in infos), default=0)
     for info in infos:
-        of = f", forked from {info.parent} at {info.parent_position}" if info.parent else ""
+        of = f", forked from {_parent(info)} at {info.parent_position}" if info.parent else ""
         write(
             f"{info.agent_id:<{width}}  {info.state:<9} {info.n_tokens:>7} tokens  "
             f"{info.n_turns:>3} turns  {info.model}{of}\n"
@@ -557,6 +557,10 @@ def _as_object(info: AgentInfo) -> dict[str, Any]:
     return value
 
 
+def _parent(info: AgentInfo) -> str:
+    return f"{info.parent} (deleted)" if info.is_parent_gone else str(info.parent)
+
+
 def _miss_object(miss: Miss) -> dict[str, Any]:
     return miss.as_json() | {"advice": miss.advice}
 
@@ -575,6 +579,6 @@ def _show(info: AgentInfo, as_json: bool) -> None:
         ("used", used),
     ]
     if info.parent is not None:
-        lines.append(("forked from", f"{info.parent} at token {info.parent_position}"))
+        lines.append(("forked from", f"{_parent(info)} at token {info.parent_position}"))
     for name, text in lines:
         write(f"{name:<12}{text}\n")
