@@ -37,6 +37,11 @@ MIN_GAIN = 16
 
 MAX_ATTEMPTS = 3
 
+PATIENCE_S = 2.0
+"""How long to wait for cells where nobody knows what computing takes, or it was asked for."""
+
+ROOM_POLL_S = 0.01
+
 
 @dataclass(slots=True, eq=False)
 class BroughtBack:
@@ -88,7 +93,7 @@ async def bring_back(
 
     Where loading is expected to be slower than computing, or turns out so, the rest is left to be
     computed. A block that is gone or damaged ends it there; nothing wrong gets into the cache.
-    Where cells are short, nothing is loaded: the turn waits for room in the engine's queue.
+    Where running requests hold the cells, it waits for them as long as loading would save time.
 
     Args:
         host: the model.
@@ -161,21 +166,23 @@ class _Job:
                 if window is None:
                     break
                 stop = window.n_tokens
-            limit = self._load(match, stop, window, result)
+            is_guess = self.is_wanted or estimate.prefill_s is None
+            patience_s = PATIENCE_S if is_guess else estimate.gain_s
+            limit = self._load(match, stop, window, result, patience_s)
             if result.n_restored or result.is_recomputed or window is None:
                 break
 
     def _load(
-        self, match: Match, stop: int, window: WindowState | None, result: BroughtBack
+        self,
+        match: Match,
+        stop: int,
+        window: WindowState | None,
+        result: BroughtBack,
+        patience_s: float,
     ) -> int:
         """Load up to ``stop`` and publish what came; returns how far it came."""
         layout = self.host.key.layout
-        tokens = self.tokens[:stop]
-        restore = self._call(
-            lambda engine: Restore.begin(
-                engine.scheduler.residency, tokens, window_positions(layout, window)
-            )
-        )
+        restore = self._claim(self.tokens[:stop], window_positions(layout, window), patience_s)
         if restore is None:
             return 0
         at = restore.first if layout.full_groups else stop
@@ -195,6 +202,27 @@ class _Job:
             return at
         finally:
             self._call(lambda _: restore.give_up())
+
+    def _claim(
+        self, tokens: IntArray, windows: list[IntArray | None], patience_s: float
+    ) -> Restore | None:
+        """Cells for what is to come; waits while requests are running that will free some.
+
+        The turn itself could not begin either before they do.
+        """
+
+        def begin(engine: Engine) -> tuple[Restore | None, bool]:
+            residency = engine.scheduler.residency
+            return Restore.begin(residency, tokens, windows), bool(engine.scheduler.running)
+
+        deadline = time.perf_counter() + patience_s
+        while True:
+            restore, may_come = self._call(begin)
+            if restore is not None or not may_come or self.is_cancelled:
+                return restore
+            if time.perf_counter() > deadline:
+                return None
+            time.sleep(ROOM_POLL_S)
 
     def _verify(
         self, restore: Restore, window: WindowState | None, stop: int, result: BroughtBack
