@@ -82,7 +82,7 @@ def _attend_segment(
     parts = segment.parts
     is_whole = len(parts) == 1 and not any(isinstance(side, Quantised) for side in parts[0])
     if softcap is None and (is_whole or segment.q_len > FEW_QUERIES):
-        k, v = (_joined([part[side] for part in parts], q.dtype) for side in (0, 1))
+        k, v = (joined([part[side] for part in parts], q.dtype) for side in (0, 1))
         mask = _whole_mask(segment, k.shape[2])
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     rows = max(1, MOST_LOGITS // (q.shape[1] * sum(_length(k) for k, _ in parts)))
@@ -142,7 +142,7 @@ def _times(x: mx.array, rows: Stored, *, transpose: bool = False) -> mx.array:
     return x @ (rows.swapaxes(-1, -2) if transpose else rows)
 
 
-def _joined(rows: Sequence[Stored], dtype: mx.Dtype) -> mx.array:
+def joined(rows: Sequence[Stored], dtype: mx.Dtype) -> mx.array:
     """One array of numbers; the stored one where there is one part of that type."""
     arrays = [r.numbers(dtype) if isinstance(r, Quantised) else r.astype(dtype) for r in rows]
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=2)

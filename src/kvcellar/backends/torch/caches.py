@@ -467,6 +467,30 @@ def _fetch(pool: LayerPool, read: PartRead) -> Part:
 class TorchContiguousCache(TorchBytes, ContiguousBookkeeping):
     """One sequence in one run: the single-stream hot path."""
 
+    def update_run(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store this forward's K and V of one layer; return all that its queries read together.
+
+        For whoever attends by one mask over the positions up to the last query's.
+
+        Args:
+            layer: which layer.
+            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
+            v: ``[1, n_kv_heads, T, v_head_dim]``.
+
+        Returns:
+            K and V ``[1, n_kv_heads, L, dim]`` in the types of ``k`` and ``v``; views where they
+            are stored so, which the next forward writes past and not into.
+
+        Raises:
+            ShapeError, StepError, CacheFullError: nothing was written.
+        """
+        plan = self._prepare(layer, self.group_of(layer), None, k, v).plan
+        pool = self.pools_of_layer[layer]
+        pool.write_run(plan.writes[0].run.start, k, v)
+        self.wrote(layer)
+        keys, values = pool.read(*plan.span)
+        return keys.to(k.dtype), values.to(v.dtype)
+
 
 class TorchSeqCache(TorchBytes, SeqBookkeeping):
     """Many sequences over shared cells."""
