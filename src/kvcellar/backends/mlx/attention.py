@@ -76,6 +76,35 @@ def attend(
     return mx.concatenate(outs, axis=2).astype(out_dtype)
 
 
+def attend_run(
+    q: mx.array,
+    part: Part,
+    mask: str | None,
+    scale: float,
+    out_dtype: mx.Dtype,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """All queries over one part that is stored as floats: the shortest way to MLX's attention.
+
+    Args:
+        q: ``[1, n_heads, T, head_dim]``.
+        part: K and V.
+        mask: ``causal``, or None: all is seen.
+        scale: factor on the logits.
+        out_dtype: type of the result.
+        sinks: as in ``attend``.
+    """
+    k, v = part
+    assert isinstance(k, mx.array) and isinstance(v, mx.array), "they are stored as floats"
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        k, v = k.astype(dtype), v.astype(dtype)
+    if sinks is not None and sinks.dtype != dtype:
+        sinks = sinks.astype(dtype)
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    return out if dtype == out_dtype else out.astype(out_dtype)
+
+
 def _attend_segment(
     q: mx.array, segment: Segment, scale: float, softcap: float | None, sinks: mx.array | None
 ) -> mx.array:

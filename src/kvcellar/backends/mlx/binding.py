@@ -16,8 +16,6 @@ those alone. With caches of mlx-lm's own the wrapped model does what it always d
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -28,24 +26,43 @@ from kvcellar.types import IntArray
 
 
 class Forward:
-    """One forward: what the wrapped modules and the layers' caches tell each other."""
+    """What the wrapped modules and the layers' caches tell each other in a forward.
 
-    def __init__(self, positions: IntArray, rows: IntArray | None) -> None:
-        """Of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
-        first, n_tok = int(positions[0]), len(positions)
-        self.start: int | None = None
-        """Position of the first token, where the others follow it."""
-        if int(positions[-1]) == first + n_tok - 1 and (positions[1:] > positions[:-1]).all():
-            self.start = first
-        self.positions = positions
-        self.offsets = mx.array(positions.astype("int32"))
-        self.rows = mx.array([n_tok - 1] if rows is None else rows.astype("int32"))
-        self.attended: mx.array | None = None
-        """What a layer's cache has attended, until the output projection takes it."""
+    Attributes:
+        positions: ``[T]``, of the flat batch.
+        start: position of the first token, where the others follow it; else None.
+        offsets: the positions as the rope takes them, where they do not.
+        rows: ``[R]`` tokens whose logits are wanted; None: of one token, its own.
+        attended: what a layer's cache has attended, until the output projection takes it.
+    """
+
+    __slots__ = ("attended", "offsets", "positions", "rows", "start")
+
+    positions: IntArray
+    start: int | None
+    offsets: mx.array | None
+    rows: mx.array | None
+    attended: mx.array | None
+
+    def begin(self, positions: IntArray, rows: IntArray | None) -> None:
+        """The next forward, of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
+        n_tok = len(positions)
+        self.positions, self.attended = positions, None
+        self.rows = self.offsets = None
+        if n_tok == 1 and rows is None:
+            self.start = int(positions[0])
+            return
+        self.rows = mx.array([n_tok - 1]) if rows is None else mx.array(rows)
+        if (positions[1:] - positions[:-1] == 1).all():
+            self.start = int(positions[0])
+        else:
+            self.start, self.offsets = None, mx.array(positions.astype("int32"))
 
 
 class LayerCache:
-    """What a model sees as the cache of one layer, for one forward: mlx-lm's protocol."""
+    """What a model sees as the cache of one layer: mlx-lm's protocol, for a flat batch."""
+
+    __slots__ = ("_cache", "_forward", "_layer", "_queries", "_scale", "_sinks")
 
     def __init__(self, cache: MlxBytes, layer: int, forward: Forward, module: Any) -> None:
         """Of ``module``, the attention of ``layer``."""
@@ -64,7 +81,7 @@ class LayerCache:
     def rotate(self, rope: Any, x: mx.array) -> mx.array:
         """Rotate ``x [1, heads, T, dim]``, each token by its own position; queries come first."""
         forward = self._forward
-        if forward.start is not None:
+        if forward.offsets is None:
             x = rope(x, offset=forward.start)
         else:
             x = rope(x.swapaxes(0, 2), offset=forward.offsets).swapaxes(0, 2)
@@ -77,30 +94,43 @@ class LayerCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store K and V, attend the queries; what is returned here is never read."""
-        assert self._queries is not None, "a rotation of the queries comes before"
+        queries, self._queries = self._queries, None
+        assert queries is not None, "a rotation of the queries comes before"
         self._forward.attended = self._cache.update_and_attend(
-            self._queries,
+            queries,
             keys,
             values,
             self._forward.positions,
             self._layer,
             self._scale,
-            self._queries.dtype,
+            queries.dtype,
             self._sinks,
         )
         return keys, values
+
+    def forget(self) -> None:
+        """Let go of what a forward that raised has left."""
+        self._queries = None
 
 
 _running = threading.local()
 
 
-@contextmanager
-def running(forward: Forward) -> Iterator[None]:
-    """Let wrapped modules know the forward of this thread while the block lasts."""
-    _running.forward = forward
-    try:
-        yield
-    finally:
+class Running:
+    """Lets wrapped modules know the forward of this thread while a ``with`` lasts."""
+
+    __slots__ = ("_forward",)
+
+    def __init__(self, forward: Forward) -> None:
+        """Of this forward."""
+        self._forward = forward
+
+    def __enter__(self) -> None:
+        """From here on."""
+        _running.forward = self._forward
+
+    def __exit__(self, *error: object) -> None:
+        """Until here."""
         _running.forward = None
 
 
@@ -153,7 +183,7 @@ class LastNorm(nn.Module):  # type: ignore[misc, name-defined]
     def __call__(self, x: mx.array) -> mx.array:
         """``[1, T, hidden] -> [1, R, hidden]`` in a forward of ours, else all rows."""
         forward = _current()
-        if forward is not None:
+        if forward is not None and forward.rows is not None:
             x = mx.take(x, forward.rows, axis=1)
         out: mx.array = self.norm(x)
         return out
@@ -175,7 +205,7 @@ def wrap(model: Any) -> None:
 
 
 def layer_caches(model: Any, cache: MlxBytes, forward: Forward) -> list[LayerCache]:
-    """What to call a wrapped model with, as its ``cache``, for one forward."""
+    """What to call a wrapped model with, as its ``cache``, in every forward of one session."""
     return [
         LayerCache(cache, layer, forward, block.self_attn)
         for layer, block in enumerate(text_model(model).layers)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvcellar.backends.mlx import host_rows
-from kvcellar.backends.mlx.attention import Part, Segment, attend, joined
+from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run, joined
 from kvcellar.backends.mlx.codecs import Parts, Stored, rotate
 from kvcellar.backends.mlx.pools import ExactPool, Pool
 from kvcellar.bookkeeping import (
@@ -78,6 +78,8 @@ class Prepared:
     exact_writes: tuple[Write, ...]
     shapes: tuple[tuple[int, ...], ...]
     """Of k, v and q: checked once, the same in every layer of the group."""
+    one_run: tuple[int, Run, str | None] | None
+    """(first cell to write, run to read, mask) where that is all: the hot path."""
 
 
 class MlxBytes(StepBookkeeping):
@@ -139,8 +141,15 @@ class MlxBytes(StepBookkeeping):
         """
         if self._is_rotated:
             q, k = rotate(q), rotate(k)
-        segments = self._store(layer_id, self._prepare(layer_id, position, k, v, q), k, v)
+        prepared = self._prepare(layer_id, position, k, v, q)
         softcap = self.groups[self._group_of[layer_id]].softcap
+        pool = self.pools_of_layer[layer_id]
+        if prepared.one_run is not None and pool.is_float and softcap is None:
+            first, run, mask = prepared.one_run
+            pool.write_run(first, k, v)
+            self.wrote(layer_id)
+            return attend_run(q, pool.read(*run), mask, scale, out_dtype, sinks)
+        segments = self._store(layer_id, prepared, k, v)
         return attend(q, segments, scale, out_dtype, softcap=softcap, sinks=sinks)
 
     def update_and_fetch(
@@ -173,7 +182,8 @@ class MlxBytes(StepBookkeeping):
             own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
             cells = mx.array(plan.write_cells) if len(plan.writes) > FEW_RUNS else None
             reads = tuple(_read(spec) for spec in own.reads)
-            prepared = Prepared(plan, cells, reads, tuple(exact_writes), shapes)
+            one_run = None if exact_writes else _one_run(plan)
+            prepared = Prepared(plan, cells, reads, tuple(exact_writes), shapes, one_run)
             self._prepared[index] = prepared
         self.pools_of_layer[layer].ensure(prepared.plan.n_cells)
         return prepared
@@ -316,6 +326,17 @@ def _write_runs(pool: Pool, writes: Sequence[Write], k: mx.array, v: mx.array) -
     for q_start, run in writes:
         stop = q_start + run.length
         pool.write_run(run.start, k[:, :, q_start:stop], v[:, :, q_start:stop])
+
+
+def _one_run(plan: StepPlan) -> tuple[int, Run, str | None] | None:
+    """What a hand-written contiguous cache would do, where the plan says no more."""
+    if len(plan.writes) > 1 or len(plan.reads) > 1:
+        return None
+    (read,) = plan.reads
+    if len(read.runs) > 1 or read.kind is AttendKind.EXPLICIT:
+        return None
+    mask = "causal" if read.kind is AttendKind.CAUSAL else None
+    return plan.writes[0].run.start, read.runs[0], mask
 
 
 def _read(spec: AttendSpec) -> Read:

@@ -77,14 +77,33 @@ class Rows:
         return self.codec.view([part[:, :, start : start + length] for part in self.parts])
 
 
+class FloatRows(Rows):
+    """A side of one float part: the same, without a detour through the codec."""
+
+    def write_run(self, start: int, rows: mx.array) -> None:
+        """As in :class:`Rows`."""
+        self.parts[0][:, :, start : start + rows.shape[2]] = rows
+
+    def read(self, start: int, length: int) -> mx.array:
+        """As in :class:`Rows`."""
+        return self.parts[0][:, :, start : start + length]
+
+
+def make_rows(n_heads: int, side: SideDtype, dim: int) -> Rows:
+    """A side without cells."""
+    return (Rows if side.is_quantised else FloatRows)(n_heads, side, dim)
+
+
 class Pool:
     """One layer's K and V bytes. Knows cells, no sequences."""
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """No cells yet."""
         self._config = config
-        self.k = Rows(group.n_kv_heads, config.kv.k, group.head_dim)
-        self.v = Rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
+        self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
+        self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
+        self.is_float = not config.kv.is_quantised
+        """Whether both sides are stored as floats."""
 
     @property
     def parts(self) -> Parts:
@@ -125,7 +144,9 @@ class Pool:
 
     def copy(self, src: mx.array, dst: mx.array) -> None:
         """Copy cells to as many others; all are read before any is written."""
-        self.put(dst, *self.take(src))
+        rows = self.take(src)
+        mx.eval(rows)  # a write in the same evaluation could find its pool still being read
+        self.put(dst, *rows)
 
     def read(self, start: int, length: int) -> tuple[Stored, Stored]:
         """``[1, n_kv_heads, length, dim]`` of K and V; no copy."""

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvcellar.backends.mlx.binding import Forward, layer_caches, running
+from kvcellar.backends.mlx.binding import Forward, Running, layer_caches
 from kvcellar.models.runner import FloatArray, checked_batch
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray, ModelCacheParams
@@ -18,8 +18,8 @@ from kvcellar.types import IntArray, ModelCacheParams
 class MlxRunner:
     """One model bound to one session; a :class:`~kvcellar.models.runner.Runner`.
 
-    It holds nothing of its own: many runners may share one model, also from several threads, as
-    long as each session is used by one thread at a time. All that a forward makes is evaluated when
+    Many runners may share one model, also from several threads, as long as each session is used by
+    one thread at a time. All that a forward makes is evaluated when
     it returns, so the next one may come from another thread.
     """
 
@@ -37,6 +37,8 @@ class MlxRunner:
         self._model = model
         self._session = session
         self._device = device
+        self._forward = Forward()
+        self._caches = layer_caches(model, session.cache, self._forward)
 
     def forward(
         self,
@@ -50,14 +52,17 @@ class MlxRunner:
             cache.end_step()  # from here on cancel_step can only mean this forward's step
         try:
             ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
-            forward = Forward(at, wanted)
-            with self._on_device(), running(forward):
-                caches = layer_caches(self._model, cache, forward)
-                logits = self._model(mx.array(ids)[None], cache=caches)[0].astype(mx.float32)
+            self._forward.begin(at, wanted)
+            with self._on_device(), Running(self._forward):
+                logits = self._model(mx.array(ids[None]), cache=self._caches)[0]
+                if logits.dtype != mx.float32:
+                    logits = logits.astype(mx.float32)
                 mx.eval(logits, cache.arrays)
             out: FloatArray = np.array(logits)
         except BaseException:
             cache.cancel_step()
+            for layer in self._caches:
+                layer.forget()
             with contextlib.suppress(Exception):
                 mx.eval(cache.arrays)  # nothing of a failed forward stays to be evaluated later
             raise
