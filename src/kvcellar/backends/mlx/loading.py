@@ -36,8 +36,12 @@ from kvcellar.registry import CacheSession
 from kvcellar.spec import config_from_dict, params_from_config
 
 _QUANTISATION = ("quantization", "quantization_config")
-_PARTS = {"model.language_model.": "language_model.model."}
-"""Where transformers keeps the text model of a multimodal one -> where mlx-lm looks for it."""
+_PARTS = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+"""Where transformers keeps the parts of a multimodal model -> where mlx-lm looks for them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
