@@ -39,8 +39,8 @@ class Eager(Costs):
     def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
         return Estimate(0.0, None)
 
-    def is_losing(self, n_tokens: int, n_loaded: int, elapsed_s: float) -> bool:
-        return False
+    def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
+        return None
 
 
 class RowCells(SeqCells):

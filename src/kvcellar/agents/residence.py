@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,13 +21,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvcellar.agents.canary import check_restored
+from kvcellar.agents.costs import Costs
 from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.models import ModelHost
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
 from kvcellar.errors import EngineClosedError
 from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
-from kvcellar.store.layout import rows_size_bytes
 from kvcellar.types import IntArray
 
 __all__ = ["BroughtBack", "ProgressFn", "bring_back", "save_history"]
@@ -245,23 +248,33 @@ class _Job:
         return True
 
     def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
-        """Blocks from the store to the cells, read a few ahead of being written."""
-        costs, first = self.host.costs, restore.first
-        on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
-        started = last = time.perf_counter()
-        at = first
+        """Blocks from the store to the cells, read a few ahead of being written.
 
+        Ends where waiting for the next block would take longer than computing what is left.
+        """
+        costs, first = self.host.costs, restore.first
+        source = _Ahead(self.store, match, first, stop, costs)
+        on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
         spent: dict[str, list[float]] = {}
+        started, at = time.perf_counter(), first
 
         def landed() -> None:
             written, loaded, load_s = on_the_way.popleft()
             of_tier = spent.setdefault(loaded.tier, [0, 0.0])
-            of_tier[0] += sum(rows_size_bytes(group) for group in loaded.rows)
+            of_tier[0] += loaded.rows_bytes
             of_tier[1] += load_s + written.result()
 
         try:
-            for loaded in self.store.load(match, first, stop):
-                load_s = time.perf_counter() - last
+            while at < stop and not self.is_cancelled:
+                patience_s = None
+                if not self.is_wanted:
+                    patience_s = costs.patience_s(stop - first, at - first)
+                elapsed_s = time.perf_counter() - started
+                got = source.next(None if patience_s is None else patience_s - elapsed_s)
+                if got is None:
+                    result.is_recomputed = not source.is_over
+                    break
+                loaded, load_s = got
                 on_the_way.append((self._write(restore, loaded), loaded, load_s))
                 at = loaded.stop
                 if self.is_verified:
@@ -273,13 +286,8 @@ class _Job:
                     landed()
                 if self.progress is not None:
                     self.progress((at - first) / (stop - first), f"loading {at} of {stop} tokens")
-                last = time.perf_counter()
-                if self.is_cancelled:
-                    break
-                if not self.is_wanted and costs.is_losing(stop - first, at - first, last - started):
-                    result.is_recomputed = at < stop
-                    break
         finally:
+            source.stop()
             while on_the_way:
                 landed()
         for tier, (size_bytes, seconds) in spent.items():
@@ -298,6 +306,56 @@ class _Job:
 
     def _call(self, function: Callable[[Engine], T]) -> T:
         return self.host.service.run(function).result()
+
+
+class _Ahead:
+    """The blocks of a match, loaded by a thread of their own that may be left waiting for a disk.
+
+    A block that comes too late is dropped; what it took is learnt, for the next time.
+    """
+
+    def __init__(self, store: Store, match: Match, first: int, stop: int, costs: Costs) -> None:
+        self.is_over = False
+        """Whether the last block was given, or the store has no more."""
+        self._blocks: queue.Queue[tuple[Loaded, float] | BaseException | None] = queue.Queue(2)
+        self._is_stopped = threading.Event()
+        work = functools.partial(self._load, store, match, first, stop, costs)
+        threading.Thread(target=work, name="kvcellar-restore", daemon=True).start()
+
+    def next(self, patience_s: float | None) -> tuple[Loaded, float] | None:
+        """The next block and the seconds that it took; None at the end, or where it is late."""
+        try:
+            got = self._blocks.get(timeout=None if patience_s is None else max(0.0, patience_s))
+        except queue.Empty:
+            return None
+        if got is None or isinstance(got, BaseException):
+            self.is_over = True
+        if isinstance(got, BaseException):
+            raise got
+        return got
+
+    def stop(self) -> None:
+        """Nobody wants more."""
+        self._is_stopped.set()
+        with contextlib.suppress(queue.Empty):  # let the thread put down what it holds
+            while True:
+                self._blocks.get_nowait()
+
+    def _load(self, store: Store, match: Match, first: int, stop: int, costs: Costs) -> None:
+        last: BaseException | None = None
+        began = time.perf_counter()
+        try:
+            for loaded in store.load(match, first, stop):
+                load_s = time.perf_counter() - began
+                if self._is_stopped.is_set():
+                    costs.learn_load(loaded.tier, loaded.rows_bytes, load_s)
+                    return
+                self._blocks.put((loaded, load_s))
+                began = time.perf_counter()
+        except BaseException as error:
+            last = error
+        if not self._is_stopped.is_set():
+            self._blocks.put(last)
 
 
 def save_history(

@@ -183,7 +183,7 @@ def miss_of(
     reusable = min(n_same, len(before) - 1, len(turn.tokens) - 1)
     n_cached = event.usage.cached_tokens if event.usage is not None else reusable
     n_lost = reusable - n_cached
-    if n_lost <= 0:
+    if n_lost < host.engine.cache.block_size:  # a page that is not full is not shared
         return None
     cause = "evicted"
     if back.is_recomputed:

@@ -11,7 +11,7 @@ import numpy as np
 from kvcellar.store.blocks import Draft, Info, Kind, Link, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
-from kvcellar.store.layout import ModelKey, Rows, WindowRows, slice_rows
+from kvcellar.store.layout import ModelKey, Rows, WindowRows, rows_size_bytes, slice_rows
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.types import IntArray
 
@@ -126,6 +126,11 @@ class Loaded:
     is_exact: bool
     size_bytes: int
     address: bytes
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(rows_size_bytes(group) for group in self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
