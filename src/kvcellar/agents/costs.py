@@ -27,6 +27,9 @@ MIN_PATIENCE_S = 0.02
 TELLING_BYTES = 4 << 20
 """A restore of at least so much tells a tier's rate in full; less is mostly its fixed cost."""
 
+_WORTH = 0.9
+"""Doing both at once has to be believed this much faster than either alone."""
+
 _WEIGHT = 0.3
 _ALARM = 0.9
 """Weight of news that a tier is several times as slow as believed: the next turn must not pay."""
@@ -50,6 +53,23 @@ class Estimate:
     def gain_s(self) -> float:
         """What loading saves; 0 where it saves nothing, or nobody knows."""
         return max(0.0, (self.prefill_s or 0.0) - self.load_s)
+
+    def n_to_compute(self, n_tokens: int, step: int) -> int:
+        """How many of so many tokens to compute while the others are loaded; 0: load them all.
+
+        Computing goes from the beginning and loading covers the end, whole ``step`` tokens of it;
+        what takes longer of the two counts.
+        """
+        prefill_s = self.prefill_s or 0.0
+        if self.load_s < step / n_tokens * prefill_s:
+            return 0  # almost free
+
+        def takes_s(n: int) -> float:
+            part = n / n_tokens
+            return max(part * prefill_s, (1 - part) * self.load_s)
+
+        best = min(range(0, n_tokens, step), key=takes_s, default=0)
+        return best if takes_s(best) < _WORTH * min(prefill_s, self.load_s) else 0
 
     @property
     def is_restore_faster(self) -> bool:

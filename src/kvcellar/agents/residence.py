@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import queue
 import threading
 import time
@@ -21,11 +22,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvcellar.agents.canary import check_restored
-from kvcellar.agents.costs import Costs
+from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.models import ModelHost
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
-from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
+from kvcellar.engine import (
+    Engine,
+    FinishEvent,
+    Held,
+    Request,
+    Restore,
+    RowCache,
+    SamplingParams,
+    held_rows,
+)
 from kvcellar.errors import EngineClosedError
 from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
 from kvcellar.types import IntArray
@@ -53,6 +63,7 @@ class BroughtBack:
     Attributes:
         n_cached: tokens that were in the cache.
         n_restored: tokens that came from the store.
+        n_computed: tokens that were computed while others were loaded.
         n_known: tokens that the cache or the store could have given.
         load_s: seconds that loading took; 0 where nothing was loaded.
         is_recomputed: whether computing was expected to be faster, or turned out so.
@@ -64,6 +75,7 @@ class BroughtBack:
 
     n_cached: int
     n_restored: int = 0
+    n_computed: int = 0
     n_known: int = 0
     load_s: float = 0.0
     is_recomputed: bool = False
@@ -159,7 +171,8 @@ class _Job:
             if stop < held.n_tokens + MIN_GAIN or self.is_cancelled:
                 break
             estimate = self.host.costs.estimate(match, held.n_tokens, stop)
-            if not self.is_wanted and not estimate.is_restore_faster:
+            first = 0 if self.is_wanted else self._split(estimate, held.n_tokens, stop)
+            if not self.is_wanted and not estimate.is_restore_faster and not first:
                 self.host.costs.declined()
                 result.is_recomputed = True
                 break
@@ -171,29 +184,43 @@ class _Job:
                 stop = window.n_tokens
             is_guess = self.is_wanted or estimate.prefill_s is None
             patience_s = PATIENCE_S if is_guess else estimate.gain_s
-            limit = self._load(match, stop, window, result, patience_s)
+            limit = self._load(match, first, stop, window, result, patience_s)
             if result.n_restored or result.is_recomputed or window is None:
                 break
 
     def _load(
         self,
         match: Match,
+        first: int,
         stop: int,
         window: WindowState | None,
         result: BroughtBack,
         patience_s: float,
     ) -> int:
-        """Load up to ``stop`` and publish what came; returns how far it came."""
+        """Load up to ``stop`` and publish what came; returns how far it came.
+
+        What lies before ``first`` is computed meanwhile.
+        """
         layout = self.host.key.layout
-        restore = self._claim(self.tokens[:stop], window_positions(layout, window), patience_s)
+        windows = window_positions(layout, window)
+        restore = self._claim(self.tokens[:stop], windows, first, patience_s)
         if restore is None:
             return 0
         at = restore.first if layout.full_groups else stop
+        front: _Front | None = None
         try:
+            if restore.first > result.n_cached:
+                front = _Front(self.host, self.tokens[: restore.first])
             if window is not None:
                 self._call(lambda _: write_window(restore, layout, window))
             if layout.full_groups:
                 at = self._stream(restore, match, stop, result)
+            if front is not None:
+                computed = front.wait(lambda: self.is_cancelled)
+                self._call(lambda _: restore.stand_on(computed))
+                result.n_computed = max(0, computed.n_tokens - result.n_cached)
+                if not restore.has_beginning:
+                    return 0
             if at < stop and window is not None:
                 return at
             if self.is_verified and not self._verify(restore, window, at, result):
@@ -201,13 +228,24 @@ class _Job:
             held = self._call(lambda _: restore.publish(at))
             result.release(self.host)
             result._held = held
-            result.n_restored = max(0, held.n_tokens - result.n_cached)
+            result.n_restored = max(0, held.n_tokens - result.n_cached - result.n_computed)
             return at
         finally:
+            if front is not None:
+                front.stop()
             self._call(lambda _: restore.give_up())
 
+    def _split(self, estimate: Estimate, n_cached: int, stop: int) -> int:
+        """Where loading begins if what lies before is computed meanwhile; 0: load everything."""
+        step = math.lcm(self.host.key.layout.block_tokens, self.host.engine.cache.block_size)
+        start = -(-n_cached // step) * step
+        if stop - start < 2 * step:
+            return 0
+        n = estimate.n_to_compute(stop - start, step)
+        return start + n if n else 0
+
     def _claim(
-        self, tokens: IntArray, windows: list[IntArray | None], patience_s: float
+        self, tokens: IntArray, windows: list[IntArray | None], first: int, patience_s: float
     ) -> Restore | None:
         """Cells for what is to come; waits while requests are running that will free some.
 
@@ -216,7 +254,7 @@ class _Job:
 
         def begin(engine: Engine) -> tuple[Restore | None, bool]:
             residency = engine.scheduler.residency
-            return Restore.begin(residency, tokens, windows), bool(engine.scheduler.running)
+            return Restore.begin(residency, tokens, windows, first), bool(engine.scheduler.running)
 
         deadline = time.perf_counter() + patience_s
         while True:
@@ -269,6 +307,9 @@ class _Job:
                 patience_s = None
                 if not self.is_wanted:
                     patience_s = costs.patience_s(stop - first, at - first)
+                if patience_s is not None:  # what is computed meanwhile takes its time anyway
+                    n_meanwhile = first - result.n_cached
+                    patience_s += n_meanwhile * (costs.prefill_s_per_token or 0.0)
                 elapsed_s = time.perf_counter() - started
                 got = source.next(None if patience_s is None else patience_s - elapsed_s)
                 if got is None:
@@ -306,6 +347,45 @@ class _Job:
 
     def _call(self, function: Callable[[Engine], T]) -> T:
         return self.host.service.run(function).result()
+
+
+class _Front:
+    """The beginning of a history, computed by the engine while its end is loaded."""
+
+    def __init__(self, host: ModelHost, tokens: IntArray) -> None:
+        self._host = host
+        self._is_over = threading.Event()
+        self._held: Held | None = None
+
+        def on_finish(_: FinishEvent) -> None:
+            """In the engine's thread: what was computed is still in the cache."""
+            self._held = held_rows(host.engine.scheduler.residency, tokens)
+            self._is_over.set()
+
+        request = Request(tuple(tokens.tolist()), SamplingParams(max_tokens=1, ignore_eos=True))
+        self._request_id = host.service.submit_quietly(request, on_finish).result()
+
+    def wait(self, is_cancelled: Callable[[], bool]) -> Held:
+        """What was computed, protected; whoever calls has it from then on."""
+        while not self._is_over.wait(0.05):
+            if is_cancelled():
+                self._cancel()
+        held, self._held = self._held, None
+        assert held is not None
+        return held
+
+    def stop(self) -> None:
+        """Nobody wants it, if it was not taken already."""
+        with contextlib.suppress(EngineClosedError):
+            self._cancel()
+        self._is_over.wait()
+        held, self._held = self._held, None
+        if held is not None:
+            with contextlib.suppress(EngineClosedError):
+                self._host.service.run(lambda _: held.release()).result()
+
+    def _cancel(self) -> None:
+        self._host.service.run(lambda engine: engine.cancel(self._request_id)).result()
 
 
 class _Ahead:
