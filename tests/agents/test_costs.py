@@ -19,7 +19,9 @@ from tests.agents.fakes import (
     PARAMS,
     make_host,
     manager,
+    nothing_is_held,
     oracle,
+    residency_of,
     run,
     tokens_of,
     turn,
@@ -79,8 +81,7 @@ def test_a_restore_that_turns_out_slow_is_given_up_while_it_waits(tmp_path, monk
         for thread in threading.enumerate():
             if thread.name == "kvcellar-restore":
                 thread.join(60)
-        residency = host.engine.scheduler.residency
-        assert residency.index.size_info().protected == 0 and residency.cache.seq_ids() == []
+        nothing_is_held(agents)
 
 
 def test_patience_is_a_small_part_of_what_computing_takes_until_a_restore_is_ahead_of_it():
@@ -125,8 +126,7 @@ def test_a_store_that_fails_costs_time_and_no_turn(tmp_path, monkeypatch, verb):
         assert any("the disk is gone" in note for note in end.usage.notes)
         assert end.usage.cached_tokens == 0
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6)
-        residency = agents.models.host("hash").engine.scheduler.residency
-        assert residency.index.size_info().protected == 0
+        nothing_is_held(agents)
 
 
 def test_rows_that_went_through_8_bits_are_said_to_have(tmp_path):
@@ -221,10 +221,10 @@ def test_the_beginning_is_computed_while_the_end_is_loaded(tmp_path, params, ver
         assert end.usage.miss.cause == "recomputed"
         assert end.usage.miss.tokens_lost == n_computed
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6, params)
-        residency = agents.models.host("hash").engine.scheduler.residency
-        assert residency.index.size_info().protected == 0 and residency.cache.seq_ids() == []
+        nothing_is_held(agents)
         run(agents.delete("a"))
-        assert residency.cache.n_free == residency.cache.capacity
+        cache = residency_of(agents).cache
+        assert cache.n_free == cache.capacity
 
 
 @pytest.mark.parametrize("params", [PARAMS, FULL_PARAMS], ids=["windows", "full"])
@@ -250,8 +250,7 @@ def test_a_beginning_that_cannot_be_computed_costs_the_restore_and_no_turn(
         end = run(turn(agents, "a", tokens=[2]))
         assert end.usage.restored_tokens == 0
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6, params)
-        residency = host.engine.scheduler.residency
-        assert residency.index.size_info().protected == 0 and residency.cache.seq_ids() == []
+        nothing_is_held(agents)
 
 
 def test_a_caller_that_leaves_during_a_restore_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -278,8 +277,7 @@ def test_a_caller_that_leaves_during_a_restore_leaves_nothing_behind(tmp_path, m
                 await task
         assert tokens_of(agents, "a") == before
         await turn(agents, "a", tokens=[3])
-        residency = agents.models.host("hash").engine.scheduler.residency
-        assert residency.index.size_info().protected == 0 and residency.cache.seq_ids() == []
+        nothing_is_held(agents)
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 3], 6, FULL_PARAMS)
 
     with manager(tmp_path, load_balanced(FULL_PARAMS)) as agents:
