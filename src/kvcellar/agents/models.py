@@ -22,7 +22,7 @@ from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import load_model
 from kvcellar.models.loading import ProgressFn
 from kvcellar.models.sizing import size_model
-from kvcellar.registry import make_seq_session
+from kvcellar.registry import make_paged_session, make_seq_session
 from kvcellar.store import Layout, ModelKey, fingerprint_checkpoint
 from kvcellar.types import DEFAULT_CAPACITY, make_config
 
@@ -74,6 +74,7 @@ def open_host(
     device: str | None = None,
     config: EngineConfig | None = None,
     memory_bytes: int | None = None,
+    block_size: int = 1,
     progress: ProgressFn | None = None,
 ) -> ModelHost:
     """Load a model and start an engine for it.
@@ -88,6 +89,7 @@ def open_host(
         config: policy of the engine.
         memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
             capacity. On CPUs only.
+        block_size: cells that are shared and freed together; above 1 its cache is of pages.
         progress: called while loading and hashing.
 
     Raises:
@@ -119,10 +121,12 @@ def open_host(
         capacity or min(model.max_positions, DEFAULT_CAPACITY),
         kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
         budget=budget,
+        block_size=block_size,
     )
     layout = Layout.from_config(cache_config)
     with ExitStack() as stack:
-        session = stack.enter_context(make_seq_session(backend, cache_config))
+        make_session = make_seq_session if block_size == 1 else make_paged_session
+        session = stack.enter_context(make_session(backend, cache_config))
         runner = model.bind(session)
         engine = Engine(
             runner,

@@ -181,12 +181,14 @@ def miss_of(
         cause = turn.changed or ("template" if turn.is_chat else "edited")
         return explain(cause, n_lost, n_same, before, turn.tokens, host.tokenizer)
     reusable = min(n_same, len(before) - 1, len(turn.tokens) - 1)
-    n_cached = event.usage.cached_tokens if event.usage is not None else reusable
+    n_cached = reusable
+    if event.usage is not None:
+        n_cached = event.usage.cached_tokens - back.n_computed
     n_lost = reusable - n_cached
-    if n_lost <= 0:
+    if n_lost < host.engine.cache.block_size:  # a page that is not full is not shared
         return None
     cause = "evicted"
-    if back.is_recomputed:
+    if back.is_recomputed or back.n_computed:
         cause = "recomputed"
     elif host.key.layout.window_groups and n_cached:
         cause = "window"
@@ -204,7 +206,7 @@ def usage_of(
     usage = event.usage
     return AgentUsage(
         prompt_tokens=len(turn.tokens),
-        cached_tokens=usage.cached_tokens if usage is not None else 0,
+        cached_tokens=usage.cached_tokens - back.n_computed if usage is not None else 0,
         restored_tokens=back.n_restored,
         restored_from=dict(back.tiers) if back.n_restored else {},
         completion_tokens=len(event.token_ids),
