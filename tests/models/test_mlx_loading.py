@@ -15,6 +15,7 @@ import pytest
 import kvcellar as kv
 from kvcellar.errors import BackendError, ConfigError, ModelError, PromptError, StepError
 from kvcellar.models import load_model
+from kvcellar.models.sizing import size_model
 from tests.models.players import Player, text
 from tests.models.tiny_checkpoints import COMMON, make_model, save
 
@@ -96,8 +97,16 @@ def test_a_folder_quantised_for_mlx_is_loaded_as_it_is(
     with Player(model, "seq") as player:
         tokens, _ = player.greedy(player.feed(prompt), 16)
     assert tokens == mlx_lm_says(model._model, prompt, 16)
-    with pytest.raises(ModelError):  # torch has no such weights
+    with pytest.raises(ModelError, match="quantised for MLX; load it with the backend mlx"):
         load_model(folder)
+    spec = size_model(folder)
+    assert (
+        spec.weight_bytes == spec.stored_bytes < 0.5 * size_model(checkpoint("llama")).weight_bytes
+    )
+    assert "quantised for MLX" in spec.counted and spec.params == full.params
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="only its weights say"):
+        size_model(folder)
 
 
 def test_a_multimodal_gemma_3_is_loaded_without_its_eyes(
@@ -210,6 +219,7 @@ import sys
 sys.modules["torch"] = None
 import kvcellar as kv
 from kvcellar.models import load_model
+from kvcellar.models.sizing import size_model
 model = load_model({str(checkpoint("gemma3"))!r}, backend="mlx")
 with kv.make_seq_session("mlx", kv.make_config(model.params, 64)) as session:
     runner = model.bind(session)
@@ -227,6 +237,7 @@ sys.modules["mlx"] = None
 import kvcellar as kv
 from kvcellar.errors import BackendError
 from kvcellar.models import load_model
+from kvcellar.models.sizing import size_model
 import kvcellar.cli
 for call in (lambda: load_model("demo", backend="mlx"),
              lambda: kv.make_seq_session("mlx", kv.make_config(kv.ModelCacheParams(1, 1, 8), 8))):

@@ -53,7 +53,12 @@ KvDtype = Annotated[
     ),
 ]
 Backend = Annotated[
-    str, typer.Option(metavar="NAME", help="Who runs the model: torch.", rich_help_panel=LOADING)
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Who runs the model: torch or mlx.",
+        rich_help_panel=LOADING,
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -67,7 +72,7 @@ Device = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help="Where the model runs, such as cpu or cuda. Default: cpu.",
+        help="Where the model runs, such as cpu or cuda. Default: cpu; with mlx the GPU of a Mac.",
         rich_help_panel=LOADING,
     ),
 ]

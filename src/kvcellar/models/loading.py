@@ -372,6 +372,8 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
     if known not in named and CLASSES.get(family) not in named:
         raise ModelError(f"{folder} is a {', '.join(named)}; to generate text it must be a {known}")
     quantization = raw.get("quantization_config")
+    if is_quantised_for_mlx(raw):
+        raise ModelError(f"{folder} is quantised for MLX; load it with the backend mlx")
     if quantization and (quantization.get("quant_method") != "mxfp4" or family != "gpt_oss"):
         raise ModelError(
             f"{folder} is quantised with {quantization.get('quant_method')!r}, which is not "
@@ -392,6 +394,16 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
                 f"{folder} has RoPE of type {kind!r}, which turns every position anew as a "
                 f"sequence grows; K that is cached would be wrong, so it is not supported"
             )
+
+
+def is_quantised_for_mlx(raw: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config says so: weights that only MLX's own functions read."""
+    return "quantization" in raw
+
+
+def without_quantisation(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config without what it says of how its weights are stored."""
+    return {k: v for k, v in raw.items() if k not in ("quantization", "quantization_config")}
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:

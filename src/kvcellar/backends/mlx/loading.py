@@ -29,13 +29,13 @@ from kvcellar.models.loading import (
     check_vocabulary,
     find_checkpoint,
     find_eos_token_ids,
+    without_quantisation,
 )
 from kvcellar.models.runner import Runner
 from kvcellar.models.tokenizer import load_tokenizer, quiet
 from kvcellar.registry import CacheSession
 from kvcellar.spec import config_from_dict, params_from_config
 
-_QUANTISATION = ("quantization", "quantization_config")
 _PARTS = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
@@ -101,7 +101,7 @@ def load_model(
         folder = find_checkpoint(name_or_path, lambda part, what: report(0.9 * part, what))
         report(0.9, "reading the config")
         raw = read_config(folder)
-        check_architecture({k: v for k, v in raw.items() if k not in _QUANTISATION}, folder)
+        check_architecture(without_quantisation(raw), folder)
         params = params_from_config(raw)
         config = config_from_dict(raw)
         stored = check_weights(folder)
