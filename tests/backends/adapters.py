@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -205,9 +206,30 @@ class TorchInSmallPieces(TorchWithoutKernel):
             yield
 
 
+MLX = (
+    "mha",
+    "gqa-sinks-short-v",
+    "mqa-window-softcap",
+    "mixed-three-groups",
+    "mixed-shapes-sinks",
+    "bf16-gqa",
+    "fp16-mqa-window",
+    "int4-window-sinks",
+    "k8v4-odd-rows-softcap",
+    "int4-rotated",
+    "k4v16-bf16-model",
+)
+"""Cases in which every path of the MLX backend is met; KVCELLAR_ALL_CASES runs all."""
+
+
 class MlxAdapter(Adapter):
     name = "mlx"
     backend = "mlx"
+    cases = (
+        CASES
+        if "KVCELLAR_ALL_CASES" in os.environ
+        else tuple(case for case in CASES if case.name in MLX)
+    )
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return {"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-3}[in_dtype]
@@ -246,7 +268,7 @@ class MlxInSmallPieces(MlxAdapter):
     """Every threshold so low that short histories cross all of them."""
 
     name = "mlx-small-pieces"
-    cases = tuple(case for case in CASES if case.name in (*FEW, "mixed-shapes-sinks"))
+    cases = tuple(case for case in CASES if case.name in FEW)
 
     @contextmanager
     def settings(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ def test_a_forward_that_raised_leaves_the_cache_as_it_was(demo: Any, monkeypatch
         with pytest.raises(RuntimeError, match="a layer fails"):
             runner.forward([7, 8], cache.begin_step([0, 1]))
         monkeypatch.undo()
-        cache.end_step()
+        assert not cache.is_step_open
         assert cache.usage().groups == before and not cache.has_seq(1)
         cache.seq_rm(0, 19)
         again = runner.forward([24], cache.begin_step([0]))
