@@ -32,6 +32,8 @@ class AgentUsage:
         completion_tokens: tokens that were sampled.
         restore_s: seconds spent on loading.
         time_to_first_token_s: from the turn's beginning, loading included; None without a token.
+        drafted_tokens: guesses that were verified.
+        accepted_tokens: guesses that were right.
         miss: reuse that was lost, and why; None where nothing was.
         notes: what else there is to know: rules that were applied, another model.
     """
@@ -43,6 +45,8 @@ class AgentUsage:
     completion_tokens: int
     restore_s: float
     time_to_first_token_s: float | None
+    drafted_tokens: int
+    accepted_tokens: int
     miss: Miss | None
     notes: tuple[str, ...]
 
@@ -212,6 +216,8 @@ def usage_of(
         completion_tokens=len(event.token_ids),
         restore_s=back.load_s,
         time_to_first_token_s=first_s,
+        drafted_tokens=usage.drafted_tokens if usage is not None else 0,
+        accepted_tokens=usage.accepted_tokens if usage is not None else 0,
         miss=agent.miss,
         notes=(*agent.notes, *_notes_of(back)),
     )

@@ -21,7 +21,8 @@ from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import Choice, SamplingState, sample
-from kvcellar.engine.scheduler import Drafter, Limits, Scheduler
+from kvcellar.engine.scheduler import Limits, Scheduler
+from kvcellar.engine.speculate import Drafter, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError
 
@@ -44,6 +45,8 @@ class EngineConfig:
         page_size: tokens per page of the radix index, or per block of the hashed one; None: as
             many as the cache takes and frees together.
         max_moved_bytes: host memory for the KV of preempted sequences; 0: they are recomputed.
+        max_drafted: guesses of a drafter per sequence and step, at most.
+        verify_all_drafts: verify every guess; otherwise as many as save time.
     """
 
     max_num_batched_tokens: int = 512
@@ -53,9 +56,11 @@ class EngineConfig:
     index: str = "radix"
     page_size: int | None = None
     max_moved_bytes: int = 0
+    max_drafted: int = 8
+    verify_all_drafts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "page_size"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "page_size", "max_drafted"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -72,7 +77,8 @@ class Engine:
         tokenizer: for texts and stop texts; None for tokens alone.
         eos_token_ids: tokens with which the model ends a text.
         config: see :class:`EngineConfig`.
-        drafter: guesses tokens that the same forward verifies; None for none.
+        drafter: guesses tokens that the same forward verifies, where that saves time; None for
+            none. What comes out does not depend on it.
         clock: seconds, for deadlines and times.
     """
 
@@ -107,7 +113,11 @@ class Engine:
             tokenizer,
             runner.vocab_size,
             eos_token_ids,
-            drafter,
+            None
+            if drafter is None
+            else Speculator(
+                drafter, self.config.max_drafted, is_adaptive=not self.config.verify_all_drafts
+            ),
         )
         self._times = StepTimes()
         self._clock = clock
