@@ -21,7 +21,7 @@ from kvcellar.types import CacheConfig
 Face = TypeVar("Face", bound=Cache)
 CacheBuilder = Callable[[CacheConfig], Cache]
 
-BACKENDS = {"reference": "reference", "torch": "torch"}
+BACKENDS = {"reference": "reference", "torch": "torch", "executorch": "executorch"}
 """Backend id -> module below ``kvcellar.backends`` that registers its builders when imported."""
 
 

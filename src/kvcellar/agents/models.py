@@ -21,7 +21,7 @@ from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import load_model
 from kvcellar.models.loading import ProgressFn
 from kvcellar.registry import make_seq_session
-from kvcellar.store import Layout, ModelKey, fingerprint_checkpoint
+from kvcellar.store import Layout, ModelKey
 from kvcellar.types import make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
@@ -99,11 +99,9 @@ def open_host(
         device=device,
         progress=lambda part, what: report(0.8 * part, f"{name}: {what}"),
     )
-    fingerprint = fingerprint_checkpoint(
-        model.path,
+    fingerprint = model.fingerprint(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{name}: {what}"),
-        dtype=model.dtype,
     )
     cache_config = make_config(
         model.params,
@@ -124,7 +122,6 @@ def open_host(
         template = None
         if getattr(model.tokenizer, "chat_template", None):
             template = check_template(model.tokenizer)
-        weights = sum(path.stat().st_size for path in model.path.glob("*.safetensors"))
         return ModelHost(
             name=name,
             engine=engine,
@@ -132,7 +129,7 @@ def open_host(
             tokenizer=model.tokenizer,
             key=ModelKey(fingerprint.value, layout),
             eos_token_ids=model.eos_token_ids,
-            size_bytes=weights + layout.rows_bytes(cache_config.capacity),
+            size_bytes=model.size_bytes + layout.rows_bytes(cache_config.capacity),
             template=template,
             _on_close=stack.pop_all(),
         )

@@ -1,0 +1,80 @@
+"""Forwards of one cache, handed over whole: then a layer's op needs no Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcellar.backends import kernels
+from kvcellar.backends.executorch import native
+from kvcellar.backends.torch.forward import (
+    GroupStep,
+    can_plan,
+    finish_forward,
+    plan_forward,
+    pools_of,
+)
+from kvcellar.types import IntArray
+
+
+class Forwards:
+    """Plans each forward of a cache and says when it is done. One forward at a time."""
+
+    def __init__(self, cache: Any) -> None:
+        """For a cache that ``can_run``."""
+        self._cache = cache
+        self._layers = np.zeros(cache.n_layers, native.LAYER)
+        groups = cache.groups
+        self._group_layers = [np.array(group.layers) for group in groups]
+        for group in groups:
+            self._layers["softcap"][list(group.layers)] = group.softcap or 0.0
+        self._forward = native.Forward(cache.n_layers, self._layers.ctypes.data)
+        self._address = ctypes.addressof(self._forward)
+        self._pools: list[tuple[kernels.Pool, kernels.Pool | None]] = []
+        self._steps: list[GroupStep] = []  # keeps plans alive that the runtime has addresses of
+
+    @staticmethod
+    def can_run(cache: object) -> bool:
+        """Whether the CPU kernel alone can run this cache's forwards."""
+        return can_plan(cache)
+
+    def plan(self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None) -> int:
+        """Plan a forward; return the address of its ``Forward``.
+
+        Args:
+            layer: the layer that asks; plans are for all.
+            n_tokens: tokens of the flat batch.
+            positions: one per token.
+
+        Raises:
+            StepError, PositionError, CacheFullError: from the cache; nothing was written.
+        """
+        self.finish()
+        self._cache.group_of(layer)
+        self._steps = plan_forward(self._cache, n_tokens, positions)
+        layers = self._layers
+        pools = pools_of(self._cache)
+        for index, (pool, exact) in enumerate(pools):
+            if index >= len(self._pools) or self._pools[index] != (pool, exact):
+                layers["pool"][index] = pool.address
+                layers["exact_pool"][index] = exact.address if exact is not None else 0
+        self._pools = pools
+        for group, step in zip(self._group_layers, self._steps, strict=True):
+            layers["plan"][group] = step.plan.address
+            layers["exact_plan"][group] = 0 if step.to_exact is None else step.to_exact.address
+        layers["is_ready"] = 1
+        return self._address
+
+    def finish(self) -> None:
+        """Count the forward's tokens where every layer has run."""
+        if self._steps and not self._layers["is_ready"].any():
+            self._steps = []
+            finish_forward(self._cache)
+
+    def forget(self) -> None:
+        """Of a forward that failed nothing is left."""
+        self._steps = []
+        self._layers["is_ready"] = 0
