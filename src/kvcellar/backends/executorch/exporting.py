@@ -18,7 +18,7 @@ from kvcellar.backends.executorch.archive import pack_files, seal
 from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX
 from kvcellar.backends.executorch.quantising import WEIGHT_DTYPES, quantise
-from kvcellar.backends.executorch.rewriting import rewritten
+from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import LoadedModel, load_model
@@ -121,6 +121,7 @@ def export_program(
     fingerprint = loaded.fingerprint(dtype=dtype + scheme)
     n_kept = 0
     with _quiet():
+        rewrite(model)
         if quantize != "none":
             report(0.2, f"quantising to {quantize}")
             _, n_kept = quantise(model, quantize)
@@ -152,7 +153,7 @@ def export_program(
 
 
 def trace(model: Any, max_tokens_per_step: int) -> torch.export.ExportedProgram:
-    """The model's graph: one call of the op per layer, no cache, no mask, no length in it."""
+    """A rewritten model's graph: one call of the op per layer, no cache, no mask, no length in it."""
     n_tokens = torch.export.Dim("n_tokens", min=1, max=max_tokens_per_step)
     n_rows = torch.export.Dim("n_rows", min=1, max=max_tokens_per_step)
     n = min(4, max_tokens_per_step)
@@ -161,7 +162,7 @@ def trace(model: Any, max_tokens_per_step: int) -> torch.export.ExportedProgram:
         torch.arange(n)[None],
         torch.arange(min(3, max_tokens_per_step)),
     )
-    with torch.no_grad(), rewritten(model):
+    with torch.no_grad():
         return torch.export.export(
             Flat(model),
             example,

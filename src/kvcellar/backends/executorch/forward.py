@@ -17,6 +17,7 @@ from kvcellar.backends.torch.forward import (
     plan_forward,
     pools_of,
 )
+from kvcellar.errors import ShapeError
 from kvcellar.types import IntArray
 
 
@@ -32,7 +33,8 @@ class Forwards:
         for group in groups:
             self._layers["softcap"][list(group.layers)] = group.softcap or 0.0
         self._forward = native.Forward(cache.n_layers, self._layers.ctypes.data)
-        self._address = ctypes.addressof(self._forward)
+        self.address = ctypes.addressof(self._forward)
+        """Of the ``native.Forward``, always the same."""
         self._pools: list[tuple[kernels.Pool, kernels.Pool | None]] = []
         self._steps: list[GroupStep] = []  # keeps plans alive that the runtime has addresses of
 
@@ -41,11 +43,27 @@ class Forwards:
         """Whether the CPU kernel alone can run this cache's forwards."""
         return can_plan(cache)
 
-    def plan(self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None) -> int:
-        """Plan a forward; return the address of its ``Forward``.
+    def plan_for(self, layer: int, shape: native.Shape, positions: Sequence[int]) -> int:
+        """Plan the forward whose first layer asks; what it brings is looked at before.
+
+        Raises:
+            ShapeError: it does not have the cache's heads and dims; nothing was planned.
+            StepError, PositionError, CacheFullError: as ``plan``.
+        """
+        group = self._cache.groups[self._cache.group_of(layer)]
+        wanted = (group.n_kv_heads, group.head_dim, group.v_head_dim)
+        if tuple(shape[2:]) != wanted or shape.n_heads % group.n_kv_heads:
+            raise ShapeError(
+                f"layer {layer} brings {shape.n_heads} query heads, {shape.n_kv_heads} KV heads of "
+                f"{shape.head_dim} and v rows of {shape.v_head_dim}; this cache holds {wanted[0]} "
+                f"KV heads of {wanted[1]} and {wanted[2]}"
+            )
+        return self.plan(shape.n_tokens, positions)
+
+    def plan(self, n_tokens: int, positions: Sequence[int] | IntArray | None) -> int:
+        """Plan a forward of all layers; return the address of its ``Forward``.
 
         Args:
-            layer: the layer that asks; plans are for all.
             n_tokens: tokens of the flat batch.
             positions: one per token.
 
@@ -53,7 +71,6 @@ class Forwards:
             StepError, PositionError, CacheFullError: from the cache; nothing was written.
         """
         self.finish()
-        self._cache.group_of(layer)
         self._steps = plan_forward(self._cache, n_tokens, positions)
         layers = self._layers
         pools = pools_of(self._cache)
@@ -66,7 +83,7 @@ class Forwards:
             layers["plan"][group] = step.plan.address
             layers["exact_plan"][group] = 0 if step.to_exact is None else step.to_exact.address
         layers["is_ready"] = 1
-        return self._address
+        return self.address
 
     def finish(self) -> None:
         """Count the forward's tokens where every layer has run."""

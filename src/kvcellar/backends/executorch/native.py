@@ -6,16 +6,16 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvcellar.backends import kernels
 from kvcellar.backends.executorch import building
-from kvcellar.errors import BackendError, ModelError, StepError
+from kvcellar.errors import BackendError, ModelError, ShapeError, StepError
 from kvcellar.op import eager_update_and_attend
 from kvcellar.registry import active_cache
 
@@ -108,7 +108,7 @@ class Attend(ctypes.Structure):
 _PREPARE = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int64,
-    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_int64),
     ctypes.POINTER(ctypes.c_int64),
     ctypes.POINTER(ctypes.c_void_p),
 )
@@ -118,6 +118,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvc_built_for": (ctypes.c_char_p, ()),
     "kvc_native_version": (ctypes.c_int, ()),
     "kvc_error": (ctypes.c_char_p, ()),
+    "kvc_is_shape_error": (ctypes.c_int, ()),
     "kvc_register": (ctypes.c_int, (_PREPARE, _ATTEND, ctypes.c_void_p)),
     "kvc_open": (ctypes.c_void_p, (ctypes.c_char_p,)),
     "kvc_close": (None, (ctypes.c_void_p,)),
@@ -128,6 +129,18 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvc_input": (
         ctypes.c_int,
         (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.POINTER(Value)),
+    ),
+    "kvc_call_op": (
+        ctypes.c_int,
+        (
+            ctypes.POINTER(Value),
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_double,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.POINTER(Times),
+        ),
     ),
     "kvc_run": (
         ctypes.c_int64,
@@ -144,6 +157,20 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
 }
 
+
+class Shape(NamedTuple):
+    """Of the q, k and v that reach the op."""
+
+    n_tokens: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+Planner = Callable[[int, Shape, Sequence[int]], int]
+"""(layer, shape, positions) -> the address of what was planned."""
+
 _lock = threading.Lock()
 
 
@@ -151,7 +178,7 @@ class _Kept(threading.local):
     """What the op's Python side keeps of one thread."""
 
     error: BaseException | None = None
-    plan: Callable[[int, int, list[int]], int] | None = None
+    plan: Planner | None = None
 
 
 _kept = _Kept()
@@ -225,17 +252,25 @@ def load_library(path: Path) -> Any:
 
 
 def fail(lib: Any, what: str) -> ModelError:
-    """The error of the last call in this thread."""
+    """The error of the last call in this thread, where a program was opened or loaded."""
     return ModelError(f"{what}: {lib.kvc_error().decode(errors='replace')}")
 
 
+def run_error(lib: Any, what: str) -> BaseException:
+    """The same where it was run: what Python raised inside, else what the runtime says."""
+    raised = take_error()
+    if raised is not None:
+        return raised
+    kind = ShapeError if lib.kvc_is_shape_error() else StepError
+    return kind(f"{what}: {lib.kvc_error().decode(errors='replace')}")
+
+
 @contextlib.contextmanager
-def planning(plan: Callable[[int, int, list[int]], int] | None) -> Iterator[None]:
+def planning(plan: Planner | None) -> Iterator[None]:
     """While it lasts the op asks ``plan`` in this thread where nothing is planned.
 
     Args:
-        plan: takes the layer, the number of tokens and their positions; returns the address of a
-            ``Forward``, or 0 where the cache attends in Python. None: all caches do.
+        plan: returns the address of a ``Forward``. None: the cache attends in Python.
     """
     before, _kept.plan, _kept.error = _kept.plan, plan, None
     try:
@@ -250,12 +285,10 @@ def take_error() -> BaseException | None:
     return error
 
 
-def _prepare(layer: int, n_tokens: int, positions: Any, forward: Any) -> int:
+def _prepare(layer: int, shape: Any, positions: Any, forward: Any) -> int:
     try:
-        address = 0
         if _kept.plan is not None:
-            address = _kept.plan(layer, n_tokens, positions[:n_tokens])
-        forward[0] = address or None
+            forward[0] = _kept.plan(layer, Shape(*shape[:5]), positions[: shape[0]])
         return 0
     except BaseException as error:  # it cannot pass through the runtime
         _kept.error = error

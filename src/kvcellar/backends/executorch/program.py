@@ -14,11 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvcellar.backends.executorch import native
 from kvcellar.backends.executorch.archive import check_file
 from kvcellar.backends.executorch.forward import Forwards
+from kvcellar.backends.executorch.values import put_value, take_value
 from kvcellar.errors import BackendError, ConfigError, MetadataError, ModelError, StepError
 from kvcellar.metadata import PREFIX, read_kv_cache_metadata
 from kvcellar.registry import CacheRegistry, use_cache
@@ -143,7 +142,7 @@ class Program:
             Whatever a cache in Python raised.
         """
         values = (native.Value * max(1, len(inputs)))()
-        kept = [_put(value, given) for value, given in zip(values, inputs, strict=False)]
+        kept = [put_value(value, given) for value, given in zip(values, inputs, strict=False)]
         outputs = (native.Value * MAX_OUTPUTS)()
         times = native.Times()
         with self._lock:
@@ -160,12 +159,8 @@ class Program:
             )
             del kept
             if n >= 0:
-                return [_take(value) for value in outputs[:n]], times
-            text = self._lib.kvc_error().decode(errors="replace")
-        error = native.take_error()
-        if error is not None:
-            raise error
-        raise StepError(f"{self.path.name} did not run: {text}")
+                return [take_value(value) for value in outputs[:n]], times
+        raise native.run_error(self._lib, f"{self.path.name} did not run")
 
     def _constant(self, name: str) -> Any:
         if self._lib.kvc_load(self._handle, name.encode()):
@@ -241,9 +236,9 @@ class Method:
                 if forwards is None:
                     stack.enter_context(native.planning(None))
                 else:
-                    stack.enter_context(native.planning(forwards.plan))
+                    stack.enter_context(native.planning(forwards.plan_for))
                     if n_tokens:
-                        planned = forwards.plan(0, n_tokens, positions)
+                        planned = forwards.plan(n_tokens, positions)
                 outputs, self.times = self.program.run(self.name, inputs, planned)
                 if forwards is not None:
                     forwards.finish()
@@ -258,48 +253,3 @@ class Method:
             cache.cancel_step()
             raise
         return outputs
-
-
-def _put(value: native.Value, given: Any) -> Any:
-    """Describe an input; what is returned has to live until the run is over."""
-    if isinstance(given, torch.Tensor):
-        if given.device.type != "cpu" or given.dtype not in native.DTYPES or given.dim() > 8:
-            raise StepError(
-                f"programs take tensors of the CPU with up to 8 dims, got {given.dtype} "
-                f"{tuple(given.shape)} on {given.device}"
-            )
-        given = given.contiguous()
-        value.tag, value.dtype, value.n_dims = (
-            native.TENSOR,
-            native.DTYPES[given.dtype],
-            given.dim(),
-        )
-        value.sizes[: given.dim()] = given.shape
-        value.data = given.data_ptr()
-    elif isinstance(given, bool):
-        value.tag, value.number = native.BOOL, given
-    elif isinstance(given, int):
-        value.tag, value.number = native.INT, given
-    elif isinstance(given, float):
-        value.tag, value.real = native.DOUBLE, given
-    else:
-        raise StepError(f"programs take tensors and numbers, got {type(given).__name__}")
-    return given
-
-
-def _take(value: native.Value) -> Any:
-    """An output, copied."""
-    if value.tag == native.TENSOR:
-        out = torch.empty(
-            tuple(value.sizes[: value.n_dims]), dtype=native.TORCH_DTYPES[value.dtype]
-        )
-        if value.n_bytes:
-            ctypes.memmove(out.data_ptr(), value.data, value.n_bytes)
-        return out
-    if value.tag == native.TEXT:
-        return ctypes.string_at(value.data, value.n_bytes).decode()
-    if value.tag == native.DOUBLE:
-        return value.real
-    if value.tag == native.BOOL:
-        return bool(value.number)
-    return int(value.number) if value.tag == native.INT else None

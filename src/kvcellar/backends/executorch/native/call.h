@@ -14,6 +14,7 @@ struct Call {
   KvcForward* forward = nullptr;
   KvcTimes times{};
   std::string error;  // the op's own
+  bool is_shape_error = false;
   std::string log;    // the runtime's
 };
 

@@ -54,15 +54,16 @@ struct KvcTimes {
 };
 
 // Both are called with the GIL by ctypes; other than 0: they failed and have kept the exception.
-// prepare: a forward of `n_tokens` reached `layer` and nothing is planned for it. *forward is null
-// where the cache is one in Python.
-typedef int (*KvcPrepare)(int64_t layer, int64_t n_tokens, const int64_t* positions,
+// prepare: a forward reached `layer` and nothing is planned for it. shape: tokens, query heads, KV
+// heads, head_dim, v_head_dim. *forward is null where the cache is one in Python.
+typedef int (*KvcPrepare)(int64_t layer, const int64_t* shape, const int64_t* positions,
                           struct KvcForward** forward);
 typedef int (*KvcAttendInPython)(const struct KvcAttend* call);
 
 const char* kvc_built_for(void);  // the version of ExecuTorch
 int kvc_native_version(void);
 const char* kvc_error(void);
+int kvc_is_shape_error(void);  // whether the last one was of q, k or v
 
 // Registers both ops' kernels unless they are there, and says whom they call. `step` is a KvcStep, or
 // null where there is no CPU attention kernel.
@@ -82,5 +83,10 @@ int kvc_backends(void* program, const char* method, const char** names, int64_t 
 int64_t kvc_run(void* program, const char* method, const struct KvcValue* inputs, int64_t n_inputs,
                 struct KvcForward* forward, struct KvcValue* outputs, int64_t n_outputs,
                 struct KvcTimes* times);
+
+// Calls the op `n_times` as a program does, through the runtime's registry. values: q, k, v, position,
+// out and, where there are sinks, those. `forward` as in kvc_run; it counts as not run before each call.
+int kvc_call_op(const struct KvcValue* values, int64_t n_values, int64_t layer, double scale,
+                struct KvcForward* forward, int64_t n_times, struct KvcTimes* times);
 
 }  // extern "C"

@@ -45,6 +45,12 @@ Tensor& failed(KernelRuntimeContext& context, Tensor& out, const char* why) {
   return out;
 }
 
+Tensor& misshapen(KernelRuntimeContext& context, Tensor& out, const char* why) {
+  failed(context, out, why);
+  if (Call* call = current_call()) call->is_shape_error = true;
+  return out;
+}
+
 bool is_bhsd(const Tensor& tensor) { return tensor.dim() == 4 && tensor.size(0) == 1; }
 
 // The kernel's number of a type; -1: it does not take it.
@@ -106,7 +112,8 @@ bool copy_positions(const Tensor& position, std::vector<int64_t>& to) {
 
 // The layer in the step that was planned for this run; asks Python for a plan where there is none.
 // false: failed. *layer stays null where the cache is one in Python.
-bool find_layer(const Tensor& position, int64_t layer_id, int64_t n_tokens, KvcLayer** layer) {
+bool find_layer(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& position,
+                int64_t layer_id, KvcLayer** layer) {
   Call* call = current_call();
   if (!call || !kernel_step) return true;
   const auto ready = [&]() -> KvcLayer* {
@@ -121,7 +128,8 @@ bool find_layer(const Tensor& position, int64_t layer_id, int64_t n_tokens, KvcL
     return false;
   }
   call->forward = nullptr;
-  if (prepare_in_python(layer_id, n_tokens, positions.data(), &call->forward)) return false;
+  const int64_t shape[] = {k.size(2), q.size(1), k.size(1), k.size(3), v.size(3)};
+  if (prepare_in_python(layer_id, shape, positions.data(), &call->forward)) return false;
   *layer = ready();
   return true;
 }
@@ -175,9 +183,9 @@ Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, 
   if (!is_bhsd(q) || !is_bhsd(k) || !is_bhsd(v) || q.size(2) != k.size(2) ||
       k.size(2) != v.size(2) || k.size(1) != v.size(1) || q.size(3) != k.size(3) ||
       position.numel() != k.size(2))
-    return failed(context, out,
-                  "q, k and v are not [1, heads, T, dim] with as many positions: the program is not "
-                  "one for caches with all tokens on one axis");
+    return misshapen(context, out,
+                     "q, k and v are not [1, heads, T, dim] of one T, with as many positions: the "
+                     "program is not one for caches with all tokens on one axis");
   if (out_dtype != out.scalar_type())
     return failed(context, out, "the result is planned in another type than out_dtype");
   const SizesType sizes[4] = {1, static_cast<SizesType>(q.size(1)),
@@ -185,7 +193,7 @@ Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, 
   if (executorch::runtime::resize_tensor(out, ArrayRef<SizesType>(sizes, 4)) != Error::Ok)
     return failed(context, out, "the result does not fit where it is planned");
   KvcLayer* layer = nullptr;
-  if (!find_layer(position, layer_id, k.size(2), &layer)) {
+  if (!find_layer(q, k, v, position, layer_id, &layer)) {
     context.fail(Error::InvalidState);
     return out;
   }

@@ -3,6 +3,8 @@
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor_ptr.h>
 #include <executorch/runtime/core/hierarchical_allocator.h>
+#include <executorch/runtime/kernel/kernel_runtime_context.h>
+#include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/platform.h>
 
 #include <cstdio>
@@ -29,6 +31,7 @@ using executorch::runtime::Program;
 using executorch::runtime::Span;
 
 thread_local std::string last_error;
+thread_local bool is_shape_error = false;
 thread_local Call* call_of_thread = nullptr;
 
 PalImpl kept{};  // what the runtime had
@@ -94,6 +97,7 @@ bool guarded(Call& call, const std::string& what, const Work& work) {
     last_error = what + ": " + error.what();
   }
   call_of_thread = outer;
+  is_shape_error = call.is_shape_error;
   return is_ok;
 }
 
@@ -118,6 +122,12 @@ Error make_planned(OpenProgram& program, const std::string& method, Planned& to)
   to.allocator = std::make_unique<HierarchicalAllocator>(
       Span<Span<uint8_t>>(to.spans.data(), to.spans.size()));
   return Error::Ok;
+}
+
+TensorPtr tensor_of(const KvcValue& from) {
+  std::vector<executorch::aten::SizesType> sizes(from.sizes, from.sizes + from.n_dims);
+  return executorch::extension::make_tensor_ptr(
+      std::move(sizes), from.data, {}, {}, static_cast<executorch::aten::ScalarType>(from.dtype));
 }
 
 void describe(const EValue& value, KvcValue& to) {
@@ -172,6 +182,8 @@ const char* kvc_built_for(void) { return KVC_EXECUTORCH_VERSION; }
 int kvc_native_version(void) { return KVC_NATIVE_VERSION; }
 
 const char* kvc_error(void) { return last_error.c_str(); }
+
+int kvc_is_shape_error(void) { return is_shape_error; }
 
 int kvc_register(KvcPrepare prepare, KvcAttendInPython attend, void* step) {
   Call call;  // what the runtime says of kernels that are not there yet is no news
@@ -272,6 +284,38 @@ int kvc_backends(void* program, const char* method, const char** names, int64_t 
   return found;
 }
 
+int kvc_call_op(const KvcValue* values, int64_t n_values, int64_t layer, double scale,
+                KvcForward* forward, int64_t n_times, KvcTimes* times) {
+  Call call;
+  call.forward = forward;
+  const int64_t start_ns = now_ns();
+  const bool is_ok = guarded(call, "the op", [&] {
+    const bool has_sinks = n_values == 6;
+    const auto op = executorch::runtime::get_op_function_from_registry(
+        has_sinks ? "kvcache::update_and_attend_sinks.out" : "kvcache::update_and_attend.out");
+    if (!op.ok()) return op.error();
+    std::vector<TensorPtr> tensors;
+    for (int64_t i = 0; i < n_values; ++i) tensors.push_back(tensor_of(values[i]));
+    std::vector<EValue> args{*tensors[0], *tensors[1], *tensors[2], *tensors[3], layer, scale,
+                             static_cast<int64_t>(values[4].dtype)};
+    if (has_sinks) args.emplace_back(*tensors[5]);
+    args.emplace_back(*tensors[4]);
+    args.emplace_back(*tensors[4]);
+    std::vector<EValue*> pointers;
+    for (EValue& arg : args) pointers.push_back(&arg);
+    for (int64_t i = 0; i < n_times; ++i) {
+      if (i) forward->layers[layer].is_ready = 1;
+      executorch::runtime::KernelRuntimeContext context;
+      op.get()(context, Span<EValue*>(pointers.data(), pointers.size()));
+      if (context.failure_state() != Error::Ok) return context.failure_state();
+    }
+    return Error::Ok;
+  });
+  *times = call.times;
+  times->run_ns = now_ns() - start_ns;
+  return is_ok ? 0 : 1;
+}
+
 int64_t kvc_run(void* raw, const char* method, const KvcValue* inputs, int64_t n_inputs,
                 KvcForward* forward, KvcValue* outputs, int64_t n_outputs, KvcTimes* times) {
   OpenProgram& program = opened(raw);
@@ -285,10 +329,7 @@ int64_t kvc_run(void* raw, const char* method, const KvcValue* inputs, int64_t n
     for (int64_t i = 0; i < n_inputs; ++i) {
       const KvcValue& from = inputs[i];
       if (from.tag == kvc_tensor) {
-        std::vector<executorch::aten::SizesType> sizes(from.sizes, from.sizes + from.n_dims);
-        tensors.push_back(executorch::extension::make_tensor_ptr(
-            std::move(sizes), from.data, {}, {},
-            static_cast<executorch::aten::ScalarType>(from.dtype)));
+        tensors.push_back(tensor_of(from));
         values.emplace_back(*tensors.back());
       } else if (from.tag == kvc_int) {
         values.emplace_back(from.number);
