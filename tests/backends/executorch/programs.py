@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,15 @@ from filelock import FileLock
 
 from kvcellar.backends.executorch import export_program
 from tests.models.tiny_checkpoints import FAMILIES, randomize, save
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """ExecuTorch's Python side warns of its own deprecations when it is imported and used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 MAX_TOKENS = 48
 """Of a step."""

@@ -153,7 +153,7 @@ def export_program(
 
 
 def trace(model: Any, max_tokens_per_step: int) -> torch.export.ExportedProgram:
-    """A rewritten model's graph: one call of the op per layer, no cache, no mask, no length in it."""
+    """The graph of a rewritten model: one call of the op per layer, no cache, mask or length."""
     n_tokens = torch.export.Dim("n_tokens", min=1, max=max_tokens_per_step)
     n_rows = torch.export.Dim("n_rows", min=1, max=max_tokens_per_step)
     n = min(4, max_tokens_per_step)
@@ -290,7 +290,9 @@ def _write(program: Any, target: Path) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter warns of its own deprecations and logs what nobody asked for."""
-    loggers = [logging.getLogger(name) for name in ("", "torchao", "torch", "executorch")]
+    loggers = [
+        logging.getLogger(name) for name in ("", "torchao", "torch", "torch.__trace", "executorch")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

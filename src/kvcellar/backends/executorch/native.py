@@ -139,6 +139,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             ctypes.c_double,
             ctypes.c_void_p,
             ctypes.c_int64,
+            ctypes.c_int64,
             ctypes.POINTER(Times),
         ),
     ),

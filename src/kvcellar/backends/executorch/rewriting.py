@@ -72,8 +72,10 @@ class RmsNorm(nn.Module):
         mean = nn.functional.linear(rows * rows, self.mean)  # type: ignore[arg-type]
         rows = rows * torch.rsqrt(mean + self.eps)
         if self.is_gemma:
-            return (rows * (1.0 + self.weight.float())).to(x.dtype)
-        out: Tensor = (self.weight * rows.to(x.dtype)).to(x.dtype)
+            rows = rows * (1.0 + self.weight.float())
+        else:
+            rows = self.weight * rows.to(x.dtype)
+        out: Tensor = rows.to(x.dtype)
         return out
 
 
@@ -112,7 +114,7 @@ def _linears(weights: Tensor, biases: Tensor) -> nn.ModuleList:
     """``weights [experts, in, out]`` and ``biases [experts, out]`` as one layer per expert."""
     made = nn.ModuleList()
     for weight, bias in zip(weights, biases, strict=True):
-        linear = nn.Linear(*weight.shape, device="meta")
+        linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
         linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
         linear.bias = nn.Parameter(bias.contiguous(), requires_grad=False)
         made.append(linear)

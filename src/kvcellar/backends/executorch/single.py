@@ -37,13 +37,29 @@ class SingleOp:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Arguments, result and errors as of :func:`kvcellar.op.eager_update_and_attend`."""
-        out, _ = self._call((q, k, v, position), layer_id, scale, out_dtype, sinks, 1)
+        out, _ = self._call((q, k, v, position), layer_id, scale, out_dtype, sinks, (1, 1))
         return out
 
     def time_ns(
-        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, n_times: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        layer_id: int,
+        n_times: int,
+        n_kernel_times: int = 1,
     ) -> float:
         """Nanoseconds of one call natively, on the average of many that write the same cells.
+
+        Args:
+            q: and the three after it as above.
+            k: the new keys.
+            v: the new values.
+            position: of the tokens.
+            layer_id: which layer.
+            n_times: calls.
+            n_kernel_times: how often each runs the kernel: many for what that alone takes.
 
         Raises:
             StepError: the cache is not one that runs natively.
@@ -51,7 +67,8 @@ class SingleOp:
         if self._forwards is None:
             raise StepError("only a cache that runs natively can be timed call by call")
         args = (q, k, v, position)
-        _, times = self._call(args, layer_id, 1.0, q.dtype, None, n_times)
+        repeats = n_times, n_kernel_times
+        _, times = self._call(args, layer_id, 1.0, q.dtype, None, repeats)
         return float(times.run_ns / n_times)
 
     def _call(
@@ -61,7 +78,7 @@ class SingleOp:
         scale: float,
         out_dtype: torch.dtype,
         sinks: Tensor | None,
-        n_times: int,
+        repeats: tuple[int, int],
     ) -> tuple[Tensor, native.Times]:
         q, _, v, _ = args
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
@@ -78,7 +95,7 @@ class SingleOp:
                 layer_id,
                 scale,
                 None if forwards is None else forwards.address,
-                n_times,
+                *repeats,
                 ctypes.byref(times),
             )
             del kept

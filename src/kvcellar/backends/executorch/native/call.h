@@ -13,6 +13,7 @@ namespace kvcellar {
 struct Call {
   KvcForward* forward = nullptr;
   KvcTimes times{};
+  int64_t n_kernel_times = 1;  // more: to measure
   std::string error;  // the op's own
   bool is_shape_error = false;
   std::string log;    // the runtime's

@@ -86,7 +86,9 @@ int64_t kvc_run(void* program, const char* method, const struct KvcValue* inputs
 
 // Calls the op `n_times` as a program does, through the runtime's registry. values: q, k, v, position,
 // out and, where there are sinks, those. `forward` as in kvc_run; it counts as not run before each call.
+// Each call runs the kernel `n_kernel_times`: what is measured is then the kernel alone.
 int kvc_call_op(const struct KvcValue* values, int64_t n_values, int64_t layer, double scale,
-                struct KvcForward* forward, int64_t n_times, struct KvcTimes* times);
+                struct KvcForward* forward, int64_t n_times, int64_t n_kernel_times,
+                struct KvcTimes* times);
 
 }  // extern "C"

@@ -172,7 +172,8 @@ Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Te
   call.parallel_for = parallel_for;
   call.n_threads = static_cast<int32_t>(executorch::extension::get_thread_count());
   char error[400];
-  if (kernel_step(&call, error, sizeof error)) return failed(context, out, error);
+  for (int64_t i = current_call()->n_kernel_times; i > 0; --i)
+    if (kernel_step(&call, error, sizeof error)) return failed(context, out, error);
   layer.is_ready = 0;
   return out;
 }

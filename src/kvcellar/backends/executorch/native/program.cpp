@@ -285,9 +285,10 @@ int kvc_backends(void* program, const char* method, const char** names, int64_t 
 }
 
 int kvc_call_op(const KvcValue* values, int64_t n_values, int64_t layer, double scale,
-                KvcForward* forward, int64_t n_times, KvcTimes* times) {
+                KvcForward* forward, int64_t n_times, int64_t n_kernel_times, KvcTimes* times) {
   Call call;
   call.forward = forward;
+  call.n_kernel_times = n_kernel_times;
   const int64_t start_ns = now_ns();
   const bool is_ok = guarded(call, "the op", [&] {
     const bool has_sinks = n_values == 6;
