@@ -3,13 +3,14 @@
 One random model of 1B shape (Llama 3.2 1B: 16 layers, 32 heads over 8, hidden 2048, vocabulary of
 128256) is exported with 4-bit weights (8da4w), and loaded by torch in bfloat16. Both decode on our
 caches, in alternation, and read prompts of 512 tokens. Then what our op takes of a step, and what a
-call of it costs beside the attention itself. With --quick the model is a small one, whose ratio says
-little; the JSON names the shape.
+call of it costs beside the attention itself. With --quick the model is a small one, whose ratio
+says little; the JSON names the shape.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,9 @@ from harness import alternate, median_ms, median_ratio, run
 from tokenizers import Tokenizer, models
 
 import kvcellar as kv
+
+sys.path.remove(str(Path(__file__).parent))  # there, "executorch" is this file
+
 from kvcellar.backends.executorch import export_program
 from kvcellar.backends.executorch.single import SingleOp
 from kvcellar.models import LoadedModel, load_model
