@@ -72,6 +72,11 @@ def bound_model(
             f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
             f"there; leave one of the two out, or give a --capacity"
         )
+    if limit_bytes is not None and backend == "executorch":
+        raise ConfigError(
+            "--memory bounds what the process holds, and what ExecuTorch plans and packs is not "
+            "known before; leave it out and give a --capacity"
+        )
     if kind not in KINDS:
         raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     make_config(

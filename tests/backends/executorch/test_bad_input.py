@@ -389,3 +389,14 @@ def test_a_build_is_named_by_version_and_sources(tmp_path, monkeypatch):
     assert building.build_name() == before
     (sources / "op.cpp").write_text("// changed")
     assert building.build_name() != before
+
+
+def test_a_build_that_came_with_the_wheel_is_used(home, tmp_path, monkeypatch):
+    built = building.native_library()
+    assert built.parent == home / "executorch" / "native"
+    prebuilt = tmp_path / "prebuilt"
+    prebuilt.mkdir()
+    monkeypatch.setattr(building, "PREBUILT", prebuilt)
+    assert building.native_library() == built
+    shutil.copy(built, prebuilt / built.name)
+    assert building.native_library() == prebuilt / built.name

@@ -50,6 +50,8 @@ def quantise(model: Any, scheme: str) -> tuple[int, int]:
     config = Int8DynamicActivationIntxWeightConfig(
         weight_dtype=getattr(torch, WEIGHT_DTYPES[scheme]),
         weight_granularity=PerGroup(GROUP) if per_group else PerAxis(0),
+        # XNNPACK keeps the scales of groups in bfloat16: rounded here, weights are made for them.
+        weight_scale_dtype=torch.bfloat16 if per_group else None,
     )
     quantize_(model, config, filter_fn=lambda module, name: id(module) in fit)
     unwrap_tensor_subclass(model)
