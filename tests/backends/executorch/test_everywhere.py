@@ -41,9 +41,7 @@ def test_an_engine_batches_forks_and_preempts_as_under_torch(loaded, checkpoint,
                 config=EngineConfig(max_num_seqs=4),
             )
             for prompt in prompts:
-                engine.submit(
-                    Request(tuple(prompt), SamplingParams(max_tokens=24, ignore_eos=True))
-                )
+                engine.submit(Request(tuple(prompt), params))
             done = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
             ends.append([tuple(done[i].token_ids) for i in sorted(done)])
             counts.append(engine.stats())

@@ -23,7 +23,7 @@ from tests.models.tiny_checkpoints import VOCAB_SIZE
 MAX_POSITIONS = 512
 
 
-@pytest.mark.parametrize("family", FEW_LAYERS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_the_graph_has_one_op_per_layer_no_mutated_buffer_and_no_context_length(checkpoint, family):
     model = load_model(checkpoint(family))
     rewrite(model._model)

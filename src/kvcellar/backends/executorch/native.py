@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -120,6 +121,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvc_error": (ctypes.c_char_p, ()),
     "kvc_is_shape_error": (ctypes.c_int, ()),
     "kvc_register": (ctypes.c_int, (_PREPARE, _ATTEND, ctypes.c_void_p)),
+    "kvc_use_threads": (None, (ctypes.c_int,)),
     "kvc_open": (ctypes.c_void_p, (ctypes.c_char_p,)),
     "kvc_close": (None, (ctypes.c_void_p,)),
     "kvc_n_methods": (ctypes.c_int64, (ctypes.c_void_p,)),
@@ -188,6 +190,9 @@ _kept = _Kept()
 def library() -> Any:
     """The native part, loaded once, with the op's kernels registered in ExecuTorch's runtime.
 
+    Programs use as many threads as ExecuTorch likes, or the caller's alone where the environment
+    has ``OMP_NUM_THREADS=1``.
+
     From here on programs of the official Python runtime meet the cache that is active in their
     thread, too.
 
@@ -249,6 +254,7 @@ def load_library(path: Path) -> Any:
             f"{lib.kvc_error().decode()}; one of the two can run in a process: do not load the "
             f"other library here"
         )
+    lib.kvc_use_threads(os.environ.get("OMP_NUM_THREADS") != "1")
     return lib
 
 

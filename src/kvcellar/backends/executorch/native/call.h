@@ -22,6 +22,9 @@ struct Call {
 // The innermost call of this thread; null outside of ours: then the official runtime runs.
 Call*& current_call();
 
+// Whether the runtime's threads are to be used.
+bool uses_threads();
+
 // Where ExecuTorch would end the process, in one of our calls.
 struct RuntimeAbort {};
 

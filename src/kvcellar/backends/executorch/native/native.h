@@ -69,6 +69,9 @@ int kvc_is_shape_error(void);  // whether the last one was of q, k or v
 // null where there is no CPU attention kernel.
 int kvc_register(KvcPrepare prepare, KvcAttendInPython attend, void* step);
 
+// Whether programs and the op use the runtime's threads (they do), or the caller's alone.
+void kvc_use_threads(int use);
+
 void* kvc_open(const char* path);  // null: failed
 void kvc_close(void* program);
 int64_t kvc_n_methods(void* program);

@@ -170,7 +170,8 @@ Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Te
     call.sinks = sinks->const_data_ptr<float>();
   }
   call.parallel_for = parallel_for;
-  call.n_threads = static_cast<int32_t>(executorch::extension::get_thread_count());
+  call.n_threads =
+      uses_threads() ? static_cast<int32_t>(executorch::extension::get_thread_count()) : 1;
   char error[400];
   for (int64_t i = current_call()->n_kernel_times; i > 0; --i)
     if (kernel_step(&call, error, sizeof error)) return failed(context, out, error);

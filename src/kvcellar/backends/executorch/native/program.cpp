@@ -2,17 +2,20 @@
 
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor_ptr.h>
+#include <executorch/extension/threadpool/threadpool_guard.h>
 #include <executorch/runtime/core/hierarchical_allocator.h>
 #include <executorch/runtime/kernel/kernel_runtime_context.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/platform.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +36,8 @@ using executorch::runtime::Span;
 thread_local std::string last_error;
 thread_local bool is_shape_error = false;
 thread_local Call* call_of_thread = nullptr;
+
+std::atomic<bool> use_threads{true};
 
 PalImpl kept{};  // what the runtime had
 
@@ -159,6 +164,8 @@ void describe(const EValue& value, KvcValue& to) {
 
 }  // namespace
 
+bool uses_threads() { return use_threads.load(std::memory_order_relaxed); }
+
 Call*& current_call() { return call_of_thread; }
 
 void watch_runtime() {
@@ -197,6 +204,8 @@ int kvc_register(KvcPrepare prepare, KvcAttendInPython attend, void* step) {
   last_error = "another library has registered kvcache::update_and_attend.out in this process";
   return 1;
 }
+
+void kvc_use_threads(int use) { use_threads.store(use != 0); }
 
 void* kvc_open(const char* path) {
   auto program = std::make_unique<OpenProgram>();
@@ -342,6 +351,9 @@ int64_t kvc_run(void* raw, const char* method, const KvcValue* inputs, int64_t n
         return Error::InvalidArgument;
       }
     }
+    using executorch::extension::threadpool::NoThreadPoolGuard;
+    std::optional<NoThreadPoolGuard> alone;
+    if (!uses_threads()) alone.emplace();
     auto result = program.module->execute(method, values);
     if (!result.ok()) return result.error();
     program.outputs = std::move(result.get());
