@@ -40,6 +40,14 @@ FEW = ("mixed-three-groups", "bf16-gqa", "int4-window-sinks", "k8v4-odd-rows-sof
 """Cases for what differs in the choice of a path alone."""
 
 
+EXECUTORCH = (*FEW, "gqa-sinks-window", "int4-rotated")
+"""Cases for what the op's kernel does itself; KVCELLAR_ALL_CASES=1 runs them all."""
+
+
+def named(*names: str) -> tuple[Case, ...]:
+    return tuple(case for case in CASES if case.name in names)
+
+
 class Adapter(ABC):
     """One backend as the suite sees it.
 
@@ -281,6 +289,58 @@ class MlxInSmallPieces(MlxAdapter):
             patch.setattr(attention, "FEW_QUERIES", 3)
             patch.setattr(attention, "MOST_LOGITS", 60)
             patch.setattr(reads, "TILE", 5)
+            yield
+
+
+class ExecutorchAdapter(Adapter):
+    """The op's kernel, called through the runtime's registry as a program calls it."""
+
+    name = "executorch"
+    backend = "executorch"
+    cases = CASES if "KVCELLAR_ALL_CASES" in os.environ else named(*EXECUTORCH)
+
+    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
+        return TorchAdapter().tolerance(in_dtype, kv_dtype)
+
+    def attend(
+        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
+    ) -> np.ndarray:
+        import torch
+
+        dtype = getattr(torch, in_dtype)
+        out = self._op_of(cache)(
+            torch.from_numpy(q).to(dtype),
+            torch.from_numpy(k).to(dtype),
+            torch.from_numpy(v).to(dtype),
+            torch.as_tensor(np.asarray(position)),
+            layer,
+            scale,
+            getattr(torch, out_dtype),
+            None if sinks is None else torch.from_numpy(sinks),
+        )
+        assert out.dtype == getattr(torch, out_dtype)
+        return out.double().numpy()
+
+    def _op_of(self, cache: Any) -> Any:
+        from kvcellar.backends.executorch.single import SingleOp
+
+        if getattr(cache, "_single_op", None) is None:
+            cache._single_op = SingleOp(cache)
+        return cache._single_op
+
+
+class ExecutorchThroughPython(ExecutorchAdapter):
+    """Every cache as one that is written in Python alone: tensors go to it through DLPack."""
+
+    name = "executorch-through-python"
+    cases = named("mixed-three-groups", "int4-window-sinks")
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.executorch.forward import Forwards
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Forwards, "can_run", staticmethod(lambda cache: False))
             yield
 
 

@@ -15,8 +15,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, or a name on "
-        "the Hugging Face hub.",
+        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, a name on the "
+        "Hugging Face hub, or a .pte file for the backend executorch.",
     ),
 ]
 Cache = Annotated[
@@ -56,7 +56,7 @@ Backend = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Who runs the model: torch or mlx.",
+        help="Who runs the model: torch, mlx or executorch.",
         rich_help_panel=LOADING,
     ),
 ]

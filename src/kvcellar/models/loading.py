@@ -20,6 +20,7 @@ from kvcellar.models.checkpoint import (
     read_config,
     read_json,
 )
+from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
 from kvcellar.registry import CacheSession, load_backend
@@ -109,7 +110,9 @@ class LoadedModel:
                 f"the cache of session {session.cache_key} was made for {_shape(params)}; "
                 f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
             )
-        known = known_quality(self.path, session.cache.config.kv_dtype)
+        known = None
+        if self.path.is_dir():  # figures are known by a checkpoint's files
+            known = known_quality(self.path, session.cache.config.kv_dtype)
         if known is not None and known.verdict == "bad":
             warnings.warn(
                 f"kv_dtype {known.kv_dtype} is known to be bad for {self.name!r}: perplexity "
@@ -126,6 +129,32 @@ class LoadedModel:
         from kvcellar.models.torch_runner import TorchRunner
 
         return TorchRunner(self._model, self.params, self.vocab_size, session)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights as they are stored."""
+        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
+
+    def fingerprint(
+        self,
+        *,
+        cache_file: str | Path | None = None,
+        on_progress: Progress | None = None,
+        dtype: str | None = None,
+    ) -> Fingerprint:
+        """Whose KV it computes: equal where the same tokens give the same K and V.
+
+        Args:
+            cache_file: where hashes of large files are remembered; None: nowhere.
+            on_progress: takes how much of the weights is read, 0 to 1, and what comes now.
+            dtype: the type that the weights are used in, where it is not that in memory.
+
+        Raises:
+            StoreError: a file cannot be read.
+        """
+        return fingerprint_checkpoint(
+            self.path, cache_file=cache_file, on_progress=on_progress, dtype=dtype or self.dtype
+        )
 
     def touch_weights(self) -> int:
         """Have every weight in memory now, not when a forward first needs it; return their bytes.
@@ -184,7 +213,7 @@ def load_model(
     Args:
         name_or_path: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
             safetensors; or a name on the Hugging Face hub, which is downloaded once.
-        backend: who runs it: ``torch``, or ``mlx``.
+        backend: who runs it: ``torch``, ``mlx``, or ``executorch``, which takes .pte files too.
         dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
             the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
@@ -202,7 +231,9 @@ def load_model(
     if backend != "torch":
         module = load_backend(backend)
         if not hasattr(module, "load_model"):
-            raise BackendError(f"backend {backend!r} loads no models; choose torch or mlx")
+            raise BackendError(
+                f"backend {backend!r} loads no models; choose torch, mlx or executorch"
+            )
         found: LoadedModel = module.load_model(
             name_or_path, dtype=dtype, device=device, progress=progress
         )
@@ -286,6 +317,8 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
         return path
     if path.exists():
         hint = "; GGUF files are not supported" if path.suffix == ".gguf" else ""
+        if path.suffix == ".pte":
+            hint = "; for an ExecuTorch program choose the backend executorch"
         raise ModelError(
             f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
             f"tokenizer and safetensors{hint}"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcellar.errors import PromptError, StepError
 from kvcellar.types import IntArray, ModelCacheParams
 
-__all__ = ["FloatArray", "Runner", "checked_batch"]
+__all__ = ["FloatArray", "Runner", "checked_batch", "step_limit"]
 
 FloatArray = NDArray[np.float32]
 
@@ -52,6 +52,15 @@ class Runner(Protocol):
         Whatever it raises, no cell stays claimed for this step.
         """
         ...
+
+
+def step_limit(runner: Runner, wanted: int) -> int:
+    """Tokens of one forward: as many as wanted, or what the runner takes at most.
+
+    A runner whose inputs are planned ahead says so by an attribute ``max_tokens_per_step``.
+    """
+    most: int | None = getattr(runner, "max_tokens_per_step", None)
+    return wanted if most is None else min(wanted, most)
 
 
 def checked_batch(

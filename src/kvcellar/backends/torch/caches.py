@@ -81,6 +81,9 @@ class Prepared:
 class TorchBytes(StepBookkeeping):
     """What turns bookkeeping into a cache of tensors: pools, writes, segments, attention."""
 
+    takes_tensors = True
+    """Of torch: an op of another runtime may call ``update_and_attend`` with its own, by DLPack."""
+
     def __init__(self, config: CacheConfig) -> None:
         """Empty pools; they allocate on the device of the first K that comes."""
         super().__init__(config)
