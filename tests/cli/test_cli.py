@@ -24,6 +24,8 @@ USAGE_KEYS = {
     "prompt_tokens",
     "cached_tokens",
     "completion_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
     "time_to_first_token_s",
     "tokens_per_second",
 }
