@@ -7,6 +7,7 @@ from kvcellar.agents.history import Message, TemplateReport, check_template
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
+from kvcellar.agents.places import Place
 from kvcellar.agents.records import AgentInfo
 from kvcellar.agents.residence import BroughtBack
 from kvcellar.agents.volatile import RULES
@@ -22,6 +23,7 @@ __all__ = [
     "Miss",
     "ModelHost",
     "ModelRegistry",
+    "Place",
     "TemplateReport",
     "TurnEnd",
     "check_template",
