@@ -8,7 +8,7 @@ from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
 from kvcellar.agents.places import Place
-from kvcellar.agents.records import AgentInfo
+from kvcellar.agents.records import AgentInfo, Turn
 from kvcellar.agents.residence import BroughtBack
 from kvcellar.agents.volatile import RULES
 
@@ -25,6 +25,7 @@ __all__ = [
     "ModelRegistry",
     "Place",
     "TemplateReport",
+    "Turn",
     "TurnEnd",
     "check_template",
     "open_host",

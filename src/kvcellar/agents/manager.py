@@ -26,6 +26,7 @@ from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import (
     Agent,
     AgentInfo,
+    Turn,
     checked_id,
     model_tag,
     reference_name,
@@ -146,6 +147,14 @@ class AgentManager:
         """
         return self._agent(agent_id, model).messages
 
+    def turns(self, agent_id: str, model: str | None = None) -> Sequence[Turn]:
+        """The turns of an agent, oldest first.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        return self._agent(agent_id, model).turns
+
     def identify(
         self,
         *,
@@ -192,6 +201,14 @@ class AgentManager:
         with self._lock:
             agents = [a for a in self._agents.values() if a.model == model and a.turns]
         return self._places.find(agents, messages, tools)
+
+    def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
+        """The agents of a model that is in memory: id, tokens, and the request that runs for it."""
+        with self._lock:
+            agents = [agent for agent in self._agents.values() if agent.model == model]
+        host = self.models.host(model)
+        key = None if host is None else host.key
+        return [(a.agent_id, a.expected or a.tokens, a.request_id) for a in agents if a.key == key]
 
     def text_around(
         self, agent_id: str, position: int, n_tokens: int = 12, model: str | None = None

@@ -1,0 +1,58 @@
+"""How an answer's frames go out: once the first is there, so that an error is still a status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcellar.server.asking import service_of
+from kvcellar.server.errors import as_api_error, error_body
+from kvcellar.server.streams import SseResponse, Stream, frame, until_gone
+
+__all__ = ["sse"]
+
+
+async def sse(
+    request: Request,
+    frames: Stream[bytes],
+    *,
+    ping: bytes = b": ping\n\n",
+    error_event: str | None = None,
+) -> Response:
+    """The response, once its first frame is there or the client has waited for a while.
+
+    Raises:
+        Exception: what went wrong before the first frame.
+        ClientGone: nobody waits any more.
+    """
+    config = service_of(request).config
+    try:
+        await until_gone(request, frames.opened(config.ping_s))
+    except BaseException:
+        await frames.close()
+        raise
+    return SseResponse(
+        Stream(_with_errors(request, frames, error_event)),
+        ping=ping,
+        ping_s=config.ping_s,
+        send_timeout_s=config.send_timeout_s,
+    )
+
+
+async def _with_errors(
+    request: Request, frames: Stream[bytes], error_event: str | None
+) -> AsyncGenerator[bytes, None]:
+    """The frames; an error that comes too late for a status is a frame of its own."""
+    try:
+        while True:
+            body = await frames.take(None)
+            if body is None:
+                return
+            yield body
+    except Exception as error:
+        yield frame(json.dumps(error_body(as_api_error(error), request)), error_event)
+    finally:
+        await frames.close()
