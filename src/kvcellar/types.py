@@ -17,6 +17,9 @@ from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 
+DEFAULT_CAPACITY = 8192
+"""The most tokens that a cache may hold unless more is asked for; memory grows with use."""
+
 LAYOUTS = ("layer_first", "page_first")
 """How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
 

@@ -1,8 +1,8 @@
 """Processes whose agents talk until they are killed.
 
 Run as a script this is a server: for every line ``FOLDER SEED`` it forks a child that opens the
-folder and takes turns. It prints ``open``, ``begin NAME N`` before a turn and ``done NAME N``
-when its save says published; the server prints ``pid N`` before and ``end`` when it is dead.
+folder and takes turns. It prints ``open`` when all agents are stored, ``begin NAME N`` before a
+turn and ``done NAME N`` when its save says published; the server prints ``pid N`` before and ``end`` when it is dead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ async def talk(agents: Any, seed: int) -> None:
     known = {info.agent_id for info in agents.list()}
     for name in set(NAMES) - known:
         await agents.create(name)
+    agents.store.flush()
     print("open\n", end="", flush=True)
     while True:
         name = NAMES[int(rng.integers(len(NAMES)))]

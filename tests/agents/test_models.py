@@ -88,7 +88,7 @@ def test_an_idle_model_goes_after_its_time_and_a_used_one_stays():
         async with registry.use("one"):
             await asyncio.sleep(0.4)
             assert registry.names == ["one"]
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while registry.names and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         assert registry.names == []

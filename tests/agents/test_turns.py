@@ -358,3 +358,27 @@ def test_what_another_process_said_is_taken_over_before_the_next_turn(tmp_path):
         assert end.usage.cached_tokens == 5 * 36 - 1
         run(one.delete("a"))
         assert one.list() == []
+
+
+def test_a_deleted_parent_is_told_from_a_later_agent_of_its_name(tmp_path):
+    async def begin(agents: Any) -> None:
+        await agents.create("p")
+        await turn(agents, "p", tokens=list(range(40)))
+        await agents.fork("p", "old-1")
+        await agents.fork("p", "old-2")
+        await agents.fork("old-2", "grandchild")
+        assert not any(info.is_parent_gone for info in agents.list())
+        await agents.delete("p")
+        await agents.create("p")
+        await turn(agents, "p", tokens=[9] * 40)
+        await agents.fork("p", "new-1")
+
+    with manager(tmp_path) as agents:
+        run(begin(agents))
+        agents.store.flush()
+    with manager(tmp_path) as agents:
+        gone = {info.agent_id for info in agents.list() if info.is_parent_gone}
+        assert gone == {"old-1", "old-2"}
+        assert run(agents.describe("old-1")).parent == "p"
+        assert set(run(agents.keep("old-1"))) == {"old-2", "grandchild"}
+        assert {info.agent_id for info in agents.list()} == {"old-1", "p", "new-1"}

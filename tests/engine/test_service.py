@@ -115,7 +115,7 @@ def test_a_caller_that_is_gone_before_its_request_is_in_leaves_nothing_behind():
         assert stats.sampled_tokens < 20
 
     def slow_step() -> list[Any]:
-        gate.wait(10)
+        gate.wait(60)
         return step()
 
     engine.step = slow_step  # type: ignore[method-assign]

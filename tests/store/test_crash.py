@@ -70,12 +70,16 @@ def test_a_process_killed_at_any_moment_leaves_every_history_as_it_was_published
         pid = 0
         for words in lines_until(server.stdout, "open"):
             pid = int(words[1]) if words[0] == "pid" else pid
-        time.sleep(float(rng.uniform(0, 0.06)))
-        os.kill(pid, signal.SIGKILL)
+        n_more = int(rng.integers(1, 4))  # however slow the machine is, so many have begun
         for words in lines_until(server.stdout, "end"):
             assert words[0] != "failed", words
             if words[0] in ("begin", "done"):
                 (begun if words[0] == "begin" else done)[words[1]] = int(words[2])
+            n_more -= words[0] == "begin"
+            if n_more == 0:
+                n_more = -1
+                time.sleep(float(rng.uniform(0, 0.01)))
+                os.kill(pid, signal.SIGKILL)
         n_saves += sum(done.values()) - sum(counts.values())
         n_leftovers += any((folder / "tmp").iterdir())
         with Store(folder, StoreConfig(warm_bytes=0)) as store:
@@ -88,8 +92,8 @@ def test_a_process_killed_at_any_moment_leaves_every_history_as_it_was_published
                 assert list((folder / "tmp").iterdir()) == []
     # that the kills hit all kinds of moments
     print(f"{N_KILLS} kills, {n_saves} saves, {n_leftovers} half-written, {n_between} unannounced")
-    assert n_leftovers > N_KILLS // 20
-    assert n_saves > N_KILLS // 10
+    assert n_leftovers > 0
+    assert n_saves > N_KILLS // 2
 
 
 def check_state(store: Store, name: str, done: int, begun: int) -> int:
@@ -145,8 +149,8 @@ def test_a_crash_before_any_change_to_the_folder_leaves_every_history_as_it_was_
                 patch.setattr(where, name, change(getattr(where, name)))
             n_left = n_changes
             ticket = store.save("a", KEY, second.tokens, second)
-            is_over = ticket.wait(10) == "published"
-            store._writer.close(10)
+            is_over = ticket.wait(60) == "published"
+            store._writer.close(60)
         store._cold.close()
         with Store(folder, StoreConfig(warm_bytes=0)) as again:
             tokens = again.get("a").tokens.tolist()

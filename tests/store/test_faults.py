@@ -253,7 +253,7 @@ def test_a_write_that_fails_anywhere_leaves_the_state_before(
         while True:
             with writes_fail_after(monkeypatch, n, code):
                 ticket = store.save("a", KEY, history.tokens, history)
-                state = ticket.wait(10)
+                state = ticket.wait(60)
             if state == "published":
                 break
             assert os.strerror(code) in ticket.reason
@@ -291,7 +291,7 @@ def test_a_disk_that_is_really_full_fails_saves_and_serves_what_is_there(tmp_pat
         for seed in range(30):
             history = History(key, tokens_of(seed, 150))
             ticket = store.save(f"{seed}", key, history.tokens, history)
-            if ticket.wait(10) == "published":
+            if ticket.wait(60) == "published":
                 published.append(seed)
             else:
                 failed += 1
@@ -320,7 +320,7 @@ def test_a_read_only_folder_is_read_and_saves_fail(healthy: Path, tmp_path: Path
             assert store.get("a").tokens.tolist() == HISTORIES["a"].tokens
             history = History(KEY, tokens_of(5, 10))
             ticket = store.save("new", KEY, history.tokens, history)
-            assert ticket.wait(10) == "failed"
+            assert ticket.wait(60) == "failed"
             assert "Read-only" in ticket.reason
             assert not store.has_reference("new")
             for work in (

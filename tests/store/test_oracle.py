@@ -42,7 +42,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     def save(self, name: str, keep: int, tokens: list[int]) -> None:
         new = [*self.want.get(name, [])[:keep], *tokens]
         ticket = self.store.save(name, self.key, new, self.history(new))
-        if ticket.wait(10) == "published":
+        if ticket.wait(60) == "published":
             assert not ticket.is_partial
             self.want[name] = new
             self.parents.setdefault(name, (None, None))
@@ -113,7 +113,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
     def keep_warm(self, tokens: list[int]) -> None:
-        self.store.keep_warm(self.key, tokens, self.history(tokens)).wait(10)
+        self.store.keep_warm(self.key, tokens, self.history(tokens)).wait(60)
 
     @rule()
     def collect(self) -> None:

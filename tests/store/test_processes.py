@@ -44,7 +44,7 @@ def test_processes_that_save_and_collect_in_one_store_lose_nothing(
     ]
     counts = []
     for process in processes:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=600)
         assert process.returncode == 0
         counts.append([int(word) for word in out.split()])
     assert sum(published for published, _ in counts) > 120
@@ -66,7 +66,7 @@ def test_what_one_process_saves_another_that_is_open_finds(tmp_path: Path) -> No
         save(one, "a", history)
         assert load_all(two, history) == 20
         ticket = two.save("b", history.key, history.tokens, history)
-        assert ticket.wait(10) == "published"
+        assert ticket.wait(60) == "published"
         assert ticket.n_shared == 20
         two.delete("a")
         assert not one.has_reference("a")
@@ -84,15 +84,15 @@ def test_a_store_that_another_process_holds_is_read_and_a_write_gives_up_in_time
         def hold() -> None:
             with folder.locked(1):
                 is_held.set()
-                may_go.wait(30)
+                may_go.wait(120)
 
         holder = threading.Thread(target=hold)
         holder.start()
-        is_held.wait(30)
+        is_held.wait(120)
         try:
             assert load_all(store, history) == 20
             ticket = store.save("b", history.key, history.tokens, history)
-            assert ticket.wait(10) == "failed"
+            assert ticket.wait(60) == "failed"
             assert "written by another process" in ticket.reason
             with pytest.raises(StoreError, match=r"not free for 0.05 s"):
                 store.gc()

@@ -50,7 +50,7 @@ def test_a_turn_writes_only_what_is_new(tmp_path: Path) -> None:
         for n, n_new in ((20, 20), (50, 34), (51, 3), (51, 0), (83, 35)):
             history = History(key, tokens[:n])
             ticket = store.save("a", key, tokens[:n], history)
-            assert ticket.wait(10) == SaveState.PUBLISHED
+            assert ticket.wait(60) == SaveState.PUBLISHED
             assert history.n_read == n_new  # whole blocks and a tail
             assert ticket.n_shared == n - n_new
             assert load_all(store, history) == n
@@ -349,7 +349,7 @@ class Gate:
 
         def wait() -> None:
             self.reached.set()
-            self._event.wait(5)
+            self._event.wait(120)
 
         assert writer.offer(wait, 0)
         self.reached.wait(30)
@@ -378,7 +378,7 @@ def test_a_full_queue_skips_the_save_and_says_so(tmp_path: Path) -> None:
         assert two.n_read == 0
         assert load_all(store, one) == 64  # what waits to be written can be loaded already
         gate.open()
-        assert first.wait(10) == SaveState.PUBLISHED
+        assert first.wait(60) == SaveState.PUBLISHED
         assert not store.has_reference("two")
         assert [event.kind for event in store.take_events()] == [EventKind.SAVE_SKIPPED]
         assert store.stats().queued_bytes == 0
@@ -392,7 +392,7 @@ def test_a_history_larger_than_the_queue_is_saved_in_several_turns(tmp_path: Pat
         stored = []
         for _ in range(50):
             ticket = store.save("a", key, history.tokens, history)
-            assert ticket.wait(10) == SaveState.PUBLISHED
+            assert ticket.wait(60) == SaveState.PUBLISHED
             stored.append(ticket.n_stored)
             assert store.get("a").tokens.tolist() == history.tokens
             if not ticket.is_partial:
@@ -437,7 +437,7 @@ def test_what_a_queued_save_relies_on_is_not_collected(tmp_path: Path) -> None:
             pass
         ticket = store.save("b", history.key, history.tokens, history)
         gate.open()
-        assert ticket.wait(10) == SaveState.PUBLISHED, ticket.reason
+        assert ticket.wait(60) == SaveState.PUBLISHED, ticket.reason
         forget.join()
         collect.join()
         assert load_all(store, history) == 30
@@ -466,7 +466,7 @@ def test_what_is_kept_in_ram_is_spilled_to_disk_when_ram_runs_short(tmp_path: Pa
     limit = 12 * 2000
     with Store(tmp_path, StoreConfig(warm_bytes=limit)) as store:
         for history in histories:
-            assert store.keep_warm(key, history.tokens, history).wait(10) == SaveState.PUBLISHED
+            assert store.keep_warm(key, history.tokens, history).wait(60) == SaveState.PUBLISHED
             assert store.stats().warm.size_bytes <= limit
         store.flush()
         store.flush()  # spills queue behind what spilled them
@@ -481,7 +481,7 @@ def test_what_is_kept_in_ram_is_spilled_to_disk_when_ram_runs_short(tmp_path: Pa
 def test_without_ram_what_is_kept_goes_to_disk(tmp_path: Path) -> None:
     history = History(make_key(), tokens_of(0, 30))
     with Store(tmp_path, COLD) as store:
-        assert store.keep_warm(history.key, history.tokens, history).wait(10) == "published"
+        assert store.keep_warm(history.key, history.tokens, history).wait(60) == "published"
         match = store.match(history.key, history.tokens)
         assert (match.n_tokens, match.warm_tokens) == (30, 0)
         save(store, "a", history)
@@ -495,7 +495,7 @@ def test_a_spill_without_room_in_the_queue_is_reported(tmp_path: Path) -> None:
         for seed in range(4):
             history = History(key, tokens_of(seed, 16))
             ticket = store.keep_warm(key, history.tokens, history)
-            ticket.wait(10)
+            ticket.wait(60)
         store.flush()
         counts = store.stats().events
         assert counts.get("spill_skipped", 0) + counts.get("save_partial", 0) > 0
@@ -539,7 +539,7 @@ def test_blocks_of_no_history_give_way_first(tmp_path: Path) -> None:
         save(store, "old", History(key, tokens_of(0, 40)))
         for seed in range(1, 9):
             history = History(key, tokens_of(seed, 40))
-            assert store.keep_warm(key, history.tokens, history).wait(10) == "published"
+            assert store.keep_warm(key, history.tokens, history).wait(60) == "published"
         assert load_all(store, History(key, tokens_of(0, 40))) == 40
         assert load_all(store, History(key, tokens_of(8, 40))) == 40
         assert load_all(store, History(key, tokens_of(1, 40))) == 0
@@ -555,7 +555,7 @@ def test_pinned_histories_are_not_evicted_and_a_save_without_room_fails_with_num
         store.pin("a")
         other = History(key, tokens_of(1, 80))
         ticket = store.save("b", key, other.tokens, other)
-        assert ticket.wait(10) == SaveState.FAILED
+        assert ticket.wait(60) == SaveState.FAILED
         assert "its limit of 32000" in ticket.reason
         assert not store.has_reference("b")
         assert load_all(store, History(key, tokens_of(0, 80))) == 80

@@ -5,6 +5,7 @@ Start in ``manager.py``.
 
 from kvcellar.agents.history import Message, TemplateReport, check_template
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
+from kvcellar.agents.memory import MemoryPlan
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
 from kvcellar.agents.places import Place
@@ -19,6 +20,7 @@ __all__ = [
     "AgentManager",
     "AgentUsage",
     "BroughtBack",
+    "MemoryPlan",
     "Message",
     "Miss",
     "ModelHost",

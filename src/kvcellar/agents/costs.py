@@ -41,6 +41,11 @@ class Estimate:
     prefill_s: float | None
 
     @property
+    def gain_s(self) -> float:
+        """What loading saves; 0 where it saves nothing, or nobody knows."""
+        return max(0.0, (self.prefill_s or 0.0) - self.load_s)
+
+    @property
     def is_restore_faster(self) -> bool:
         """Whether to load it. Unmeasured prefill is believed to be slow, as it is on a CPU."""
         return self.prefill_s is None or self.load_s < MARGIN * self.prefill_s

@@ -57,6 +57,9 @@ from kvcellar.store import SaveState, SaveTicket, Store
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
 
+VERIFY = ("checksum", "canary")
+"""What is asked of stored KV before it is used."""
+
 _GREEDY = SamplingParams()
 T = TypeVar("T")
 
@@ -75,6 +78,7 @@ class AgentManager:
         *,
         default_model: str = "demo",
         rules: Collection[str] = tuple(RULES),
+        verify: str = "checksum",
     ) -> None:
         """Find the agents that earlier processes left in the store.
 
@@ -83,17 +87,22 @@ class AgentManager:
             models: who runs them; it stays the caller's to close.
             default_model: of agents that are created without one.
             rules: names of rules for volatile text that apply; see ``volatile.RULES``.
+            verify: what is asked of KV before it is restored: ``checksum``, that its bytes are
+                what was saved; ``canary``, besides, that a few rows are what the model computes.
 
         Raises:
-            AgentError: there is no rule of that name.
+            AgentError: there is no rule, or no way to verify, of that name.
         """
         unknown = set(rules) - RULES.keys()
         if unknown:
             raise AgentError(f"no rule {sorted(unknown)}; there are: {', '.join(RULES)}")
+        if verify not in VERIFY:
+            raise AgentError(f"verify {verify!r} is unknown; choose one of {', '.join(VERIFY)}")
         self.store = store
         self.models = models
         self.default_model = default_model
         self.rules = tuple(rules)
+        self._is_verified = verify == "canary"
         self._lock = threading.Lock()
         self._agents: dict[str, Agent] = {}
         self._publisher = Publisher(store)
@@ -108,7 +117,7 @@ class AgentManager:
         self._find_stored()
         with self._lock:
             agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
-        return [agent.info() for agent in agents]
+        return [self._info(agent) for agent in agents]
 
     async def describe(self, agent_id: str, model: str | None = None) -> AgentInfo:
         """One agent, and how much of it is in the cache.
@@ -119,7 +128,7 @@ class AgentManager:
         agent = self._agent(agent_id, model)
         host = self._host_of(agent)
         if host is None:
-            return agent.info(0)
+            return self._info(agent, 0)
         tokens = agent.token_array()
 
         def count(engine: Engine) -> int:
@@ -129,7 +138,7 @@ class AgentManager:
                 residency.demote(tokens)
             return n
 
-        return agent.info(await _in_engine(host, count))
+        return self._info(agent, await _in_engine(host, count))
 
     def why(self, agent_id: str, model: str | None = None) -> Miss | None:
         """What the last turn had to compute again, and why; None where nothing was lost.
@@ -350,6 +359,7 @@ class AgentManager:
             agent_id=new_id,
             parent=parent.name,
             parent_position=at,
+            parent_created_s=parent.created_s,
             created_s=time.time(),
             used_s=time.time(),
             is_waiting=False,
@@ -419,10 +429,14 @@ class AgentManager:
         doomed = {
             a.name: a
             for a in agents
-            if agent.parent is not None and a.parent == agent.parent and a is not agent
+            if a is not agent and a.is_sibling_of(agent)
         }
         while True:
-            more = {a.name: a for a in agents if a.parent in doomed and a.name not in doomed}
+            more = {
+                a.name: a
+                for a in agents
+                if a.name not in doomed and any(a.is_child_of(b) for b in doomed.values())
+            }
             if not more:
                 break
             doomed |= more
@@ -490,7 +504,12 @@ class AgentManager:
             self._publisher.refresh(agent)
             self._check_model(agent, host)
             back = await bring_back(
-                host, self.store, agent.tokens, is_wanted=True, progress=progress
+                host,
+                self.store,
+                agent.tokens,
+                is_wanted=True,
+                is_verified=self._is_verified,
+                progress=progress,
             )
             released = back.release(host)
             if released is not None:
@@ -667,7 +686,13 @@ class AgentManager:
         started = time.perf_counter()
         before = agent.tokens
         host.costs.recall(agent.rates)
-        back = await bring_back(host, self.store, tuple(turn.tokens[:-1]), progress=progress)
+        back = await bring_back(
+            host,
+            self.store,
+            tuple(turn.tokens[:-1]),
+            is_verified=self._is_verified,
+            progress=progress,
+        )
         if not agent.turns and agent.miss is not None:
             turn.miss = agent.miss  # of a name that belongs to another model
         done = _Done()
@@ -753,6 +778,15 @@ class AgentManager:
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         of = "" if model is None else f" with model {model!r}"
         raise UnknownAgentError(f"no agent {agent_id!r}{of}; there are: {shown or 'none'}")
+
+    def _info(self, agent: Agent, n_cached: int | None = None) -> AgentInfo:
+        """The agent as others see it; whether its parent is still there, besides."""
+        info = agent.info(n_cached)
+        if agent.parent is None:
+            return info
+        with self._lock:
+            parent = self._agents.get(agent.parent)
+        return replace(info, is_parent_gone=parent is None or not agent.is_child_of(parent))
 
     def _new(self, agent_id: str, host: ModelHost) -> Agent:
         return Agent(agent_id, host.name, host.key)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_template
+from kvcellar.agents.memory import budget_of_host
 from kvcellar.budget import format_size
 from kvcellar.engine import Engine, EngineConfig, EngineService
 from kvcellar.errors import ConfigError
@@ -20,13 +21,12 @@ from kvcellar.home import default_home
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import load_model
 from kvcellar.models.loading import ProgressFn
+from kvcellar.models.sizing import size_model
 from kvcellar.registry import make_seq_session
 from kvcellar.store import Layout, ModelKey, fingerprint_checkpoint
-from kvcellar.types import make_config
+from kvcellar.types import DEFAULT_CAPACITY, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
-
-DEFAULT_CAPACITY = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +73,7 @@ def open_host(
     dtype: str | None = None,
     device: str | None = None,
     config: EngineConfig | None = None,
+    memory_bytes: int | None = None,
     progress: ProgressFn | None = None,
 ) -> ModelHost:
     """Load a model and start an engine for it.
@@ -85,13 +86,21 @@ def open_host(
         dtype: type of the weights in memory.
         device: where it runs.
         config: policy of the engine.
+        memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
+            capacity. On CPUs only.
         progress: called while loading and hashing.
 
     Raises:
-        ModelError, BackendError, ConfigError: as ``load_model``; nothing is left loaded.
+        ModelError, BackendError, ConfigError: as ``load_model``, or ``memory_bytes`` do not hold
+            the model; nothing is left loaded.
         StoreError: its files cannot be hashed.
     """
     report = progress or (lambda fraction, what: None)
+    budget = None
+    if memory_bytes is not None:
+        spec = size_model(name, dtype=dtype)
+        most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
+        budget = budget_of_host(spec, memory_bytes, capacity=most, kv_dtype=kv_dtype, config=config)
     model = load_model(
         name,
         backend=backend,
@@ -109,6 +118,7 @@ def open_host(
         model.params,
         capacity or min(model.max_positions, DEFAULT_CAPACITY),
         kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
+        budget=budget,
     )
     layout = Layout.from_config(cache_config)
     with ExitStack() as stack:
@@ -132,7 +142,7 @@ def open_host(
             tokenizer=model.tokenizer,
             key=ModelKey(fingerprint.value, layout),
             eos_token_ids=model.eos_token_ids,
-            size_bytes=weights + layout.rows_bytes(cache_config.capacity),
+            size_bytes=memory_bytes or weights + layout.rows_bytes(cache_config.capacity),
             template=template,
             _on_close=stack.pop_all(),
         )

@@ -55,7 +55,8 @@ class AgentInfo:
         n_stored: leading tokens whose KV is in the store.
         n_turns: turns so far.
         n_messages: messages of its conversation.
-        parent: the agent that it was forked from; it may be gone.
+        parent: the agent that it was forked from.
+        is_parent_gone: whether that one was deleted, though another may have its name by now.
         parent_position: tokens that the two have in common since.
         created_s: seconds since 1970.
         used_s: the same, of its last turn.
@@ -77,6 +78,7 @@ class AgentInfo:
     used_s: float
     n_cached: int | None = None
     miss: Miss | None = None
+    is_parent_gone: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +98,8 @@ class Agent:
     turns: tuple[Turn, ...] = ()
     parent: str | None = None
     parent_position: int | None = None
+    parent_created_s: float | None = None
+    """Tells the parent from a later agent of the same name."""
     created_s: float = field(default_factory=time.time)
     used_s: float = field(default_factory=time.time)
     is_waiting: bool = False
@@ -129,6 +133,15 @@ class Agent:
         if self.is_waiting:
             return "waiting"
         return "paused" if self.is_paused else "idle"
+
+    def is_child_of(self, other: Agent) -> bool:
+        """Whether it was forked from the other."""
+        return self.parent == other.name and self.parent_created_s in (None, other.created_s)
+
+    def is_sibling_of(self, other: Agent) -> bool:
+        """Whether both were forked from one agent, which may be gone."""
+        mine, its = self.parent_created_s, other.parent_created_s
+        return self.parent is not None and self.parent == other.parent and mine == its
 
     def info(self, n_cached: int | None = None) -> AgentInfo:
         """The agent as others see it."""
@@ -213,6 +226,7 @@ class Agent:
             "turns": [list(asdict(turn).values()) for turn in self.turns],
             "created_s": self.created_s,
             "used_s": self.used_s,
+            "parent_created_s": self.parent_created_s,
             "is_waiting": self.is_waiting,
             "is_paused": self.is_paused,
             "is_finished": self.is_finished,
@@ -231,6 +245,7 @@ class Agent:
         self.tools = value["tools"]
         self.turns = tuple(Turn(*turn) for turn in value["turns"])
         self.parent, self.parent_position = ref.parent, ref.parent_position
+        self.parent_created_s = value.get("parent_created_s")
         self.created_s, self.used_s = float(value["created_s"]), float(value["used_s"])
         self.is_waiting = bool(value["is_waiting"])
         self.is_paused = bool(value["is_paused"])

@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvcellar.agents.canary import check_restored
+from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.models import ModelHost
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
@@ -33,10 +35,12 @@ T = TypeVar("T")
 MIN_GAIN = 16
 """Tokens below which nothing is restored."""
 
-IN_FLIGHT = 8
-"""Blocks that are read ahead of the engine."""
-
 MAX_ATTEMPTS = 3
+
+PATIENCE_S = 2.0
+"""How long to wait for cells where nobody knows what computing takes, or it was asked for."""
+
+ROOM_POLL_S = 0.01
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +55,7 @@ class BroughtBack:
         is_recomputed: whether computing was expected to be faster, or turned out so.
         tiers: tokens restored, by tier.
         is_exact: whether what was restored is bit for bit what was saved, and never had 8 bits.
+        n_verified: restored rows that were computed again and agreed; None where nobody asked.
         trouble: what went wrong on the way, if anything: less was restored, nothing is wrong.
     """
 
@@ -61,6 +66,7 @@ class BroughtBack:
     is_recomputed: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
     is_exact: bool = True
+    n_verified: int | None = None
     trouble: str = ""
     _held: Held | None = None
 
@@ -80,22 +86,25 @@ async def bring_back(
     tokens: tuple[int, ...],
     *,
     is_wanted: bool = False,
+    is_verified: bool = False,
     progress: ProgressFn | None = None,
 ) -> BroughtBack:
     """Have as much of a history in the cache as is worth it, before its next turn is queued.
 
     Where loading is expected to be slower than computing, or turns out so, the rest is left to be
     computed. A block that is gone or damaged ends it there; nothing wrong gets into the cache.
-    Where cells are short, nothing is loaded: the turn waits for room in the engine's queue.
+    Where running requests hold the cells, it waits for them as long as loading would save time.
 
     Args:
         host: the model.
         store: what may hold it.
         tokens: the history, without the last token of a prompt: its logits are wanted.
         is_wanted: load it whatever is faster.
+        is_verified: compute a few of the rows again first; where they differ, what they came from
+            is put away, nothing is restored, and an event and ``trouble`` say so.
         progress: told how much is loaded.
     """
-    job = _Job(host, store, np.array(tokens, dtype=np.int64), is_wanted, progress)
+    job = _Job(host, store, np.array(tokens, dtype=np.int64), is_wanted, is_verified, progress)
     async with host.restoring:
         work = asyncio.ensure_future(asyncio.to_thread(job.run))
         try:
@@ -115,8 +124,11 @@ class _Job:
     store: Store
     tokens: IntArray
     is_wanted: bool
+    is_verified: bool
     progress: ProgressFn | None
     is_cancelled: bool = False
+    blocks: list[Loaded] = field(default_factory=list)
+    """What was loaded, without its rows, where it is to be verified."""
 
     def run(self) -> BroughtBack:
         started = time.perf_counter()
@@ -154,21 +166,23 @@ class _Job:
                 if window is None:
                     break
                 stop = window.n_tokens
-            limit = self._load(match, stop, window, result)
+            is_guess = self.is_wanted or estimate.prefill_s is None
+            patience_s = PATIENCE_S if is_guess else estimate.gain_s
+            limit = self._load(match, stop, window, result, patience_s)
             if result.n_restored or result.is_recomputed or window is None:
                 break
 
     def _load(
-        self, match: Match, stop: int, window: WindowState | None, result: BroughtBack
+        self,
+        match: Match,
+        stop: int,
+        window: WindowState | None,
+        result: BroughtBack,
+        patience_s: float,
     ) -> int:
         """Load up to ``stop`` and publish what came; returns how far it came."""
         layout = self.host.key.layout
-        tokens = self.tokens[:stop]
-        restore = self._call(
-            lambda engine: Restore.begin(
-                engine.scheduler.residency, tokens, window_positions(layout, window)
-            )
-        )
+        restore = self._claim(self.tokens[:stop], window_positions(layout, window), patience_s)
         if restore is None:
             return 0
         at = restore.first if layout.full_groups else stop
@@ -179,6 +193,8 @@ class _Job:
                 at = self._stream(restore, match, stop, result)
             if at < stop and window is not None:
                 return at
+            if self.is_verified and not self._verify(restore, window, at, result):
+                return 0
             held = self._call(lambda _: restore.publish(at))
             result.release(self.host)
             result._held = held
@@ -186,6 +202,47 @@ class _Job:
             return at
         finally:
             self._call(lambda _: restore.give_up())
+
+    def _claim(
+        self, tokens: IntArray, windows: list[IntArray | None], patience_s: float
+    ) -> Restore | None:
+        """Cells for what is to come; waits while requests are running that will free some.
+
+        The turn itself could not begin either before they do.
+        """
+
+        def begin(engine: Engine) -> tuple[Restore | None, bool]:
+            residency = engine.scheduler.residency
+            return Restore.begin(residency, tokens, windows), bool(engine.scheduler.running)
+
+        deadline = time.perf_counter() + patience_s
+        while True:
+            restore, may_come = self._call(begin)
+            if restore is not None or not may_come or self.is_cancelled:
+                return restore
+            if time.perf_counter() > deadline:
+                return None
+            time.sleep(ROOM_POLL_S)
+
+    def _verify(
+        self, restore: Restore, window: WindowState | None, stop: int, result: BroughtBack
+    ) -> bool:
+        """Whether the rows are what the model computes; what is wrong is put away."""
+        layout, blocks = self.host.key.layout, self.blocks
+        finding = self._call(
+            lambda engine: check_restored(restore, engine.runner, layout, blocks, window, stop)
+        )
+        for address, why in finding.bad.items():
+            self.store.reject(address, why)
+        if finding.bad:
+            result.tiers.clear()
+            result.trouble = (
+                f"{len(finding.bad)} stored blocks are not what this model computes and were put "
+                f"away, so the history is computed again: {next(iter(finding.bad.values()))}"
+            )
+            return False
+        result.n_verified = finding.n_checked
+        return True
 
     def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
         """Blocks from the store to the cells, read a few ahead of being written."""
@@ -207,6 +264,8 @@ class _Job:
                 load_s = time.perf_counter() - last
                 on_the_way.append((self._write(restore, loaded), loaded, load_s))
                 at = loaded.stop
+                if self.is_verified:
+                    self.blocks.append(replace(loaded, rows=()))
                 result.is_exact &= loaded.is_exact
                 n = loaded.stop - loaded.start
                 result.tiers[loaded.tier] = result.tiers.get(loaded.tier, 0) + n

@@ -237,6 +237,12 @@ def usage_of(
 def _notes_of(back: BroughtBack) -> list[str]:
     """What there is to know of a restore."""
     notes = [back.trouble] if back.trouble else []
+    if back.n_verified is not None:
+        notes.append(
+            f"{back.n_verified} restored rows were computed again and agree"
+            if back.n_verified
+            else "no restored row could be computed again: their windows are not stored"
+        )
     if not back.is_exact:
         notes.append("the KV that was restored had been stored in 8 bits")
     return notes

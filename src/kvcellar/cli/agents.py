@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.session import memory_plan
 from kvcellar.cli.store import AsJson, Folder, size_text
 from kvcellar.cli.terminal import (
     examples,
@@ -135,7 +136,7 @@ def list_command(store: Folder = None, as_json: AsJson = False) -> None:
         return
     width = max((len(info.agent_id) for info in infos), default=0)
     for info in infos:
-        of = f", forked from {info.parent} at {info.parent_position}" if info.parent else ""
+        of = f", forked from {_parent(info)} at {info.parent_position}" if info.parent else ""
         write(
             f"{info.agent_id:<{width}}  {info.state:<9} {info.n_tokens:>7} tokens  "
             f"{info.n_turns:>3} turns  {info.model}{of}\n"
@@ -193,10 +194,12 @@ def generate_command(
     store: Folder = None,
     model: ModelName = None,
     capacity: options.Capacity = None,
+    memory: options.Memory = None,
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
+    verify: options.Verify = "checksum",
 ) -> None:
     """Say something to an agent; its answer streams to stdout and joins its history.
 
@@ -216,12 +219,13 @@ def generate_command(
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
     loading = {
         "capacity": capacity,
+        "memory": memory,
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
         "device": device,
     }
-    with _opened(store, loading, agent_id) as agents:
+    with _opened(store, loading, agent_id, verify) as agents:
         if is_new and agent_id not in {info.agent_id for info in agents.list()}:
             asyncio.run(agents.create(agent_id, model=_named(model)))
         end = asyncio.run(_turn(agents, agent_id, said, params, _named(model), is_quiet=as_json))
@@ -242,10 +246,12 @@ def chat_command(
     store: Folder = None,
     model: ModelName = None,
     capacity: options.Capacity = None,
+    memory: options.Memory = None,
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
+    verify: options.Verify = "checksum",
 ) -> None:
     """Talk with an agent, turn by turn; it is made where there is none of that name.
 
@@ -261,12 +267,13 @@ def chat_command(
     )
     loading = {
         "capacity": capacity,
+        "memory": memory,
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
         "device": device,
     }
-    with _opened(store, loading, agent_id) as agents:
+    with _opened(store, loading, agent_id, verify) as agents:
         if agent_id not in {info.agent_id for info in agents.list()}:
             asyncio.run(agents.create(agent_id, model=_named(model), system=system))
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -402,20 +409,23 @@ def resume_command(
     store: Folder = None,
     as_json: AsJson = False,
     capacity: options.Capacity = None,
+    memory: options.Memory = None,
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
+    verify: options.Verify = "checksum",
 ) -> None:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
     loading = {
         "capacity": capacity,
+        "memory": memory,
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
         "device": device,
     }
-    with _opened(store, loading, agent_id) as agents:
+    with _opened(store, loading, agent_id, verify) as agents:
         with progress_bar("loading") as report:
             back = asyncio.run(agents.resume(agent_id, progress=report))
         info = asyncio.run(agents.describe(agent_id))
@@ -477,31 +487,52 @@ def delete_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fa
 
 @contextmanager
 def _opened(
-    folder: Path | None, loading: dict[str, Any] | None = None, agent_id: str | None = None
+    folder: Path | None,
+    loading: dict[str, Any] | None = None,
+    agent_id: str | None = None,
+    verify: str = "checksum",
 ) -> Iterator[AgentManager]:
     """The agents of a store, which is made where there is none; models are loaded when needed.
 
     Unless said otherwise K and V are stored as the agent of that name has them.
     """
     from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, open_host
-    from kvcellar.store import Store, default_store
+    from kvcellar.store import Store, StoreConfig, default_store
+
+    wanted = dict(loading or {})
+    memory = memory_plan(wanted.pop("memory", None), wanted)
+
+    def settings_of(name: str) -> dict[str, Any]:
+        mine = [i for i in agents.list() if (i.agent_id, i.model) == (agent_id, name)]
+        kv_dtype = wanted.get("kv_dtype") or (mine[-1].kv_dtype if mine else None)
+        return wanted | {"kv_dtype": kv_dtype}
+
+    def size_of(name: str) -> int:
+        assert memory is not None
+        return memory.size_of(name, **settings_of(name))
 
     def load(name: str) -> ModelHost:
-        wanted = dict(loading or {})
-        if wanted.get("kv_dtype") is None:
-            mine = [i for i in agents.list() if (i.agent_id, i.model) == (agent_id, name)]
-            wanted["kv_dtype"] = mine[-1].kv_dtype if mine else None
+        settings = settings_of(name)
+        if memory is not None:
+            settings["memory_bytes"] = size_of(name)
         with progress_bar(f"loading {name}") as report:
-            host = open_host(name, progress=report, **wanted)
+            host = open_host(name, progress=report, **settings)
         if host.template is not None:
             for found in host.template.findings:
                 print_note(f"chat template: {found}")
         return host
 
-    with Store((folder or default_store()).expanduser()) as store:
-        models = ModelRegistry(load)
+    config = StoreConfig()
+    if memory is not None:
+        config = StoreConfig(warm_bytes=memory.warm_bytes, queue_bytes=memory.queue_bytes)
+    with Store((folder or default_store()).expanduser(), config) as store:
+        models = ModelRegistry(
+            load,
+            budget_bytes=None if memory is None else memory.models_bytes,
+            size_of=None if memory is None else size_of,
+        )
         try:
-            agents = AgentManager(store, models)
+            agents = AgentManager(store, models, verify=verify)
             yield agents
             models.close()
             store.flush()
@@ -526,6 +557,10 @@ def _as_object(info: AgentInfo) -> dict[str, Any]:
     return value
 
 
+def _parent(info: AgentInfo) -> str:
+    return f"{info.parent} (deleted)" if info.is_parent_gone else str(info.parent)
+
+
 def _miss_object(miss: Miss) -> dict[str, Any]:
     return miss.as_json() | {"advice": miss.advice}
 
@@ -544,6 +579,6 @@ def _show(info: AgentInfo, as_json: bool) -> None:
         ("used", used),
     ]
     if info.parent is not None:
-        lines.append(("forked from", f"{info.parent} at token {info.parent_position}"))
+        lines.append(("forked from", f"{_parent(info)} at token {info.parent_position}"))
     for name, text in lines:
         write(f"{name:<12}{text}\n")

@@ -72,6 +72,16 @@ Device = Annotated[
     ),
 ]
 
+Verify = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW",
+        help="What is asked of stored KV before it is used: checksum, or canary: besides, that a "
+        "few rows are what the model computes.",
+        rich_help_panel=LOADING,
+    ),
+]
+
 MaxTokens = Annotated[
     int, typer.Option(metavar="N", help="Tokens to generate at most.", rich_help_panel=SAMPLING)
 ]

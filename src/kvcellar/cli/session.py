@@ -20,13 +20,11 @@ from kvcellar.registry import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.types import CacheConfig, ModelCacheParams, make_config
+from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, ModelCacheParams, make_config
 
 if TYPE_CHECKING:
+    from kvcellar.agents import MemoryPlan
     from kvcellar.models import LoadedModel, Runner
-
-DEFAULT_CAPACITY = 8192
-"""The most tokens that a cache may hold unless more is asked for; memory grows with use."""
 
 KINDS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
     "contiguous": make_decode_session,
@@ -66,12 +64,7 @@ def bound_model(
             memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
-    limit_bytes = None if memory is None else parse_size(memory)
-    if limit_bytes is not None and device not in (None, "cpu"):
-        raise ConfigError(
-            f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
-            f"there; leave one of the two out, or give a --capacity"
-        )
+    limit_bytes = _limit_bytes(memory, device)
     if kind not in KINDS:
         raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     make_config(
@@ -109,6 +102,29 @@ def bound_model(
         for warning in caught:
             print_warning(str(warning.message))
         yield Bound(model, cache, runner)
+
+
+def _limit_bytes(memory: str | None, device: str | None) -> int | None:
+    """What the whole process may hold."""
+    limit_bytes = None if memory is None else parse_size(memory)
+    if limit_bytes is not None and device not in (None, "cpu"):
+        raise ConfigError(
+            f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
+            f"there; leave one of the two out, or give a --capacity"
+        )
+    return limit_bytes
+
+
+def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | None:
+    """How models and store share ``--memory``; None without it. Loads the backend, no model."""
+    limit_bytes = _limit_bytes(memory, loading.get("device"))
+    if limit_bytes is None:
+        return None
+    with progress_bar(f"starting {loading['backend']}"):
+        load_backend(loading["backend"])
+        from kvcellar.agents import MemoryPlan
+
+        return MemoryPlan.divide(limit_bytes, resident_bytes())
 
 
 def _reserve(

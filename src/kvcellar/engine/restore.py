@@ -14,6 +14,7 @@ import numpy as np
 
 from kvcellar.bookkeeping.prefix import PrefixHandle
 from kvcellar.engine.residency import MovingCache, Residency
+from kvcellar.models import Runner
 from kvcellar.types import IntArray
 
 __all__ = ["Held", "Restore", "RowCache", "held_rows"]
@@ -124,6 +125,73 @@ class Restore:
         cache = self.residency.cache
         assert isinstance(cache, RowCache) and not self._is_over
         cache.write_rows(group_cells, rows)
+
+    def read(self, group_cells: Sequence[IntArray]) -> Any:
+        """The rows in cells of ``tables``, as ``RowCache.read_rows`` gives them."""
+        cache = self.residency.cache
+        assert isinstance(cache, RowCache) and not self._is_over
+        return cache.read_rows(group_cells)
+
+    def compute_again(self, runner: Runner, positions: Sequence[int]) -> Any:
+        """Run the model on some tokens once more, each behind the rows that lie before it.
+
+        What it computes goes to cells of its own, which are free again afterwards.
+
+        Args:
+            runner: the model.
+            positions: ``[n]`` of tokens whose history is here, as ``can_compute_again`` says.
+
+        Returns:
+            Per layer group the rows of these tokens, as ``read_rows`` gives them, ``n`` in each;
+            None where there is no room for ``n`` more tokens.
+        """
+        residency, cache = self.residency, self.residency.cache
+        assert isinstance(cache, RowCache) and not self._is_over
+        seq_ids = [residency.take_seq_id() for _ in positions]
+        here = self._here()
+        try:
+            for seq_id, position in zip(seq_ids, positions, strict=True):
+                if position:
+                    cache.seq_map(seq_id, [table[:position] for table in here])
+            if not residency.make_room_for(seq_ids):
+                return None
+            try:
+                found = cache.begin_step(seq_ids)
+                assert list(found) == list(positions), "each token goes behind its own history"
+                runner.forward(self.tokens[list(positions)], found, [0])
+            except BaseException:
+                cache.cancel_step()
+                raise
+            cache.end_step()
+            tables = [cache.seq_table(seq_id) for seq_id in seq_ids]
+            groups = range(len(self.tables))
+            return cache.read_rows(
+                [np.array([table[group][-1] for table in tables]) for group in groups]
+            )
+        finally:
+            for seq_id in seq_ids:
+                if cache.has_seq(seq_id):
+                    cache.seq_rm(seq_id)
+                residency.give_seq_id(seq_id)
+
+    def can_compute_again(self, position: int) -> bool:
+        """Whether all that the token at a position attends to is here."""
+        if position % self.residency.cache.block_size:
+            return False  # a block is shared whole
+        groups = self.residency.cache.config.params.groups
+        for group, table in zip(groups, self._here(), strict=True):
+            first = 0 if group.window is None else max(0, position - group.window + 1)
+            if (table[first:position] < 0).any():
+                return False
+        return True
+
+    def _here(self) -> list[IntArray]:
+        """Per layer group ``[stop]`` the cell of each position, held before or claimed now."""
+        n = self.first
+        here = [table.copy() for table in self.tables]
+        for table, held in zip(here, self._held.tables, strict=True):
+            table[:n] = np.where(table[:n] < 0, held[:n], table[:n])
+        return here
 
     def publish(self, n_tokens: int) -> Held:
         """Let requests reuse the first ``n_tokens``; the rest is given up."""

@@ -116,6 +116,7 @@ class Loaded:
         tier: where they came from: ``warm`` or ``cold``.
         is_exact: whether they are bit for bit what was saved.
         size_bytes: bytes that were read or touched.
+        address: of the block that they are from.
     """
 
     start: int
@@ -124,6 +125,7 @@ class Loaded:
     tier: str
     is_exact: bool
     size_bytes: int
+    address: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,11 +137,13 @@ class WindowState:
         windows: per sliding-window group, positions below ``n_tokens`` and their rows; views of
             what others may read too: not to be written to.
         is_exact: whether they are bit for bit what was saved.
+        address: of the state that they are from.
     """
 
     n_tokens: int
     windows: tuple[WindowRows, ...]
     is_exact: bool
+    address: bytes
 
 
 class Finder:
@@ -260,7 +264,8 @@ class Finder:
                 return
             part = tuple(slice_rows(group, at - first, upto - first) for group in rows)
             self._on_read(item.info.address)
-            yield Loaded(at, upto, part, tier, item.info.is_exact, item.size_bytes)
+            info = item.info
+            yield Loaded(at, upto, part, tier, info.is_exact, item.size_bytes, info.address)
             at = upto
 
     def load_window(self, match: Match, limit: int) -> WindowState | None:
@@ -281,7 +286,7 @@ class Finder:
                 continue
             self._on_read(info.address)
             cut = tuple(_below(state, n) for state in states)
-            return WindowState(n, cut, item.info.is_exact)
+            return WindowState(n, cut, item.info.is_exact, item.info.address)
         return None
 
     def _open(self, info: Info, tokens: IntArray) -> tuple[Item, str] | None:

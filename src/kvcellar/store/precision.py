@@ -35,6 +35,14 @@ def from_precision(rows: GroupRows, group: LayerGroup, have: KvDtype, want: KvDt
     return GroupRows(*(_up(side, old, new, dim) for side, old, new, dim in sides))
 
 
+def as_floats(rows: GroupRows, group: LayerGroup, have: KvDtype) -> tuple[Array, Array]:
+    """K and V as the float32 numbers ``[n_layers, n_kv_heads, n_tok, dim]`` that they stand for."""
+    single = SideDtype("float32")
+    sides = zip(rows, (have.k, have.v), _dims(group), strict=True)
+    k, v = (_up(side, old, single, dim).data for side, old, dim in sides)
+    return k, v
+
+
 def _dims(group: LayerGroup) -> tuple[int, int]:
     return group.head_dim, group.v_head_dim
 
@@ -49,6 +57,9 @@ def _down(side: Side, have: SideDtype, want: SideDtype, dim: int) -> Side:
 def _up(side: Side, have: SideDtype, want: SideDtype, dim: int) -> Side:
     if have == want:
         return side
+    if not have.is_quantised:
+        floats = _widened(side.data) if have.name == "bfloat16" else side.data
+        return Side(floats.astype(want.name, copy=False))
     assert side.scales is not None and side.biases is not None
     floats = dequantise(QuantisedRows(side.data, side.scales, side.biases), have.bits, dim)
     if want.name == "bfloat16":

@@ -156,6 +156,19 @@ class Store:
         """
         return self._finder.load_window(match, match.n_tokens if limit is None else limit)
 
+    def reject(self, address: bytes, why: str) -> None:
+        """Put away a block or window state whose rows turned out wrong, in every tier.
+
+        Its bytes were what was saved; whoever loaded it found that they cannot be right. An event
+        says so, and no match finds it again.
+        """
+        self._warm.discard(address)
+        info = self._cold.info(address)
+        if info is not None:
+            self._cold.reject(info, why)
+        else:
+            self._events.add(EventKind.DAMAGED, address.hex(), f"{why}; dropped from RAM")
+
     # Saving ------------------------------------------------------------------------------------
 
     def save(

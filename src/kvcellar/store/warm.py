@@ -102,6 +102,13 @@ class WarmTier:
                 return []
             return self._shrink()
 
+    def discard(self, address: bytes) -> None:
+        """Forget a block that is bad, unless it waits for a write."""
+        with self._lock:
+            entry = self._entries.get(address)
+            if entry is not None and not entry.n_queued:
+                self._remove(address)
+
     def pin(self, addresses: Iterable[bytes]) -> None:
         """These, and no others, stay as long as the limit allows."""
         self._pinned = frozenset(addresses)

@@ -1,0 +1,173 @@
+"""Rows that are not what the model computes are found before they are used, and put away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcellar.agents import ModelHost, open_host
+from kvcellar.engine import EngineConfig, SamplingParams
+from kvcellar.errors import AgentError
+from kvcellar.store import StoreConfig
+from tests.agents.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    RowCells,
+    make_host,
+    manager,
+    oracle,
+    run,
+    tokens_of,
+    turn,
+)
+from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint
+
+CONFIG = EngineConfig(max_num_batched_tokens=64)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+
+
+def misread(monkeypatch: Any, *positions: int) -> None:
+    """From now on the cache hands out the rows of these positions as those of another token."""
+    whole = RowCells.read_rows
+
+    def read_rows(self: RowCells, tables: Any) -> Any:
+        rows = whole(self, tables)
+        for (k,), (v,) in rows:
+            for position in positions:
+                if k.shape[2] > position:
+                    k[:, :, position] += 3
+                    v[:, :, position] -= 3
+        return rows
+
+    monkeypatch.setattr(RowCells, "read_rows", read_rows)
+
+
+@pytest.mark.parametrize("params", [PARAMS, FULL_PARAMS], ids=["windows", "full"])
+@pytest.mark.parametrize("warm_bytes", [0, 1 << 24])
+def test_rows_that_were_saved_wrong_are_used_without_a_canary_and_found_with_one(
+    tmp_path, monkeypatch, params, warm_bytes
+):
+    def load(name: str) -> ModelHost:
+        return make_host(name, params=params)
+
+    prompt = [(7 * i) % 250 for i in range(90)]
+    config = StoreConfig(warm_bytes=warm_bytes)
+    for verify in ("checksum", "canary"):
+        folder = tmp_path / verify
+        with manager(folder, load, config) as agents, monkeypatch.context() as patch:
+            misread(patch, 15)  # the last row of each block and window state that is long enough
+            run(agents.create("a"))
+            run(turn(agents, "a", tokens=prompt))
+        with manager(folder, load, config, verify=verify) as agents:
+            before = tokens_of(agents, "a")
+            end = run(turn(agents, "a", tokens=[2]))
+            want = oracle([*before, 2], 6, params)
+            got = list(tokens_of(agents, "a")[-6:])
+            kinds = [event.kind for event in agents.store.take_events()]
+            if verify == "checksum":
+                assert end.usage.restored_tokens and got != want and not kinds
+                continue
+            assert got == want
+            assert end.usage.restored_tokens == 0
+            assert "damaged" in kinds
+            assert any("not what this model computes" in note for note in end.usage.notes)
+            run(turn(agents, "a", tokens=[3]))  # it was saved again, and right
+        with manager(folder, load, config, verify="canary") as agents:
+            before = tokens_of(agents, "a")
+            end = run(turn(agents, "a", tokens=[4]))
+            assert end.usage.restored_tokens == len(before) - 1
+            assert any("computed again and agree" in note for note in end.usage.notes)
+            assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 4], 6, params)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_agrees_with_what_it_saved(family, tmp_path):
+    folder = str(make_checkpoint(family, tmp_path / family))
+
+    def load(name: str) -> ModelHost:
+        return open_host(folder, capacity=1024, config=CONFIG)
+
+    for i in range(2):
+        with manager(tmp_path / "store", load, verify="canary") as agents:
+            if not i:
+                run(agents.create("a", model=folder))
+            end = run(turn(agents, "a", "One thing, and another. " * 6, params=GREEDY))
+            if i:
+                assert end.usage.restored_tokens
+                assert any("computed again and agree" in note for note in end.usage.notes)
+                assert agents.store.take_events() == []
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4:rot", "int4:first4:last64"])
+def test_stored_types_agree_within_their_rounding(kv_dtype, tmp_path):
+    def load(name: str) -> ModelHost:
+        return open_host("demo", capacity=1024, kv_dtype=kv_dtype, config=CONFIG)
+
+    for i in range(2):
+        with manager(tmp_path, load, verify="canary") as agents:
+            if not i:
+                run(agents.create("a", model="demo"))
+            run(turn(agents, "a", "def first(items):\n    return items[0]\n" * 30, params=GREEDY))
+            run(agents.pause("a"))
+            back = run(agents.resume("a"))
+            assert back.n_restored == len(tokens_of(agents, "a")) - 1
+            assert back.n_verified >= 2 and not back.trouble
+
+
+def test_a_model_whose_weights_changed_under_the_same_name_is_found_out(tmp_path):
+    def load(is_changed: bool) -> Any:
+        def load_one(name: str) -> ModelHost:
+            host = open_host("demo", capacity=1024, config=CONFIG)
+            if is_changed:
+                with torch.no_grad():
+                    for parameter in host.engine.runner._model.parameters():
+                        parameter.mul_(1 + 0.2 * torch.sin(torch.arange(parameter.shape[-1])))
+            return host
+
+        return load_one
+
+    with manager(tmp_path, load(False)) as agents:
+        run(agents.create("a", model="demo"))
+        run(turn(agents, "a", tokens=list(range(5, 305)), params=GREEDY))
+    with manager(tmp_path, load(True), verify="canary") as agents:
+        end = run(turn(agents, "a", tokens=[7], params=GREEDY))
+        assert end.usage.restored_tokens == 0
+        assert any("not what this model computes" in note for note in end.usage.notes)
+
+
+def test_what_a_canary_computes_leaves_nothing_behind(tmp_path):
+    with manager(tmp_path, verify="canary") as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", tokens=list(range(100))))
+        run(agents.pause("a"))
+        residency = agents.models.host("hash").engine.scheduler.residency
+        run(agents.resume("a"))
+        n_used = residency.cache.capacity - residency.cache.n_free
+        assert n_used == residency.index.size_info().evictable  # the index alone owns cells
+        assert residency.index.size_info().protected == 0
+        assert residency.cache.seq_ids() == []
+
+
+def test_an_unknown_way_to_verify_is_refused(tmp_path):
+    with (
+        pytest.raises(AgentError, match="choose one of checksum, canary"),
+        manager(tmp_path, verify="hope"),
+    ):
+        pass
+
+
+def test_errors_are_shares_of_a_rows_length():
+    from kvcellar.agents.canary import _errors
+
+    had = np.ones((2, 1, 3, 4), np.float32)
+    got = had.copy()
+    got[1, 0, 2] = 2
+    assert _errors(had, got) == [0.0, 0.0, 0.5]

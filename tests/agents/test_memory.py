@@ -1,0 +1,95 @@
+"""Agents inside a budget: what the process takes, measured; real models that come and go in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvcellar.agents import MemoryPlan, open_host
+from kvcellar.errors import ConfigError
+from tests.models.tiny_checkpoints import COMMON, randomize, save
+
+ROOT = Path(__file__).parents[2]
+MB = 1_000_000
+SIZES = COMMON | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "num_hidden_layers": 6,
+    "head_dim": 128,
+}
+"""Small weights and large KV: 49,152 bytes a token in float32."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folders = []
+    for i in range(2):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**SIZES), dtype=torch.float32
+        )
+        randomize(model, seed=i)
+        folders.append(tmp_path_factory.mktemp(f"model{i}"))
+        save(model, folders[-1])
+    return [str(folder) for folder in folders]
+
+
+def hosting(home: Path, *args: Any) -> dict[str, Any]:
+    """What ``tests.agents.hosting`` prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.agents.hosting", *map(str, args)],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        | {"KVCELLAR_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_agents_on_models_that_take_turns_stay_inside_the_budget_and_lose_nothing(models, tmp_path):
+    rich = hosting(tmp_path, tmp_path / "rich", "100GB", 4096, 1, 300, *models)
+    assert rich["loaded"] == [[0], [0, 1], [0, 1], [0, 1]], "there is room for both"
+
+    both = sum(rich["sizes"])
+    limit = rich["process"] + int(0.8 * both * 8 / 7)  # 7 of 8 parts are for models
+    seen = hosting(tmp_path, tmp_path / "poor", limit, 4096, 3, 300, *models)
+    assert max(seen["sizes"]) <= seen["models"] < sum(seen["sizes"])
+    assert seen["loaded"] == [[0], [1], [0], [1]], "one at a time"
+    assert seen["peak"] <= limit, seen
+    for prompt, cached in seen["ends"][6:]:  # those of the old model came back from the store
+        assert cached == prompt - 20 - 1
+
+
+def test_a_limit_that_holds_no_model_is_refused_with_numbers(models):
+    with pytest.raises(ConfigError, match="leaves nothing for a model"):
+        MemoryPlan.divide(100 * MB, 100 * MB)
+    with pytest.raises(ConfigError, match="leaves nothing for KV"):
+        open_host(models[0], memory_bytes=5 * MB)
+
+
+def test_a_model_is_given_what_its_capacity_takes_or_all_there_is(models):
+    plan = MemoryPlan.divide(10_000 * MB, 1000 * MB)
+    assert plan.process_bytes + plan.warm_bytes + plan.queue_bytes + plan.models_bytes == (
+        plan.limit_bytes
+    )
+    small, large = (plan.size_of(models[0], capacity=n) for n in (1000, 2000))
+    assert 1000 * 49_152 < large - small < 3 * 1000 * 49_152
+    poor = MemoryPlan.divide(1500 * MB, 1000 * MB)
+    assert poor.size_of(models[0], capacity=100_000) == poor.models_bytes
