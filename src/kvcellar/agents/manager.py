@@ -426,11 +426,7 @@ class AgentManager:
         self._find_stored()
         with self._lock:
             agents = list(self._agents.values())
-        doomed = {
-            a.name: a
-            for a in agents
-            if a is not agent and a.is_sibling_of(agent)
-        }
+        doomed = {a.name: a for a in agents if a is not agent and a.is_sibling_of(agent)}
         while True:
             more = {
                 a.name: a

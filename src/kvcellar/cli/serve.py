@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcellar.budget import parse_size
 from kvcellar.cli import options
+from kvcellar.cli.session import memory_plan
 from kvcellar.cli.store import Folder
 from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, write
 from kvcellar.errors import BackendError, ConfigError
@@ -31,7 +32,7 @@ def register(app: typer.Typer) -> None:
             "kvcellar serve",
             "kvcellar serve ~/models/Qwen3-0.6B --port 8000",
             "kvcellar serve small=~/models/Qwen3-0.6B large=~/models/Qwen3-8B --memory 24GB",
-            "curl -N localhost:8642/v1/chat/completions -d "
+            "curl -N localhost:8642/v1/chat/completions --json "
             '\'{"stream": true, "messages": [{"role": "user", "content": "Hello"}]}\'',
         ),
     )(serve_command)
@@ -136,15 +137,7 @@ def serve_command(
             rich_help_panel=options.LOADING,
         ),
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What the models in memory, with their caches, may hold together; idle ones go "
-            "where another needs the room.",
-            rich_help_panel=options.LOADING,
-        ),
-    ] = None,
+    memory: options.Memory = None,
     capacity: options.Capacity = None,
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
@@ -164,7 +157,7 @@ def serve_command(
         raise BackendError(
             f"the server needs {error.name}, which is not installed; pip install 'kvcellar[server]'"
         ) from error
-    from kvcellar.store import default_store
+    from kvcellar.store import Store, StoreConfig, default_store
 
     config = ServerConfig(
         host=host,
@@ -182,7 +175,7 @@ def serve_command(
         shutdown_s=shutdown,
     )
     offered = _offered(models or ["demo"])
-    loading = {
+    loading: dict[str, Any] = {
         "capacity": capacity,
         "kv_dtype": kv_dtype,
         "backend": backend,
@@ -190,10 +183,17 @@ def serve_command(
         "device": device,
     }
 
+    plan = memory_plan(memory, loading)
+
+    def size_of(path: str) -> int:
+        assert plan is not None
+        return plan.size_of(path, **loading)
+
     def load(path: str, progress: Callable[[float, str], None]) -> ModelHost:
         from kvcellar.agents import open_host
 
-        opened = open_host(path, progress=progress, **loading)  # type: ignore[arg-type]
+        limit = None if plan is None else size_of(path)
+        opened = open_host(path, progress=progress, memory_bytes=limit, **loading)
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")
         return opened
@@ -203,8 +203,9 @@ def serve_command(
             offered,
             load,
             takes_any=any_model,
-            budget_bytes=None if memory is None else parse_size(memory),
+            budget_bytes=None if plan is None else plan.models_bytes,
             idle_ttl_s=idle_unload,
+            size_of=None if plan is None else size_of,
         )
 
     def on_ready(url: str, service: Service) -> None:
@@ -217,7 +218,13 @@ def serve_command(
             f"set --api-key"
         )
     log_to_stderr()
-    serve(config, (store or default_store()).expanduser(), make_models, on_ready=on_ready)
+    stored = StoreConfig()
+    if plan is not None:
+        stored = StoreConfig(warm_bytes=plan.warm_bytes, queue_bytes=plan.queue_bytes)
+    with Store((store or default_store()).expanduser(), stored) as opened_store:
+        serve(config, opened_store, make_models, on_ready=on_ready)
+        for event in opened_store.take_events():
+            print_warning(f"{event.subject}: {event.detail}")
 
 
 def _offered(models: list[str]) -> dict[str, str]:

@@ -58,10 +58,18 @@ def create_api(service: Service) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
+        kind = request.headers.get("content-type", "")
+        if request.method == "POST" and "json" not in kind:
+            message = f"the body is of type {kind[:60]!r}; send JSON as application/json"
+            refusal = ApiError(415, message, "unsupported_media_type")
+            return error_response(refusal, request)
         return error_response(_what_is_wrong(error), request)
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
+        known = request.scope.get("kvcellar.refusal")
+        if known is not None:
+            return error_response(known, request)
         message = f"{request.method} {request.url.path[:80]}: {error.detail}"
         if error.status_code == 404:
             message += "; /openapi.json has all routes"

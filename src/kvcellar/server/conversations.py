@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents import AgentManager
-from kvcellar.errors import KVCellarError, UnknownAgentError
+from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 from kvcellar.server.errors import ApiError
 
 __all__ = ["Conversations", "Seat", "checked_agent_id"]
@@ -77,8 +77,9 @@ class Conversations:
     async def _named(self, agent_id: str, model: str) -> None:
         known = {(info.agent_id, info.model) for info in self._agents.list()}
         if not any(agent_id == name for name, _ in known):
-            with contextlib.suppress(KVCellarError):  # another request made it meanwhile
-                await self._agents.create(checked_agent_id(agent_id), model=model)
+            checked_agent_id(agent_id)
+            with contextlib.suppress(AgentError):  # another request made it meanwhile
+                await self._agents.create(agent_id, model=model)
 
     async def _unnamed(
         self,

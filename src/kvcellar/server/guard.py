@@ -84,7 +84,7 @@ class Guard:
             limit = self._config.max_body_bytes
             if scope["path"] == "/v1/agents/import":
                 limit = self._config.max_import_bytes
-            body = _Body(receive, limit, headers)
+            body = _Body(scope, receive, limit, headers)
             await self._app(scope, body.receive, send_noting)
         except ApiError as refused:
             if status == 499:
@@ -182,7 +182,8 @@ class Guard:
 class _Body:
     """A request's body, counted while it comes."""
 
-    def __init__(self, receive: Receive, limit: int, headers: Headers) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limit: int, headers: Headers) -> None:
+        self._scope = scope
         self._receive = receive
         self._limit = limit
         self._n = 0
@@ -202,15 +203,19 @@ class _Body:
         try:
             message = await asyncio.wait_for(self._receive(), _BODY_S)
         except TimeoutError:
-            raise ApiError(
-                408, f"the body stopped coming for {_BODY_S:g} s; send it again", "body_too_slow"
-            ) from None
+            message = f"the body stopped coming for {_BODY_S:g} s; send it again"
+            raise self._refusal(ApiError(408, message, "body_too_slow")) from None
         if message["type"] == "http.request":
             self._n += len(message.get("body", b""))
             self._is_whole = not message.get("more_body", False)
             if self._n > self._limit:
-                raise self._too_large(self._n)
+                raise self._refusal(self._too_large(self._n))
         return message
+
+    def _refusal(self, error: ApiError) -> ApiError:
+        """Where the framework's reader of bodies finds it again, which says 400 for everything."""
+        self._scope["kvcellar.refusal"] = error
+        return error
 
     def _too_large(self, size: object) -> ApiError:
         return ApiError(

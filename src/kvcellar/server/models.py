@@ -52,6 +52,7 @@ class ServedModels:
         takes_any: bool = False,
         budget_bytes: int | None = None,
         idle_ttl_s: float | None = None,
+        size_of: Callable[[str], int] | None = None,
     ) -> None:
         """Nothing loaded.
 
@@ -61,6 +62,7 @@ class ServedModels:
             takes_any: let unknown names stand for the default.
             budget_bytes: as ``ModelRegistry``.
             idle_ttl_s: as ``ModelRegistry``.
+            size_of: as ``ModelRegistry``.
         """
         self.offered = dict(offered)
         self.default = next(iter(self.offered.values()))
@@ -72,7 +74,9 @@ class ServedModels:
         self._states = {path: ModelState(name, "absent", now) for path, name in self._names.items()}
         self.created_s = int(now)
         self.n_loads = 0
-        self.registry = ModelRegistry(self._open, budget_bytes=budget_bytes, idle_ttl_s=idle_ttl_s)
+        self.registry = ModelRegistry(
+            self._open, budget_bytes=budget_bytes, idle_ttl_s=idle_ttl_s, size_of=size_of
+        )
         self.registry.before_unload(lambda host: self._set(host.name, "leaving"))
 
     def resolve(self, name: str | None) -> str:

@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
 
 def serve(
     config: ServerConfig,
-    store_folder: Path,
+    store: Store,
     make_models: Callable[[], ServedModels],
     *,
     on_ready: Callable[[str, Service], None] | None = None,
@@ -144,7 +144,7 @@ def serve(
 
     Args:
         config: policy.
-        store_folder: of the agents; made where there is none.
+        store: of the agents; the caller's to close.
         make_models: opens what is offered.
         on_ready: called with the address when requests are taken.
         preload: load the first model before anybody asks.
@@ -158,7 +158,7 @@ def serve(
         port = listener.getsockname()[1]
         name = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{name}:{port}"
-        with Store(store_folder) as store, held_store(store_folder, url):
+        with held_store(store.path, url):
             asyncio.run(_serve(config, store, make_models(), listener, url, on_ready, preload))
 
 

@@ -18,9 +18,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from kvcellar.agents import TurnEnd
 from kvcellar.engine import TokenEvent
-from kvcellar.errors import DeadlineError, EngineClosedError
+from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
 from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
 from kvcellar.server.conversations import checked_agent_id
+from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.agents import (
     CreateRequest,
@@ -74,7 +75,11 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
         with file.open("wb") as out:
             async for piece in request.stream():
                 await asyncio.to_thread(out.write, piece)
-        info = await service.agents.import_file(file, id)
+        try:
+            info = await service.agents.import_file(file, id)
+        except StoreError as error:
+            said = str(error).replace(str(file), "the body")
+            raise ApiError(400, said, "invalid_export") from error
     return agent_as_json(service, info)
 
 
