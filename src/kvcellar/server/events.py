@@ -41,7 +41,8 @@ class Watch:
                     said = now
                     yield frame(now, "snapshot")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(service.closing.wait(), PERIOD_S)
+                    async with asyncio.timeout(PERIOD_S):
+                        await service.closing.wait()
             yield frame("{}", "closing")
         finally:
             service.metrics.streams.dec()

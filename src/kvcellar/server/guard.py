@@ -25,9 +25,11 @@ from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, as_api_error, error_response
 from kvcellar.server.metrics import Metrics
 
-__all__ = ["Guard"]
+__all__ = ["MOST_HEADER_BYTES", "Guard"]
 
 log = logging.getLogger("kvcellar.server")
+
+MOST_HEADER_BYTES = 32 << 10
 
 _OPEN = ("/health", "/ready")
 """Paths that need no key: they say nothing of what is computed."""
@@ -107,6 +109,13 @@ class Guard:
             ApiError: 403 for a host or origin, 401 for a key.
         """
         path = scope["path"]
+        n_bytes = sum(len(name) + len(value) for name, value in headers.raw)
+        if n_bytes > MOST_HEADER_BYTES:
+            raise ApiError(
+                431,
+                f"the headers have {n_bytes} bytes and the limit is {MOST_HEADER_BYTES}; send less",
+                "headers_too_large",
+            )
         self._check_host(headers)
         self._check_origin(headers)
         key = self._config.api_key
@@ -201,7 +210,8 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), _BODY_S)
+            async with asyncio.timeout(_BODY_S):
+                message = await self._receive()
         except TimeoutError:
             message = f"the body stopped coming for {_BODY_S:g} s; send it again"
             raise self._refusal(ApiError(408, message, "body_too_slow")) from None

@@ -21,6 +21,7 @@ import uvicorn
 from kvcellar.errors import ConfigError, StoreError
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
+from kvcellar.server.guard import MOST_HEADER_BYTES
 from kvcellar.server.models import ServedModels
 from kvcellar.server.service import Service
 from kvcellar.store import Store
@@ -30,7 +31,6 @@ __all__ = ["Server", "held_store", "listen", "serve"]
 log = logging.getLogger("kvcellar.server")
 
 _BACKLOG = 512
-_MOST_HEADER_BYTES = 64 << 10
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
-                h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+                h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
                 http="h11",
                 ws="none",
                 server_header=False,

@@ -2,6 +2,8 @@
 
 Whoever leaves is noticed by what uvicorn says on ``receive``, not by a write that fails: a prompt
 may be computed for minutes without a write.
+
+Time limits are ``asyncio.timeout``: ``wait_for`` of Python 3.11 can lose a cancellation.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Stream(Generic[T]):
             Exception: what the generator raised before its first item.
         """
         with contextlib.suppress(TimeoutError):
-            self._first = await asyncio.wait_for(self._queue.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                self._first = await self._queue.get()
         if self._first is not None and self._first[1] is not None:
             raise self._first[1]
 
@@ -72,7 +75,8 @@ class Stream(Generic[T]):
         """
         taken = self._first
         if taken is None:
-            taken = await asyncio.wait_for(self._queue.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                taken = await self._queue.get()
         self._first = None
         item, error = taken
         if error is not None:
@@ -144,7 +148,8 @@ class SseResponse(Response):
                 break
             message = {"type": "http.response.body", "body": body, "more_body": True}
             try:
-                await asyncio.wait_for(send(message), self._send_timeout_s)
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send(message)
             except TimeoutError:
                 raise ClientGone from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
