@@ -18,7 +18,7 @@ serve: $(VENV)/.server ## Set up, then serve the bundled model: OpenAI, Anthropi
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	KVCELLAR_ARTEFACTS=build/viewer OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: lint types imports docs ## What needs no test run
 
