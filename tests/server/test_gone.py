@@ -168,7 +168,7 @@ def test_a_client_that_does_not_read_counts_as_gone():
                 await never.wait()
 
         scope = {}
-        response = SseResponse(Stream(source()), ping_s=60, send_timeout_s=0.01)
+        response = SseResponse(Stream(source()), repr, ping_s=60, send_timeout_s=0.01)
         await response(scope, receive, send)
         return scope, sent
 
@@ -194,7 +194,9 @@ def test_a_silent_stream_says_that_it_is_alive():
                 pinged.set()
 
         scope = {}
-        await SseResponse(Stream(source()), ping_s=0.01, send_timeout_s=60)(scope, receive, send)
+        await SseResponse(Stream(source()), repr, ping_s=0.01, send_timeout_s=60)(
+            scope, receive, send
+        )
         return scope
 
     assert asyncio.run(talk())["kvcellar.is_gone"]

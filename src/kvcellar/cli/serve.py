@@ -13,6 +13,7 @@ from kvcellar.cli import options
 from kvcellar.cli.session import memory_plan
 from kvcellar.cli.store import Folder
 from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, write
+from kvcellar.engine import EngineConfig
 from kvcellar.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from kvcellar.server.service import Service
 
 TRUST = "Trust"
+PREFILL_BESIDE = 64
+"""Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
+
 LIMITS = "Limits"
 
 
@@ -176,6 +180,7 @@ def serve_command(
     )
     offered = _offered(models or ["demo"])
     loading: dict[str, Any] = {
+        "config": EngineConfig(max_prefill_beside=PREFILL_BESIDE),
         "capacity": capacity,
         "kv_dtype": kv_dtype,
         "backend": backend,

@@ -382,6 +382,11 @@ async def merged(
     sources: Sequence[Callable[[], AsyncGenerator[T, None]]],
 ) -> AsyncGenerator[tuple[int, T], None]:
     """The items of several generators as they come, with the number of each; all end together."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]()) as only:
+            async for one in only:
+                yield 0, one
+        return
     streams = [Stream(source()) for source in sources]
     waiting = {asyncio.create_task(s.take(None)): i for i, s in enumerate(streams)}
     try:

@@ -213,8 +213,8 @@ class _Body:
             async with asyncio.timeout(_BODY_S):
                 message = await self._receive()
         except TimeoutError:
-            message = f"the body stopped coming for {_BODY_S:g} s; send it again"
-            raise self._refusal(ApiError(408, message, "body_too_slow")) from None
+            said = f"the body stopped coming for {_BODY_S:g} s; send it again"
+            raise self._refusal(ApiError(408, said, "body_too_slow")) from None
         if message["type"] == "http.request":
             self._n += len(message.get("body", b""))
             self._is_whole = not message.get("more_body", False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,25 +33,14 @@ async def sse(
     except BaseException:
         await frames.close()
         raise
+
+    def on_error(error: Exception) -> bytes:
+        return frame(json.dumps(error_body(as_api_error(error), request)), error_event)
+
     return SseResponse(
-        Stream(_with_errors(request, frames, error_event)),
+        frames,
+        on_error,
         ping=ping,
         ping_s=config.ping_s,
         send_timeout_s=config.send_timeout_s,
     )
-
-
-async def _with_errors(
-    request: Request, frames: Stream[bytes], error_event: str | None
-) -> AsyncGenerator[bytes, None]:
-    """The frames; an error that comes too late for a status is a frame of its own."""
-    try:
-        while True:
-            body = await frames.take(None)
-            if body is None:
-                return
-            yield body
-    except Exception as error:
-        yield frame(json.dumps(error_body(as_api_error(error), request)), error_event)
-    finally:
-        await frames.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -95,6 +95,7 @@ class SseResponse(Response):
 
     Args of the constructor:
         frames: what is sent; closed in any case.
+        on_error: the frame for an error that comes too late to be a status.
         ping: what is sent where nothing else was for ``ping_s``.
         ping_s: seconds.
         send_timeout_s: seconds after which a client that does not read counts as gone.
@@ -106,6 +107,7 @@ class SseResponse(Response):
     def __init__(
         self,
         frames: Stream[bytes],
+        on_error: Callable[[Exception], bytes],
         *,
         ping: bytes = b": ping\n\n",
         ping_s: float,
@@ -116,6 +118,7 @@ class SseResponse(Response):
         super().__init__(headers={"Cache-Control": "no-store", **(headers or {})})
         del self.headers["content-length"]
         self._frames = frames
+        self._on_error = on_error
         self._ping, self._ping_s = ping, ping_s
         self._send_timeout_s = send_timeout_s
 
@@ -139,11 +142,14 @@ class SseResponse(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        while True:
+        is_over = False
+        while not is_over:
             try:
                 body = await self._frames.take(self._ping_s)
             except TimeoutError:
                 body = self._ping
+            except Exception as error:
+                body, is_over = self._on_error(error), True
             if body is None:
                 break
             message = {"type": "http.response.body", "body": body, "more_body": True}
