@@ -9,8 +9,10 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,12 +126,32 @@ class Server(uvicorn.Server):
         self._service.begin_closing()
         self.should_exit = True
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own would end the process by the signal before the agents are on disk."""
+        yield
+
     async def run_in_loop(self, listener: socket.socket) -> None:
         """Serve until it is stopped, then publish every agent and let go of the models."""
+        with self._stopped_by_signals():
+            try:
+                await self.serve(sockets=[listener])
+            finally:
+                await asyncio.to_thread(self._service.close)
+
+    @contextmanager
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM stop the server, in the main thread, until all is saved."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
-            await self.serve(sockets=[listener])
+            yield
         finally:
-            await asyncio.to_thread(self._service.close)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def serve(
