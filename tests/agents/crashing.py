@@ -2,7 +2,8 @@
 
 Run as a script this is a server: for every line ``FOLDER SEED`` it forks a child that opens the
 folder and takes turns. It prints ``open`` when all agents are stored, ``begin NAME N`` before a
-turn and ``done NAME N`` when its save says published; the server prints ``pid N`` before and ``end`` when it is dead.
+turn and ``done NAME N`` when its save says published; the server prints ``pid N`` before and
+``end`` when it is dead.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Eager(Costs):
     def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
         return Estimate(0.0, None)
 
-    def is_losing(self, n_tokens: int, n_loaded: int, elapsed_s: float) -> bool:
-        return False
+    def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
+        return None
 
 
 class RowCells(SeqCells):
@@ -147,6 +147,21 @@ def oracle(history: Sequence[int], n: int, params: Any = PARAMS) -> list[int]:
 
 def tokens_of(agents: AgentManager, agent_id: str) -> tuple[int, ...]:
     return agents._agent(agent_id).tokens
+
+
+def residency_of(agents: AgentManager) -> Any:
+    """Whose KV is in the cache, once the engine has done all that it was asked for."""
+    host = agents.models.host("hash")
+    assert host is not None
+    return host.service.run(lambda engine: engine.scheduler.residency).result()
+
+
+def nothing_is_held(agents: AgentManager) -> None:
+    """No cell is protected, no sequence is left: the index alone owns what is there."""
+    residency = residency_of(agents)
+    info, cache = residency.index.size_info(), residency.cache
+    assert info.protected == 0 and cache.seq_ids() == []
+    assert cache.capacity - cache.n_free == info.evictable
 
 
 __all__ = ["FULL_PARAMS", "PARAMS"]

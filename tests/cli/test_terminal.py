@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +115,26 @@ def test_a_closed_pipe_is_silent() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=TIMEOUT_S) == 141
+
+
+def test_a_terminal_sees_long_saves_and_loads_go_on_and_a_pipe_sees_none(tmp_path: Path) -> None:
+    store = ("--store", str(tmp_path / "store"))
+    text = "def first(items):\n    return items[0]\n" * 60
+    said = subprocess.run(
+        [*KVCELLAR, "agents", "generate", "a", "-", "--create", "--max-tokens", "4", *store],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "loading" not in said.stderr and "saving" not in said.stderr
+    for verb, words in (
+        (("pause", "a"), "saving"),
+        (("resume", "a"), "loading"),
+        (("export", "a", str(tmp_path / "a.kv")), "exporting"),
+        (("import", str(tmp_path / "a.kv"), "b"), "verifying"),
+    ):
+        with terminal("agents", *verb, *store) as screen:
+            screen.wait_for(words)
+            assert screen.ends_with() == 0
+            assert "Traceback" not in screen.text

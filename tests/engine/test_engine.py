@@ -15,6 +15,7 @@ from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Generation, generate, last
 from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
 from kvcellar.engine.sampling import SamplingParams
+from kvcellar.engine.speculate import Draft
 from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import (
@@ -137,9 +138,17 @@ def requests(draw: st.DrawFn) -> Request:
 class GuessAgain:
     """A drafter that is sometimes right: it repeats what followed the last token before."""
 
-    def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
+    is_free = True
+
+    def propose(self, asks: Any) -> list[Draft]:
+        return [Draft(self.after(ask.tokens, min(ask.limit, 3)), "again") for ask in asks]
+
+    def after(self, tokens: list[int], limit: int) -> tuple[int, ...]:
         at = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == tokens[-1]), None)
-        return () if at is None else tuple(tokens[at + 1 : at + 1 + min(limit, 3)])
+        return () if at is None else tuple(tokens[at + 1 : at + 1 + limit])
+
+    def ended(self, request_id: int) -> None:
+        pass
 
 
 @pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
@@ -157,6 +166,7 @@ class GuessAgain:
             "max_num_batched_tokens": st.integers(1, 24),
             "max_num_seqs": st.integers(1, 5),
             "max_moved_bytes": st.sampled_from([0, 10**9]),
+            "verify_all_drafts": st.booleans(),
         }
     ),
     capacity=st.integers(48, 110),
@@ -655,15 +665,24 @@ def test_drafted_tokens_change_how_many_forwards_run_and_nothing_else():
     class Oracle:
         """Right for three tokens, then wrong."""
 
-        def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
-            done = len(tokens) - 5
-            right = want.token_ids[done : done + min(3, limit)]
-            return (*right, 0)[:limit]
+        is_free = True
 
-    engine = make_engine(capacity=200, drafter=Oracle())
+        def propose(self, asks: Any) -> list[Draft]:
+            (ask,) = asks
+            done = len(ask.tokens) - 5
+            right = want.token_ids[done : done + min(3, ask.limit)]
+            return [Draft((*right, 0)[: ask.limit], "oracle")]
+
+        def ended(self, request_id: int) -> None:
+            pass
+
+    engine = make_engine(capacity=200, drafter=Oracle(), verify_all_drafts=True)
     end = engine.generate(Request((1, 2, 1, 2, 1), params))
     assert end.token_ids == want.token_ids
     stats = engine.stats()
+    assert end.usage is not None
+    assert end.usage.drafted_tokens == stats.drafted_tokens
+    assert end.usage.accepted_tokens == stats.accepted_tokens
     assert stats.accepted_tokens >= 27 and stats.drafted_tokens > stats.accepted_tokens
     assert stats.n_steps <= 12
     nothing_is_left(engine)

@@ -18,13 +18,22 @@ FIXED_S = 0.002
 MARGIN = 0.8
 """A restore has to be believed this much faster than the prefill that it saves."""
 
-MAX_LOSS = 0.05
+MAX_LOSS = 0.03
 """Of the prefill that is saved: what a restore may take before it has to have proven itself."""
+
+MIN_PATIENCE_S = 0.02
+"""Or so long, where that is more: a single block of a good disk is there by then."""
 
 TELLING_BYTES = 4 << 20
 """A restore of at least so much tells a tier's rate in full; less is mostly its fixed cost."""
 
+_WORTH = 0.9
+"""Doing both at once has to be believed this much faster than either alone."""
+
 _WEIGHT = 0.3
+_ALARM = 0.9
+"""Weight of news that a tier is several times as slow as believed: the next turn must not pay."""
+
 _FORGIVEN = 0.9
 
 
@@ -44,6 +53,23 @@ class Estimate:
     def gain_s(self) -> float:
         """What loading saves; 0 where it saves nothing, or nobody knows."""
         return max(0.0, (self.prefill_s or 0.0) - self.load_s)
+
+    def n_to_compute(self, n_tokens: int, step: int) -> int:
+        """How many of so many tokens to compute while the others are loaded; 0: load them all.
+
+        Computing goes from the beginning and loading covers the end, whole ``step`` tokens of it;
+        what takes longer of the two counts.
+        """
+        prefill_s = self.prefill_s or 0.0
+        if self.load_s < step / n_tokens * prefill_s:
+            return 0  # almost free
+
+        def takes_s(n: int) -> float:
+            part = n / n_tokens
+            return max(part * prefill_s, (1 - part) * self.load_s)
+
+        best = min(range(0, n_tokens, step), key=takes_s, default=0)
+        return best if takes_s(best) < _WORTH * min(prefill_s, self.load_s) else 0
 
     @property
     def is_restore_faster(self) -> bool:
@@ -77,11 +103,12 @@ class Costs:
 
     def learn_load(self, tier: str, size_bytes: int, seconds: float) -> None:
         """So many bytes of this tier were loaded and written to cells; few bytes say little."""
-        weight = _WEIGHT * min(1.0, size_bytes / TELLING_BYTES)
         if size_bytes > 0:
             with self._lock:
-                old = self.s_per_byte[tier]
-                self.s_per_byte[tier] = (1 - weight) * old + weight * seconds / size_bytes
+                old, new = self.s_per_byte[tier], seconds / size_bytes
+                weight = _ALARM if new > 3 * old else _WEIGHT
+                weight *= min(1.0, size_bytes / TELLING_BYTES)
+                self.s_per_byte[tier] = (1 - weight) * old + weight * new
 
     def declined(self) -> None:
         """A restore was believed too slow. The belief fades, so that it is tried again some day."""
@@ -98,12 +125,15 @@ class Costs:
                 # The fastest counts: a prefill beside other work says nothing of one alone.
                 self.prefill_s_per_token = new if old is None else min(new, old + 0.1 * (new - old))
 
-    def is_losing(self, n_tokens: int, n_loaded: int, elapsed_s: float) -> bool:
-        """Whether a restore under way turns out slower than computing the same tokens."""
+    def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
+        """Seconds after which a restore that has come so far is slower than computing would be.
+
+        None where nobody knows what computing takes.
+        """
         prefill = self.prefill_s_per_token
-        if prefill is None or elapsed_s <= MAX_LOSS * n_tokens * prefill:
-            return False
-        return elapsed_s > n_loaded * prefill
+        if prefill is None:
+            return None
+        return max(MIN_PATIENCE_S, MAX_LOSS * n_tokens * prefill, n_loaded * prefill)
 
     def as_json(self) -> dict[str, float | None]:
         """The rates, to be remembered."""

@@ -16,17 +16,20 @@ from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_templa
 from kvcellar.agents.memory import budget_of_host
 from kvcellar.budget import format_size
 from kvcellar.engine import Engine, EngineConfig, EngineService
+from kvcellar.engine.speculate import Drafter, DraftModel, NgramDrafter
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.models import load_model
+from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.loading import ProgressFn
 from kvcellar.models.sizing import size_model
-from kvcellar.registry import make_seq_session
+from kvcellar.registry import make_paged_session, make_seq_session
 from kvcellar.store import Layout, ModelKey, fingerprint_checkpoint
-from kvcellar.types import DEFAULT_CAPACITY, make_config
+from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
+
+NGRAM = "ngram"
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,8 @@ def open_host(
     device: str | None = None,
     config: EngineConfig | None = None,
     memory_bytes: int | None = None,
+    block_size: int = 1,
+    speculate: str | None = None,
     progress: ProgressFn | None = None,
 ) -> ModelHost:
     """Load a model and start an engine for it.
@@ -88,6 +93,10 @@ def open_host(
         config: policy of the engine.
         memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
             capacity. On CPUs only.
+        block_size: cells that are shared and freed together; above 1 its cache is of pages.
+        speculate: who guesses tokens that are verified where that saves time: ``ngram`` (what
+            followed before), or a smaller model of the same vocabulary, as ``load_model`` takes
+            it; None: nobody.
         progress: called while loading and hashing.
 
     Raises:
@@ -119,17 +128,25 @@ def open_host(
         capacity or min(model.max_positions, DEFAULT_CAPACITY),
         kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
         budget=budget,
+        block_size=block_size,
     )
     layout = Layout.from_config(cache_config)
     with ExitStack() as stack:
-        session = stack.enter_context(make_seq_session(backend, cache_config))
+        make_session = make_seq_session if block_size == 1 else make_paged_session
+        session = stack.enter_context(make_session(backend, cache_config))
         runner = model.bind(session)
+        drafter: Drafter | None = None
+        if speculate == NGRAM:
+            drafter = NgramDrafter()
+        elif speculate is not None:
+            drafter = _draft_model(speculate, model, cache_config, backend, dtype, device, stack)
         engine = Engine(
             runner,
             session.cache,
             model.tokenizer,
             eos_token_ids=model.eos_token_ids,
             config=config,
+            drafter=drafter,
         )
         template = None
         if getattr(model.tokenizer, "chat_template", None):
@@ -146,6 +163,32 @@ def open_host(
             template=template,
             _on_close=stack.pop_all(),
         )
+
+
+def _draft_model(
+    name: str,
+    target: LoadedModel,
+    config: CacheConfig,
+    backend: str,
+    dtype: str | None,
+    device: str | None,
+    stack: ExitStack,
+) -> DraftModel:
+    """A smaller model with a cache of its own, of as many tokens as the target's.
+
+    Raises:
+        ConfigError: its vocabulary is another one.
+    """
+    model = load_model(name, backend=backend, dtype=dtype, device=device)
+    if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{name!r} cannot draft for {target.name!r}: their vocabularies differ; choose a model "
+            f"of the same family"
+        )
+    kv_dtype = model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"
+    own = make_config(model.params, config.capacity, kv_dtype)
+    session = stack.enter_context(make_seq_session(backend, own))
+    return DraftModel(model.bind(session), session.cache, target.vocab_size)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,13 +19,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvcellar.agents.canary import check_restored
+from kvcellar.agents.costs import Estimate
 from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.models import ModelHost
+from kvcellar.agents.race import Ahead, Front
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
-from kvcellar.engine import Engine, Held, Restore, RowCache, held_rows
+from kvcellar.engine import (
+    Engine,
+    Held,
+    Restore,
+    RowCache,
+    held_rows,
+)
 from kvcellar.errors import EngineClosedError
 from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
-from kvcellar.store.layout import rows_size_bytes
 from kvcellar.types import IntArray
 
 __all__ = ["BroughtBack", "ProgressFn", "bring_back", "save_history"]
@@ -50,6 +58,7 @@ class BroughtBack:
     Attributes:
         n_cached: tokens that were in the cache.
         n_restored: tokens that came from the store.
+        n_computed: tokens that were computed while others were loaded.
         n_known: tokens that the cache or the store could have given.
         load_s: seconds that loading took; 0 where nothing was loaded.
         is_recomputed: whether computing was expected to be faster, or turned out so.
@@ -61,6 +70,7 @@ class BroughtBack:
 
     n_cached: int
     n_restored: int = 0
+    n_computed: int = 0
     n_known: int = 0
     load_s: float = 0.0
     is_recomputed: bool = False
@@ -156,7 +166,8 @@ class _Job:
             if stop < held.n_tokens + MIN_GAIN or self.is_cancelled:
                 break
             estimate = self.host.costs.estimate(match, held.n_tokens, stop)
-            if not self.is_wanted and not estimate.is_restore_faster:
+            first = 0 if self.is_wanted else self._split(estimate, held.n_tokens, stop)
+            if not self.is_wanted and not estimate.is_restore_faster and not first:
                 self.host.costs.declined()
                 result.is_recomputed = True
                 break
@@ -168,29 +179,43 @@ class _Job:
                 stop = window.n_tokens
             is_guess = self.is_wanted or estimate.prefill_s is None
             patience_s = PATIENCE_S if is_guess else estimate.gain_s
-            limit = self._load(match, stop, window, result, patience_s)
+            limit = self._load(match, first, stop, window, result, patience_s)
             if result.n_restored or result.is_recomputed or window is None:
                 break
 
     def _load(
         self,
         match: Match,
+        first: int,
         stop: int,
         window: WindowState | None,
         result: BroughtBack,
         patience_s: float,
     ) -> int:
-        """Load up to ``stop`` and publish what came; returns how far it came."""
+        """Load up to ``stop`` and publish what came; returns how far it came.
+
+        What lies before ``first`` is computed meanwhile.
+        """
         layout = self.host.key.layout
-        restore = self._claim(self.tokens[:stop], window_positions(layout, window), patience_s)
+        windows = window_positions(layout, window)
+        restore = self._claim(self.tokens[:stop], windows, first, patience_s)
         if restore is None:
             return 0
         at = restore.first if layout.full_groups else stop
+        front: Front | None = None
         try:
+            if restore.first > result.n_cached:
+                front = Front(self.host, self.tokens[: restore.first])
             if window is not None:
                 self._call(lambda _: write_window(restore, layout, window))
             if layout.full_groups:
                 at = self._stream(restore, match, stop, result)
+            if front is not None:
+                computed = front.wait(lambda: self.is_cancelled)
+                self._call(lambda _: restore.stand_on(computed))
+                result.n_computed = max(0, computed.n_tokens - result.n_cached)
+                if not restore.has_beginning:
+                    return 0
             if at < stop and window is not None:
                 return at
             if self.is_verified and not self._verify(restore, window, at, result):
@@ -198,13 +223,24 @@ class _Job:
             held = self._call(lambda _: restore.publish(at))
             result.release(self.host)
             result._held = held
-            result.n_restored = max(0, held.n_tokens - result.n_cached)
+            result.n_restored = max(0, held.n_tokens - result.n_cached - result.n_computed)
             return at
         finally:
+            if front is not None:
+                front.stop()
             self._call(lambda _: restore.give_up())
 
+    def _split(self, estimate: Estimate, n_cached: int, stop: int) -> int:
+        """Where loading begins if what lies before is computed meanwhile; 0: load everything."""
+        step = math.lcm(self.host.key.layout.block_tokens, self.host.engine.cache.block_size)
+        start = -(-n_cached // step) * step
+        if stop - start < 2 * step:
+            return 0
+        n = estimate.n_to_compute(stop - start, step)
+        return start + n if n else 0
+
     def _claim(
-        self, tokens: IntArray, windows: list[IntArray | None], patience_s: float
+        self, tokens: IntArray, windows: list[IntArray | None], first: int, patience_s: float
     ) -> Restore | None:
         """Cells for what is to come; waits while requests are running that will free some.
 
@@ -213,7 +249,7 @@ class _Job:
 
         def begin(engine: Engine) -> tuple[Restore | None, bool]:
             residency = engine.scheduler.residency
-            return Restore.begin(residency, tokens, windows), bool(engine.scheduler.running)
+            return Restore.begin(residency, tokens, windows, first), bool(engine.scheduler.running)
 
         deadline = time.perf_counter() + patience_s
         while True:
@@ -245,23 +281,36 @@ class _Job:
         return True
 
     def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
-        """Blocks from the store to the cells, read a few ahead of being written."""
-        costs, first = self.host.costs, restore.first
-        on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
-        started = last = time.perf_counter()
-        at = first
+        """Blocks from the store to the cells, read a few ahead of being written.
 
+        Ends where waiting for the next block would take longer than computing what is left.
+        """
+        costs, first = self.host.costs, restore.first
+        source = Ahead(self.store, match, first, stop, costs)
+        on_the_way: deque[tuple[Future[float], Loaded, float]] = deque()
         spent: dict[str, list[float]] = {}
+        started, at = time.perf_counter(), first
 
         def landed() -> None:
             written, loaded, load_s = on_the_way.popleft()
             of_tier = spent.setdefault(loaded.tier, [0, 0.0])
-            of_tier[0] += sum(rows_size_bytes(group) for group in loaded.rows)
+            of_tier[0] += loaded.rows_bytes
             of_tier[1] += load_s + written.result()
 
         try:
-            for loaded in self.store.load(match, first, stop):
-                load_s = time.perf_counter() - last
+            while at < stop and not self.is_cancelled:
+                patience_s = None
+                if not self.is_wanted:
+                    patience_s = costs.patience_s(stop - first, at - first)
+                if patience_s is not None:  # what is computed meanwhile takes its time anyway
+                    n_meanwhile = first - result.n_cached
+                    patience_s += n_meanwhile * (costs.prefill_s_per_token or 0.0)
+                elapsed_s = time.perf_counter() - started
+                got = source.next(None if patience_s is None else patience_s - elapsed_s)
+                if got is None:
+                    result.is_recomputed = not source.is_over
+                    break
+                loaded, load_s = got
                 on_the_way.append((self._write(restore, loaded), loaded, load_s))
                 at = loaded.stop
                 if self.is_verified:
@@ -273,13 +322,8 @@ class _Job:
                     landed()
                 if self.progress is not None:
                     self.progress((at - first) / (stop - first), f"loading {at} of {stop} tokens")
-                last = time.perf_counter()
-                if self.is_cancelled:
-                    break
-                if not self.is_wanted and costs.is_losing(stop - first, at - first, last - started):
-                    result.is_recomputed = at < stop
-                    break
         finally:
+            source.stop()
             while on_the_way:
                 landed()
         for tier, (size_bytes, seconds) in spent.items():

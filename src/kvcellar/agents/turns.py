@@ -48,6 +48,8 @@ class AgentUsage:
         completion_tokens: tokens that were sampled.
         restore_s: seconds spent on loading.
         time_to_first_token_s: from the turn's beginning, loading included; None without a token.
+        drafted_tokens: guesses that were verified.
+        accepted_tokens: guesses that were right.
         miss: reuse that was lost, and why; None where nothing was.
         notes: what else there is to know: rules that were applied, another model.
     """
@@ -59,6 +61,8 @@ class AgentUsage:
     completion_tokens: int
     restore_s: float
     time_to_first_token_s: float | None
+    drafted_tokens: int
+    accepted_tokens: int
     miss: Miss | None
     notes: tuple[str, ...]
 
@@ -200,12 +204,14 @@ def miss_of(
         cause = turn.changed or ("template" if turn.is_chat else "edited")
         return explain(cause, n_lost, n_same, before, turn.tokens, host.tokenizer)
     reusable = min(n_same, len(before) - 1, len(turn.tokens) - 1)
-    n_cached = event.usage.cached_tokens if event.usage is not None else reusable
+    n_cached = reusable
+    if event.usage is not None:
+        n_cached = event.usage.cached_tokens - back.n_computed
     n_lost = reusable - n_cached
-    if n_lost <= 0:
+    if n_lost < host.engine.cache.block_size:  # a page that is not full is not shared
         return None
     cause = "evicted"
-    if back.is_recomputed:
+    if back.is_recomputed or back.n_computed:
         cause = "recomputed"
     elif host.key.layout.window_groups and n_cached:
         cause = "window"
@@ -223,12 +229,14 @@ def usage_of(
     usage = event.usage
     return AgentUsage(
         prompt_tokens=len(turn.tokens),
-        cached_tokens=usage.cached_tokens if usage is not None else 0,
+        cached_tokens=usage.cached_tokens - back.n_computed if usage is not None else 0,
         restored_tokens=back.n_restored,
         restored_from=dict(back.tiers) if back.n_restored else {},
         completion_tokens=len(event.token_ids),
         restore_s=back.load_s,
         time_to_first_token_s=first_s,
+        drafted_tokens=usage.drafted_tokens if usage is not None else 0,
+        accepted_tokens=usage.accepted_tokens if usage is not None else 0,
         miss=agent.miss,
         notes=(*agent.notes, *_notes_of(back)),
     )

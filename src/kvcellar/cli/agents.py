@@ -200,6 +200,7 @@ def generate_command(
     dtype: options.Dtype = None,
     device: options.Device = None,
     verify: options.Verify = "checksum",
+    speculate: options.Speculate = None,
 ) -> None:
     """Say something to an agent; its answer streams to stdout and joins its history.
 
@@ -220,6 +221,7 @@ def generate_command(
     loading = {
         "capacity": capacity,
         "memory": memory,
+        "speculate": speculate,
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
@@ -252,6 +254,7 @@ def chat_command(
     dtype: options.Dtype = None,
     device: options.Device = None,
     verify: options.Verify = "checksum",
+    speculate: options.Speculate = None,
 ) -> None:
     """Talk with an agent, turn by turn; it is made where there is none of that name.
 
@@ -268,6 +271,7 @@ def chat_command(
     loading = {
         "capacity": capacity,
         "memory": memory,
+        "speculate": speculate,
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
@@ -347,9 +351,11 @@ def _show_end(end: TurnEnd, as_json: bool) -> None:
     write("\n")
     restored = f", {usage.restored_tokens} restored" if usage.restored_tokens else ""
     first = usage.time_to_first_token_s
+    guessed = f"; {usage.accepted_tokens} of {usage.drafted_tokens} guesses were right"
     print_note(
         f"reused {usage.cached_tokens} of {usage.prompt_tokens} tokens{restored}"
         + (f"; first new one after {first:.2f} s" if first is not None else "")
+        + (guessed if usage.drafted_tokens else "")
     )
     if usage.miss is not None and usage.miss.tokens_lost > 16:
         print_note(f"{usage.miss.tokens_lost} tokens were computed again: {usage.miss.advice}")

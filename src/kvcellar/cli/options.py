@@ -72,6 +72,16 @@ Device = Annotated[
     ),
 ]
 
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHO",
+        help="Who guesses tokens, to be verified several at once where that saves time: ngram "
+        "(what followed the last few tokens before), or a smaller model of the same vocabulary. "
+        "What is said does not depend on it.",
+        rich_help_panel=LOADING,
+    ),
+]
 Verify = Annotated[
     str,
     typer.Option(

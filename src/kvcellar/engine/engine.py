@@ -21,7 +21,8 @@ from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import Choice, SamplingState, sample
-from kvcellar.engine.scheduler import Drafter, Limits, Scheduler
+from kvcellar.engine.scheduler import Limits, Scheduler
+from kvcellar.engine.speculate import Drafter, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError
 
@@ -46,6 +47,8 @@ class EngineConfig:
         page_size: tokens per page of the radix index, or per block of the hashed one; None: as
             many as the cache takes and frees together.
         max_moved_bytes: host memory for the KV of preempted sequences; 0: they are recomputed.
+        max_drafted: guesses of a drafter per sequence and step, at most.
+        verify_all_drafts: verify every guess; otherwise as many as save time.
     """
 
     max_num_batched_tokens: int = 512
@@ -56,6 +59,8 @@ class EngineConfig:
     index: str = "radix"
     page_size: int | None = None
     max_moved_bytes: int = 0
+    max_drafted: int = 8
+    verify_all_drafts: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -63,6 +68,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_prefill_beside",
             "page_size",
+            "max_drafted",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -80,7 +86,8 @@ class Engine:
         tokenizer: for texts and stop texts; None for tokens alone.
         eos_token_ids: tokens with which the model ends a text.
         config: see :class:`EngineConfig`.
-        drafter: guesses tokens that the same forward verifies; None for none.
+        drafter: guesses tokens that the same forward verifies, where that saves time; None for
+            none. What comes out does not depend on it.
         clock: seconds, for deadlines and times.
     """
 
@@ -117,7 +124,11 @@ class Engine:
             tokenizer,
             runner.vocab_size,
             eos_token_ids,
-            drafter,
+            None
+            if drafter is None
+            else Speculator(
+                drafter, self.config.max_drafted, is_adaptive=not self.config.verify_all_drafts
+            ),
         )
         self._times = StepTimes()
         self._clock = clock

@@ -66,6 +66,8 @@ class Usage:
         completion_tokens: tokens sampled, the one that ended it among them.
         time_to_first_token_s: from the start to the first token.
         tokens_per_second: of the tokens after the first; None where there are none.
+        drafted_tokens: guesses that were verified.
+        accepted_tokens: guesses that were right.
     """
 
     prompt_tokens: int
@@ -73,6 +75,8 @@ class Usage:
     completion_tokens: int
     time_to_first_token_s: float
     tokens_per_second: float | None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

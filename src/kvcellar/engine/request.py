@@ -132,6 +132,8 @@ class Sequence:
     last_token_s: float = 0.0
     last_step: int = -1
     n_preemptions: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
     publish_at: set[int] = field(default_factory=set)
     """Lengths at which others wait to share what this sequence has computed by then."""
     _array: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))

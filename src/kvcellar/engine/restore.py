@@ -70,7 +70,8 @@ class Restore:
 
     Attributes:
         tokens: ``[stop]``: the history.
-        first: tokens that the cache held already.
+        first: tokens that come from elsewhere: the cache held them already, or they are computed
+            meanwhile (``stand_on``).
         tables: per layer group ``[stop]``: the cells that were claimed, -1 elsewhere; what the
             cache held already keeps its own.
     """
@@ -85,7 +86,11 @@ class Restore:
 
     @classmethod
     def begin(
-        cls, residency: Residency, tokens: IntArray, windows: Sequence[IntArray | None]
+        cls,
+        residency: Residency,
+        tokens: IntArray,
+        windows: Sequence[IntArray | None],
+        first: int = 0,
     ) -> Restore | None:
         """Claim cells for what the cache lacks of a history; None where there is no room.
 
@@ -93,17 +98,19 @@ class Restore:
             residency: whose cache.
             tokens: ``[stop]``: all that is to be in the cache at the end.
             windows: per layer group, the positions that come for it; None for full groups.
+            first: positions before it are computed meanwhile, if the cache does not hold them.
         """
         cache = residency.cache
         if not isinstance(cache, RowCache):
             return None
         stop = len(tokens)
         held = held_rows(residency, tokens)
+        first = max(first, held.n_tokens)
         wanted = []
         for positions in windows:
             table = np.full(stop, -1, dtype=np.int64)
             if positions is None:
-                table[held.n_tokens :] = 0
+                table[first:] = 0
             else:
                 table[positions] = 0
             wanted.append(table)
@@ -118,7 +125,7 @@ class Restore:
             residency.give_seq_id(seq_id)
             held.release()
             raise
-        return cls(residency, tokens, held.n_tokens, claimed, held, seq_id)
+        return cls(residency, tokens, first, claimed, held, seq_id)
 
     def write(self, group_cells: Sequence[IntArray], rows: Any) -> None:
         """Store rows in cells of ``tables``: per layer group, in their order."""
@@ -192,6 +199,16 @@ class Restore:
         for table, held in zip(here, self._held.tables, strict=True):
             table[:n] = np.where(table[:n] < 0, held[:n], table[:n])
         return here
+
+    def stand_on(self, held: Held) -> None:
+        """What comes before ``first`` was computed meanwhile, and is protected by ``held``."""
+        self._held.release()
+        self._held = held
+
+    @property
+    def has_beginning(self) -> bool:
+        """Whether all of what comes before ``first`` is there."""
+        return self._held.n_tokens >= self.first
 
     def publish(self, n_tokens: int) -> Held:
         """Let requests reuse the first ``n_tokens``; the rest is given up."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,11 +22,12 @@ from kvcellar.engine.policy import Allotment, Policy
 from kvcellar.engine.request import Event, FinishEvent, Request, Sequence, Status, TokenEvent
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import SamplingState
+from kvcellar.engine.speculate import Speculator
 from kvcellar.engine.text import TextStream
 from kvcellar.errors import CacheFullError, DeadlineError, PromptError, UnknownRequestError
 from kvcellar.types import IntArray
 
-__all__ = ["Drafter", "Limits", "Scheduler"]
+__all__ = ["Limits", "Scheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,6 @@ class Limits:
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-
-
-class Drafter(Protocol):
-    """Guesses a sequence's next tokens, which the same forward then verifies."""
-
-    def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
-        """At most ``limit`` tokens that may follow; none where it has no guess."""
-        ...
 
 
 MIN_SHARED = 32
@@ -88,8 +81,7 @@ class Scheduler:
     tokenizer: Any
     vocab_size: int
     eos_token_ids: Collection[int]
-    drafter: Drafter | None = None
-    max_drafted: int = 8
+    speculator: Speculator | None = None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     kept: dict[int, Sequence] = field(default_factory=dict)
@@ -301,16 +293,11 @@ class Scheduler:
             self.residency.enter(sequence)
 
     def _draft(self) -> None:
-        if self.drafter is None:
-            return
-        for sequence in self.running:
-            if sequence.is_decoding:
-                limit = self.max_drafted
-                if sequence.request.params.max_tokens is not None:
-                    limit = min(
-                        limit, sequence.request.params.max_tokens - len(sequence.sampled) - 1
-                    )
-                sequence.drafted = self.drafter.propose(sequence.tokens, limit) if limit > 0 else ()
+        if self.speculator is not None:
+            decoding = [sequence for sequence in self.running if sequence.is_decoding]
+            n_others = sum(s.n_left for s in self.running if not s.is_decoding)
+            most = self.limits.max_num_batched_tokens - len(decoding)
+            self.speculator.propose(decoding, min(n_others, max(0, most)))
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
         """Make room for these tokens, giving up drafts and kept sequences before anyone's turn."""
@@ -389,6 +376,8 @@ class Scheduler:
                 n_right = len(choices) - 1
                 self.counts.drafted_tokens += part.n_drafted
                 self.counts.accepted_tokens += n_right
+                sequence.n_drafted += part.n_drafted
+                sequence.n_accepted += n_right
                 sequence.n_computed += n_right
                 sequence.drafted = ()
                 if n_right < part.n_drafted:
@@ -396,12 +385,16 @@ class Scheduler:
             if was_prefill and (part.is_last or sequence.n_computed in sequence.publish_at):
                 self.residency.publish(sequence)
                 sequence.publish_at = {n for n in sequence.publish_at if n > sequence.n_computed}
+            if self.speculator is not None:
+                self.speculator.learn(part.request_id, [choice.token_id for choice in choices])
             for choice in choices:
                 if not self._take(sequence, choice, now):
                     break
         if n_prefill:
             self.residency.prefill_rate.learn(batch.n_tokens, now - started)
         self.policy.ran(n_prefill, started, now - started)
+        if self.speculator is not None:
+            self.speculator.ran(batch.n_tokens, now - started)
         return self.events()
 
     def _take(self, sequence: Sequence, choice: Any, now: float) -> bool:
@@ -472,6 +465,8 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         self.residency.forget_moved(sequence.request_id)
+        if self.speculator is not None:
+            self.speculator.ended(sequence.request_id)
         if sequence.request.keep and reason in ("stop", "length"):
             self.residency.publish(sequence)
             sequence.status = Status.KEPT
@@ -505,6 +500,8 @@ class Scheduler:
             completion_tokens=n,
             time_to_first_token_s=first - sequence.arrived_s,
             tokens_per_second=(n - 1) / decode_s if n > 1 and decode_s > 0 else None,
+            drafted_tokens=sequence.n_drafted,
+            accepted_tokens=sequence.n_accepted,
         )
 
 

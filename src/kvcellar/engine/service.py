@@ -128,6 +128,27 @@ class EngineService:
             raise
         return EventStream(request_id, events, self)
 
+    def submit_quietly(
+        self, request: Request, on_finish: Callable[[FinishEvent], None]
+    ) -> Future[int]:
+        """Queue a request whose events nobody hears; its id. For threads without an event loop.
+
+        Args:
+            request: what to run.
+            on_finish: as ``submit`` takes it; called too when the service closes before the end.
+
+        Raises:
+            EngineClosedError: the service is closed. What ``Engine.submit`` raises is in the
+                future, and ``on_finish`` is not called then.
+        """
+
+        def add() -> int:
+            request_id = self._engine.submit(request)
+            self._hooks[request_id] = on_finish
+            return request_id
+
+        return self._call(add)
+
     async def cancel(self, request_id: int) -> bool:
         """End a request; false where it has ended already."""
         return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
@@ -180,7 +201,7 @@ class EngineService:
             is_open = self._take_commands()
             if is_open and not self._engine.is_idle:
                 self._tell(self._engine.step())
-        for request_id in list(self._listeners):
+        for request_id in {*self._listeners, *self._hooks}:
             self._engine.cancel(request_id)
         self._tell(self._engine.scheduler.events())
 

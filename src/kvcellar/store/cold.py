@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 import time
@@ -200,6 +201,16 @@ class ColdTier:
                 catalogue.put_reference(ref, root_of(ref), size, stamp, path.stat().st_mtime)
 
     # Reading -----------------------------------------------------------------------------------
+
+    def expect(self, kind: Kind, address: bytes) -> None:
+        """Let the system begin to read a file that is wanted soon, where it takes such hints."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                fd = os.open(self.folder.of(kind, address), os.O_RDONLY)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(fd)
 
     def read(self, kind: Kind, address: bytes) -> Sealed | None:
         """A verified block or window state; what is wrong with it is reported and put away."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +12,14 @@ import numpy as np
 from kvcellar.store.blocks import Draft, Info, Kind, Link, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
-from kvcellar.store.layout import ModelKey, Rows, WindowRows, slice_rows
+from kvcellar.store.layout import ModelKey, Rows, WindowRows, rows_size_bytes, slice_rows
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.types import IntArray
 
 WARM, COLD = "warm", "cold"
+
+READ_AHEAD = 4
+"""Files that the system is asked to read while the one before them is verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,11 @@ class Loaded:
     is_exact: bool
     size_bytes: int
     address: bytes
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(rows_size_bytes(group) for group in self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,10 +257,14 @@ class Finder:
         Ends early where a block is gone or damaged; what was given before is good.
         """
         at = start
-        for step in match.steps:
+        wanted = [step for step in match.steps if start < step.stop and step.info.start < stop]
+        coming = iter(wanted)
+        for step in itertools.islice(coming, READ_AHEAD):
+            self._expect(step)
+        for step in wanted:
+            for later in itertools.islice(coming, 1):
+                self._expect(later)
             upto = min(step.stop, stop)
-            if upto <= at:
-                continue
             first = step.info.start
             got = self._open(step.info, match.tokens[first : step.stop])
             if got is None:
@@ -267,6 +280,11 @@ class Finder:
             info = item.info
             yield Loaded(at, upto, part, tier, info.is_exact, item.size_bytes, info.address)
             at = upto
+
+    def _expect(self, step: Step) -> None:
+        """The block will be opened soon."""
+        if step.tier == COLD:
+            self._cold.expect(step.info.kind, step.info.address)
 
     def load_window(self, match: Match, limit: int) -> WindowState | None:
         """The verified window state that allows the greatest length up to ``limit``."""

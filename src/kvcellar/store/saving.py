@@ -195,17 +195,18 @@ class Saver:
         def job() -> None:
             self._run(plan, naming, key, tokens, is_cold)
 
+        shortened = None
+        if ticket.is_partial and source is not None:  # said of the ticket before it can fail
+            shortened = (
+                f"{ticket.n_stored} of {n_computed} tokens"
+                + (" and no window state" if ticket.lacks_window else "")
+                + ", the queue having no room for more; the next save goes on from there"
+            )
         if not self._writer.offer(job, size):
             self._let_go(plan, {})
             return self._skipped(ticket)
-        if ticket.is_partial and source is not None:
-            self._events.add(
-                EventKind.SAVE_PARTIAL,
-                subject,
-                f"{ticket.n_stored} of {n_computed} tokens"
-                + (" and no window state" if ticket.lacks_window else "")
-                + ", the queue having no room for more; the next save goes on from there",
-            )
+        if shortened is not None:
+            self._events.add(EventKind.SAVE_PARTIAL, subject, shortened)
         return ticket
 
     def _skipped(self, ticket: SaveTicket) -> SaveTicket:

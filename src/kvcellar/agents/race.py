@@ -1,0 +1,108 @@
+"""What goes on at once in a restore: blocks that are read ahead, a beginning that is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from kvcellar.agents.costs import Costs
+from kvcellar.agents.models import ModelHost
+from kvcellar.engine import FinishEvent, Held, Request, SamplingParams, held_rows
+from kvcellar.errors import EngineClosedError
+from kvcellar.store import Loaded, Match, Store
+from kvcellar.types import IntArray
+
+__all__ = ["Ahead", "Front"]
+
+
+class Front:
+    """The beginning of a history, computed by the engine while its end is loaded."""
+
+    def __init__(self, host: ModelHost, tokens: IntArray) -> None:
+        self._host = host
+        self._is_over = threading.Event()
+        self._held: Held | None = None
+
+        def on_finish(_: FinishEvent) -> None:
+            """In the engine's thread: what was computed is still in the cache."""
+            self._held = held_rows(host.engine.scheduler.residency, tokens)
+            self._is_over.set()
+
+        request = Request(tuple(tokens.tolist()), SamplingParams(max_tokens=1, ignore_eos=True))
+        self._request_id = host.service.submit_quietly(request, on_finish).result()
+
+    def wait(self, is_cancelled: Callable[[], bool]) -> Held:
+        """What was computed, protected; whoever calls has it from then on."""
+        while not self._is_over.wait(0.05):
+            if is_cancelled():
+                self._cancel()
+        held, self._held = self._held, None
+        assert held is not None
+        return held
+
+    def stop(self) -> None:
+        """Nobody wants it, if it was not taken already."""
+        with contextlib.suppress(EngineClosedError):
+            self._cancel()
+        self._is_over.wait()
+        held, self._held = self._held, None
+        if held is not None:
+            with contextlib.suppress(EngineClosedError):
+                self._host.service.run(lambda _: held.release()).result()
+
+    def _cancel(self) -> None:
+        self._host.service.run(lambda engine: engine.cancel(self._request_id)).result()
+
+
+class Ahead:
+    """The blocks of a match, loaded by a thread of their own that may be left waiting for a disk.
+
+    A block that comes too late is dropped; what it took is learnt, for the next time.
+    """
+
+    def __init__(self, store: Store, match: Match, first: int, stop: int, costs: Costs) -> None:
+        self.is_over = False
+        """Whether the last block was given, or the store has no more."""
+        self._blocks: queue.Queue[tuple[Loaded, float] | BaseException | None] = queue.Queue(2)
+        self._is_stopped = threading.Event()
+        work = functools.partial(self._load, store, match, first, stop, costs)
+        threading.Thread(target=work, name="kvcellar-restore", daemon=True).start()
+
+    def next(self, patience_s: float | None) -> tuple[Loaded, float] | None:
+        """The next block and the seconds that it took; None at the end, or where it is late."""
+        try:
+            got = self._blocks.get(timeout=None if patience_s is None else max(0.0, patience_s))
+        except queue.Empty:
+            return None
+        if got is None or isinstance(got, BaseException):
+            self.is_over = True
+        if isinstance(got, BaseException):
+            raise got
+        return got
+
+    def stop(self) -> None:
+        """Nobody wants more."""
+        self._is_stopped.set()
+        with contextlib.suppress(queue.Empty):  # let the thread put down what it holds
+            while True:
+                self._blocks.get_nowait()
+
+    def _load(self, store: Store, match: Match, first: int, stop: int, costs: Costs) -> None:
+        last: BaseException | None = None
+        began = time.perf_counter()
+        try:
+            for loaded in store.load(match, first, stop):
+                load_s = time.perf_counter() - began
+                if self._is_stopped.is_set():
+                    costs.learn_load(loaded.tier, loaded.rows_bytes, load_s)
+                    return
+                self._blocks.put((loaded, load_s))
+                began = time.perf_counter()
+        except BaseException as error:
+            last = error
+        if not self._is_stopped.is_set():
+            self._blocks.put(last)

@@ -1,0 +1,12 @@
+"""Tokens that are guessed and verified: who guesses, and how many guesses pay.
+
+Start in ``speculator.py``.
+"""
+
+from kvcellar.engine.speculate.draft_model import DraftModel
+from kvcellar.engine.speculate.drafter import Ask, Draft, Drafter
+from kvcellar.engine.speculate.ngram import NgramDrafter
+from kvcellar.engine.speculate.speculator import Speculator
+from kvcellar.engine.speculate.step_costs import StepCosts
+
+__all__ = ["Ask", "Draft", "DraftModel", "Drafter", "NgramDrafter", "Speculator", "StepCosts"]

@@ -1,0 +1,264 @@
+"""Guesses change how fast tokens come and nothing else; and only where that pays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.engine import Request, SamplingParams
+from kvcellar.engine.speculate import Ask, Draft, NgramDrafter, Speculator, StepCosts
+from kvcellar.engine.speculate.ngram import _key, _keys
+from kvcellar.errors import ConfigError
+from tests.engine.test_engine import make_engine, nothing_is_left, plain_loop
+
+# The n-gram drafter -------------------------------------------------------------------------------
+
+
+def slow_guess(histories: list[list[int]], own: int, sizes: tuple[int, ...], limit: int) -> Any:
+    """All places where the last tokens stood before, by looking everywhere."""
+    tokens = histories[own]
+    for size in sizes:
+        suffix = tokens[-size:]
+        found = [
+            tuple(other[i : i + limit])
+            for other in histories
+            for i in range(size, len(other))
+            if other[i - size : i] == suffix
+        ]
+        if len(tokens) >= size and found:
+            return f"{size}-gram", found
+    return "", []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=12)),
+        min_size=1,
+        max_size=14,
+    )
+)
+def test_a_guess_is_what_followed_the_longest_known_run(steps):
+    sizes = (4, 2)
+    drafter = NgramDrafter(sizes)
+    histories: list[list[int]] = [[], [], [], []]
+    known: list[list[int]] = [[], [], [], []]
+    for own, new in steps:
+        histories[own] += new
+        known[own] = list(histories[own])
+        (draft,) = drafter.propose([Ask(own, histories[own], 5)])
+        kind, found = slow_guess(known, own, sizes, 5)
+        assert draft.kind == kind
+        if found:
+            assert any(draft.tokens[: len(f)] == f for f in found)
+        else:
+            assert draft.tokens == ()
+
+
+def test_a_sequence_finds_what_its_siblings_and_those_before_it_said():
+    drafter = NgramDrafter((3,))
+    drafter.propose([Ask(0, [1, 2, 3, 4, 5, 6], 4)])
+    drafter.ended(0)
+    tokens = [9, 9, 2, 3, 4]
+    assert drafter.propose([Ask(1, tokens, 2)]) == [Draft((5, 6), "3-gram")]
+    assert drafter.propose([Ask(1, tokens, 1)]) == [Draft((5,), "3-gram")]
+
+
+def test_what_repeats_goes_on_repeating():
+    drafter = NgramDrafter((2,))
+    assert drafter.propose([Ask(0, [7, 8, 7, 8, 7, 8], 5)])[0].tokens == (7, 8, 7, 8, 7)
+
+
+def test_the_oldest_of_what_has_ended_is_forgotten():
+    drafter = NgramDrafter((2,), max_tokens=3000)
+    for i in range(20):
+        drafter.propose([Ask(i, [1000 * i + j for j in range(1000)], 4)])
+        drafter.ended(i)
+    assert drafter.propose([Ask(90, [5, 0, 1], 4)])[0].tokens == ()
+    assert drafter.propose([Ask(91, [5, 19_000, 19_001], 2)])[0].tokens == (19_002, 19_003)
+    assert len(drafter._histories) <= 5
+    assert len(drafter._seen[2]) < 10_000
+
+
+def test_one_run_and_many_have_one_key():
+    tokens = np.random.default_rng(0).integers(0, 1 << 31, 50)
+    for size in (1, 2, 8):
+        keys = _keys(tokens, size).tolist()
+        assert keys == [_key(tokens[i : i + size].tolist()) for i in range(51 - size)]
+        assert len(set(keys)) == len(keys)
+
+
+def test_sizes_that_cannot_be():
+    for sizes in ((), (0,), (2, 4), (3, 3)):
+        with pytest.raises(ConfigError, match="longest first"):
+            NgramDrafter(sizes)
+
+
+# How many pay -------------------------------------------------------------------------------------
+
+
+def test_a_size_that_was_never_tried_costs_what_the_next_smaller_does():
+    costs = StepCosts()
+    assert costs.seconds(3) is None
+    costs.learn(1, 1.0)
+    assert costs.seconds(9) == 1.0
+    costs.learn(9, 3.0)
+    assert costs.seconds(5) == 1.0
+    assert costs.seconds(9) == costs.seconds(500) == 3.0
+    for _ in range(40):
+        costs.learn(9, 1.0)
+    assert costs.seconds(9) == pytest.approx(1.0, abs=0.01)
+    costs.learn(1, 1000.0)
+    assert costs.seconds(1) < 1.3, "one step that was held up says little"
+
+
+class Always:
+    """Guesses the same tokens every time."""
+
+    is_free = True
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        self.tokens = tokens
+        self.n_asked = 0
+
+    def propose(self, asks: Any) -> list[Draft]:
+        self.n_asked += 1
+        return [Draft(self.tokens[: ask.limit], "always") for ask in asks]
+
+    def ended(self, request_id: int) -> None:
+        pass
+
+
+class Sequenced:
+    """As much of a sequence as a speculator looks at."""
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.tokens = [1]
+        self.sampled: list[int] = []
+        self.drafted: tuple[int, ...] = ()
+        self.request = Request((1,), SamplingParams(max_tokens=None))
+
+
+def rounds(
+    speculator: Speculator, truth: tuple[int, ...], n: int, cost: Any, n_sequences: int = 1
+) -> list[int]:
+    """How many guesses were verified in each of n steps that take ``cost(n_tokens)`` seconds."""
+    sequences: list[Any] = [Sequenced(i) for i in range(n_sequences)]
+    verified = []
+    for _ in range(n):
+        speculator.propose(sequences, 0)
+        verified.append(sum(len(s.drafted) for s in sequences))
+        speculator.ran(n_sequences + verified[-1], cost(n_sequences + verified[-1]))
+        for sequence in sequences:
+            right = 0
+            while right < len(sequence.drafted) and sequence.drafted[right] == truth[right]:
+                right += 1
+            speculator.learn(sequence.request_id, truth[: right + 1])
+    return verified
+
+
+def flat(n_tokens: int) -> float:
+    return 1.0 + 0.01 * n_tokens
+
+
+def steep(n_tokens: int) -> float:
+    return float(n_tokens)
+
+
+def test_right_guesses_are_verified_where_they_are_cheap_and_not_where_they_are_dear():
+    right = tuple(range(8))
+    assert rounds(Speculator(Always(right)), (*right, 9), 50, flat)[-10:] == [8] * 10
+    dear = rounds(Speculator(Always(right)), (*right, 9), 200, lambda n: n**1.2)
+    assert sum(dear[-100:]) == 0
+
+
+def test_wrong_guesses_stop_and_are_tried_again_when_they_would_have_been_right():
+    drafter = Always((5,) * 8)
+    speculator = Speculator(drafter)
+    assert sum(rounds(speculator, (6,), 100, flat)[-50:]) == 0
+    assert drafter.n_asked == 100
+    assert rounds(speculator, (5,) * 9, 100, flat)[-1] == 8
+
+
+def test_where_two_sequences_guess_the_better_guesses_go_first():
+    speculator = Speculator(Always(tuple(range(8))))
+    rounds(speculator, (*range(8), 9), 30, flat, n_sequences=2)
+    sequences: list[Any] = [Sequenced(0), Sequenced(1)]
+    for _ in range(60):
+        speculator.propose(sequences, 0)
+        speculator.learn(0, tuple(range(9))[: len(sequences[0].drafted) + 1])
+        speculator.learn(1, (77,))
+        speculator.ran(4, 1.05)
+    assert len(sequences[0].drafted) > len(sequences[1].drafted)
+
+
+def test_guesses_that_take_time_are_asked_for_seldom_where_they_do_not_pay():
+    drafter = Always((5,) * 8)
+    drafter.is_free = False
+    speculator = Speculator(drafter)
+    speculator.draft_s_per_token = 1.0
+    clock = [0.0]
+
+    def propose(asks: Any) -> list[Draft]:
+        clock[0] += 0.5
+        return Always.propose(drafter, asks)
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    import kvcellar.engine.speculate.speculator as module
+
+    before, module.time = module.time, type("Clock", (), {"perf_counter": lambda: clock[0]})
+    try:
+        rounds(speculator, (6,), 2000, flat)
+    finally:
+        module.time = before
+    assert 10 < drafter.n_asked < 120, "a hundredth of the time"
+
+
+# In the engine ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("verify_all", [True, False])
+def test_the_n_gram_drafter_changes_no_token(temperature, verify_all):
+    engine = make_engine(
+        capacity=4000, drafter=NgramDrafter((4, 2)), verify_all_drafts=verify_all, max_num_seqs=6
+    )
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=1)
+    prompts = [tuple((i * j) % 7 for j in range(30 + i)) for i in range(12)]
+    ids = [engine.submit(Request(prompt, params)) for prompt in prompts]
+    ends = {e.request_id: e for e in engine.run() if hasattr(e, "reason")}
+    for prompt, request_id in zip(prompts, ids, strict=True):
+        assert ends[request_id].token_ids == plain_loop(prompt, params).token_ids
+    if verify_all:
+        assert engine.stats().drafted_tokens > 0
+    nothing_is_left(engine)
+
+
+def test_the_distribution_of_sampled_tokens_is_the_targets():
+    """Chi-square of the first two tokens over many seeds, guesses verified every time."""
+    params = {"max_tokens": 3, "ignore_eos": True, "temperature": 1.0, "top_k": 4}
+    drafter = Always((3, 1))
+    seen: dict[bool, Counter[Any]] = {}
+    for has_drafts in (False, True):
+        engine = make_engine(
+            capacity=64, drafter=drafter if has_drafts else None, verify_all_drafts=True
+        )
+        counts: Counter[Any] = Counter()
+        for seed in range(1500):
+            seed += 10_000 * has_drafts  # other draws: equality of draws is tested elsewhere
+            end = engine.generate(Request((1, 2), SamplingParams(**params, seed=seed)))
+            counts[end.token_ids[:2]] += 1
+        seen[has_drafts] = counts
+    keys = [key for key in seen[False] | seen[True] if seen[False][key] + seen[True][key] >= 10]
+    assert len(keys) >= 8
+    a, b = (np.array([seen[flag][key] for key in keys], float) for flag in (False, True))
+    expected = (a + b) / 2
+    chi2 = float(((a - expected) ** 2 / expected + (b - expected) ** 2 / expected).sum())
+    degrees = len(keys) - 1
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5 + 4, (chi2, degrees)
