@@ -90,11 +90,12 @@ def serving(
     load: Callable[[str, Any], ModelHost] | None = None,
     offered: dict[str, str] | None = None,
     models: dict[str, Any] | None = None,
+    warm_bytes: int = 1 << 26,
     **config: Any,
 ) -> Iterator[Live]:
     """A server as a process of its own would have it; everything is closed at the end."""
     settings = ServerConfig(port=0, **config)
-    with Store(folder, StoreConfig(warm_bytes=1 << 26)) as store:
+    with Store(folder, StoreConfig(warm_bytes=warm_bytes)) as store:
         served = ServedModels(offered or {"demo": "demo"}, load or load_demo(), **(models or {}))
         listener = listen(settings.host, 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

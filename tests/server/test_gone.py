@@ -70,7 +70,8 @@ def leave(live, chance):
 
 @pytest.fixture
 def small(tmp_path):
-    with serving(tmp_path, load=load_demo(1024), max_unnamed=8) as live:
+    # The store's RAM is full after the first visits, too.
+    with serving(tmp_path, load=load_demo(1024), max_unnamed=8, warm_bytes=1 << 20) as live:
         host, port = live.url.removeprefix("http://").split(":")
         live.service_address = (host, int(port))
         live.post("/v1/agents", {"id": "named"})

@@ -240,6 +240,22 @@ def test_a_log_line_has_an_id_and_never_the_text(strict):
     assert "hunter2" not in out.getvalue() and "secret3" not in out.getvalue()
 
 
+def test_the_text_is_in_the_log_where_that_was_asked_for(tmp_path):
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    with serving(tmp_path, logs_text=True) as live:
+        log.addHandler(handler)
+        before = log.level
+        log.setLevel(logging.INFO)
+        try:
+            live.post("/v1/completions", {"prompt": "say it aloud", "max_tokens": 1})
+            live.until(lambda: bool(out.getvalue()), "the line")
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(before)
+    assert "say it aloud" in json.loads(out.getvalue().splitlines()[0])["body"]
+
+
 def test_a_second_server_on_a_port_is_told_so(strict):
     port = int(strict.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken"):

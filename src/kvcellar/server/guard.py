@@ -31,6 +31,9 @@ log = logging.getLogger("kvcellar.server")
 
 MOST_HEADER_BYTES = 32 << 10
 
+MOST_LOGGED_BYTES = 16 << 10
+"""Of a body, where the log is to have it."""
+
 _OPEN = ("/health", "/ready")
 """Paths that need no key: they say nothing of what is computed."""
 
@@ -87,6 +90,8 @@ class Guard:
             if scope["path"] == "/v1/agents/import":
                 limit = self._config.max_import_bytes
             body = _Body(scope, receive, limit, headers)
+            if self._config.logs_text:
+                body.kept = b""
             await self._app(scope, body.receive, send_noting)
         except ApiError as refused:
             if status == 499:
@@ -197,6 +202,8 @@ class _Body:
         self._limit = limit
         self._n = 0
         self._is_whole = False
+        self.kept: bytes | None = None
+        """The beginning of what came, where the log is to have it."""
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > limit:
             raise self._too_large(length)
@@ -217,6 +224,10 @@ class _Body:
             raise self._refusal(ApiError(408, said, "body_too_slow")) from None
         if message["type"] == "http.request":
             self._n += len(message.get("body", b""))
+            if self.kept is not None:
+                self.kept += message.get("body", b"")[: MOST_LOGGED_BYTES - len(self.kept)]
+                text = self.kept.decode("utf-8", "replace")
+                self._scope["kvcellar.notes"]["body"] = text
             self._is_whole = not message.get("more_body", False)
             if self._n > self._limit:
                 raise self._refusal(self._too_large(self._n))

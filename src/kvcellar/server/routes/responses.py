@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,10 +87,6 @@ class _Draft:
         }
 
 
-def _kept(service: Service) -> OrderedDict[str, dict[str, Any]]:
-    return service.responses
-
-
 @router.post("/v1/responses", response_model=None)
 async def create_response(request: Request, body: ResponseRequest) -> Response:
     """An answer; with ``previous_response_id`` in a conversation that the server knows."""
@@ -116,7 +111,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 @router.get("/v1/responses/{response_id}", response_model=None)
 async def get_response(request: Request, response_id: str) -> Response:
     """A response that was stored, as it was."""
-    found = _kept(service_of(request)).get(response_id)
+    found = service_of(request).responses.get(response_id)
     if found is None:
         raise _unknown(response_id)
     return JSONResponse(found)
@@ -147,7 +142,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Forget a response and what only it needs; what went on from it stays."""
     service = service_of(request)
-    found = _kept(service).pop(response_id, None)
+    found = service.responses.pop(response_id, None)
     try:
         if not response_id.startswith(PREFIX):
             raise UnknownAgentError(response_id)
@@ -330,7 +325,7 @@ def _keep(service: Service, draft: _Draft) -> dict[str, Any]:
     """Remember a response as an object, where it is stored."""
     value = draft.as_json()
     if draft.body.store is not False:
-        kept = _kept(service)
+        kept = service.responses
         kept[draft.response_id] = value
         while len(kept) > MOST_KEPT:
             kept.popitem(last=False)
