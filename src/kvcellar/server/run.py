@@ -215,10 +215,23 @@ async def _preload(service: Service) -> None:
         log.error(json.dumps({"event": "model failed to load", "error": str(error)}))
 
 
+class _Lines(logging.Formatter):
+    """One line of JSON for each record, whoever it is from."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Our own records are JSON already."""
+        text = record.getMessage()
+        line = json.loads(text) if record.name == log.name else {"event": text}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps({"level": record.levelname.lower(), **line})
+
+
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """One line of JSON per request."""
+    """One line of JSON per request, and for what else there is to say."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(handler)
-    log.setLevel(level)
-    log.propagate = False
+    handler.setFormatter(_Lines())
+    for logger, least in ((log, level), (logging.getLogger("uvicorn"), logging.WARNING)):
+        logger.addHandler(handler)
+        logger.setLevel(least)
+        logger.propagate = False
