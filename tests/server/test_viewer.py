@@ -48,6 +48,13 @@ def shown(tmp_path_factory):
         yield live
 
 
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory):
+    """With a key; it outlives the pages that look at it."""
+    with serving(tmp_path_factory.mktemp("keyed"), api_key="secret") as live:
+        yield live
+
+
 @pytest.fixture
 def open_page(browser, shown, tmp_path, request):
     """Opens the page; whatever it complains about fails the test, and a picture is kept."""
@@ -200,13 +207,12 @@ def test_the_page_sees_what_others_do(open_page, shown):
     expect(page.locator("#tree li")).to_have_count(n)
 
 
-def test_the_page_asks_for_the_key(open_page, tmp_path):
-    with serving(tmp_path / "keyed", api_key="secret") as live:
-        page = open_page(url=live.url, expected="401")
-        expect(page.locator("#key")).to_be_visible()
-        page.locator("#key-value").fill("secret")
-        page.locator("#key button").click()
-        expect(page.locator("#status-text")).to_contain_text("the next request loads one")
+def test_the_page_asks_for_the_key(open_page, keyed):
+    page = open_page(url=keyed.url, expected="401")
+    expect(page.locator("#key")).to_be_visible()
+    page.locator("#key-value").fill("secret")
+    page.locator("#key button").click()
+    expect(page.locator("#status-text")).to_contain_text("the next request loads one")
 
 
 def test_text_in_an_answer_is_text_and_never_markup(open_page, shown):
