@@ -147,6 +147,7 @@ def serve_command(
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
+    speculate: options.Speculate = None,
 ) -> None:
     """Serve models and agents over HTTP, as OpenAI and Anthropic do, with a page to look at.
 
@@ -186,6 +187,7 @@ def serve_command(
         "backend": backend,
         "dtype": dtype,
         "device": device,
+        "speculate": speculate,
     }
 
     plan = memory_plan(memory, loading)

@@ -186,7 +186,8 @@ class Guard:
             "seconds": round(seconds, 4),
             **scope["kvcellar.notes"],
         }
-        level = logging.INFO
+        # Whoever looks every second whether it lives is not worth a line.
+        level = logging.DEBUG if scope["path"] in _OPEN else logging.INFO
         if error is not None:
             line["error"] = type(error).__name__
             level = logging.ERROR
