@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo serve test check lint types imports docs kernel-check bench clean
+.PHONY: help demo serve test check lint types imports docs kernel-check bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -43,6 +43,10 @@ kernel-check: ## Random steps of the CPU attention kernel under the address sani
 bench: $(VENV)/.dev ## Every benchmark, the quick way
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
 
+wheel: $(VENV)/.dev ## A wheel in dist/ with the native parts of this platform inside
+	@$(BIN)/python -c 'from kvcellar.backends.executorch import building as b; print(b.build(b.PREBUILT))'
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps -w dist .
+
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -72,5 +76,5 @@ $(VENV)/.server: $(VENV)/.runtime
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing what the tests need ..."
-	@$(PIP) -e '.[torch,executorch,server,dev]'
+	@$(PIP) -e '.[torch,mlx,executorch,server,dev]'
 	@touch $@

@@ -27,6 +27,7 @@ def write_kv_cache_metadata(
     head_dim: int,
     v_head_dim: int | None = None,
     groups: Sequence[LayerGroup] = (),
+    vocab_size: int | None = None,
 ) -> MutableMapping[str, Any]:
     """Add a model's cache facts to ``metadata`` and return it.
 
@@ -37,6 +38,7 @@ def write_kv_cache_metadata(
         head_dim: length of a K row.
         v_head_dim: length of a V row, where it differs.
         groups: layer groups, where not all layers keep their whole history.
+        vocab_size: rows of the embedding; the cache needs none, a sampler does.
 
     Raises:
         ConfigError: facts that contradict each other; ``metadata`` is unchanged.
@@ -50,6 +52,8 @@ def write_kv_cache_metadata(
     }
     if params.v_head_dim != params.head_dim:
         facts["v_head_dim"] = params.v_head_dim
+    if vocab_size is not None:
+        facts["vocab_size"] = vocab_size
     if groups:
         group_of = [0] * n_layers
         for index, group in enumerate(params.groups):
@@ -71,9 +75,8 @@ def write_kv_cache_metadata(
 
 def _is_optional(key: str) -> bool:
     """Whether a key is one that is written for some models only."""
-    return key in (PREFIX + "v_head_dim", PREFIX + "layer_groups") or key.startswith(
-        PREFIX + "group_"
-    )
+    optional = ("v_head_dim", "layer_groups", "vocab_size")
+    return key in (PREFIX + name for name in optional) or key.startswith(PREFIX + "group_")
 
 
 def read_kv_cache_metadata(metadata: Mapping[str, Any]) -> ModelCacheParams:

@@ -21,7 +21,12 @@ from kvcellar.types import CacheConfig
 Face = TypeVar("Face", bound=Cache)
 CacheBuilder = Callable[[CacheConfig], Cache]
 
-BACKENDS = {"reference": "reference", "torch": "torch"}
+BACKENDS = {
+    "reference": "reference",
+    "torch": "torch",
+    "mlx": "mlx",
+    "executorch": "executorch",
+}
 """Backend id -> module below ``kvcellar.backends`` that registers its builders when imported."""
 
 

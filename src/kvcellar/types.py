@@ -104,6 +104,12 @@ class StepPlan:
         """``[n_tokens]``: the cell of every token."""
         return cells_of(write.run for write in self.writes)
 
+    @property
+    def span(self) -> Run:
+        """All that is read together, where each read is one run and the next one follows it."""
+        start = self.reads[0].runs[0].start
+        return Run(start, self.reads[-1].runs[-1].stop - start)
+
 
 def cells_of(runs: Iterable[Run]) -> IntArray:
     """All cells of some runs, one after the other."""
@@ -120,6 +126,17 @@ def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
         else:
             out.append(run)
     return tuple(out)
+
+
+def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """The cells ``[start, stop)`` of some runs, counted along them."""
+    out, at = [], 0
+    for run in runs:
+        low, high = max(start - at, 0), min(stop - at, run.length)
+        if low < high:
+            out.append(Run(run.start + low, high - low))
+        at += run.length
+    return out
 
 
 def runs_of(cells: Sequence[int] | IntArray) -> list[Run]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,10 @@ import pytest
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from tests.backends.cases import CASES, Case
 from tests.backends.dense import rounded
+
+needs_mlx = pytest.mark.skipif(
+    importlib.util.find_spec("mlx") is None, reason="needs mlx: pip install 'kvcellar[mlx]'"
+)
 
 SPLITTABLE = (
     "mha",
@@ -32,6 +38,14 @@ SPLITTABLE = (
 
 FEW = ("mixed-three-groups", "bf16-gqa", "int4-window-sinks", "k8v4-odd-rows-softcap")
 """Cases for what differs in the choice of a path alone."""
+
+
+EXECUTORCH = (*FEW, "gqa-sinks-window", "int4-rotated")
+"""Cases for what the op's kernel does itself; KVCELLAR_ALL_CASES=1 runs them all."""
+
+
+def named(*names: str) -> tuple[Case, ...]:
+    return tuple(case for case in CASES if case.name in names)
 
 
 class Adapter(ABC):
@@ -197,6 +211,136 @@ class TorchInSmallPieces(TorchWithoutKernel):
             patch.setattr(attention, "CAST_TILE", 3)
             patch.setattr(attention, "PLAIN_LOGITS", 1)
             patch.setattr(reads, "TILE", 5)
+            yield
+
+
+MLX = (
+    "mha",
+    "gqa-sinks-short-v",
+    "mqa-window-softcap",
+    "mixed-three-groups",
+    "mixed-shapes-sinks",
+    "bf16-gqa",
+    "fp16-mqa-window",
+    "int4-window-sinks",
+    "k8v4-odd-rows-softcap",
+    "int4-rotated",
+    "k4v16-bf16-model",
+)
+"""Cases in which every path of the MLX backend is met; KVCELLAR_ALL_CASES runs all."""
+
+
+class MlxAdapter(Adapter):
+    name = "mlx"
+    backend = "mlx"
+    cases = (
+        CASES
+        if "KVCELLAR_ALL_CASES" in os.environ
+        else tuple(case for case in CASES if case.name in MLX)
+    )
+
+    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
+        return {"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-3}[in_dtype]
+
+    def attend(
+        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
+    ) -> np.ndarray:
+        import mlx.core as mx
+
+        dtype = getattr(mx, in_dtype)
+        out = cache.update_and_attend(
+            self._heads_last(q, dtype),
+            self._heads_last(k, dtype),
+            self._heads_last(v, dtype),
+            mx.array(np.asarray(position)),
+            layer,
+            scale,
+            getattr(mx, out_dtype),
+            None if sinks is None else mx.array(sinks).astype(dtype),
+        )
+        assert out.dtype == getattr(mx, out_dtype)
+        return np.asarray(out.astype(mx.float32)).astype(np.float64)
+
+    @staticmethod
+    def _heads_last(values: np.ndarray, dtype: Any) -> Any:
+        """The strides of a model's projection: ``[1, n_tok, n_heads, dim]``, then transposed."""
+        import mlx.core as mx
+
+        array = mx.array(values)
+        if array.ndim != 4:
+            return array.astype(dtype)
+        return mx.contiguous(array.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3).astype(dtype)
+
+
+class MlxInSmallPieces(MlxAdapter):
+    """Every threshold so low that short histories cross all of them."""
+
+    name = "mlx-small-pieces"
+    cases = tuple(case for case in CASES if case.name in FEW)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.mlx import attention, caches
+        from kvcellar.bookkeeping import reads
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(caches, "LONG_RUN", 2)
+            patch.setattr(caches, "FEW_RUNS", 1)
+            patch.setattr(attention, "FEW_QUERIES", 3)
+            patch.setattr(attention, "MOST_LOGITS", 60)
+            patch.setattr(reads, "TILE", 5)
+            yield
+
+
+class ExecutorchAdapter(Adapter):
+    """The op's kernel, called through the runtime's registry as a program calls it."""
+
+    name = "executorch"
+    backend = "executorch"
+    cases = CASES if "KVCELLAR_ALL_CASES" in os.environ else named(*EXECUTORCH)
+
+    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
+        return TorchAdapter().tolerance(in_dtype, kv_dtype)
+
+    def attend(
+        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
+    ) -> np.ndarray:
+        import torch
+
+        dtype = getattr(torch, in_dtype)
+        out = self._op_of(cache)(
+            torch.from_numpy(q).to(dtype),
+            torch.from_numpy(k).to(dtype),
+            torch.from_numpy(v).to(dtype),
+            torch.as_tensor(np.asarray(position)),
+            layer,
+            scale,
+            getattr(torch, out_dtype),
+            None if sinks is None else torch.from_numpy(sinks),
+        )
+        assert out.dtype == getattr(torch, out_dtype)
+        return out.double().numpy()
+
+    def _op_of(self, cache: Any) -> Any:
+        from kvcellar.backends.executorch.single import SingleOp
+
+        if getattr(cache, "_single_op", None) is None:
+            cache._single_op = SingleOp(cache)
+        return cache._single_op
+
+
+class ExecutorchThroughPython(ExecutorchAdapter):
+    """Every cache as one that is written in Python alone: tensors go to it through DLPack."""
+
+    name = "executorch-through-python"
+    cases = named("mixed-three-groups", "int4-window-sinks")
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        from kvcellar.backends.executorch.forward import Forwards
+
+        with super().settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Forwards, "can_run", staticmethod(lambda cache: False))
             yield
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from tests.backends.adapters import (
+    MlxAdapter,
+    MlxInSmallPieces,
     ReferenceAdapter,
     TorchAdapter,
     TorchHalfByKernel,
     TorchInSmallPieces,
     TorchWithoutKernel,
+    needs_mlx,
     quantised,
 )
 from tests.backends.conformance import Conformance
@@ -39,3 +42,13 @@ class TestTorchWithoutKernel(Conformance):
 
 class TestTorchInSmallPieces(Conformance):
     adapter = TorchInSmallPieces()
+
+
+@needs_mlx
+class TestMlx(Conformance):
+    adapter = MlxAdapter()
+
+
+@needs_mlx
+class TestMlxInSmallPieces(Conformance):
+    adapter = MlxInSmallPieces()

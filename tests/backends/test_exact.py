@@ -21,6 +21,7 @@ from kvcellar import (
 from kvcellar.bookkeeping.exact import BASE, N_SEQUENCES, ExactCells
 from kvcellar.budget import MemoryBudget
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
+from tests.backends.adapters import needs_mlx
 from tests.backends.dense import stored
 
 torch = pytest.importorskip("torch")
@@ -42,7 +43,12 @@ MAKERS = {
     "paged": make_paged_session,
     "tree": make_tree_session,
 }
-BACKENDS = ("reference", "torch", "torch without the kernel")
+BACKENDS = (
+    "reference",
+    "torch",
+    "torch without the kernel",
+    pytest.param("mlx", marks=needs_mlx),
+)
 
 
 class Model:
@@ -94,6 +100,11 @@ class Model:
                     out = self.cache.update_and_attend(
                         *args, torch.tensor(positions), layer, 0.2, torch.float32
                     ).numpy()
+            elif self.backend == "mlx":
+                import mlx.core as mx
+
+                args = [mx.array(rows) for rows in (q, k, v)]
+                out = self.cache.update_and_attend(*args, positions, layer, 0.2, mx.float32)
             else:
                 out = self.cache.update_and_attend(q, k, v, positions, layer, 0.2, "float32")
             outputs.append(np.asarray(out)[0])

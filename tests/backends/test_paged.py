@@ -26,7 +26,14 @@ from kvcellar.cache import SeqCache
 from kvcellar.errors import CacheFullError, ConfigError, ShapeError
 from kvcellar.types import LAYOUTS, CacheConfig, divide_heads
 from tests.backends import driver
-from tests.backends.adapters import Adapter, ReferenceAdapter, TorchAdapter, TorchInSmallPieces
+from tests.backends.adapters import (
+    Adapter,
+    MlxInSmallPieces,
+    ReferenceAdapter,
+    TorchAdapter,
+    TorchInSmallPieces,
+    needs_mlx,
+)
 from tests.backends.conformance import Conformance
 from tests.backends.driver import Case, open_driver
 from tests.backends.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
@@ -84,14 +91,16 @@ class PagedConformance(Conformance):
     """The scenarios for many sequences. ``kind`` is the layout; cases take turns with it."""
 
     turn: ClassVar[int]
+    layouts: ClassVar[tuple[str, ...]] = LAYOUTS
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         cases = list(self.adapter.cases)
         name = "windowed" if "windowed" in metafunc.fixturenames else "case"
         if name not in metafunc.fixturenames:
-            metafunc.parametrize("kind", LAYOUTS)
+            metafunc.parametrize("kind", self.layouts)
             return
-        turns = [(case, LAYOUTS[(i + self.turn) % 2]) for i, case in enumerate(cases)]
+        n = len(self.layouts)
+        turns = [(case, self.layouts[(i + self.turn) % n]) for i, case in enumerate(cases)]
         turns = [turn for turn in turns if name == "case" or turn[0].has_window]
         ids = [f"{case.name}-{layout}" for case, layout in turns]
         metafunc.parametrize((name, "kind"), turns, ids=ids)
@@ -198,6 +207,13 @@ class TestTorchPaged(PagedConformance):
 class TestTorchPagedInSmallPieces(PagedConformance):
     adapter = TorchInSmallPieces()
     turn = 0
+
+
+@needs_mlx
+class TestMlxPaged(PagedConformance):
+    adapter = MlxInSmallPieces()
+    turn = 0
+    layouts = ("layer_first",)
 
 
 # Bytes --------------------------------------------------------------------------------------------

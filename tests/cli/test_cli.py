@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import kvcellar
 from kvcellar.cli import app
+from tests.backends.adapters import needs_mlx
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -121,6 +122,40 @@ def test_a_full_cache_is_said_on_stderr_too(tiny: str) -> None:
 def test_k_and_v_may_be_stored_in_fewer_bits(tiny: str) -> None:
     value = generated(tiny, "-p", "hello", "--max-tokens", "4", "--kv-dtype", "bfloat16")
     assert len(value["token_ids"]) == 4
+
+
+@needs_mlx
+def test_mlx_says_what_torch_says(tiny: str) -> None:
+    for model in (tiny, "demo"):
+        args = (model, "--prompt", "import os", "--max-tokens", "8")
+        torch, mlx = generated(*args), generated(*args, "--backend", "mlx", "--cache", "seq")
+        assert mlx["token_ids"] == torch["token_ids"]
+    assert "torch, mlx" in error_of("generate", "--prompt", "x", "--backend", "tensorflow")
+
+
+@needs_mlx
+def test_the_demo_and_a_chat_run_on_mlx(tiny: str) -> None:
+    args = ("demo", "--branches", "2", "--max-tokens", "4", "--json")
+    mlx, torch = (json.loads(run(*args, "--backend", b).stdout) for b in ("mlx", "torch"))
+    assert [b["token_ids"] for b in mlx["branches"]] == [b["token_ids"] for b in torch["branches"]]
+    said = run("chat", tiny, "--backend", "mlx", "--max-tokens", "4", "--json", stdin="hi\nyou\n")
+    assert len(said.stdout.splitlines()) == 2
+
+
+@needs_mlx
+def test_a_memory_budget_holds_on_mlx_too(tiny: str) -> None:
+    args = (tiny, "--prompt", "import os", "--max-tokens", "4", "--backend", "mlx")
+    before = mlx_limits()
+    try:
+        assert generated(*args, "--memory", "8GB")["token_ids"]
+    finally:
+        mlx_limits(*before)
+
+
+def mlx_limits(memory: int = 1 << 40, cache: int = 1 << 40) -> tuple[int, int]:
+    import mlx.core as mx
+
+    return mx.set_memory_limit(memory), mx.set_cache_limit(cache)
 
 
 def test_the_bundled_model_is_the_default() -> None:

@@ -32,9 +32,11 @@ def checkpoint(tmp_path_factory: Any) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def loaded(checkpoint: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
-    """Name of a tiny checkpoint -> the model, loaded by us."""
-    return functools.cache(lambda name: load_model(checkpoint(name)))
+def loaded(checkpoint: Callable[[str], Path]) -> Callable[..., LoadedModel]:
+    """Name of a tiny checkpoint, and who runs it -> the model, loaded by us."""
+    return functools.cache(
+        lambda name, backend="torch": load_model(checkpoint(name), backend=backend)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ class Player:
     ) -> None:
         self.kind = kind
         config = kv.make_config(model.params, capacity, min_chunk=min_chunk, **policy)
-        self.session: Any = MAKE_SESSION[kind]("torch", config)
+        self.session: Any = MAKE_SESSION[kind](model.backend, config)
         self._model = model
 
     def __enter__(self) -> Player:

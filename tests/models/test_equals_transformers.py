@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.backends.adapters import needs_mlx
 from tests.models.players import MAKE_SESSION, Player, assert_close, text
 from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 
@@ -11,13 +12,16 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 every_cache = pytest.mark.parametrize("kind", MAKE_SESSION)
 caches_of_many = pytest.mark.parametrize("kind", ["seq", "tree"])
 
-pytestmark = every_family
+pytestmark = [
+    every_family,
+    pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=needs_mlx)]),
+]
 
 
 @pytest.fixture
-def play(loaded, family, kind):
+def play(loaded, family, kind, backend):
     """Open a session of this kind for this family."""
-    return lambda **policy: Player(loaded(family), kind, **policy)
+    return lambda **policy: Player(loaded(family, backend), kind, **policy)
 
 
 @every_cache

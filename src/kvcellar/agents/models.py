@@ -24,7 +24,7 @@ from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.loading import ProgressFn
 from kvcellar.models.sizing import size_model
 from kvcellar.registry import make_paged_session, make_seq_session
-from kvcellar.store import Layout, ModelKey, fingerprint_checkpoint
+from kvcellar.store import Layout, ModelKey
 from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
@@ -106,6 +106,11 @@ def open_host(
     """
     report = progress or (lambda fraction, what: None)
     budget = None
+    if memory_bytes is not None and backend == "executorch":
+        raise ConfigError(
+            "a memory limit counts what a process holds, and what ExecuTorch plans and packs is "
+            "not known before; leave it out and give a capacity"
+        )
     if memory_bytes is not None:
         spec = size_model(name, dtype=dtype)
         most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
@@ -117,11 +122,9 @@ def open_host(
         device=device,
         progress=lambda part, what: report(0.8 * part, f"{name}: {what}"),
     )
-    fingerprint = fingerprint_checkpoint(
-        model.path,
+    fingerprint = model.fingerprint(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{name}: {what}"),
-        dtype=model.dtype,
     )
     cache_config = make_config(
         model.params,
@@ -151,7 +154,6 @@ def open_host(
         template = None
         if getattr(model.tokenizer, "chat_template", None):
             template = check_template(model.tokenizer)
-        weights = sum(path.stat().st_size for path in model.path.glob("*.safetensors"))
         return ModelHost(
             name=name,
             engine=engine,
@@ -159,7 +161,7 @@ def open_host(
             tokenizer=model.tokenizer,
             key=ModelKey(fingerprint.value, layout),
             eos_token_ids=model.eos_token_ids,
-            size_bytes=memory_bytes or weights + layout.rows_bytes(cache_config.capacity),
+            size_bytes=memory_bytes or model.size_bytes + layout.rows_bytes(cache_config.capacity),
             template=template,
             _on_close=stack.pop_all(),
         )

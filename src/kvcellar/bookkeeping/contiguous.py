@@ -99,6 +99,48 @@ class ContiguousBookkeeping(StepBookkeeping):
             self._clear()
         self._length = new_length
 
+    def length_in(self, layer: int) -> int:
+        """Tokens that the layer has been given: in a forward, layers come one by one."""
+        step = self._open
+        if step is None or step.is_complete:
+            return self._length
+        return step.positions[0] + (step.n_tokens if step.seen[layer] else 0)
+
+    def held(self, layer: int) -> int:
+        """How many of the last tokens the layer holds, those that it no longer attends included."""
+        return self._length - self._base[self.group_of(layer)]
+
+    def adopt(self, length: int, held: Sequence[int]) -> None:
+        """Start a history whose bytes come from elsewhere: they are in the cells from 0 on.
+
+        Args:
+            length: tokens of the history.
+            held: per layer group, how many of the last of them are there.
+
+        Raises:
+            RewindError: the cache is not empty, or a group would lack tokens that it attends;
+                nothing was changed.
+            CacheFullError: it does not fit; nothing was changed.
+        """
+        self._settle()
+        if self._length:
+            raise RewindError(
+                f"a history of {length} tokens cannot start here: the cache holds {self._length}; "
+                f"clear it first"
+            )
+        for group, n in zip(self.groups, held, strict=True):
+            least = length if group.window is None else min(length, group.window - 1)
+            if not least <= n <= length:
+                raise RewindError(
+                    f"a history of {length} tokens needs the last {least} in layers "
+                    f"{group.layers}, and {n} are there; it cannot go on exactly"
+                )
+        if not self._has_room(0, length):
+            raise CacheFullError(
+                f"a history of {length} tokens, {self.capacity} cells; {self.config.more_room}"
+            )
+        self._length, self._base = length, [length - n for n in held]
+
     def _implicit_step(
         self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
     ) -> OpenStep:

@@ -11,7 +11,7 @@ tokens are then read quantised. Nothing is ever lost: the quantised copy is alwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kvcellar.types import (
     StepPlan,
     Write,
     cells_of,
+    clip_runs,
     join_runs,
     runs_of,
 )
@@ -142,7 +143,7 @@ class ExactCells:
         return taken
 
     def _exact_read(self, read: AttendSpec, head: IntArray, tail: IntArray) -> AttendSpec:
-        middle = _clipped(read.runs, len(head), read.read_len - len(tail))
+        middle = clip_runs(read.runs, len(head), read.read_len - len(tail))
         runs = join_runs([*self._runs(head), *middle, *self._runs(tail)])
         return AttendSpec(read.q_start, read.q_len, runs, read.kind, read.mask)
 
@@ -168,19 +169,8 @@ def _ends(read: AttendSpec, first: int, last: int) -> tuple[IntArray, IntArray]:
     length = read.read_len
     n_tail = min(last, length)
     n_head = min(first, length - n_tail)
-    head = cells_of(_clipped(read.runs, 0, n_head))
-    return head, cells_of(_clipped(read.runs, length - n_tail, length))
-
-
-def _clipped(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """The cells ``[start, stop)`` of some runs, counted along them."""
-    out, at = [], 0
-    for run in runs:
-        low, high = max(start - at, 0), min(stop - at, run.length)
-        if low < high:
-            out.append(Run(run.start + low, high - low))
-        at += run.length
-    return out
+    head = cells_of(clip_runs(read.runs, 0, n_head))
+    return head, cells_of(clip_runs(read.runs, length - n_tail, length))
 
 
 def _writes(tokens: IntArray, cells: IntArray) -> tuple[Write, ...]:

@@ -61,6 +61,7 @@ def demo_command(
         int, typer.Option(metavar="N", min=0, help="The same seed gives the same text.")
     ] = 0,
     memory: options.Memory = None,
+    backend: options.Backend = "torch",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Fork one prompt into branches that share its cells, and keep the best.
@@ -69,7 +70,9 @@ def demo_command(
     in one batched forward per token, and the likeliest is kept.
     """
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
-    with bound_model("demo", kind="seq", memory=memory, n_sequences=branches) as bound:
+    with bound_model(
+        "demo", kind="seq", backend=backend, memory=memory, n_sequences=branches
+    ) as bound:
         tokenizer = bound.model.tokenizer
         trunk = [tokenizer.bos_token_id, *tokenizer.encode(TRUNK)]
         with progress_bar("reading the trunk") as report:

@@ -15,8 +15,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, or a name on "
-        "the Hugging Face hub.",
+        help="`demo` (the bundled model), a folder with a Hugging Face checkpoint, a name on the "
+        "Hugging Face hub, or a .pte file for the backend executorch.",
     ),
 ]
 Cache = Annotated[
@@ -53,7 +53,12 @@ KvDtype = Annotated[
     ),
 ]
 Backend = Annotated[
-    str, typer.Option(metavar="NAME", help="Who runs the model: torch.", rich_help_panel=LOADING)
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Who runs the model: torch, mlx or executorch.",
+        rich_help_panel=LOADING,
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -67,7 +72,7 @@ Device = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help="Where the model runs, such as cpu or cuda. Default: cpu.",
+        help="Where the model runs, such as cpu or cuda. Default: cpu; with mlx the GPU of a Mac.",
         rich_help_panel=LOADING,
     ),
 ]

@@ -13,7 +13,6 @@ from kvcellar.cli import options
 from kvcellar.cli.session import memory_plan
 from kvcellar.cli.store import Folder
 from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, write
-from kvcellar.engine import EngineConfig
 from kvcellar.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -162,6 +161,7 @@ def serve_command(
         raise BackendError(
             f"the server needs {error.name}, which is not installed; pip install 'kvcellar[server]'"
         ) from error
+    from kvcellar.engine import EngineConfig
     from kvcellar.store import Store, StoreConfig, default_store
 
     config = ServerConfig(

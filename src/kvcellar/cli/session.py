@@ -64,7 +64,7 @@ def bound_model(
             memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
-    limit_bytes = _limit_bytes(memory, device)
+    limit_bytes = _limit_bytes(memory, device, backend)
     if kind not in KINDS:
         raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     make_config(
@@ -104,7 +104,7 @@ def bound_model(
         yield Bound(model, cache, runner)
 
 
-def _limit_bytes(memory: str | None, device: str | None) -> int | None:
+def _limit_bytes(memory: str | None, device: str | None, backend: str) -> int | None:
     """What the whole process may hold."""
     limit_bytes = None if memory is None else parse_size(memory)
     if limit_bytes is not None and device not in (None, "cpu"):
@@ -112,12 +112,17 @@ def _limit_bytes(memory: str | None, device: str | None) -> int | None:
             f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
             f"there; leave one of the two out, or give a --capacity"
         )
+    if limit_bytes is not None and backend == "executorch":
+        raise ConfigError(
+            "--memory bounds what the process holds, and what ExecuTorch plans and packs is not "
+            "known before; leave it out and give a --capacity"
+        )
     return limit_bytes
 
 
 def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | None:
     """How models and store share ``--memory``; None without it. Loads the backend, no model."""
-    limit_bytes = _limit_bytes(memory, loading.get("device"))
+    limit_bytes = _limit_bytes(memory, loading.get("device"), loading["backend"])
     if limit_bytes is None:
         return None
     with progress_bar(f"starting {loading['backend']}"):

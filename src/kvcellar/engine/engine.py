@@ -25,6 +25,7 @@ from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError
+from kvcellar.models.runner import step_limit
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -120,7 +121,9 @@ class Engine:
         self.scheduler = Scheduler(
             Residency(cache, self.index, self.config.max_moved_bytes),
             policy,
-            Limits(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            Limits(
+                step_limit(runner, self.config.max_num_batched_tokens), self.config.max_num_seqs
+            ),
             tokenizer,
             runner.vocab_size,
             eos_token_ids,

@@ -17,6 +17,7 @@ from kvcellar.engine.sampling import SamplingParams, SamplingState, TokenLogprob
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import ConfigError, PromptError
+from kvcellar.models.runner import step_limit
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -285,6 +286,7 @@ def prefill(
     n_new = len(prompt) - held
     if on_prefill is not None:
         on_prefill(0, n_new)
+    chunk = step_limit(runner, chunk)
     for start in range(held, len(prompt), chunk):
         tokens = prompt[start : start + chunk]
         logits = runner.forward(tokens, sequence.begin(len(tokens)))

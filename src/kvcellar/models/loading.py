@@ -20,9 +20,10 @@ from kvcellar.models.checkpoint import (
     read_config,
     read_json,
 )
+from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
-from kvcellar.registry import CacheSession
+from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config
 from kvcellar.types import ModelCacheParams
 
@@ -109,7 +110,9 @@ class LoadedModel:
                 f"the cache of session {session.cache_key} was made for {_shape(params)}; "
                 f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
             )
-        known = known_quality(self.path, session.cache.config.kv_dtype)
+        known = None
+        if self.path.is_dir():  # figures are known by a checkpoint's files
+            known = known_quality(self.path, session.cache.config.kv_dtype)
         if known is not None and known.verdict == "bad":
             warnings.warn(
                 f"kv_dtype {known.kv_dtype} is known to be bad for {self.name!r}: perplexity "
@@ -119,9 +122,39 @@ class LoadedModel:
                 KvQualityWarning,
                 stacklevel=2,
             )
+        return self._make_runner(session)
+
+    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+        """A runner of this backend; session and model were found to fit."""
         from kvcellar.models.torch_runner import TorchRunner
 
         return TorchRunner(self._model, self.params, self.vocab_size, session)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights as they are stored."""
+        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
+
+    def fingerprint(
+        self,
+        *,
+        cache_file: str | Path | None = None,
+        on_progress: Progress | None = None,
+        dtype: str | None = None,
+    ) -> Fingerprint:
+        """Whose KV it computes: equal where the same tokens give the same K and V.
+
+        Args:
+            cache_file: where hashes of large files are remembered; None: nowhere.
+            on_progress: takes how much of the weights is read, 0 to 1, and what comes now.
+            dtype: the type that the weights are used in, where it is not that in memory.
+
+        Raises:
+            StoreError: a file cannot be read.
+        """
+        return fingerprint_checkpoint(
+            self.path, cache_file=cache_file, on_progress=on_progress, dtype=dtype or self.dtype
+        )
 
     def touch_weights(self) -> int:
         """Have every weight in memory now, not when a forward first needs it; return their bytes.
@@ -180,7 +213,7 @@ def load_model(
     Args:
         name_or_path: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
             safetensors; or a name on the Hugging Face hub, which is downloaded once.
-        backend: who runs it; there is ``torch``.
+        backend: who runs it: ``torch``, ``mlx``, or ``executorch``, which takes .pte files too.
         dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
             the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
@@ -196,9 +229,18 @@ def load_model(
         ConfigError: a dtype or device that does not exist.
     """
     if backend != "torch":
-        raise BackendError(f"backend {backend!r} loads no models; there is: torch")
+        module = load_backend(backend)
+        if not hasattr(module, "load_model"):
+            raise BackendError(
+                f"backend {backend!r} loads no models; choose torch, mlx or executorch"
+            )
+        found: LoadedModel = module.load_model(
+            name_or_path, dtype=dtype, device=device, progress=progress
+        )
+        return found
     try:
         from kvcellar.models import torch_loading
+        from kvcellar.models.tokenizer import load_tokenizer, quiet
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("kvcellar"):
             raise
@@ -215,8 +257,8 @@ def load_model(
         if progress is not None:
             progress(done, what)
 
-    with torch_loading.quiet(lambda part: report(0.05 + 0.95 * part, "loading weights")):
-        folder = _find(name_or_path, lambda part, what: report(_DOWNLOAD * part, what))
+    with quiet(lambda part: report(0.05 + 0.95 * part, "loading weights")):
+        folder = find_checkpoint(name_or_path, lambda part, what: report(_DOWNLOAD * part, what))
         start = done
         report(0.0, "reading the config")
         raw = read_config(folder)
@@ -229,7 +271,7 @@ def load_model(
         wanted = "float32" if is_demo and dtype in (None, "auto") else dtype
         torch_dtype, torch_device = torch_loading.pick_types(wanted, device, raw, stored)
         report(0.02, "reading the tokenizer")
-        tokenizer = torch_loading.load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
         report(0.05, "loading weights")
         model = torch_loading.load_weights(
             folder,
@@ -240,7 +282,7 @@ def load_model(
             device=torch_device,
         )
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    _check_vocabulary(tokenizer, vocab_size, folder)
+    check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
     return LoadedModel(
         name=str(name_or_path),
@@ -250,15 +292,19 @@ def load_model(
         config=model.config,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        eos_token_ids=_eos_token_ids(folder, raw, tokenizer),
+        eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=int(config.max_position_embeddings),
         dtype=str(model.dtype).removeprefix("torch."),
         _model=model,
     )
 
 
-def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
-    """The folder of the checkpoint; downloads it where the name is one of the hub's."""
+def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
+    """The folder of the checkpoint; downloads it where the name is one of the hub's.
+
+    Raises:
+        ModelError: there is no such model.
+    """
     if name_or_path == DEMO:  # a Path of that name is a folder
         if not DEMO_FOLDER.is_dir():
             raise ModelError(
@@ -271,6 +317,8 @@ def _find(name_or_path: str | Path, report: ProgressFn) -> Path:
         return path
     if path.exists():
         hint = "; GGUF files are not supported" if path.suffix == ".gguf" else ""
+        if path.suffix == ".pte":
+            hint = "; for an ExecuTorch program choose the backend executorch"
         raise ModelError(
             f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
             f"tokenizer and safetensors{hint}"
@@ -357,6 +405,8 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
     if known not in named and CLASSES.get(family) not in named:
         raise ModelError(f"{folder} is a {', '.join(named)}; to generate text it must be a {known}")
     quantization = raw.get("quantization_config")
+    if is_quantised_for_mlx(raw):
+        raise ModelError(f"{folder} is quantised for MLX; load it with the backend mlx")
     if quantization and (quantization.get("quant_method") != "mxfp4" or family != "gpt_oss"):
         raise ModelError(
             f"{folder} is quantised with {quantization.get('quant_method')!r}, which is not "
@@ -379,7 +429,17 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+def is_quantised_for_mlx(raw: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config says so: weights that only MLX's own functions read."""
+    return "quantization" in raw
+
+
+def without_quantisation(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config without what it says of how its weights are stored."""
+    return {k: v for k, v in raw.items() if k not in ("quantization", "quantization_config")}
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
     """Refuse a tokenizer of another model.
 
     Special tokens past the embedding are let through: Gemma 3's tokenizer has one for images that
@@ -397,7 +457,7 @@ def _check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
         )
 
 
-def _eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
+def find_eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
     """Every token that the checkpoint's files call an end; they disagree in many chat models."""
     sources = [raw, raw.get("text_config") or {}]
     if (folder / "generation_config.json").is_file():

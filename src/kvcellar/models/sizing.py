@@ -22,6 +22,8 @@ from kvcellar.models.loading import (
     MULTIMODAL,
     check_architecture,
     from_hub,
+    is_quantised_for_mlx,
+    without_quantisation,
 )
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
 
@@ -94,6 +96,8 @@ def find_config(name_or_path: str | Path) -> Path:
 
 
 def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelCacheSpec:
+    is_for_mlx = is_quantised_for_mlx(raw)
+    raw = without_quantisation(raw) if is_for_mlx else raw
     check_architecture(raw, path)
     params = params_from_config(raw)
     config = config_from_dict(raw)
@@ -121,13 +125,21 @@ def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -
     )
     if is_mxfp4:
         counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
+    weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
+    if is_for_mlx:
+        if files_bytes is None:
+            raise ModelError(
+                "it is quantised for MLX, and how far only its weights say; they are not there"
+            )
+        weight_bytes = files_bytes
+        counted = f"{n_params:,} parameters, quantised for MLX, sizes from its files"
     return ModelCacheSpec(
         name=name,
         family=str(raw.get("model_type")),
         params=params,
         max_positions=int(config.max_position_embeddings),
         stored_bytes=computed if files_bytes is None else files_bytes,
-        weight_bytes=n_params * DTYPE_BYTES[memory_dtype],
+        weight_bytes=weight_bytes,
         dtype=memory_dtype,
         counted=counted,
         n_heads=int(config.num_attention_heads),
@@ -169,7 +181,7 @@ def _parameters(class_name: str, config: Any) -> dict[str, int]:
         import torch
         import transformers
 
-        from kvcellar.models.torch_loading import quiet
+        from kvcellar.models.tokenizer import quiet
     except ModuleNotFoundError as error:
         raise BackendError(
             f"counting a model's parameters needs the package {error.name!r}; install it with: "

@@ -1,20 +1,16 @@
-"""Weights and tokenizers through transformers, quietly and completely or not at all."""
+"""Weights through transformers, completely or not at all."""
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers.utils import logging as hf_logging
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.checkpoint import few
@@ -36,14 +32,8 @@ _TEXT_KEYS = {
 
 _OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
-_NOISY = ("torchao", "torch.utils._pytree")
-"""Loggers that speak up when transformers imports a torchao that was built for another Python."""
-
 _PAGE = 4096
 """The smallest page of memory in use."""
-
-_lock = threading.Lock()
-"""Held while loading: the verbosity and the progress hook of transformers are process-wide."""
 
 
 def pick_types(
@@ -80,21 +70,6 @@ def pick_types(
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is not known; choose one of {', '.join(DTYPES)}")
     return DTYPES[name], where
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of many kinds: JSON, tokenizers' own, missing packages
-        raise ModelError(
-            f"the tokenizer in {folder} cannot be read: {error}; copy its files again from where "
-            f"the model came from"
-        ) from error
 
 
 def load_weights(
@@ -175,35 +150,3 @@ def touch_weights(model: Any) -> int:
         view[::_PAGE].sum()
         n_bytes += storage.nbytes()
     return n_bytes
-
-
-@contextmanager
-def quiet(progress: Callable[[float], None]) -> Iterator[None]:
-    """Let transformers neither log nor draw bars; tell ``progress`` how far the weights are."""
-
-    class Bar(hf_logging.EmptyTqdm):
-        def __iter__(self) -> Iterator[Any]:
-            items: list[Any] = list(self._iterator or ())
-            for done, item in enumerate(items):
-                progress(done / len(items))
-                yield item
-
-    def make_bar(factory: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_ours = kwargs.get("desc") == "Loading weights"
-        make: Any = Bar if is_ours else hf_logging.EmptyTqdm
-        return make(*args, **kwargs)
-
-    with _lock:
-        verbosity = hf_logging.get_verbosity()
-        hook = hf_logging.set_tqdm_hook(make_bar)
-        levels = {name: logging.getLogger(name).level for name in _NOISY}
-        hf_logging.set_verbosity(logging.ERROR)
-        for name in _NOISY:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            hf_logging.set_verbosity(verbosity)
-            hf_logging.set_tqdm_hook(hook)
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)

@@ -215,7 +215,7 @@ class ModelKey:
     """Whose KV it is: blocks are shared exactly where two keys have the same root.
 
     Attributes:
-        fingerprint: of the model, as ``store.fingerprint`` makes it; any text that differs
+        fingerprint: of the model, as ``models.fingerprint`` makes it; any text that differs
             wherever the same tokens may give other K and V.
         layout: the shape and storage type of the rows.
     """

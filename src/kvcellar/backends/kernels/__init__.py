@@ -46,6 +46,7 @@ __all__ = [
     "set_level",
     "set_num_threads",
     "set_parallel_for",
+    "step_function",
     "stream_read",
     "threads_of",
     "why_not",
@@ -248,6 +249,15 @@ def set_parallel_for(address: int) -> None:
             calls ``work(data, i)`` for each worker i and returns when all have; 0: ours again.
     """
     _native.set_parallel_for(address)
+
+
+def step_function() -> tuple[int, int]:
+    """(address, version) of the C function ``KvcStep`` in ``native/step_call.h``.
+
+    For shared objects of other runtimes: they call this kernel with the ``address`` of a plan and
+    of a pool, without Python.
+    """
+    return _native.step_address(), _native.STEP_VERSION
 
 
 def stream_read(data: int, n_bytes: int) -> float:

@@ -36,6 +36,7 @@ from kvcellar.types import (
     StepPlan,
     Write,
     cells_of,
+    clip_runs,
 )
 
 LONG_RUN = 512
@@ -79,6 +80,9 @@ class Prepared:
 
 class TorchBytes(StepBookkeeping):
     """What turns bookkeeping into a cache of tensors: pools, writes, segments, attention."""
+
+    takes_tensors = True
+    """Of torch: an op of another runtime may call ``update_and_attend`` with its own, by DLPack."""
 
     def __init__(self, config: CacheConfig) -> None:
         """Empty pools; they allocate on the device of the first K that comes."""
@@ -436,7 +440,9 @@ def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:
         n_tail = spec.mask.shape[1]
         bias = torch.zeros(spec.mask.shape, dtype=k.dtype, device=k.device)
         bias.masked_fill_(~torch.as_tensor(spec.mask.copy(), device=k.device), float("-inf"))
-    head, tail = _split(spec.runs, spec.read_len - n_tail)
+    n_head = spec.read_len - n_tail
+    head = clip_runs(spec.runs, 0, n_head)
+    tail = clip_runs(spec.runs, n_head, spec.read_len)
     parts = [PartRead(run, None, None, False) for run in head if run.length >= LONG_RUN]
     short = [run for run in head if run.length < LONG_RUN]
     if short:
@@ -452,20 +458,6 @@ def _one_part(runs: Sequence[Run], bias: Tensor | None, is_causal: bool, k: Tens
     return PartRead(None, torch.as_tensor(cells_of(runs), device=k.device), bias, is_causal)
 
 
-def _split(runs: Sequence[Run], at: int) -> tuple[list[Run], list[Run]]:
-    """The first ``at`` cells and the others."""
-    head: list[Run] = []
-    tail: list[Run] = []
-    for run in runs:
-        n = min(run.length, max(0, at))
-        if n:
-            head.append(Run(run.start, n))
-        if n < run.length:
-            tail.append(Run(run.start + n, run.length - n))
-        at -= run.length
-    return head, tail
-
-
 def _fetch(pool: LayerPool, read: PartRead) -> Part:
     if read.run is not None:
         k, v = pool.read(read.run.start, read.run.length)
@@ -477,6 +469,30 @@ def _fetch(pool: LayerPool, read: PartRead) -> Part:
 
 class TorchContiguousCache(TorchBytes, ContiguousBookkeeping):
     """One sequence in one run: the single-stream hot path."""
+
+    def update_run(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store this forward's K and V of one layer; return all that its queries read together.
+
+        For whoever attends by one mask over the positions up to the last query's.
+
+        Args:
+            layer: which layer.
+            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
+            v: ``[1, n_kv_heads, T, v_head_dim]``.
+
+        Returns:
+            K and V ``[1, n_kv_heads, L, dim]`` in the types of ``k`` and ``v``; views where they
+            are stored so, which the next forward writes past and not into.
+
+        Raises:
+            ShapeError, StepError, CacheFullError: nothing was written.
+        """
+        plan = self._prepare(layer, self.group_of(layer), None, k, v).plan
+        pool = self.pools_of_layer[layer]
+        pool.write_run(plan.writes[0].run.start, k, v)
+        self.wrote(layer)
+        keys, values = pool.read(*plan.span)
+        return keys.to(k.dtype), values.to(v.dtype)
 
 
 class TorchSeqCache(TorchBytes, SeqBookkeeping):

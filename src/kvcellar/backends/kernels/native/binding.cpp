@@ -9,6 +9,7 @@
 #include <string>
 
 #include "kernel.h"
+#include "step.h"
 
 namespace nb = nanobind;
 using namespace kvcellar;
@@ -157,6 +158,8 @@ NB_MODULE(_native, m) {
            },
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
            nb::keep_alive<1, 7>())
+      .def_prop_ro("address",
+                   [](const Pool& pool) { return reinterpret_cast<uintptr_t>(&pool); })
       .def("write_cells",
            [](const Pool& pool, const Layout& layout, uintptr_t cells, int64_t n, uintptr_t k,
               uintptr_t v) {
@@ -196,6 +199,7 @@ NB_MODULE(_native, m) {
            [](Plan* self, nb::handle plan, nb::handle causal, nb::handle explicit_mask) {
              new (self) Plan(flatten(plan, causal, explicit_mask));
            })
+      .def_prop_ro("address", [](const Plan& plan) { return reinterpret_cast<uintptr_t>(&plan); })
       .def_prop_ro("n_tokens", &Plan::n_tokens)
       .def_prop_ro("n_cells", &Plan::n_cells)
       .def_prop_ro("n_exact_cells", &Plan::n_exact_cells)
@@ -224,6 +228,8 @@ NB_MODULE(_native, m) {
   m.def("threads_of", [] { return std::string(threads_of()); });
   m.def("set_parallel_for",
         [](uintptr_t run) { set_parallel_for(reinterpret_cast<ParallelFor>(run)); });
+  m.attr("STEP_VERSION") = KVC_STEP_VERSION;
+  m.def("step_address", [] { return reinterpret_cast<uintptr_t>(static_cast<KvcStep>(&step)); });
   m.def("stream_read", [](uintptr_t data, int64_t n_bytes) {
     nb::gil_scoped_release release;
     return stream_read(at(data), n_bytes, 0);

@@ -147,6 +147,7 @@ class OwnPool {
 };
 
 std::atomic<ParallelFor> given{nullptr};
+thread_local ParallelFor callers = nullptr;
 std::atomic<int> wanted{0};
 
 using Clock = std::chrono::steady_clock;
@@ -202,7 +203,7 @@ Crowd crowd;
 
 void run_workers(int n_workers, void (*work)(void*, int), void* data) {
   if (n_workers < 2) return work(data, 0);
-  if (ParallelFor run = given.load()) return run(n_workers, work, data);
+  if (ParallelFor run = callers ? callers : given.load()) return run(n_workers, work, data);
   OpenMp& omp = openmp();
   if (omp.parallel) {
     const int64_t start_ns = now_ns();
@@ -227,6 +228,10 @@ int num_threads() {
 }
 
 int workers_for(int n_threads) { return n_threads > 0 ? n_threads : num_threads(); }
+
+CallersThreads::CallersThreads(ParallelFor run) : before_(callers) { callers = run; }
+
+CallersThreads::~CallersThreads() { callers = before_; }
 
 void set_num_threads(int n) { wanted.store(n > 0 ? n : 0); }
 

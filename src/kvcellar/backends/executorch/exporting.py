@@ -1,0 +1,305 @@
+"""From a checkpoint to one .pte: traced once, lowered to XNNPACK, its cache chosen at run time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcellar.backends.executorch.archive import pack_files, seal
+from kvcellar.backends.executorch.building import executorch_version
+from kvcellar.backends.executorch.program import OWN_PREFIX
+from kvcellar.backends.executorch.quantising import WEIGHT_DTYPES, quantise
+from kvcellar.backends.executorch.rewriting import rewrite
+from kvcellar.errors import ConfigError, ModelError
+from kvcellar.metadata import write_kv_cache_metadata
+from kvcellar.models import LoadedModel, load_model
+from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
+
+SCHEMES = ("none", *WEIGHT_DTYPES)
+DTYPES = ("float32", "float16", "bfloat16")
+OP = "update_and_attend"
+CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES, *TEMPLATE_FILES)
+"""Files of a checkpoint that travel inside the program."""
+
+ProgressFn = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was exported, and who runs what.
+
+    Attributes:
+        path: the file.
+        size_bytes: of the file.
+        method: the name of the method inside.
+        quantize: the scheme of the weights, or ``none``.
+        dtype: type of activations, and of weights that are not quantised.
+        max_tokens_per_step: the most tokens that one forward takes.
+        n_op_calls: calls of our op in the graph: one per layer.
+        n_linears_kept: linear layers that the scheme could not take.
+        n_delegates: parts of the graph that XNNPACK runs.
+        delegated: operators inside of them, by name.
+        kept: operators that the runtime's own kernels run, by name.
+    """
+
+    path: Path
+    size_bytes: int
+    method: str
+    quantize: str
+    dtype: str
+    max_tokens_per_step: int
+    n_op_calls: int
+    n_linears_kept: int
+    n_delegates: int
+    delegated: Mapping[str, int]
+    kept: Mapping[str, int]
+
+
+class Flat(torch.nn.Module):
+    """A model as the graph has it: token ids, positions and wanted rows in, logits out."""
+
+    def __init__(self, model: Any) -> None:
+        """Around a model of transformers whose attention is on the op."""
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """``[1, T], [1, T], [R] -> [1, R, vocab]``: the LM head runs on the rows alone."""
+        logits: torch.Tensor = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows
+        ).logits
+        return logits
+
+
+def export_program(
+    name_or_path: str | Path,
+    to: str | Path,
+    *,
+    quantize: str = "none",
+    dtype: str = "float32",
+    max_tokens_per_step: int = 512,
+    method: str = "forward",
+    progress: ProgressFn | None = None,
+) -> ExportReport:
+    """Export a checkpoint as one file that runs with any cache.
+
+    Args:
+        name_or_path: as ``load_model`` takes it.
+        to: the file to write; it is whole or not there.
+        quantize: ``none``, ``8da4w`` or ``8da8w``.
+        dtype: float32, float16 or bfloat16; quantised weights need float32.
+        max_tokens_per_step: the most tokens of one forward; inputs and outputs are planned for it.
+        method: what the method is called inside.
+        progress: called with how much is done, 0 to 1, and the stage.
+
+    Raises:
+        ConfigError: settings that cannot work.
+        ModelError: the checkpoint cannot be loaded, or the file not be written.
+    """
+    _check(quantize, dtype, max_tokens_per_step, method)
+    report = progress or (lambda fraction, what: None)
+    target = Path(to)
+    if not target.parent.is_dir():
+        raise ModelError(f"there is no folder {target.parent} to write {target.name} to")
+    loaded = load_model(
+        name_or_path, dtype=dtype, progress=lambda part, what: report(0.15 * part, what)
+    )
+    model = loaded._model
+    report(0.15, "fingerprinting the weights")
+    scheme = "" if quantize == "none" else f"+{quantize}"
+    fingerprint = loaded.fingerprint(dtype=dtype + scheme)
+    n_kept = 0
+    with _quiet():
+        rewrite(model)
+        if quantize != "none":
+            report(0.2, f"quantising to {quantize}")
+            _, n_kept = quantise(model, quantize)
+        report(0.3, "tracing the graph")
+        graph = trace(model, max_tokens_per_step)
+        report(0.4, "lowering to XNNPACK")
+        constants = _constants(loaded, fingerprint.value, dtype, quantize, max_tokens_per_step)
+        edge = _lower(graph, method, constants)
+        report(0.85, "planning memory")
+        module = edge.exported_program(method).graph_module
+        counts = _counts(module)
+        program = edge.to_executorch(_plan())
+    report(0.9, f"writing {target.name}")
+    _write(program, target)
+    report(1.0, "ready")
+    return ExportReport(
+        path=target,
+        size_bytes=target.stat().st_size,
+        method=method,
+        quantize=quantize,
+        dtype=dtype,
+        max_tokens_per_step=max_tokens_per_step,
+        n_op_calls=sum(OP in str(node.target) for node in graph.graph.nodes),
+        n_linears_kept=n_kept,
+        n_delegates=counts[0],
+        delegated=counts[1],
+        kept=counts[2],
+    )
+
+
+def trace(model: Any, max_tokens_per_step: int) -> torch.export.ExportedProgram:
+    """The graph of a rewritten model: one call of the op per layer, no cache, mask or length."""
+    n_tokens = torch.export.Dim("n_tokens", min=1, max=max_tokens_per_step)
+    n_rows = torch.export.Dim("n_rows", min=1, max=max_tokens_per_step)
+    n = min(4, max_tokens_per_step)
+    example = (
+        torch.arange(1, n + 1)[None],
+        torch.arange(n)[None],
+        torch.arange(min(3, max_tokens_per_step)),
+    )
+    with torch.no_grad():
+        return torch.export.export(
+            Flat(model),
+            example,
+            dynamic_shapes=({1: n_tokens}, {1: n_tokens}, {0: n_rows}),
+            strict=False,
+        )
+
+
+def _check(quantize: str, dtype: str, max_tokens_per_step: int, method: str) -> None:
+    if quantize not in SCHEMES:
+        raise ConfigError(f"quantize {quantize!r} is unknown; choose one of {', '.join(SCHEMES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if quantize != "none" and dtype != "float32":
+        raise ConfigError(
+            f"{quantize} quantises activations that come in float32, got dtype {dtype!r}; leave "
+            f"dtype out"
+        )
+    if max_tokens_per_step < 2:
+        raise ConfigError(f"max_tokens_per_step must be at least 2, got {max_tokens_per_step}")
+    if not method.isidentifier():
+        raise ConfigError(
+            f"method {method!r} is no name; use letters, digits and _, such as 'forward'"
+        )
+
+
+def _constants(
+    loaded: LoadedModel, fingerprint: str, dtype: str, quantize: str, max_tokens_per_step: int
+) -> dict[str, Any]:
+    params = loaded.params
+    facts: dict[str, Any] = {}
+    write_kv_cache_metadata(
+        facts,
+        n_layers=params.n_layers,
+        n_kv_heads=params.n_kv_heads,
+        head_dim=params.head_dim,
+        v_head_dim=params.v_head_dim,
+        groups=params.groups,
+        vocab_size=loaded.vocab_size,
+    )
+    files = {
+        name: (loaded.path / name).read_bytes()
+        for name in CARRIED
+        if (loaded.path / name).is_file()
+    }
+    packed = torch.frombuffer(bytearray(pack_files(files)), dtype=torch.uint8)
+    own = {
+        "name": Path(loaded.name).name,
+        "max_tokens_per_step": max_tokens_per_step,
+        "max_positions": loaded.max_positions,
+        "eos_token_ids": sorted(loaded.eos_token_ids),
+        "dtype": dtype,
+        "quantize": quantize,
+        "fingerprint": fingerprint,
+        "executorch": executorch_version(),
+        "files": packed,
+    }
+    if not own["eos_token_ids"]:
+        del own["eos_token_ids"]
+    return facts | {OWN_PREFIX + key: value for key, value in own.items()}
+
+
+def _lower(graph: torch.export.ExportedProgram, method: str, constants: dict[str, Any]) -> Any:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    return to_edge_transform_and_lower(
+        {method: graph},
+        partitioner={method: [XnnpackPartitioner()]},
+        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        constant_methods=constants,
+    )
+
+
+def _plan() -> Any:
+    from executorch.exir import ExecutorchBackendConfig
+
+    return ExecutorchBackendConfig()
+
+
+def _counts(module: torch.fx.GraphModule) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Delegates, operators inside of them, and operators outside."""
+    delegated: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    n_delegates = 0
+    inside = {
+        str(node.target): getattr(module, str(node.target))
+        for node in module.graph.nodes
+        if node.op == "get_attr" and node.name.startswith("lowered_module")
+    }
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = getattr(node.target, "__name__", str(node.target))
+        if name == "executorch_call_delegate":
+            n_delegates += 1
+            part = inside[str(node.args[0].target)].original_module.graph_module
+            delegated.update(_operators(part.graph))
+        elif "." in name:
+            kept[name] += 1
+    return n_delegates, dict(delegated.most_common()), dict(kept.most_common())
+
+
+def _operators(graph: torch.fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and "." in name:
+            yield name
+
+
+def _write(program: Any, target: Path) -> None:
+    try:
+        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with staged.open("w+b") as file:
+                program.write_to_file(file)
+                seal(file, file.tell())
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
+    except OSError as error:
+        raise ModelError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of its own deprecations and logs what nobody asked for."""
+    loggers = [
+        logging.getLogger(name) for name in ("", "torchao", "torch", "torch.__trace", "executorch")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

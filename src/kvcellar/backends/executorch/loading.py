@@ -1,0 +1,230 @@
+"""Models of this backend: a program and what its file carries; checkpoints are exported first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvcellar
+from kvcellar.backends.executorch.archive import unpack_files
+from kvcellar.backends.executorch.building import executorch_version
+from kvcellar.backends.executorch.program import OWN_PREFIX, Program
+from kvcellar.errors import ConfigError, MetadataError, ModelError, StepError
+from kvcellar.home import default_home
+from kvcellar.metadata import PREFIX
+from kvcellar.models.fingerprint import Fingerprint, Progress
+from kvcellar.models.loading import DEMO, LoadedModel, ProgressFn
+from kvcellar.models.runner import FloatArray, Runner, checked_batch
+from kvcellar.registry import CacheSession
+from kvcellar.spec import config_from_dict
+from kvcellar.types import IntArray, ModelCacheParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExecutorchModel(LoadedModel):
+    """A program in memory. Its weights are loaded once, whatever the number of sessions.
+
+    Attributes:
+        program: the open file.
+        method: which of its methods is the model.
+        max_tokens_per_step: the most tokens that one forward takes.
+    """
+
+    program: Program = field(repr=False)
+    method: str
+    max_tokens_per_step: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return self.path.stat().st_size
+
+    def fingerprint(
+        self,
+        *,
+        cache_file: str | Path | None = None,
+        on_progress: Progress | None = None,
+        dtype: str | None = None,
+    ) -> Fingerprint:
+        """That of the checkpoint that it was exported from, with the type of its weights."""
+        parts = json.loads(self.program.metadata[OWN_PREFIX + "fingerprint"])
+        return Fingerprint(parts)
+
+    def touch_weights(self) -> int:
+        """XNNPACK has copied them in its own order when the method was loaded."""
+        return self.size_bytes
+
+    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+        return ExecutorchRunner(self, session)
+
+
+class ExecutorchRunner:
+    """One program bound to one session; a :class:`~kvcellar.models.runner.Runner`."""
+
+    def __init__(self, model: ExecutorchModel, session: CacheSession[Any]) -> None:
+        """Bind; use :meth:`kvcellar.models.LoadedModel.bind`, which checks that they fit."""
+        self.params: ModelCacheParams = model.params
+        self.vocab_size = model.vocab_size
+        self.max_tokens_per_step: int | None = model.max_tokens_per_step
+        self._session = session
+        self.method = model.program.load_method(model.method, cache=session.cache)
+
+    def forward(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+    ) -> FloatArray:
+        """See :meth:`kvcellar.models.runner.Runner.forward`."""
+        cache = self._session.cache
+        try:
+            ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
+            n_tokens = ids.size
+            if self.max_tokens_per_step is not None and n_tokens > self.max_tokens_per_step:
+                raise StepError(
+                    f"the program takes at most {self.max_tokens_per_step} tokens per step, got "
+                    f"{n_tokens}; feed them in pieces, or export it with a larger "
+                    f"--max-tokens-per-step"
+                )
+            if wanted is None:
+                wanted = np.array([n_tokens - 1])
+            keep = wanted if wanted.size else np.zeros(1, np.int64)  # a graph has no empty axes
+            (logits,) = self.method(
+                torch.from_numpy(ids[None]),
+                torch.from_numpy(at[None]),
+                torch.from_numpy(keep),
+                n_tokens=n_tokens,
+                positions=at.tolist(),
+            )
+        except BaseException:
+            if cache.is_step_open:
+                cache.cancel_step()
+            raise
+        out: FloatArray = logits[0, : wanted.size].float().numpy()
+        return out
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    progress: ProgressFn | None = None,
+) -> ExecutorchModel:
+    """Load a program and the tokenizer inside; see :func:`kvcellar.models.load_model`.
+
+    Args:
+        name_or_path: a .pte file. Anything else that can be loaded is exported first, in float32,
+            and the program kept in the user's own folder for the next time.
+        dtype: what the program must have been exported in; None: whatever it was.
+        device: the CPU.
+        progress: called while exporting and loading.
+
+    Raises:
+        ModelError: the file is damaged, or of no model.
+        MetadataError: it has no cache metadata, or of an unknown schema.
+        ConfigError: another device or type.
+        BackendError: the native part is missing.
+    """
+    report = progress or (lambda fraction, what: None)
+    if device is not None and torch.device(device).type != "cpu":
+        raise ConfigError(f"programs run on the CPU, got device {device!r}; leave it out")
+    path, name = Path(name_or_path).expanduser(), str(name_or_path)
+    if path.suffix != ".pte" and not path.is_file():
+        path = _exported(name_or_path, dtype, lambda part, what: report(0.95 * part, what))
+    report(0.95, "reading the program")
+    program = Program(path)
+    params = program.params
+    facts = _facts(program)
+    report(0.96, "reading the tokenizer")
+    config, tokenizer = _carried(program)
+    report(0.98, "loading weights")
+    found = str(facts["dtype"]) + ("" if facts["quantize"] == "none" else f"+{facts['quantize']}")
+    asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    if asked not in (None, facts["dtype"]):
+        raise ConfigError(
+            f"{path} was exported in {found} and dtype {asked!r} is asked for; leave it out, or "
+            f"export again with --dtype {asked}"
+        )
+    method = program.method_names[0]
+    program.load_method(method)
+    report(1.0, "ready")
+    return ExecutorchModel(
+        name=name,
+        path=path,
+        backend="executorch",
+        params=params,
+        config=config,
+        tokenizer=tokenizer,
+        vocab_size=int(facts["vocab_size"]),
+        eos_token_ids=frozenset(facts.get("eos_token_ids", ())),
+        max_positions=int(facts["max_positions"]),
+        dtype=str(facts["dtype"]),
+        _model=None,
+        program=program,
+        method=method,
+        max_tokens_per_step=int(facts["max_tokens_per_step"]),
+    )
+
+
+def _facts(program: Program) -> Mapping[str, Any]:
+    """What kvcellar's exporter wrote beside the cache's facts."""
+    own = {
+        key.removeprefix(OWN_PREFIX): value
+        for key, value in program.metadata.items()
+        if key.startswith(OWN_PREFIX)
+    }
+    own["vocab_size"] = program.metadata.get(PREFIX + "vocab_size")
+    needed = ("max_tokens_per_step", "max_positions", "dtype", "quantize", "files", "fingerprint")
+    missing = [name for name in (*needed, "vocab_size") if own.get(name) is None]
+    if missing or len(program.method_names) != 1:
+        raise MetadataError(
+            f"{program.path} is no model that 'kvcellar export' wrote: it lacks "
+            f"{', '.join(missing) or 'a single method'}; export it with kvcellar, or run its "
+            f"methods yourself through Program.load_method"
+        )
+    return own
+
+
+def _carried(program: Program) -> tuple[Any, Any]:
+    """The config and the tokenizer inside."""
+    from kvcellar.models.tokenizer import load_tokenizer, quiet
+
+    with tempfile.TemporaryDirectory(prefix="kvcellar-") as temporary:
+        folder = Path(temporary)
+        unpack_files(program.metadata[OWN_PREFIX + "files"].numpy().tobytes(), folder)
+        try:
+            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{program.path} carries no config that can be read") from error
+        with quiet(lambda part: None):
+            return config_from_dict(raw), load_tokenizer(folder)
+
+
+def _exported(name_or_path: str | Path, dtype: Any, report: ProgressFn) -> Path:
+    """The program of a checkpoint, exported now or at an earlier time."""
+    from kvcellar.backends.executorch.exporting import export_program
+    from kvcellar.models.loading import find_checkpoint
+
+    folder = find_checkpoint(name_or_path, lambda part, what: report(0.1 * part, what))
+    digest = hashlib.blake2b(digest_size=8)
+    wanted = "float32" if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    digest.update(f"{kvcellar.__version__} {executorch_version()} {wanted} {folder}".encode())
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            stat = file.stat()
+            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    name = DEMO if name_or_path == DEMO else folder.name
+    path = default_home() / "executorch" / "programs" / f"{name}-{digest.hexdigest()}.pte"
+    if not path.is_file():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        export_program(name_or_path, path, dtype=wanted, progress=report)
+    return path

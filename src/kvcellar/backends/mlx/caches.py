@@ -1,0 +1,452 @@
+"""The MLX caches: shared bookkeeping plus pools of MLX arrays.
+
+MLX is lazy, and arrays that are not evaluated belong to the thread that made them. A forward writes
+to the pools lazily and whoever runs it evaluates them with its result (``arrays``); all other
+writes are evaluated where they are made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvcellar.backends.mlx import host_rows
+from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run, joined
+from kvcellar.backends.mlx.codecs import Parts, Stored, rotate
+from kvcellar.backends.mlx.pools import ExactPool, Pool
+from kvcellar.bookkeeping import (
+    ContiguousBookkeeping,
+    PagedBookkeeping,
+    SeqBookkeeping,
+    TreeBookkeeping,
+)
+from kvcellar.bookkeeping.exact import BASE, exact_cells
+from kvcellar.bookkeeping.step import StepBookkeeping
+from kvcellar.errors import ConfigError, ShapeError
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    CacheConfig,
+    CacheUsage,
+    IntArray,
+    LayerGroup,
+    Run,
+    StepPlan,
+    Write,
+    cells_of,
+)
+
+LONG_RUN = 256
+"""Runs of at least this many cells are attended where they lie; shorter ones are gathered."""
+
+FEW_RUNS = 4
+"""Up to this many runs are written as slices, more by index."""
+
+Positions = mx.array | Sequence[int] | IntArray | None
+"""``[T]`` or ``[T, 1]``, one int per token of the flat batch; None where they are known."""
+
+
+class PartRead(NamedTuple):
+    """How to fetch one part: a run as a view, or cells by index."""
+
+    run: Run | None
+    cells: mx.array | None
+
+
+class Read(NamedTuple):
+    """One read of a plan, in arrays; fields as in ``attention.Segment``."""
+
+    q_start: int
+    q_len: int
+    parts: tuple[PartRead, ...]
+    kind: AttendKind
+    mask: mx.array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan in arrays, made once per forward and layer group."""
+
+    plan: StepPlan
+    write_cells: mx.array | None
+    reads: tuple[Read, ...]
+    exact_writes: tuple[Write, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of k, v and q: checked once, the same in every layer of the group."""
+    one_run: tuple[int, Run, str | None] | None
+    """(first cell to write, run to read, mask) where that is all: the hot path."""
+
+
+class MlxBytes(StepBookkeeping):
+    """What turns bookkeeping into a cache of MLX arrays: pools, writes, segments, attention."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Empty pools."""
+        super().__init__(config)
+        self._exact = [exact_cells(group, config.kv) for group in self.groups]
+        self.pools_of_layer = [self._make_pool(index) for index in self._group_of]
+        self._prepared: list[Prepared | None] = [None] * len(self.groups)
+        self._is_rotated = config.kv.k.is_rotated
+
+    def _make_pool(self, index: int) -> Pool:
+        exact = self._exact[index]
+        if exact is None:
+            return Pool(self.groups[index], self.config)
+        return ExactPool(self.groups[index], self.config, exact.n_cells)
+
+    def usage(self) -> CacheUsage:
+        """Cells by layer group, and the bytes of all pools."""
+        return replace(super().usage(), size_bytes=sum(p.size_bytes for p in self.pools_of_layer))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays of the pools: to be evaluated with the result of a forward."""
+        return [part for pool in self.pools_of_layer for part in pool.parts]
+
+    # The model's face --------------------------------------------------------------------------
+
+    def update_and_attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        position: Positions,
+        layer_id: int,
+        scale: float,
+        out_dtype: mx.Dtype,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Store this forward's K and V of one layer, then attend. Nothing is evaluated.
+
+        Args:
+            q: ``[1, n_heads, T, head_dim]``, rotated.
+            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
+            v: ``[1, n_kv_heads, T, v_head_dim]``.
+            position: ``[T]`` or ``[T, 1]``, one int per token; None: those that the step claimed.
+            layer_id: which layer.
+            scale: factor on the logits.
+            out_dtype: type of the result, whatever the pools store.
+            sinks: ``[n_heads]``, see ``attention.attend``.
+
+        Returns:
+            ``[1, n_heads, T, v_head_dim]``.
+
+        Raises:
+            ShapeError, StepError, PositionError, CacheFullError: nothing was written.
+        """
+        if self._is_rotated:
+            q, k = rotate(q), rotate(k)
+        prepared = self._prepare(layer_id, position, k, v, q)
+        softcap = self.groups[self._group_of[layer_id]].softcap
+        pool = self.pools_of_layer[layer_id]
+        if prepared.one_run is not None and pool.is_float and softcap is None:
+            first, run, mask = prepared.one_run
+            pool.write_run(first, k, v)
+            self.wrote(layer_id)
+            return attend_run(q, pool.read(*run), mask, scale, out_dtype, sinks)
+        segments = self._store(layer_id, prepared, k, v)
+        return attend(q, segments, scale, out_dtype, softcap=softcap, sinks=sinks)
+
+    def update_and_fetch(
+        self, layer: int, position: Positions, k: mx.array, v: mx.array
+    ) -> list[Segment]:
+        """Store this forward's K and V of one layer; say what each query reads.
+
+        Arguments and errors as in ``update_and_attend``. Queries of a rotated K must be rotated by
+        whoever attends. Who keeps a segment makes the next write copy the pool.
+        """
+        k = rotate(k) if self._is_rotated else k
+        return self._store(layer, self._prepare(layer, position, k, v), k, v)
+
+    def _prepare(
+        self, layer: int, position: Positions, k: mx.array, v: mx.array, q: mx.array | None = None
+    ) -> Prepared:
+        """Check the shapes, ask for the plan, put it in arrays once per forward and group."""
+        index = self.group_of(layer)
+        prepared = self._prepared[index]
+        shapes = (k.shape, v.shape) if q is None else (k.shape, v.shape, q.shape)
+        if (
+            prepared is None
+            or shapes != prepared.shapes
+            or not self.take_plan(layer, prepared.plan)
+        ):
+            _check_shapes(layer, self.groups[index], shapes)
+            positions = _flat(position) if self.needs_positions() else None
+            plan = self.plan(layer, k.shape[2], positions)
+            exact = self._exact[index]
+            own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
+            cells = mx.array(plan.write_cells) if len(plan.writes) > FEW_RUNS else None
+            reads = tuple(_read(spec) for spec in own.reads)
+            one_run = None if exact_writes else _one_run(plan)
+            prepared = Prepared(plan, cells, reads, tuple(exact_writes), shapes, one_run)
+            self._prepared[index] = prepared
+        self.pools_of_layer[layer].ensure(prepared.plan.n_cells)
+        return prepared
+
+    def _store(self, layer: int, prepared: Prepared, k: mx.array, v: mx.array) -> list[Segment]:
+        pool = self.pools_of_layer[layer]
+        if prepared.write_cells is not None:
+            pool.scatter_rows(prepared.write_cells, k, v)
+        else:
+            _write_runs(pool, prepared.plan.writes, k, v)
+        if prepared.exact_writes:
+            assert isinstance(pool, ExactPool)
+            _write_runs(pool.exact, prepared.exact_writes, k, v)
+        self.wrote(layer)
+        return [
+            Segment(
+                read.q_start,
+                read.q_len,
+                tuple(_fetch(pool, part) for part in read.parts),
+                read.kind,
+                read.mask,
+            )
+            for read in prepared.reads
+        ]
+
+    # Bytes out and in ----------------------------------------------------------------------------
+
+    def read_cells(self, tables: Sequence[IntArray]) -> list[tuple[Parts, Parts]]:
+        """Copies of the K and V of some cells, as they are stored.
+
+        Args:
+            tables: per layer group, cells; -1 is skipped.
+
+        Returns:
+            Per layer the parts of K and of V, each ``[1, n_kv_heads, n, ...]``; see ``codecs``.
+        """
+        rows = [
+            pool.take(mx.array(self._held_cells(layer, tables)))
+            for layer, pool in enumerate(self.pools_of_layer)
+        ]
+        mx.eval(rows)
+        return rows
+
+    def write_cells(self, tables: Sequence[IntArray], rows: Sequence[tuple[Parts, Parts]]) -> None:
+        """Put back what ``read_cells`` gave, in cells of the same order."""
+        for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
+            cells = self._held_cells(layer, tables)
+            self._drop_exact(layer, cells)
+            if len(cells):
+                pool.ensure(int(cells.max()) + 1)
+                pool.put(mx.array(cells), k, v)
+                mx.eval(pool.parts)
+
+    def read_rows(self, tables: Sequence[IntArray]) -> list[host_rows.GroupParts]:
+        """Copies of the K and V of some cells, as NumPy arrays, per layer group.
+
+        Args:
+            tables: per layer group, cells; none for a group that is not wanted.
+
+        Returns:
+            Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
+            see ``host_rows``.
+        """
+        return [
+            host_rows.read(pools, table, group, self.config.kv)
+            for group, table, pools in self._by_group(tables)
+        ]
+
+    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[host_rows.GroupParts]) -> None:
+        """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
+        for (group, table, pools), given in zip(self._by_group(tables), rows, strict=True):
+            if len(table):
+                self._drop_exact(group.layers[0], table)
+                host_rows.write(pools, table, given)
+
+    def _by_group(
+        self, tables: Sequence[IntArray]
+    ) -> Iterator[tuple[LayerGroup, IntArray, list[Pool]]]:
+        for group, table in zip(self.groups, tables, strict=True):
+            yield group, table, [self.pools_of_layer[layer] for layer in group.layers]
+
+    def _drop_exact(self, layer: int, cells: IntArray) -> None:
+        """Once per group: cells get rows that were quantised before."""
+        index = self._group_of[layer]
+        exact = self._exact[index]
+        if exact is not None and layer == self.groups[index].layers[0]:
+            exact.drop(cells)
+
+    def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> IntArray:
+        table = tables[self.group_of(layer)]
+        return table[table >= 0]
+
+    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        exact = self._exact[group]
+        copies = None if exact is None else exact.move(base, src_cells)
+        n = len(src_cells)
+        src, dst = mx.array(src_cells), mx.arange(base, base + n)
+        for layer in self.groups[group].layers:
+            pool = self.pools_of_layer[layer]
+            pool.ensure(base + n)
+            pool.copy(src, dst)
+            if copies is not None and len(copies[0]):
+                assert isinstance(pool, ExactPool)
+                pool.exact.copy(*(mx.array(cells) for cells in copies))
+            mx.eval(pool.parts)
+
+
+def _check_shapes(layer: int, group: LayerGroup, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Refuse what does not fit the layer's group: of k, v and, where it is there, q."""
+    k, v = shapes[:2]
+    n_tok, n_kv = k[2] if len(k) == 4 else 0, group.n_kv_heads
+    if k != (1, n_kv, n_tok, group.head_dim) or v != (1, n_kv, n_tok, group.v_head_dim):
+        raise ShapeError(
+            f"layer {layer} brings k {k} and v {v}; this cache holds "
+            f"[1, {n_kv}, T, {group.head_dim}] and [1, {n_kv}, T, {group.v_head_dim}]"
+        )
+    for q in shapes[2:]:
+        n_heads = q[1] if len(q) == 4 else 0
+        if not n_heads or n_heads % n_kv or q != (1, n_heads, n_tok, group.head_dim):
+            raise ShapeError(
+                f"layer {layer} attends with q {q}; this cache has {n_kv} KV heads of head_dim "
+                f"{group.head_dim}, so q is [1, a multiple of {n_kv}, {n_tok}, {group.head_dim}]"
+            )
+
+
+def _flat(position: Positions) -> list[int] | None:
+    if position is None:
+        return None
+    given = np.asarray(position)
+    if given.ndim > 2 or (given.ndim == 2 and given.shape[1] != 1):
+        raise ShapeError(f"position is [T] or [T, 1], one int per token; got {given.shape}")
+    positions: list[int] = given.reshape(-1).tolist()
+    return positions
+
+
+def _write_runs(pool: Pool, writes: Sequence[Write], k: mx.array, v: mx.array) -> None:
+    if len(writes) == 1 and writes[0].run.length == k.shape[2]:
+        pool.write_run(writes[0].run.start, k, v)
+        return
+    for q_start, run in writes:
+        stop = q_start + run.length
+        pool.write_run(run.start, k[:, :, q_start:stop], v[:, :, q_start:stop])
+
+
+def _one_run(plan: StepPlan) -> tuple[int, Run, str | None] | None:
+    """What a hand-written contiguous cache would do, where the plan says no more."""
+    if len(plan.writes) > 1 or len(plan.reads) > 1:
+        return None
+    (read,) = plan.reads
+    if len(read.runs) > 1 or read.kind is AttendKind.EXPLICIT:
+        return None
+    mask = "causal" if read.kind is AttendKind.CAUSAL else None
+    return plan.writes[0].run.start, read.runs[0], mask
+
+
+def _read(spec: AttendSpec) -> Read:
+    """Long runs by themselves, short neighbours in one gather; exact cells never with others."""
+    parts: list[PartRead] = []
+    short: list[Run] = []
+
+    def flush() -> None:
+        if len(short) == 1:
+            parts.append(PartRead(short[0], None))
+        elif short:
+            parts.append(PartRead(None, mx.array(cells_of(short))))
+        short.clear()
+
+    for run in spec.runs:
+        if run.length >= LONG_RUN or run.start >= BASE:
+            flush()
+            parts.append(PartRead(run, None))
+        else:
+            short.append(run)
+    flush()
+    mask = None if spec.mask is None else mx.array(spec.mask)
+    return Read(spec.q_start, spec.q_len, tuple(parts), spec.kind, mask)
+
+
+def _fetch(pool: Pool, read: PartRead) -> Part:
+    if read.run is not None:
+        return pool.read(read.run.start, read.run.length)
+    assert read.cells is not None
+    return pool.gather(read.cells)
+
+
+class MlxContiguousCache(MlxBytes, ContiguousBookkeeping):
+    """One sequence in one run: the single-stream hot path."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MlxContiguousCache:
+        """A cache with the same history. Bytes are shared until one of the two is written to."""
+        made = type(self)(self.config)
+        made._length, made._base = self.length, list(self._base)
+        for pool, mine in zip(made.pools_of_layer, self.pools_of_layer, strict=True):
+            for new, old in ((pool.k, mine.k), (pool.v, mine.v)):
+                new.parts, new.n_cells = copy.deepcopy(old.parts), old.n_cells
+        return made
+
+    def adopt_rows(self, length: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Start a history of ``length`` tokens with K and V that were computed elsewhere.
+
+        Args:
+            length: tokens of the history.
+            rows: per layer K and V ``[1, n_kv_heads, n, dim]`` of its last n tokens.
+
+        Raises:
+            RewindError, CacheFullError: see ``ContiguousBookkeeping.adopt``; nothing was changed.
+        """
+        self.adopt(length, [rows[group.layers[0]][0].shape[2] for group in self.groups])
+        for pool, (k, v) in zip(self.pools_of_layer, rows, strict=True):
+            pool.ensure(k.shape[2])
+            pool.write_run(0, k, v)
+            mx.eval(pool.parts)
+
+    def read_last(self, layer: int, n: int) -> tuple[Stored, Stored]:
+        """Views of K and V ``[1, n_kv_heads, n, dim]`` of the last ``n`` tokens of a layer."""
+        return self.pools_of_layer[layer].read(self.held(layer) - n, n)
+
+    def update_run(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Store this forward's K and V of one layer; return all that its queries read together.
+
+        For whoever attends by one mask: query i of T at position p sees the last of the cells that
+        are returned but for T - 1 - i, and of these the window.
+
+        Args:
+            layer: which layer.
+            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
+            v: ``[1, n_kv_heads, T, v_head_dim]``.
+
+        Returns:
+            K and V ``[1, n_kv_heads, L, dim]`` in the types of ``k`` and ``v``.
+
+        Raises:
+            ShapeError, StepError, CacheFullError: nothing was written.
+        """
+        plan = self._prepare(layer, None, k, v).plan
+        pool = self.pools_of_layer[layer]
+        _write_runs(pool, plan.writes, k, v)
+        self.wrote(layer)
+        keys, values = pool.read(*plan.span)
+        return joined([keys], k.dtype), joined([values], v.dtype)
+
+
+class MlxSeqCache(MlxBytes, SeqBookkeeping):
+    """Many sequences over shared cells."""
+
+
+class MlxPagedCache(MlxBytes, PagedBookkeeping):
+    """Many sequences over shared blocks, each layer's blocks together."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Empty pools.
+
+        Raises:
+            ConfigError: the layout has all layers in one array. A layer's write could not be in
+                place then: reads of the layers before it, in the same forward, hold the array.
+        """
+        if config.layout != "layer_first":
+            raise ConfigError(
+                f"backend mlx keeps each layer's blocks in arrays of their own, and layout "
+                f"{config.layout!r} has them in one for all layers; choose layer_first"
+            )
+        super().__init__(config)
+
+
+class MlxTreeCache(MlxBytes, TreeBookkeeping):
+    """Many sequences, each with or without a draft tree."""

@@ -1,0 +1,87 @@
+"""A forward of all layers planned before it runs, for a runtime that runs them without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvcellar.backends import kernels
+from kvcellar.backends.torch import kernel
+from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.exact import ExactPool
+from kvcellar.bookkeeping.exact import ExactCells
+from kvcellar.types import IntArray, StepPlan
+
+_CPU = torch.device("cpu")
+
+
+class GroupStep(NamedTuple):
+    """What the CPU kernel does in every layer of one layer group."""
+
+    plan: kernels.Plan
+    to_exact: kernels.Plan | None
+    """Tokens that are written to exact cells too."""
+
+
+def can_plan(cache: object) -> bool:
+    """Whether the CPU kernel alone can run this cache's forwards.
+
+    Not where K is stored rotated: queries and keys have to be rotated before.
+    """
+    return isinstance(cache, TorchBytes) and not cache._is_rotated and kernel.takes(_CPU)
+
+
+def plan_forward(
+    cache: TorchBytes, n_tokens: int, positions: Sequence[int] | IntArray | None
+) -> list[GroupStep]:
+    """Ask for the plans of all layers and have their pools hold what is written.
+
+    Args:
+        cache: one that ``can_plan``.
+        n_tokens: tokens of the flat batch.
+        positions: one per token; None where the step was begun with them.
+
+    Returns:
+        One per layer group. The step is open: ``finish_forward`` when all layers have written, else
+        ``cancel_step``.
+
+    Raises:
+        StepError, PositionError, CacheFullError: as ``plan``; nothing was written.
+    """
+    plans: list[StepPlan | None] = [None] * len(cache.groups)
+    for layer, pool in enumerate(cache.pools_of_layer):
+        group = cache.group_of(layer)
+        known = plans[group]
+        if known is None or not cache.take_plan(layer, known):
+            known = plans[group] = cache.plan(layer, n_tokens, None if layer else positions)
+        pool.ensure(known.n_cells, _CPU)
+    return [
+        _compiled(plan, exact)
+        for plan, exact in zip(plans, cache._exact, strict=True)
+        if plan is not None
+    ]
+
+
+def finish_forward(cache: TorchBytes) -> None:
+    """Every layer has written: the step's tokens count."""
+    for layer in range(cache.n_layers):
+        cache.wrote(layer)
+
+
+def pools_of(cache: TorchBytes) -> list[tuple[kernels.Pool, kernels.Pool | None]]:
+    """Per layer where the kernel finds its bytes, and exact cells beside them."""
+    found = []
+    for pool in cache.pools_of_layer:
+        exact = pool.exact.for_kernel() if isinstance(pool, ExactPool) else None
+        found.append((pool.for_kernel(), exact))
+    return found
+
+
+def _compiled(plan: StepPlan, exact: ExactCells | None) -> GroupStep:
+    if exact is None:
+        return GroupStep(kernels.compile_plan(plan), None)
+    own, writes = exact.rewrite(plan)
+    to_exact = kernel.compile_writes(plan.n_tokens, writes, exact.n_cells) if writes else None
+    return GroupStep(kernels.compile_plan(own), to_exact)

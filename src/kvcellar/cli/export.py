@@ -1,0 +1,120 @@
+"""``kvcellar export``: a checkpoint as one program for ExecuTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcellar.budget import format_size
+from kvcellar.cli import options
+from kvcellar.cli.terminal import examples, help_of, progress_bar, write
+from kvcellar.registry import load_backend
+
+if TYPE_CHECKING:
+    from kvcellar.backends.executorch import ExportReport
+
+N_SHOWN = 8
+"""Operators that the report names on each side."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        name="export",
+        help=help_of(export_command),
+        epilog=examples(
+            "kvcellar export demo -o demo.pte",
+            "kvcellar export ~/models/Qwen3-0.6B -o qwen.pte --quantize 8da4w",
+            "kvcellar generate qwen.pte --backend executorch --chat --prompt 'Hello'",
+        ),
+    )(export_command)
+
+
+def export_command(
+    model: options.Model,
+    *,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The .pte file to write.")
+    ],
+    quantize: Annotated[
+        str,
+        typer.Option(
+            metavar="SCHEME",
+            help="Weights: none, 8da4w (4 bits, the smallest and fastest) or 8da8w; the embedding "
+            "is then in 8 bits.",
+        ),
+    ] = "none",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="Type of what is not quantised: float32, float16 or bfloat16.",
+        ),
+    ] = "float32",
+    max_tokens_per_step: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Tokens of one forward at most; memory is planned for as many."
+        ),
+    ] = 512,
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help="What the method is called inside.")
+    ] = "forward",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Export a model as one ExecuTorch program, lowered to XNNPACK.
+
+    The program has no cache and no context length inside: which cache it runs on is chosen when it
+    is used. Tokenizer and chat template travel in the file. The report says what XNNPACK took and
+    what the runtime's own kernels run.
+    """
+    with progress_bar("starting executorch") as report:
+        load_backend("executorch")
+        from kvcellar.backends.executorch import export_program
+
+        found = export_program(
+            model,
+            output,
+            quantize=quantize,
+            dtype=dtype,
+            max_tokens_per_step=max_tokens_per_step,
+            method=method,
+            progress=report,
+        )
+    if as_json:
+        write(json.dumps(asdict(found) | {"path": str(found.path)}) + "\n")
+    else:
+        _show(found)
+
+
+def _show(found: ExportReport) -> None:
+    weights = found.dtype if found.quantize == "none" else found.quantize
+    write(
+        f"{found.path}: {format_size(found.size_bytes)}, weights in {weights}, up to "
+        f"{found.max_tokens_per_step} tokens per step\n"
+        f"cache: {found.n_op_calls} calls of kvcache::update_and_attend, one per layer\n"
+        f"XNNPACK: {found.n_delegates} parts with {sum(found.delegated.values())} operators: "
+        f"{_few(found.delegated)}\n"
+        f"own kernels: {sum(found.kept.values())} operators: {_few(found.kept)}\n"
+    )
+    if found.n_linears_kept:
+        write(
+            f"not quantised: {found.n_linears_kept} linear layers whose input is no multiple of "
+            f"the group size\n"
+        )
+
+
+def _few(counts: Mapping[str, int]) -> str:
+    """The most frequent operators, without what their names have in common."""
+    merged: dict[str, int] = {}
+    for name, count in counts.items():
+        short = name.split(".")[-2] if name.count(".") else name
+        merged[short] = merged.get(short, 0) + count
+    ranked = sorted(merged.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {count}" for name, count in ranked[:N_SHOWN])
+    return shown + (", ..." if len(ranked) > N_SHOWN else "")

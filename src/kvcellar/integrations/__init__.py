@@ -1,0 +1,1 @@
+"""Our caches inside of other libraries: handed to their own ``generate``, in place of theirs."""

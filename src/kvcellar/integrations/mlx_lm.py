@@ -1,0 +1,277 @@
+"""Our caches for users of mlx-lm: in place of ``mlx_lm.models.cache.make_prompt_cache``.
+
+::
+
+    from mlx_lm import generate, load
+    from kvcellar.integrations.mlx_lm import make_prompt_cache
+
+    model, tokenizer = load("mlx-community/gemma-3-4b-it-4bit")
+    cache = make_prompt_cache(model, kv_dtype="int8")
+    generate(model, tokenizer, prompt="...", prompt_cache=cache)
+
+The model needs no change. What is different: K and V may be quantised from the first token on,
+windows can be cut back by ``rollback`` tokens where mlx-lm's rotating caches refuse, and a cache
+that is full says so and forgets nothing. Files are those of mlx-lm, both ways.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as theirs
+from mlx_lm.models.base import create_causal_mask
+
+from kvcellar.backends.mlx import MlxContiguousCache
+from kvcellar.backends.mlx.codecs import FLOAT_DTYPES, Quantised, Stored
+from kvcellar.errors import ConfigError
+from kvcellar.kv_dtype import GROUP_SIZES, KvDtype
+from kvcellar.types import LayerGroup, ModelCacheParams, make_config
+
+__all__ = ["load_prompt_cache", "make_prompt_cache", "save_prompt_cache"]
+
+DEFAULT_MAX_KV_SIZE = 1 << 20
+"""The most tokens where neither the caller nor the model says; memory grows with use."""
+
+save_prompt_cache = theirs.save_prompt_cache
+"""mlx-lm's own: it saves our caches as well, and what it writes mlx-lm alone reads too."""
+
+
+def make_prompt_cache(
+    model: Any,
+    max_kv_size: int | None = None,
+    *,
+    kv_dtype: str | None = None,
+    rollback: int = 64,
+) -> list[Any]:
+    """A cache of ours for ``mlx_lm.generate``, ``stream_generate`` and ``generate_step``.
+
+    Args:
+        model: of mlx-lm. Its attention layers are those that it makes caches for itself.
+        max_kv_size: the most tokens; None: as many as the model was made for. A full cache raises,
+            it does not forget.
+        kv_dtype: how K and V are stored (``int8``, ``k8v4``, ``int4:g64`` ...); None: as the model
+            computes them.
+        rollback: by how many tokens the layers with a window can be cut back.
+
+    Returns:
+        One cache per layer, as mlx-lm makes them; all share one.
+
+    Raises:
+        ConfigError: layers that keep something other than K and V of one sequence, or a
+            ``kv_dtype`` that asks for changes in the attention.
+    """
+    made = theirs.make_prompt_cache(model)
+    for layer in made:
+        if type(layer) not in (theirs.KVCache, theirs.RotatingKVCache):
+            raise ConfigError(
+                f"a layer of this model keeps a {type(layer).__name__}, which is not K and V of a "
+                f"history; use mlx-lm's own make_prompt_cache for it"
+            )
+    model(mx.zeros((1, 1), dtype=mx.int32), cache=made)  # lazy: shapes are known, nothing is run
+    windows = [getattr(layer, "max_size", None) for layer in made]
+    shapes = [(layer.keys.shape, layer.values.shape) for layer in made]
+    stored = next(n for n, dtype in FLOAT_DTYPES.items() if dtype == made[0].keys.dtype)
+    layers: dict[Any, list[int]] = {}
+    for index, (window, (k, v)) in enumerate(zip(windows, shapes, strict=True)):
+        layers.setdefault((k[1], k[3], v[3], window), []).append(index)
+    groups = tuple(LayerGroup(tuple(found), *facts) for facts, found in layers.items())
+    first = groups[0]
+    params = ModelCacheParams(len(made), first.n_kv_heads, first.head_dim, first.v_head_dim, groups)
+    capacity = max_kv_size or getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    config = make_config(
+        params, capacity or DEFAULT_MAX_KV_SIZE, kv_dtype or stored, window_slack=rollback
+    )
+    if config.kv.k.is_rotated or config.kv.exact_first or config.kv.exact_last:
+        raise ConfigError(
+            f"kv_dtype {kv_dtype!r} has options that the model's own attention does not know; "
+            f"leave out :rot, :first and :last here"
+        )
+    shared = MlxContiguousCache(config)
+    return [
+        _layer_class(shared.groups[shared.group_of(index)], config.kv)(shared, index)
+        for index in range(len(made))
+    ]
+
+
+def load_prompt_cache(
+    file_name: str | Path,
+    model: Any,
+    return_metadata: bool = False,
+    **options: Any,
+) -> Any:
+    """A cache of ours from a file that mlx-lm's ``save_prompt_cache`` wrote.
+
+    Args:
+        file_name: the ``.safetensors`` file.
+        model: that it is for.
+        return_metadata: return the file's metadata too.
+        options: as ``make_prompt_cache`` takes them.
+
+    Returns:
+        The cache, or (cache, metadata).
+
+    Raises:
+        ConfigError: it is of a model with other layers, or of a cache with a hole in its history.
+        RewindError: it lacks tokens that a layer of this model attends.
+        CacheFullError: it holds more than ``max_kv_size``.
+    """
+    load: Any = theirs.load_prompt_cache
+    found, metadata = load(str(file_name), return_metadata=True)
+    cache = make_prompt_cache(model, **options)
+    if len(found) != len(cache):
+        raise ConfigError(
+            f"{file_name} has {len(found)} layers and this model {len(cache)}; load it with the "
+            f"model that it was made with"
+        )
+    if found and found[0].offset:
+        shared: MlxContiguousCache = cache[0]._shared
+        rows = [_in_order(layer, cache[i]._window, str(file_name)) for i, layer in enumerate(found)]
+        shared.adopt_rows(found[0].offset, rows)
+    return (cache, metadata) if return_metadata else cache
+
+
+class _Layer(theirs._BaseCache):
+    """One layer's view of a cache that all layers share: mlx-lm's protocol."""
+
+    def __init__(self, shared: MlxContiguousCache, layer: int) -> None:
+        self._shared = shared
+        self._layer = layer
+
+    @property
+    def offset(self) -> int:
+        """Tokens that this layer holds."""
+        return self._shared.length_in(self._layer)
+
+    @property
+    def _window(self) -> int | None:
+        return self._shared.groups[self._shared.group_of(self._layer)].window
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store ``[1, n_kv_heads, T, dim]``; return what the T queries read together."""
+        return self._shared.update_run(self._layer, keys, values)
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        """For the next N tokens, over what ``update_and_fetch`` will return.
+
+        ``window_size`` is what the model believes; the layer's own window is what counts.
+        """
+        window, offset = self._window, self.offset
+        if N == 1 and not return_array:
+            return None
+        if window is None or offset + N <= window:
+            return create_causal_mask(N, offset) if return_array else "causal"
+        return create_causal_mask(N, min(offset, window - 1), window_size=window)
+
+    def is_trimmable(self) -> bool:
+        """Always; how far, ``trim`` says."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Cut back by ``n`` tokens, in all layers that are still longer; returns how many.
+
+        Raises:
+            RewindError: a window has let go of what it would need; nothing was changed.
+        """
+        n = min(self.offset, n)
+        if not self._layer:
+            self._shared.rewind(self.offset - n)
+        return n
+
+    def size(self) -> int:
+        """Tokens that the layer can still attend."""
+        return self.offset if self._window is None else min(self.offset, self._window)
+
+    def empty(self) -> bool:
+        """Whether there are no tokens."""
+        return not self.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated for this layer."""
+        return self._shared.pools_of_layer[self._layer].size_bytes
+
+    def _last(self, n: int) -> tuple[Stored, Stored]:
+        return self._shared.read_last(self._layer, n)
+
+
+class KVCache(_Layer):
+    """A layer that sees all of the history. Named as mlx-lm's, so that its files name it so."""
+
+    @property  # type: ignore[misc]
+    def state(self) -> Any:
+        """As mlx-lm's class of this name has it: K, V and the length."""
+        n = self.offset
+        return (*(map(_numbers, self._last(n)) if n else (None, None)), n)
+
+
+class QuantizedKVCache(_Layer):
+    """The same with K and V of as many bits in the same groups, which mlx-lm can read."""
+
+    @property  # type: ignore[misc]
+    def state(self) -> Any:
+        """As mlx-lm's class of this name has it: packed K and V, length, group size and bits."""
+        n = self.offset
+        sides = [s for s in self._last(n) if isinstance(s, Quantised)]
+        k, v = ([s.packed, s.scales, s.biases] for s in sides)
+        return k, v, n, sides[0].group_size, sides[0].bits
+
+
+class RotatingKVCache(_Layer):
+    """A layer with a window. Named as mlx-lm's, so that its files name it so."""
+
+    @property  # type: ignore[misc]
+    def state(self) -> Any:
+        """As mlx-lm's class of this name has it, in the order of time."""
+        window, n = self._window, self.offset
+        assert window is not None
+        held = min(self._shared.held(self._layer), window)
+        k, v = map(_numbers, self._last(held)) if n else (None, None)
+        return k, v, n, 0, window, held
+
+
+def _numbers(rows: Stored) -> mx.array:
+    return rows.numbers(mx.float16) if isinstance(rows, Quantised) else rows
+
+
+def _layer_class(group: LayerGroup, kv: KvDtype) -> type[_Layer]:
+    """What mlx-lm would call a layer of this group."""
+    if group.window is not None:
+        return RotatingKVCache
+    sizes = {
+        (side.name, side.group_of(dim))
+        for side, dim in ((kv.k, group.head_dim), (kv.v, group.v_head_dim))
+        if side.is_quantised
+    }
+    if kv.k.is_quantised and kv.v.is_quantised and len(sizes) == 1:
+        return QuantizedKVCache if sizes.pop()[1] in GROUP_SIZES else KVCache
+    return KVCache
+
+
+def _in_order(layer: Any, window: int | None, name: str) -> tuple[mx.array, mx.array]:
+    """K and V of the last tokens that a cache of mlx-lm holds, oldest first."""
+    sides: list[mx.array] = []
+    for side in (layer.keys, layer.values):
+        if isinstance(layer, theirs.RotatingKVCache):
+            if layer.keep and layer.offset > layer.max_size:
+                raise ConfigError(
+                    f"{name} holds the first {layer.keep} tokens and the last ones, and not those "
+                    f"between; a history with a hole cannot go on exactly"
+                )
+            rows = layer._temporal_order(side)  # type: ignore[no-untyped-call]
+        elif isinstance(layer, theirs.QuantizedKVCache):
+            dim = side[1].shape[-1] * layer.group_size
+            rows = Quantised(side[0], side[1], side[2], dim, layer.bits).numbers(mx.float32)
+            rows = rows[:, :, : layer.offset]
+        elif isinstance(layer, theirs.KVCache):
+            rows = side[:, :, : layer.offset]
+        else:
+            raise ConfigError(f"{name} holds a {type(layer).__name__}, which is not K and V alone")
+        sides.append(rows if window is None else rows[:, :, -window:])
+    return sides[0], sides[1]

@@ -1,0 +1,71 @@
+"""What is asked of transformers whoever runs the model: a tokenizer, and to be quiet.
+
+Needs no tensor library.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.utils import logging as hf_logging
+
+from kvcellar.errors import ModelError
+
+_NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that speak up when transformers imports a torchao that was built for another Python."""
+
+_lock = threading.Lock()
+"""Held while loading: the verbosity and the progress hook of transformers are process-wide."""
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many kinds: JSON, tokenizers' own, missing packages
+        raise ModelError(
+            f"the tokenizer in {folder} cannot be read: {error}; copy its files again from where "
+            f"the model came from"
+        ) from error
+
+
+@contextmanager
+def quiet(progress: Callable[[float], None]) -> Iterator[None]:
+    """Let transformers neither log nor draw bars; tell ``progress`` how far the weights are."""
+
+    class Bar(hf_logging.EmptyTqdm):
+        def __iter__(self) -> Iterator[Any]:
+            items: list[Any] = list(self._iterator or ())
+            for done, item in enumerate(items):
+                progress(done / len(items))
+                yield item
+
+    def make_bar(factory: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        is_ours = kwargs.get("desc") == "Loading weights"
+        make: Any = Bar if is_ours else hf_logging.EmptyTqdm
+        return make(*args, **kwargs)
+
+    with _lock:
+        verbosity = hf_logging.get_verbosity()
+        hook = hf_logging.set_tqdm_hook(make_bar)
+        levels = {name: logging.getLogger(name).level for name in _NOISY}
+        hf_logging.set_verbosity(logging.ERROR)
+        for name in _NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(verbosity)
+            hf_logging.set_tqdm_hook(hook)
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
