@@ -1,11 +1,11 @@
-# make demo and make test do all of their set-up: they need Python 3.11 or newer and make.
+# make demo, make serve and make test do all of their set-up: they need Python 3.11 or newer and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check lint types imports docs kernel-check bench wheel clean
+.PHONY: help demo serve test check lint types imports docs kernel-check bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -13,9 +13,12 @@ help: ## Show what there is
 demo: $(VENV)/.runtime ## Set up, then watch the bundled model branch: one trunk, four forks
 	@$(BIN)/kvcellar demo
 
+serve: $(VENV)/.server ## Set up, then serve the bundled model: OpenAI, Anthropic, agents, and a page to look at
+	@$(BIN)/kvcellar serve $(ARGS)
+
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	KVCELLAR_ARTEFACTS=build/viewer OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: lint types imports docs ## What needs no test run
 
@@ -66,7 +69,12 @@ $(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 	@$(PIP) -e '.[torch]'
 	@touch $@
 
+$(VENV)/.server: $(VENV)/.runtime
+	@echo "installing the server ..."
+	@$(PIP) -e '.[torch,server]'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing what the tests need ..."
-	@$(PIP) -e '.[torch,mlx,executorch,dev]'
+	@$(PIP) -e '.[torch,mlx,executorch,server,dev]'
 	@touch $@

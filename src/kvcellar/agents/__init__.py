@@ -8,7 +8,8 @@ from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.memory import MemoryPlan
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
-from kvcellar.agents.records import AgentInfo
+from kvcellar.agents.places import Place
+from kvcellar.agents.records import AgentInfo, Turn
 from kvcellar.agents.residence import BroughtBack
 from kvcellar.agents.volatile import RULES
 
@@ -24,7 +25,9 @@ __all__ = [
     "Miss",
     "ModelHost",
     "ModelRegistry",
+    "Place",
     "TemplateReport",
+    "Turn",
     "TurnEnd",
     "check_template",
     "open_host",

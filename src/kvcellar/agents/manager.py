@@ -21,10 +21,12 @@ import numpy as np
 from kvcellar.agents.history import Message
 from kvcellar.agents.misses import Miss, common_prefix
 from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.places import Place, Places
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import (
     Agent,
     AgentInfo,
+    Turn,
     checked_id,
     model_tag,
     reference_name,
@@ -32,6 +34,8 @@ from kvcellar.agents.records import (
 from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.agents.turns import (
     AgentUsage,
+    AnswerFn,
+    StartFn,
     TurnEnd,
     TurnPlan,
     miss_of,
@@ -102,6 +106,7 @@ class AgentManager:
         self._lock = threading.Lock()
         self._agents: dict[str, Agent] = {}
         self._publisher = Publisher(store)
+        self._places = Places(self.rules)
         models.before_unload(self._leave_model)
         self._find_stored()
 
@@ -151,6 +156,14 @@ class AgentManager:
         """
         return self._agent(agent_id, model).messages
 
+    def turns(self, agent_id: str, model: str | None = None) -> Sequence[Turn]:
+        """The turns of an agent, oldest first.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        return self._agent(agent_id, model).turns
+
     def identify(
         self,
         *,
@@ -182,6 +195,48 @@ class AgentManager:
                 best, found = (n, agent.used_s), agent.agent_id
         return found
 
+    def place_of(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        model: str,
+    ) -> Place | None:
+        """Where a conversation goes on from: the longest answered beginning that an agent has.
+
+        Unlike ``identify`` it finds agents that have gone another way since; fork them there.
+        """
+        self._find_stored()
+        with self._lock:
+            agents = [a for a in self._agents.values() if a.model == model and a.turns]
+        return self._places.find(agents, messages, tools)
+
+    def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
+        """The agents of a model that is in memory: id, tokens, and the request that runs for it."""
+        with self._lock:
+            agents = [agent for agent in self._agents.values() if agent.model == model]
+        host = self.models.host(model)
+        key = None if host is None else host.key
+        return [(a.agent_id, a.expected or a.tokens, a.request_id) for a in agents if a.key == key]
+
+    def text_around(
+        self, agent_id: str, position: int, n_tokens: int = 12, model: str | None = None
+    ) -> tuple[str, str]:
+        """The text before and behind a place in an agent's history, a few tokens each.
+
+        Both are empty where the agent's model is not in memory.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = self._agent(agent_id, model)
+        host = self._host_of(agent)
+        if host is None or host.tokenizer is None:
+            return "", ""
+        decode = host.tokenizer.decode
+        parts = agent.tokens[max(0, position - n_tokens) : position], agent.tokens[position:]
+        return decode(list(parts[0])), decode(list(parts[1][:n_tokens]))
+
     # Coming and going --------------------------------------------------------------------------
 
     async def create(
@@ -191,6 +246,7 @@ class AgentManager:
         model: str | None = None,
         system: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        is_passing: bool = False,
     ) -> AgentInfo:
         """A new agent without a history.
 
@@ -199,6 +255,7 @@ class AgentManager:
             model: None: the default.
             system: its system message.
             tools: definitions of its tools.
+            is_passing: save nothing of it until its second turn, or until its model goes.
 
         Raises:
             AgentError: the name is taken with this model, or cannot be one; nothing was changed.
@@ -220,7 +277,9 @@ class AgentManager:
                 agent.stops = (None,)
             if tools:
                 agent.tools = [dict(tool) for tool in tools]
-            await self._publisher.save(agent, host)
+            agent.is_passing = is_passing
+            if not is_passing:
+                await self._publisher.save(agent, host)
             return agent.info()
 
     async def delete(self, agent_id: str, model: str | None = None) -> None:
@@ -237,6 +296,21 @@ class AgentManager:
             await self._publisher.settled(agent)
             with contextlib.suppress(UnknownReferenceError):
                 await asyncio.to_thread(self.store.delete, agent.name)
+
+    async def forget(self, agent_id: str, model: str | None = None) -> None:
+        """Delete an agent and leave what it computed to the cache, for whoever begins alike.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = self._agent(agent_id, model)
+        async with agent.gate:
+            with self._lock:
+                self._agents.pop(agent.name, None)
+            await self._publisher.settled(agent)
+            if not agent.is_passing:
+                with contextlib.suppress(UnknownReferenceError):
+                    await asyncio.to_thread(self.store.delete, agent.name)
 
     async def finish(self, agent_id: str, model: str | None = None) -> AgentInfo:
         """A sub-agent is done: its private cells are free at once; its history stays stored."""
@@ -257,6 +331,7 @@ class AgentManager:
         position: int | None = None,
         turn: int | None = None,
         model: str | None = None,
+        is_passing: bool = False,
     ) -> AgentInfo:
         """A new agent that shares the beginning of another; no KV is copied, here or on disk.
 
@@ -268,6 +343,7 @@ class AgentManager:
             position: tokens to share; None: all.
             turn: or turns to share, from the beginning, or from the end where negative.
             model: of the parent, where agents of that name belong to several.
+            is_passing: save nothing of it until its next turn, or until its model goes.
 
         Raises:
             UnknownAgentError: there is no such parent.
@@ -295,13 +371,15 @@ class AgentManager:
             gate=type(now.gate)(),
             request_id=None,
             expected=(),
+            is_passing=is_passing,
         )
         child.cut(at)
         with self._lock:
             if child.name in self._agents or self.store.has_reference(child.name):
                 raise AgentError(f"there is an agent {new_id!r} already; choose another name")
             self._agents[child.name] = child
-        await self._publisher.save(child, host)
+        if not is_passing:
+            await self._publisher.save(child, host)
         return child.info()
 
     async def rewind(
@@ -540,6 +618,9 @@ class AgentManager:
         priority: int = 0,
         model: str | None = None,
         progress: ProgressFn | None = None,
+        deadline_s: float | None = None,
+        answer: AnswerFn | None = None,
+        on_start: StartFn | None = None,
     ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
         """One turn: what is new in, events out, the last a :class:`TurnEnd`.
 
@@ -558,6 +639,9 @@ class AgentManager:
             priority: higher goes first.
             model: to run on; another one than before starts a fresh history of the same name.
             progress: told about a restore.
+            deadline_s: longest time to wait for room; None for any.
+            answer: from its text to the message that is kept, such as one with tool calls.
+            on_start: told what the turn is and what the cache has of it, before it is queued.
 
         Raises:
             UnknownAgentError: there is none of that name.
@@ -574,7 +658,9 @@ class AgentManager:
             async with agent.gate:
                 self._publisher.refresh(agent)
                 turn = plan_turn(agent, host, text, messages, tokens, tools, role, self.rules)
-                events = self._run(agent, host, turn, params, priority, progress)
+                turn.answer = answer
+                request = Request(tuple(turn.tokens), params, priority, deadline_s)
+                events = self._run(agent, host, turn, request, progress, on_start)
                 async with contextlib.aclosing(events):
                     async for event in events:
                         if isinstance(event, TurnEnd):
@@ -589,9 +675,9 @@ class AgentManager:
         agent: Agent,
         host: ModelHost,
         turn: TurnPlan,
-        params: SamplingParams,
-        priority: int,
+        request: Request,
         progress: ProgressFn | None,
+        on_start: StartFn | None,
     ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
         started = time.perf_counter()
         before = agent.tokens
@@ -618,8 +704,9 @@ class AgentManager:
 
         first_s: float | None = None
         try:
-            agent.expected = tuple(turn.tokens)
-            request = Request(tuple(turn.tokens), params, priority)
+            if on_start is not None:
+                on_start(request.prompt_ids, back.n_cached + back.n_restored)
+            agent.expected = request.prompt_ids
             stream = await host.service.submit(request, on_finish)
             with self._lock:
                 if not done.is_over:
@@ -663,6 +750,9 @@ class AgentManager:
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
         record_turn(agent, host, turn, event, before)
+        agent.is_passing &= len(agent.turns) < 2
+        if agent.is_passing:
+            return None
         return self._publisher.between_steps(host.engine, agent, True)
 
     # Inside ------------------------------------------------------------------------------------
@@ -782,7 +872,13 @@ class AgentManager:
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.key == host.key]
         for agent in agents:
+            if agent.is_passing and agent.turns:
+                self._save_passing(agent, host)
             self._publisher.complete(agent, host)
+
+    def _save_passing(self, agent: Agent, host: ModelHost) -> None:
+        agent.is_passing = False
+        host.service.run(lambda e: self._publisher.between_steps(e, agent, True)).result()
 
 
 @dataclass(slots=True)

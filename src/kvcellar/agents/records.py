@@ -115,6 +115,8 @@ class Agent:
     """Of the turn that is being generated."""
     expected: tuple[int, ...] = ()
     """Tokens of the turn that is being generated, as far as they are known."""
+    is_passing: bool = False
+    """Not saved until somebody goes on from it, or its model goes."""
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,23 @@ from kvcellar.engine import FinishEvent
 from kvcellar.errors import PromptError
 from kvcellar.store import SaveTicket
 
-__all__ = ["AgentUsage", "TurnEnd", "TurnPlan", "miss_of", "plan_turn", "record_turn", "usage_of"]
+__all__ = [
+    "AgentUsage",
+    "AnswerFn",
+    "StartFn",
+    "TurnEnd",
+    "TurnPlan",
+    "miss_of",
+    "plan_turn",
+    "record_turn",
+    "usage_of",
+]
+
+AnswerFn = Callable[[str], Message]
+"""From the text of an answer to the message that clients will send back for it."""
+
+StartFn = Callable[[Sequence[int], int], None]
+"""Called with a turn's tokens and how many of them the cache holds; it may refuse by raising."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,7 @@ class TurnPlan:
     notes: tuple[str, ...]
     is_chat: bool = False
     miss: Miss | None = None
+    answer: AnswerFn | None = None
 
 
 def plan_turn(
@@ -149,6 +166,8 @@ def record_turn(
     n_messages = len(turn.messages)
     if turn.is_chat:
         answer = {"role": "assistant", "content": event.text}
+        if turn.answer is not None:
+            answer = turn.answer(event.text)
         agent.messages = (*turn.messages, answer)
         agent.stops = (*turn.stops, len(agent.tokens))
         agent.tools = turn.tools

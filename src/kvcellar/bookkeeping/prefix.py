@@ -61,6 +61,10 @@ class PrefixIndex(Protocol):
         """The longest stored prefix from which every layer group can go on."""
         ...
 
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """The cells of the longest stored prefix; to look is not to use."""
+        ...
+
     def lock_handle(self, handle: PrefixHandle) -> None:
         """Protect a whole path from eviction."""
         ...
@@ -91,6 +95,10 @@ class PrefixIndex(Protocol):
 
     def held_cells(self) -> tuple[IntArray, ...]:
         """Per layer group, every cell that the index refers to."""
+        ...
+
+    def locked_cells(self) -> tuple[IntArray, ...]:
+        """Per layer group, those of them that must not be evicted."""
         ...
 
     def reset(self) -> tuple[IntArray, ...]:
@@ -194,6 +202,14 @@ class HashedIndex(PathTree):
             node = node.parent
         return self._match_at(node, length, n_matched)
 
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """Per layer group, the cells of the longest stored run of blocks; changes nothing at all.
+
+        -1 stands for a position that a window no longer holds.
+        """
+        node = self._walk(self._chain(token_array(tokens)))
+        return tuple(self._path_cells(node, 0, node.stop))
+
     def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
         """Store a history's full blocks; where two digests collide, only those before.
 
@@ -291,6 +307,10 @@ class NaiveIndex:
         """Nothing."""
         return PrefixMatch(0, self.held_cells(), PrefixHandle(0, None), 0)
 
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """Nothing."""
+        return self.held_cells()
+
     def lock_handle(self, handle: PrefixHandle) -> None:
         """There is nothing to protect."""
 
@@ -328,6 +348,10 @@ class NaiveIndex:
     def held_cells(self) -> tuple[IntArray, ...]:
         """None, per layer group."""
         return tuple(_NONE.copy() for _ in self.windows)
+
+    def locked_cells(self) -> tuple[IntArray, ...]:
+        """None, per layer group."""
+        return self.held_cells()
 
     def reset(self) -> tuple[IntArray, ...]:
         """Forget nothing."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -548,7 +548,14 @@ class PathTree(ABC):
 
     def held_cells(self) -> tuple[IntArray, ...]:
         """Per layer group, every cell that the index refers to, in no order."""
-        cells = np.concatenate([self._no_cells(), *(n.cells for n in self._nodes())], axis=1)
+        return self._cells_of(self._nodes())
+
+    def locked_cells(self) -> tuple[IntArray, ...]:
+        """Per layer group, the cells of what is locked, in no order."""
+        return self._cells_of(node for node in self._nodes() if node.is_locked)
+
+    def _cells_of(self, nodes: Iterable[PathNode]) -> tuple[IntArray, ...]:
+        cells = np.concatenate([self._no_cells(), *(node.cells for node in nodes)], axis=1)
         return tuple(group[group >= 0] for group in cells)
 
     def reset(self) -> tuple[IntArray, ...]:

@@ -72,6 +72,14 @@ class RadixIndex(PathTree):
             node = node.parent
         return self._match_at(self._ending_at(node, length), length, n_matched)
 
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """Per layer group, the cells of the longest stored prefix; changes nothing at all.
+
+        -1 stands for a position that a window no longer holds.
+        """
+        node, n_matched = self._walk(token_array(tokens))
+        return tuple(self._path_cells(node, 0, n_matched))
+
     def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
         """Store a history; a rest that fills no page is left out.
 

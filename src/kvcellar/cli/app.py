@@ -12,7 +12,17 @@ import typer
 from typer.core import TyperGroup
 
 import kvcellar
-from kvcellar.cli import agents, bench, chat, demo, export, generate, inspect, store
+from kvcellar.cli import (
+    agents,
+    bench,
+    chat,
+    demo,
+    export,
+    generate,
+    inspect,
+    serve,
+    store,
+)
 from kvcellar.cli.terminal import examples, print_error
 from kvcellar.errors import KVCellarError
 
@@ -117,7 +127,7 @@ def _root(
     pass
 
 
-for noun in (generate, chat, agents, demo, export, inspect, store, bench):
+for noun in (generate, chat, agents, serve, demo, export, inspect, store, bench):
     noun.register(app)
 
 

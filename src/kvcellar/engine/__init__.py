@@ -10,7 +10,14 @@ from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, 
 from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.restore import Held, Restore, RowCache, held_rows
-from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, TokenLogprob, sample
+from kvcellar.engine.sampling import (
+    Choice,
+    Guide,
+    SamplingParams,
+    SamplingState,
+    TokenLogprob,
+    sample,
+)
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.service import EngineService, EventStream
 from kvcellar.engine.stats import EngineStats
@@ -32,6 +39,7 @@ __all__ = [
     "FinishEvent",
     "GeneratedToken",
     "Generation",
+    "Guide",
     "Held",
     "OneSequence",
     "Request",

@@ -15,6 +15,7 @@ from kvcellar.engine.generate import (
     PrefillFn,
     check_prompt,
     finish_of,
+    is_shown,
     prefill,
     stopped_by_text,
 )
@@ -161,7 +162,7 @@ def branch(
             one.token_ids.append(choice.token_id)
             logprob_sums[index] += choice.logprob or 0.0
             one.finish = finish_of(choice.token_id, state, eos_token_ids)
-            if one.finish is None or one.finish.reason == "length":
+            if is_shown(one.finish):
                 stream.push(choice.token_id)
                 one.finish = stopped_by_text(stream) or one.finish
         if on_step is not None:

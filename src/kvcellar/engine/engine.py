@@ -41,6 +41,8 @@ class EngineConfig:
         max_num_batched_tokens: tokens in one forward.
         max_num_seqs: sequences that run at a time.
         policy: ``mixed`` or ``prefill-first``.
+        max_prefill_beside: of ``mixed``: tokens of prompts in a step that has decodes too, so that
+            running answers go on evenly; None: what the step holds.
         delay_factor: of ``prefill-first``: how long new prompts gather before they are let in.
         index: ``radix``, ``hashed`` or ``naive``.
         page_size: tokens per page of the radix index, or per block of the hashed one; None: as
@@ -53,6 +55,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     policy: str = "mixed"
+    max_prefill_beside: int | None = None
     delay_factor: float = 0.0
     index: str = "radix"
     page_size: int | None = None
@@ -61,7 +64,13 @@ class EngineConfig:
     verify_all_drafts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "page_size", "max_drafted"):
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_prefill_beside",
+            "page_size",
+            "max_drafted",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -106,7 +115,9 @@ class Engine:
                 f"which are shared and freed whole; choose a multiple, or None"
             )
         self.index: PrefixIndex = make_index(self.config.index, windows, page_size)
-        policy: Policy = make_policy(self.config.policy, self.config.delay_factor)
+        policy: Policy = make_policy(
+            self.config.policy, self.config.delay_factor, self.config.max_prefill_beside
+        )
         self.scheduler = Scheduler(
             Residency(cache, self.index, self.config.max_moved_bytes),
             policy,

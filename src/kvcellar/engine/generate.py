@@ -31,6 +31,7 @@ __all__ = [
     "check_prompt",
     "finish_of",
     "generate",
+    "is_shown",
     "last",
     "prefill",
 ]
@@ -52,7 +53,7 @@ class Finish:
     """
 
     reason: Literal["stop", "length"]
-    cause: Literal["eos", "stop_token", "stop_text", "max_tokens", "cache_full"]
+    cause: Literal["eos", "stop_token", "stop_text", "guide", "max_tokens", "cache_full"]
     detail: str
 
 
@@ -193,7 +194,7 @@ def _generate(
             decode_s += time.perf_counter() - started
         text = ""
         finish = finish_of(choice.token_id, state, eos_token_ids)
-        if finish is None or finish.reason == "length":
+        if is_shown(finish):
             text = stream.push(choice.token_id)
             finish = stopped_by_text(stream) or finish or full(sequence)
         if finish is not None:
@@ -301,9 +302,16 @@ def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int
         return Finish("stop", "stop_token", f"stop token {token_id}")
     if token_id in eos_token_ids and not params.ignore_eos:
         return Finish("stop", "eos", "the model ended its text")
+    if state.is_complete:
+        return Finish("stop", "guide", "nothing can follow in the grammar")
     if params.max_tokens is not None and state.n_sampled >= params.max_tokens:
         return Finish("length", "max_tokens", f"max_tokens {params.max_tokens} reached")
     return None
+
+
+def is_shown(finish: Finish | None) -> bool:
+    """Whether the token that was sampled last, and ended the sequence or not, is text."""
+    return finish is None or finish.cause in ("guide", "max_tokens")
 
 
 def stopped_by_text(stream: TextStream) -> Finish | None:

@@ -46,9 +46,13 @@ class Mixed:
     Where there are more decoding sequences than budget, those that waited longest go first.
     """
 
-    def __init__(self, min_prefill: int = 16) -> None:
-        """At least ``min_prefill`` tokens of a full budget go to prefill where there is any."""
+    def __init__(self, min_prefill: int = 16, max_beside: int | None = None) -> None:
+        """At least ``min_prefill`` tokens of a full budget go to prefill where there is any.
+
+        Beside decodes it gets at most ``max_beside``, so that they go on evenly; None: no limit.
+        """
         self._min_prefill = min_prefill
+        self._max_beside = max_beside
 
     def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
         """At any time."""
@@ -61,6 +65,8 @@ class Mixed:
         reserved = min(self._min_prefill, budget // 2) if prefills else 0
         allotments = _decodes(decodes, budget - reserved)
         left = budget - sum(a.n_tokens for a in allotments)
+        if allotments and self._max_beside is not None:
+            left = min(left, self._max_beside)
         return allotments + _even_shares(prefills, left)
 
     def ran(self, n_prefill: int, started: float, took_s: float) -> None:
@@ -131,14 +137,16 @@ def _even_shares(prefills: Seq[Sequence], budget: int) -> list[Allotment]:
 POLICIES = ("mixed", "prefill-first")
 
 
-def make_policy(name: str, delay_factor: float = 0.0) -> Policy:
+def make_policy(
+    name: str, delay_factor: float = 0.0, max_prefill_beside: int | None = None
+) -> Policy:
     """The policy of that name.
 
     Raises:
         ConfigError: there is none.
     """
     if name == "mixed":
-        return Mixed()
+        return Mixed(max_beside=max_prefill_beside)
     if name == "prefill-first":
         return PrefillFirst(delay_factor)
     raise ConfigError(f"policy {name!r} is unknown; there are: {', '.join(POLICIES)}")

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.errors import ConfigError, ModelError
 
-__all__ = ["Choice", "SamplingParams", "SamplingState", "TokenLogprob", "sample"]
+__all__ = ["Choice", "Guide", "SamplingParams", "SamplingState", "TokenLogprob", "sample"]
 
 FloatArray = NDArray[np.float32]
 
@@ -29,12 +29,33 @@ _COLDEST = 1e-5
 """A temperature below it counts as 0."""
 
 
+class Guide(Protocol):
+    """What one sequence may say next, such as a grammar that it has to follow."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow: the sequence ends."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """``[vocab]``: which tokens may come next; at least one. The same until ``accept``."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The sequence goes on with a token, which was allowed."""
+        ...
+
+    def fork(self) -> Guide:
+        """A copy that goes on by itself."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence is sampled, and when it ends.
 
-    Applied in this order: penalties and ``logit_bias``, temperature, ``top_k``, ``top_p``,
-    ``min_p``. Tokens that tie at the edge of a cut all stay.
+    Applied in this order: penalties and ``logit_bias``, ``guide``, temperature, ``top_k``,
+    ``top_p``, ``min_p``. Tokens that tie at the edge of a cut all stay.
 
     Attributes:
         temperature: 0 takes the most likely token, the lowest id of several; above 0 samples.
@@ -53,6 +74,7 @@ class SamplingParams:
         ignore_eos: sample on after the model's end-of-sequence token.
         logprobs: None for none, 0 for the sampled token's log probability, n for the n most
             likely tokens' too; always those of the model itself, before all settings above.
+        guide: makes what decides which tokens may come; the sequence ends where it is complete.
     """
 
     temperature: float = 0.0
@@ -69,6 +91,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    guide: Callable[[], Guide] | None = field(default=None, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -169,6 +192,7 @@ class SamplingState:
         self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
         self._counts: NDArray[np.int32] | None = None
         self._in_prompt: NDArray[np.bool_] | None = None
+        self._guide = params.guide() if params.guide is not None else None
         if params.has_penalties:
             self._counts = np.zeros(vocab_size, dtype=np.int32)
             self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
@@ -180,6 +204,8 @@ class SamplingState:
         other._random = copy.deepcopy(self._random)
         if self._counts is not None:
             other._counts = self._counts.copy()
+        if self._guide is not None:
+            other._guide = self._guide.fork()
         return other
 
     def record(self, token_id: int) -> None:
@@ -187,6 +213,13 @@ class SamplingState:
         self.n_sampled += 1
         if self._counts is not None:
             self._counts[token_id] += 1
+        if self._guide is not None:
+            self._guide.accept(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the guide lets nothing follow."""
+        return self._guide is not None and self._guide.is_complete
 
     def draw(self) -> float:
         """The random number in [0, 1) for the next token; the same until ``record``."""
@@ -197,10 +230,11 @@ class SamplingState:
     @property
     def adjusts_logits(self) -> bool:
         """Whether ``adjust`` does anything."""
-        return self._counts is not None or self._bias_ids.size > 0
+        is_guided = self._guide is not None
+        return is_guided or self._counts is not None or self._bias_ids.size > 0
 
     def adjust(self, logits: FloatArray) -> None:
-        """Apply penalties and bias to ``logits`` ``[vocab]``, in place."""
+        """Apply penalties, bias and guide to ``logits`` ``[vocab]``, in place."""
         params = self.params
         if self._counts is not None and self._in_prompt is not None:
             if params.repetition_penalty != 1.0:
@@ -214,6 +248,8 @@ class SamplingState:
             logits[sampled] -= np.float32(params.presence_penalty)
         if self._bias_ids.size:
             logits[self._bias_ids] += self._bias
+        if self._guide is not None:
+            logits[~self._guide.allowed()] = -np.inf
 
 
 def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice]:

@@ -15,6 +15,7 @@ from kvcellar.engine.generate import (
     GeneratedToken,
     Usage,
     finish_of,
+    is_shown,
     stopped_by_text,
 )
 from kvcellar.engine.policy import Allotment, Policy
@@ -408,7 +409,7 @@ class Scheduler:
         stream = sequence.stream
         finish = finish_of(choice.token_id, sequence.state, self.eos_token_ids)
         if stream is not None:
-            if finish is None or finish.reason == "length":
+            if is_shown(finish):
                 text = stream.push(choice.token_id)
                 finish = stopped_by_text(stream) or finish
             if finish is not None:

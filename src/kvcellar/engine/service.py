@@ -217,6 +217,8 @@ class EngineService:
             command()
 
     def _tell(self, events: list[Event]) -> None:
+        """Hand a step's events out: each event loop is woken once for all of its own."""
+        told: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Event], Event]]] = {}
         for event in events:
             is_last = isinstance(event, FinishEvent)
             if isinstance(event, FinishEvent) and event.request_id in self._hooks:
@@ -228,7 +230,15 @@ class EngineService:
             )
             if listener is not None:
                 loop, events_of_one = listener
-                try:
-                    loop.call_soon_threadsafe(events_of_one.put_nowait, event)
-                except RuntimeError:  # its event loop is closed: nobody listens any more
+                told.setdefault(loop, []).append((events_of_one, event))
+        for loop, items in told.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # the event loop is closed: nobody listens any more
+                for _, event in items:
                     self._engine.cancel(event.request_id)
+
+
+def _put_all(items: list[tuple[asyncio.Queue[Event], Event]]) -> None:
+    for events, event in items:
+        events.put_nowait(event)

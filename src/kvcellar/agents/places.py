@@ -1,0 +1,104 @@
+"""Whose conversation is this? The longest history whose beginning a client has sent as text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.agents.history import Message
+from kvcellar.agents.records import Agent
+from kvcellar.agents.volatile import canonical_tools, clean_message, match_key
+
+__all__ = ["Place", "Places"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The end of an answer in an agent's history that a conversation goes on from.
+
+    Attributes:
+        agent_id: whose.
+        model: of that agent.
+        position: tokens up to there.
+        n_messages: messages up to there.
+        is_end: whether the agent has said nothing since, so that it can go on itself.
+        is_busy: whether it is in a turn.
+    """
+
+    agent_id: str
+    model: str
+    position: int
+    n_messages: int
+    is_end: bool
+    is_busy: bool
+
+
+class Places:
+    """Finds places by chains of digests: one per message, over it, all before it and the tools."""
+
+    def __init__(self, rules: Collection[str]) -> None:
+        """No chain known yet."""
+        self._rules = rules
+        self._known: dict[str, tuple[tuple[Message, ...], list[bytes]]] = {}
+
+    def find(
+        self,
+        agents: Iterable[Agent],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Place | None:
+        """The place with most tokens; None where no agent has answered a beginning of it.
+
+        Args:
+            agents: those that may be meant.
+            messages: the whole conversation; the last one is to be answered.
+            tools: definitions of its tools.
+        """
+        cleaned = [clean_message(message, self._rules) for message in messages[:-1]]
+        wanted = self._chain(cleaned, canonical_tools(tools, self._rules))
+        best: tuple[tuple[int, bool, bool, float], Place] | None = None
+        alive = set()
+        for agent in agents:
+            alive.add(agent.name)
+            n_same = _n_same(wanted, self._chain_of(agent))
+            answered = [i for i in range(n_same) if agent.stops[i] is not None]
+            if not answered:
+                continue
+            at = answered[-1]
+            position = agent.stops[at]
+            assert position is not None
+            is_end = at == len(agent.messages) - 1 and position == len(agent.tokens)
+            is_busy = agent.gate.is_taken
+            rank = (position, is_end, not is_busy, agent.used_s)
+            if best is None or rank > best[0]:
+                place = Place(agent.agent_id, agent.model, position, at + 1, is_end, is_busy)
+                best = rank, place
+        self._known = {name: known for name, known in self._known.items() if name in alive}
+        return None if best is None else best[1]
+
+    def _chain_of(self, agent: Agent) -> list[bytes]:
+        known = self._known.get(agent.name)
+        if known is None or known[0] is not agent.messages:
+            known = (agent.messages, self._chain(agent.messages, agent.tools))
+            self._known[agent.name] = known
+        return known[1]
+
+    def _chain(
+        self, messages: Iterable[Mapping[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[bytes]:
+        digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+        chain = []
+        for message in messages:
+            digest = digest.copy()
+            digest.update(match_key(message, self._rules).encode("utf-8", "surrogatepass"))
+            digest.update(b"\0")
+            chain.append(digest.digest())
+        return chain
+
+
+def _n_same(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

@@ -1,0 +1,256 @@
+"""``kvcellar serve``: models and agents over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcellar.budget import parse_size
+from kvcellar.cli import options
+from kvcellar.cli.session import memory_plan
+from kvcellar.cli.store import Folder
+from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, write
+from kvcellar.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from kvcellar.agents import ModelHost
+    from kvcellar.server.service import Service
+
+TRUST = "Trust"
+PREFILL_BESIDE = 64
+"""Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
+
+LIMITS = "Limits"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        name="serve",
+        help=help_of(serve_command),
+        epilog=examples(
+            "kvcellar serve",
+            "kvcellar serve ~/models/Qwen3-0.6B --port 8000",
+            "kvcellar serve small=~/models/Qwen3-0.6B large=~/models/Qwen3-8B --memory 24GB",
+            "curl -N localhost:8642/v1/chat/completions --json "
+            '\'{"stream": true, "messages": [{"role": "user", "content": "Hello"}]}\'',
+        ),
+    )(serve_command)
+
+
+def serve_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[[NAME=]MODEL]...",
+            help="What to offer, as `kvcellar generate` takes it; the first is the default. "
+            "Without any: `demo`. A name is what clients ask for.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="0: any that is free.")] = 8642,
+    store: Folder = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="KVCELLAR_API_KEY",
+            help="What clients must bring as a bearer token or `x-api-key`.",
+            rich_help_panel=TRUST,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name by which this server may be called; may be given several times.",
+            rich_help_panel=TRUST,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A web page's origin that may call it; may be given several times.",
+            rich_help_panel=TRUST,
+        ),
+    ] = None,
+    log_text: Annotated[
+        bool,
+        typer.Option("--log-text", help="Let prompts into the log.", rich_help_panel=TRUST),
+    ] = False,
+    any_model: Annotated[
+        bool,
+        typer.Option(
+            "--any-model", help="Answer with the first model whatever name a client asks for."
+        ),
+    ] = False,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Of an answer for which the client sets no limit.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 1024,
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Answers that wait or run at a time; more are told to come back.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256,
+    max_body: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Of one request.", rich_help_panel=LIMITS),
+    ] = "32MiB",
+    wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Longest time to wait for room in the cache.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 120.0,
+    remember: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Conversations without a name that are remembered.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256,
+    shutdown: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time that running answers have when the server is stopped.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 10.0,
+    idle_unload: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Let go of a model that nobody has used for so long. Default: never.",
+            rich_help_panel=options.LOADING,
+        ),
+    ] = None,
+    memory: options.Memory = None,
+    capacity: options.Capacity = None,
+    kv_dtype: options.KvDtype = None,
+    backend: options.Backend = "torch",
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    speculate: options.Speculate = None,
+) -> None:
+    """Serve models and agents over HTTP, as OpenAI and Anthropic do, with a page to look at.
+
+    Agents are in the store, so they are there again after a restart. Ctrl-C saves them all and
+    ends.
+    """
+    try:
+        from kvcellar.server.config import ServerConfig
+        from kvcellar.server.models import ServedModels
+        from kvcellar.server.run import log_to_stderr, serve
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the server needs {error.name}, which is not installed; pip install 'kvcellar[server]'"
+        ) from error
+    from kvcellar.engine import EngineConfig
+    from kvcellar.store import Store, StoreConfig, default_store
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_key=api_key,
+        allowed_hosts=tuple(allow_host or ()),
+        allowed_origins=tuple(allow_origin or ()),
+        logs_text=log_text,
+        takes_any_model=any_model,
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        max_body_bytes=parse_size(max_body),
+        wait_s=wait,
+        max_unnamed=remember,
+        shutdown_s=shutdown,
+    )
+    offered = _offered(models or ["demo"])
+    loading: dict[str, Any] = {
+        "config": EngineConfig(max_prefill_beside=PREFILL_BESIDE),
+        "capacity": capacity,
+        "kv_dtype": kv_dtype,
+        "backend": backend,
+        "dtype": dtype,
+        "device": device,
+        "speculate": speculate,
+    }
+
+    plan = memory_plan(memory, loading)
+
+    def size_of(path: str) -> int:
+        assert plan is not None
+        return plan.size_of(path, **loading)
+
+    def load(path: str, progress: Callable[[float, str], None]) -> ModelHost:
+        from kvcellar.agents import open_host
+
+        limit = None if plan is None else size_of(path)
+        opened = open_host(path, progress=progress, memory_bytes=limit, **loading)
+        for found in opened.template.findings if opened.template is not None else ():
+            print_note(f"chat template: {found}")
+        return opened
+
+    def make_models() -> ServedModels:
+        return ServedModels(
+            offered,
+            load,
+            takes_any=any_model,
+            budget_bytes=None if plan is None else plan.models_bytes,
+            idle_ttl_s=idle_unload,
+            size_of=None if plan is None else size_of,
+        )
+
+    def on_ready(url: str, service: Service) -> None:
+        write(f"{', '.join(service.models.offered)} at {url}\n")
+        print_note(f"OpenAI clients: base_url {url}/v1; Anthropic clients: {url}; look: {url}/")
+
+    if not _is_local(host) and api_key is None:
+        print_warning(
+            f"{host} is reached from other machines, and everybody there may use this server; "
+            f"set --api-key"
+        )
+    log_to_stderr()
+    stored = StoreConfig()
+    if plan is not None:
+        stored = StoreConfig(warm_bytes=plan.warm_bytes, queue_bytes=plan.queue_bytes)
+    with Store((store or default_store()).expanduser(), stored) as opened_store:
+        serve(config, opened_store, make_models, on_ready=on_ready)
+        for event in opened_store.take_events():
+            print_warning(f"{event.subject}: {event.detail}")
+
+
+def _offered(models: list[str]) -> dict[str, str]:
+    """Name -> what to load, for ``NAME=MODEL`` and for ``MODEL`` alone."""
+    offered: dict[str, str] = {}
+    for text in models:
+        name, is_named, rest = text.partition("=")
+        path = rest if is_named else text
+        folder = Path(path).expanduser()
+        if path != "demo" and folder.is_dir():
+            path = str(folder.resolve())
+            name = name if is_named else folder.resolve().name
+        if not name or not path:
+            raise ConfigError(f"{text!r} is no model; give MODEL or NAME=MODEL")
+        if name in offered:
+            raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
+        offered[name] = path
+    return offered
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

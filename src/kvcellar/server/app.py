@@ -1,0 +1,103 @@
+"""The application: routes, what goes wrong in them, and the guard in front. Start here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import kvcellar
+from kvcellar.errors import KVCellarError
+from kvcellar.server.errors import ApiError, ClientGone, as_api_error, error_response
+from kvcellar.server.events import Watch
+from kvcellar.server.guard import Guard
+from kvcellar.server.routes import (
+    agents,
+    anthropic,
+    completions,
+    observe,
+    openai,
+    responses,
+    viewer,
+)
+from kvcellar.server.service import Service
+
+__all__ = ["create_api", "create_app"]
+
+_STATUSES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed"}
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The whole server as one ASGI application, around a service that is the caller's to close."""
+    return Guard(create_api(service), service.config, service.metrics)
+
+
+def create_api(service: Service) -> FastAPI:
+    """The routes alone."""
+    app = FastAPI(
+        title="kvcellar",
+        version=kvcellar.__version__,
+        summary="Local models whose KV outlives the request: agents that fork, go back and sleep.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.state.watch = Watch(service)
+    for module in (openai, completions, responses, anthropic, agents, observe, viewer):
+        app.include_router(module.router)
+
+    @app.exception_handler(KVCellarError)
+    async def refused(request: Request, error: KVCellarError) -> Response:
+        return error_response(as_api_error(error), request)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        kind = request.headers.get("content-type", "")
+        if request.method == "POST" and "json" not in kind:
+            message = f"the body is of type {kind[:60]!r}; send JSON as application/json"
+            refusal = ApiError(415, message, "unsupported_media_type")
+            return error_response(refusal, request)
+        return error_response(_what_is_wrong(error), request)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> Response:
+        known = request.scope.get("kvcellar.refusal")
+        if known is not None:
+            return error_response(known, request)
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        if error.status_code == 404:
+            message += "; /openapi.json has all routes"
+        refusal = ApiError(error.status_code, message, _STATUSES.get(error.status_code))
+        response = error_response(refusal, request)
+        response.headers.update(dict(error.headers or {}))
+        return response
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        request.scope["kvcellar.is_gone"] = True
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error), request)
+
+    return app
+
+
+def _what_is_wrong(error: RequestValidationError) -> ApiError:
+    """The first few fields that are not as they should be; never what was sent in them."""
+    problems: list[Any] = list(error.errors())
+    said = []
+    for problem in problems[:3]:
+        where = ".".join(str(part) for part in problem["loc"] if part != "body")
+        said.append(f"{where or 'the body'}: {problem['msg']}")
+    if len(problems) > 3:
+        said.append(f"and {len(problems) - 3} more")
+    first = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else ""
+    return ApiError(400, "; ".join(said), "invalid_request", param=first or None)

@@ -1,0 +1,143 @@
+"""What all protocols' routes do with a request before it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from kvcellar.engine import SamplingParams
+from kvcellar.server.calls import read_arguments
+from kvcellar.server.errors import ApiError
+from kvcellar.server.schemas.openai import Message, SamplingFields
+from kvcellar.server.service import Service
+
+__all__ = ["agent_of", "note", "plain_messages", "sampling_of", "service_of", "usage_extra"]
+
+_SEEDS = 1 << 63
+
+
+def service_of(request: Request) -> Service:
+    """The server's state."""
+    service: Service = request.app.state.service
+    return service
+
+
+def agent_of(request: Request, *named: str | None) -> str | None:
+    """The agent that a client names, in a header or in the body.
+
+    Raises:
+        ApiError: 400, it names two.
+    """
+    headers = (request.headers.get("x-agent-id"), request.headers.get("x-session-id"))
+    found = {name for name in (*headers, *named) if name}
+    if len(found) > 1:
+        raise ApiError(
+            400, f"the request names several agents: {', '.join(sorted(found))}", "two_agents"
+        )
+    return found.pop() if found else None
+
+
+def sampling_of(
+    fields: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    index: int = 0,
+) -> SamplingParams:
+    """How to sample the answer with number ``index``; without a temperature as OpenAI: 1.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        ApiError: 400, a ``logit_bias`` that names no token id.
+    """
+    bias = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not key.isdecimal():
+            raise ApiError(
+                400, f"logit_bias names {key[:20]!r}; its keys are token ids", param="logit_bias"
+            )
+        bias[int(key)] = value
+    stop = fields.stop or ()
+    seed = None if fields.seed is None else (fields.seed + index) % _SEEDS
+    return SamplingParams(
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_k=fields.top_k or 0,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=fields.repetition_penalty or 1.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        logit_bias=bias,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages of OpenAI's as chat templates take them.
+
+    Raises:
+        ApiError: 400, a message has more than text.
+    """
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    content = message.content
+    if content is not None and not isinstance(content, str):
+        texts = []
+        for part in content:
+            text = part.text if part.text is not None else part.refusal
+            if text is None:
+                raise ApiError(
+                    400,
+                    f"a message has a part of type {part.type[:40]!r}; this server takes text",
+                    "unsupported_content",
+                    param="messages",
+                )
+            texts.append(text)
+        content = "".join(texts)
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name:
+        plain["name"] = message.name
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(value: str | Mapping[str, Any] | None) -> Any:
+    return read_arguments(value) if isinstance(value, str) else dict(value or {})
+
+
+def usage_extra(usage: Any) -> dict[str, Any]:
+    """What an answer took beyond what the protocols know."""
+    miss = usage.miss
+    return {
+        "restored_tokens": usage.restored_tokens,
+        "restore_s": round(usage.restore_s, 4),
+        "miss": None if miss is None else {**miss.as_json(), "advice": miss.advice},
+        "notes": list(usage.notes),
+    }
+
+
+def note(request: Request, **facts: Any) -> None:
+    """Put something into the request's line of the log; never text of prompts or answers."""
+    request.scope.setdefault("kvcellar.notes", {}).update(facts)

@@ -1,0 +1,266 @@
+"""Calls of tools inside an answer's text: how they are written, and how they are read as they come.
+
+The way is that of Hermes and Qwen: ``<tool_call>`` around one JSON object with name and arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "CALL_BEGIN",
+    "CALL_END",
+    "Call",
+    "CallParser",
+    "CallPart",
+    "TextPart",
+    "as_message",
+    "call_head",
+    "say_calls",
+    "say_tools",
+]
+
+CALL_BEGIN = "<tool_call>"
+CALL_END = "\n</tool_call>"
+
+_END = CALL_END.strip()
+_TOOLS_HEAD = "You can call these functions:"
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+def call_head(name: str) -> str:
+    """How a call begins, up to its arguments."""
+    return f'{CALL_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": '
+
+
+@dataclass(slots=True)
+class Call:
+    """One call.
+
+    Attributes:
+        call_id: what the result will refer to.
+        name: of the tool.
+        arguments: JSON, as the model wrote it.
+    """
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A piece of text that is in no call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A piece of a call's arguments; the first piece of a call is empty."""
+
+    index: int
+    call: Call
+    text: str
+
+
+Part = TextPart | CallPart
+
+
+@dataclass(slots=True)
+class CallParser:
+    """Reads an answer piece by piece: text, and calls.
+
+    What may be the beginning of a call is held back; what turns out to be none comes as text.
+    """
+
+    call_ids: str
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    _held: str = ""
+    _state: str = "text"
+    _depth: int = 0
+    _is_in_string: bool = False
+    _is_escaped: bool = False
+
+    def push(self, piece: str) -> list[Part]:
+        """What is certain now."""
+        self._held += piece
+        parts: list[Part] = []
+        while self._held and self._next(parts):
+            pass
+        return parts
+
+    def flush(self) -> list[Part]:
+        """The rest, at the end."""
+        parts: list[Part] = []
+        if self._state == "text" and self._held:
+            self._say(self._held, parts)
+        elif self._state == "head":
+            self._say(CALL_BEGIN + self._held, parts)
+        self._held = ""
+        return parts
+
+    def _next(self, parts: list[Part]) -> bool:
+        """Go on by one step; false where more text is needed."""
+        return {"text": self._in_text, "head": self._in_head, "arguments": self._in_arguments}.get(
+            self._state, self._in_tail
+        )(parts)
+
+    def _in_text(self, parts: list[Part]) -> bool:
+        at = self._held.find(CALL_BEGIN)
+        if at < 0:
+            n = len(self._held) - _overlap(self._held, CALL_BEGIN)
+            sure, self._held = self._held[:n], self._held[n:]
+            self._say(sure, parts)
+            return False
+        self._say(self._held[:at], parts)
+        self._held = self._held[at + len(CALL_BEGIN) :]
+        self._state = "head"
+        return True
+
+    def _in_head(self, parts: list[Part]) -> bool:
+        found = _HEAD.match(self._held)
+        if found:
+            self._begin(json.loads(found[1]), parts)
+            self._held = self._held[found.end() :]
+            self._state, self._depth = "arguments", 0
+            self._is_in_string = self._is_escaped = False
+            return True
+        at = self._held.find(_END)
+        if at < 0:
+            return False
+        inside, self._held = self._held[:at], self._held[at + len(_END) :]
+        self._state = "text"
+        call = _whole(inside)
+        if call is None:
+            self._say(CALL_BEGIN + inside + _END, parts)
+        else:
+            self._begin(call[0], parts)
+            self._argue(call[1], parts)
+        return True
+
+    def _in_arguments(self, parts: list[Part]) -> bool:
+        for i, char in enumerate(self._held):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string:
+                self._is_escaped = char == "\\"
+                self._is_in_string = char != '"'
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._argue(self._held[: i + 1], parts)
+                    self._held, self._state = self._held[i + 1 :], "tail"
+                    return True
+        self._argue(self._held, parts)
+        self._held = ""
+        return False
+
+    def _in_tail(self, parts: list[Part]) -> bool:
+        """Behind the arguments: the object's end, and the call's."""
+        at = self._held.find(_END)
+        if at < 0:
+            return False
+        self._held, self._state = self._held[at + len(_END) :], "text"
+        return True
+
+    def _begin(self, name: str, parts: list[Part]) -> None:
+        self.calls.append(Call(f"{self.call_ids}{len(self.calls)}", name))
+        parts.append(CallPart(len(self.calls) - 1, self.calls[-1], ""))
+
+    def _argue(self, text: str, parts: list[Part]) -> None:
+        if text:
+            self.calls[-1].arguments += text
+            parts.append(CallPart(len(self.calls) - 1, self.calls[-1], text))
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        if self.calls and not text.strip():
+            return  # the lines between calls
+        if text:
+            self.text += text
+            parts.append(TextPart(text))
+
+
+def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """An answer as the message that a client sends back, with arguments as objects."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": read_arguments(call.arguments)},
+            }
+            for call in calls
+        ]
+    return message
+
+
+def read_arguments(text: str) -> Any:
+    """Arguments as templates want them: an object where the text is one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def say_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for a template that knows no calls: they become text, always the same way."""
+    if not message.get("tool_calls"):
+        return {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
+    parts = [message["content"]] if message.get("content") else []
+    for call in message["tool_calls"]:
+        inside = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        parts.append(f"{CALL_BEGIN}\n{json.dumps(inside, ensure_ascii=False)}{CALL_END}")
+    return {"role": message["role"], "content": "\n".join(parts)}
+
+
+def say_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A conversation for a template that knows no tools: the system message has them."""
+    lines = [
+        _TOOLS_HEAD,
+        *(json.dumps(tool["function"], ensure_ascii=False, sort_keys=True) for tool in tools),
+        "To call one, write its name and arguments as JSON, and nothing behind it:",
+        f'{CALL_BEGIN}\n{{"name": "...", "arguments": {{...}}}}{CALL_END}',
+    ]
+    said = "\n".join(lines)
+    first = dict(messages[0]) if messages else {}
+    if first.get("role") == "system":
+        before = str(first["content"]).partition(_TOOLS_HEAD)[0].rstrip()  # said once is enough
+        first["content"] = f"{before}\n\n{said}" if before else said
+        return [first, *map(dict, messages[1:])]
+    return [{"role": "system", "content": said}, *map(dict, messages)]
+
+
+def _whole(inside: str) -> tuple[str, str] | None:
+    """Name and arguments of a call in another order than ours; None where it is none."""
+    try:
+        value = json.loads(inside)
+        name = value["name"]
+        arguments = value.get("arguments", value.get("parameters", {}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not isinstance(name, str):
+        return None
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How much of the end of a text may be the beginning of a mark."""
+    for n in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:n]):
+            return n
+    return 0

@@ -1,0 +1,406 @@
+"""One answer in a conversation, whatever protocol it was asked in: a request in, events out."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from kvcellar.agents import AgentUsage, ModelHost, TurnEnd
+from kvcellar.agents.history import encode, render
+from kvcellar.agents.misses import common_prefix
+from kvcellar.engine import SamplingParams, TokenEvent
+from kvcellar.engine.generate import GeneratedToken
+from kvcellar.errors import DeadlineError, EngineClosedError, ModelError
+from kvcellar.server.calls import (
+    Call,
+    CallParser,
+    CallPart,
+    TextPart,
+    as_message,
+    say_calls,
+    say_tools,
+)
+from kvcellar.server.errors import ApiError
+from kvcellar.server.grammar import GuideFn
+from kvcellar.server.service import Service
+from kvcellar.server.streams import Stream
+
+__all__ = [
+    "Ask",
+    "CallEvent",
+    "ChatEvent",
+    "Ended",
+    "Pin",
+    "Started",
+    "TextEvent",
+    "answer",
+    "count_tokens",
+    "merged",
+    "whole",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A wish to keep a beginning of the conversation in the cache.
+
+    Attributes:
+        n_messages: how many messages it is.
+        ttl_s: for how many seconds.
+    """
+
+    n_messages: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is asked.
+
+    Attributes:
+        messages: the whole conversation, as chat templates take it.
+        model: a name that is offered; None: the default.
+        params: how to sample; without a guide.
+        tools: definitions as OpenAI has them.
+        choice: ``auto``, ``none``, ``required``, or the name of the tool to call.
+        is_parallel: whether an answer may have several calls.
+        schema: JSON schema that the answer has to follow.
+        agent_id: whose turn; None: whoever's history it continues.
+        pins: what to keep in the cache.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    model: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: str = "auto"
+    is_parallel: bool = True
+    schema: Mapping[str, Any] | None = None
+    agent_id: str | None = None
+    pins: Sequence[Pin] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is in.
+
+    Attributes:
+        agent_id: whose turn it is.
+        model: who answers.
+        prompt_tokens: all of them.
+        cached_tokens: of these, those that the cache had when it was queued.
+        pinned_tokens: leading tokens that somebody asked to keep.
+    """
+
+    agent_id: str
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """A token, and the text that became certain with it, which may be none."""
+
+    text: str
+    token: GeneratedToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """A piece of a call; the first one of each call is empty."""
+
+    index: int
+    call: Call
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end.
+
+    Attributes:
+        reason: ``stop``, ``length`` or ``tool_calls``.
+        stop_text: the stop text that ended it, if one did.
+        text: all text that is in no call.
+        calls: all calls.
+        usage: what it took.
+        agent_id: whose turn it was.
+        model: who answered.
+        pinned_tokens: as in :class:`Started`.
+    """
+
+    reason: str
+    stop_text: str | None
+    text: str
+    calls: Sequence[Call]
+    usage: AgentUsage
+    agent_id: str
+    model: str
+    pinned_tokens: int = 0
+
+
+ChatEvent = Started | TextEvent | CallEvent | Ended
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A question in the words of one model."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    guide: GuideFn | None
+    knows_calls: bool
+    start: Started | None = None
+    tokens: Sequence[int] = field(default_factory=tuple)
+
+
+async def answer(service: Service, ask: Ask) -> AsyncGenerator[ChatEvent, None]:
+    """One answer. Leaving the iteration ends it, and frees what it held.
+
+    Raises:
+        ApiError: it is refused, before its first event.
+        KVCellarError: as ``AgentManager.generate``.
+    """
+    name = service.models.resolve(ask.model)
+    with service.admitted():
+        async with (
+            service.models.registry.use(name) as host,
+            _planned(service, host, ask) as plan,
+            service.conversations.seat(
+                plan.messages, plan.tools, model=name, agent_id=ask.agent_id
+            ) as seat,
+        ):
+            events = _events(service, host, ask, plan, seat.agent_id)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    seat.has_answered |= isinstance(event, Ended)
+                    yield event
+
+
+@contextlib.asynccontextmanager
+async def _planned(service: Service, host: ModelHost, ask: Ask) -> AsyncGenerator[_Plan, None]:
+    yield await _plan(service, host, ask)
+
+
+async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
+    """What the model is told, and what its answer is held to."""
+    messages, tools, knows = _in_words_of(host, ask.messages, ask.tools)
+    guide = None
+    if ask.schema is not None:
+        guide = await service.grammars.of_schema(host, ask.schema)
+    elif ask.tools and ask.choice != "none":
+        chosen = [
+            tool
+            for tool in ask.tools
+            if ask.choice in ("auto", "required", tool["function"]["name"])
+        ]
+        is_named = ask.choice not in ("auto", "required")
+        if not chosen:
+            raise ApiError(
+                400,
+                f"tool_choice names {ask.choice!r}, which is no tool of this request",
+                "unknown_tool",
+                param="tool_choice",
+            )
+        more = {} if ask.is_parallel and not is_named else {"most": 1}
+        guide = await service.grammars.of_calls(
+            host, chosen, is_forced=ask.choice != "auto", **more
+        )
+    return _Plan(messages, tools, guide, knows)
+
+
+def _in_words_of(
+    host: ModelHost, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, bool]:
+    """Messages and tools as the model's template takes them; and whether it knows calls."""
+    knows = "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
+    plain = [dict(message) if knows else say_calls(message) for message in messages]
+    listed = [dict(tool) for tool in tools] or None
+    if listed and not knows:
+        in_order = sorted(listed, key=lambda tool: str(tool["function"]["name"]))
+        return say_tools(plain, in_order), None, knows
+    return plain, listed, knows
+
+
+async def _events(
+    service: Service, host: ModelHost, ask: Ask, plan: _Plan, agent_id: str
+) -> AsyncGenerator[ChatEvent, None]:
+    call_ids = f"c{uuid.uuid4().hex[:7]}"  # with the call's number 9 characters, as Mistral wants
+    reads_calls = bool(ask.tools) and ask.choice != "none"
+
+    def keep(text: str) -> dict[str, Any]:
+        """The message that clients will send back for this answer."""
+        parser = CallParser(call_ids)
+        if reads_calls:
+            parser.push(text)
+            parser.flush()
+        message = as_message(parser.text if reads_calls else text, parser.calls)
+        return message if plan.knows_calls else say_calls(message)
+
+    def on_start(tokens: Sequence[int], n_cached: int) -> None:
+        service.check_fits(host, tokens, n_cached)
+        wanted = len(tokens) + (ask.params.max_tokens or 0)
+        service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
+        plan.tokens = tokens
+        n_pinned = _tokens_of_pin(host, plan, ask)
+        name = service.models.public(host.name)
+        plan.start = Started(agent_id, name, len(tokens), n_cached, n_pinned)
+
+    parser = CallParser(call_ids)
+    turn = service.agents.generate(
+        agent_id,
+        messages=plan.messages,
+        tools=plan.tools if plan.tools is not None else [],
+        params=replace(ask.params, guide=plan.guide),
+        model=host.name,
+        deadline_s=service.config.wait_s,
+        answer=keep,
+        on_start=on_start,
+    )
+    started_s, last_s = time.perf_counter(), None
+    async with contextlib.aclosing(turn):
+        async for event in turn:
+            if isinstance(event, TokenEvent):
+                now = time.perf_counter()
+                service.metrics.token(host.name, started_s, last_s, now)
+                if last_s is None and plan.start is not None:
+                    yield plan.start
+                last_s = now
+                if reads_calls:
+                    for part in parser.push(event.token.text):
+                        yield _event_of(part)
+                else:
+                    parser.text += event.token.text
+                    yield TextEvent(event.token.text, event.token)
+            elif last_s is None or event.finish.reason not in ("stop", "length"):
+                raise await _failure(service, host, event)
+            else:
+                for part in parser.flush():
+                    yield _event_of(part)
+                await _pin(service, host, ask, plan)
+                yield _ended(event, parser, service.models.public(host.name), plan)
+
+
+def _event_of(part: TextPart | CallPart) -> ChatEvent:
+    if isinstance(part, TextPart):
+        return TextEvent(part.text)
+    return CallEvent(part.index, part.call, part.text)
+
+
+def _ended(event: TurnEnd, parser: CallParser, model: str, plan: _Plan) -> Ended:
+    finish = event.finish.finish
+    stop_text = None
+    if finish is not None and finish.cause == "stop_text":
+        stop_text = ast.literal_eval(finish.detail.removeprefix("stop text "))
+    reason = event.finish.reason
+    return Ended(
+        reason="tool_calls" if parser.calls and reason == "stop" else reason,
+        stop_text=stop_text,
+        text=parser.text,
+        calls=tuple(parser.calls),
+        usage=event.usage,
+        agent_id=event.agent_id,
+        model=model,
+        pinned_tokens=plan.start.pinned_tokens if plan.start else 0,
+    )
+
+
+async def _failure(service: Service, host: ModelHost, event: TurnEnd) -> Exception:
+    """Why a turn has ended without an answer."""
+    error = event.finish.error
+    if isinstance(error, DeadlineError):
+        return await service.no_room(host, error)
+    if error is not None:
+        return error
+    if event.finish.reason == "length":
+        return ApiError(
+            507,
+            f"no cell was left for an answer: {event.finish.finish.detail}"
+            if event.finish.finish
+            else "no cell was left for an answer",
+            "cache_full",
+        )
+    return EngineClosedError("the server is being stopped; ask the next one")
+
+
+def _tokens_of_pin(host: ModelHost, plan: _Plan, ask: Ask) -> int:
+    """Leading tokens of the prompt that the longest pin covers."""
+    n = max((pin.n_messages for pin in ask.pins), default=-1)
+    if n < 0 or host.tokenizer is None:
+        return 0
+    if n >= len(ask.messages):
+        return len(plan.tokens)
+    n += len(plan.messages) - len(ask.messages)  # a message for the tools came in front
+    with contextlib.suppress(ModelError):
+        text = render(host.tokenizer, plan.messages[:n], plan.tools, is_asking=False)
+        return common_prefix(encode(host.tokenizer, text), plan.tokens)
+    return 0
+
+
+async def _pin(service: Service, host: ModelHost, ask: Ask, plan: _Plan) -> None:
+    n = plan.start.pinned_tokens if plan.start else 0
+    if n:
+        await service.pins.pin(host, plan.tokens[:n], max(pin.ttl_s for pin in ask.pins))
+
+
+async def count_tokens(service: Service, ask: Ask) -> int:
+    """The tokens of a conversation as a prompt; nothing is computed.
+
+    Raises:
+        ModelError: the template refuses it, or there is none.
+    """
+    async with service.models.registry.use(service.models.resolve(ask.model)) as host:
+        if host.tokenizer is None:
+            raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
+        messages, tools, _ = _in_words_of(host, ask.messages, ask.tools)
+        return len(encode(host.tokenizer, render(host.tokenizer, messages, tools)))
+
+
+async def whole(events: AsyncGenerator[ChatEvent, None]) -> tuple[Ended, list[GeneratedToken]]:
+    """An answer to its end, and its tokens where they came one by one."""
+    tokens = []
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, TextEvent) and event.token is not None:
+                tokens.append(event.token)
+            if isinstance(event, Ended):
+                return event, tokens
+    raise AssertionError("an answer ends")
+
+
+async def merged(
+    sources: Sequence[Callable[[], AsyncGenerator[T, None]]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of several generators as they come, with the number of each; all end together."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]()) as only:
+            async for one in only:
+                yield 0, one
+        return
+    streams = [Stream(source()) for source in sources]
+    waiting = {asyncio.create_task(s.take(None)): i for i, s in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                item = task.result()
+                if item is not None:
+                    yield index, item
+                    waiting[asyncio.create_task(streams[index].take(None))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.close()

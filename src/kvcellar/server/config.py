@@ -1,0 +1,68 @@
+"""How a server behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcellar.errors import ConfigError
+
+__all__ = ["DEFAULT_PORT", "ServerConfig"]
+
+DEFAULT_PORT = 8642
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Policy of a server.
+
+    Attributes:
+        host: address to listen on.
+        port: 0: any that is free.
+        api_key: what clients must bring; None: nothing.
+        allowed_hosts: names by which the server may be called besides its own and this machine's.
+        allowed_origins: web pages elsewhere that may call it, as ``https://name:port``.
+        max_body_bytes: of one request.
+        max_import_bytes: of an agent that is imported.
+        max_requests: generations that wait or run at a time; more are told to come back later.
+        wait_s: longest time that a request may wait for room in the cache.
+        send_timeout_s: seconds after which a client that does not read counts as gone.
+        ping_s: seconds of silence after which a stream says that it is alive.
+        shutdown_s: seconds that running requests have to end when the server is stopped.
+        max_tokens: of an answer for which a client sets no limit.
+        max_unnamed: conversations without a name that are remembered.
+        takes_any_model: answer with the first model whatever name a client asks for.
+        logs_text: let prompts and answers into the log.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    max_import_bytes: int = 4 << 30
+    max_requests: int = 256
+    wait_s: float = 120.0
+    send_timeout_s: float = 30.0
+    ping_s: float = 10.0
+    shutdown_s: float = 10.0
+    max_tokens: int = 1024
+    max_unnamed: int = 256
+    takes_any_model: bool = False
+    logs_text: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be 0 to 65535, got {self.port}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("an API key is printable ASCII, since it travels in a header")
+        if self.api_key == "":
+            raise ConfigError("the API key is empty; leave it out, or give one")
+        for name in ("max_body_bytes", "max_import_bytes", "max_requests", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_unnamed < 0:
+            raise ConfigError(f"max_unnamed must be 0 or more, got {self.max_unnamed}")
+        for name in ("wait_s", "send_timeout_s", "ping_s", "shutdown_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")

@@ -1,0 +1,144 @@
+"""What went wrong, as HTTP: a status, and a body in the words of the protocol that was spoken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvcellar.errors import (
+    AgentError,
+    BackendError,
+    CacheFullError,
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    KVCellarError,
+    ModelError,
+    PromptError,
+    StoreError,
+    UnknownAgentError,
+    UnknownReferenceError,
+)
+
+__all__ = ["ApiError", "ClientGone", "as_api_error", "error_body", "error_response"]
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    507: "overloaded_error",
+}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(KVCellarError):
+    """A refusal with a status.
+
+    Attributes:
+        status: of HTTP.
+        code: a word for programs.
+        param: the field that is meant, if one is.
+        retry_after_s: seconds after which it may work.
+        details: numbers that the message names, for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See the attributes."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.details = dict(details or {})
+
+
+class ClientGone(Exception):  # noqa: N818
+    """Nobody is there to be answered."""
+
+
+_STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
+    (UnknownAgentError, 404, "agent_not_found"),
+    (UnknownReferenceError, 404, "not_found"),
+    (DeadlineError, 429, "no_room_in_time"),
+    (CacheFullError, 507, "cache_full"),
+    (PromptError, 400, "invalid_prompt"),
+    (ConfigError, 400, "invalid_value"),
+    (AgentError, 409, "agent_conflict"),
+    (ModelError, 400, "model_refuses"),
+    (BackendError, 503, "model_unavailable"),
+    (EngineClosedError, 503, "shutting_down"),
+    (StoreError, 507, "store_failed"),
+)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """An exception of this package as a refusal; anything else is our own fault: 500."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status, code in _STATUSES:
+        if isinstance(error, kind):
+            retry = 2.0 if status in (429, 503) else None
+            return ApiError(status, str(error), code, retry_after_s=retry)
+    return ApiError(
+        500,
+        f"the server failed with {type(error).__name__}; its log has the rest",
+        "internal_error",
+    )
+
+
+def error_body(error: ApiError, request: Request) -> dict[str, Any]:
+    """The body in the words of Anthropic below ``/v1/messages``, of OpenAI elsewhere."""
+    message = str(error)
+    if request.url.path.startswith("/v1/messages"):
+        kind = _ANTHROPIC_TYPES.get(error.status)
+        kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
+        inside = {"type": kind, "message": message, **error.details}
+        return {"type": "error", "error": inside, "request_id": request_id_of(request)}
+    kind = _OPENAI_TYPES.get(error.status)
+    kind = kind or ("invalid_request_error" if error.status < 500 else "server_error")
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+            **error.details,
+        }
+    }
+
+
+def error_response(error: ApiError, request: Request) -> JSONResponse:
+    """The whole answer."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error, request), error.status, headers)
+
+
+def request_id_of(request: Request) -> str:
+    """The id under which a request is in the log."""
+    return str(request.scope.get("kvcellar.request_id", ""))

@@ -1,0 +1,56 @@
+"""The cache as it changes, for pages that look at it: one snapshot for all of them, on change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from kvcellar.server.service import Service
+from kvcellar.server.snapshot import take_snapshot
+from kvcellar.server.streams import frame
+
+__all__ = ["Watch"]
+
+PERIOD_S = 0.4
+"""Between two looks."""
+
+
+class Watch:
+    """Looks at the cache for as long as somebody watches."""
+
+    def __init__(self, service: Service) -> None:
+        """Nobody watches."""
+        self._service = service
+        self._latest: dict[str, Any] | None = None
+        self._looked_s = 0.0
+        self._lock = asyncio.Lock()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """A snapshot at once, then whenever something has changed, until the server is stopped."""
+        service = self._service
+        service.metrics.streams.inc()
+        said = None
+        try:
+            while not service.is_closing:
+                now = json.dumps(await self._look())
+                if now != said:
+                    said = now
+                    yield frame(now, "snapshot")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PERIOD_S):
+                        await service.closing.wait()
+            yield frame("{}", "closing")
+        finally:
+            service.metrics.streams.dec()
+
+    async def _look(self) -> dict[str, Any]:
+        async with self._lock:
+            now = time.monotonic()
+            if self._latest is None or now - self._looked_s > PERIOD_S / 2:
+                self._latest = await take_snapshot(self._service)
+                self._looked_s = time.monotonic()
+            return self._latest

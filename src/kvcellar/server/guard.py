@@ -1,0 +1,260 @@
+"""What every request passes before a route sees it: who calls, from where, and how much.
+
+A server on this machine is within reach of every web page that is open in a browser here. So a
+request has to name this server as its host, and must not come from a page of another origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import re
+import secrets
+import time
+import uuid
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvcellar.server.config import ServerConfig
+from kvcellar.server.errors import ApiError, as_api_error, error_response
+from kvcellar.server.metrics import Metrics
+
+__all__ = ["MOST_HEADER_BYTES", "Guard"]
+
+log = logging.getLogger("kvcellar.server")
+
+MOST_HEADER_BYTES = 32 << 10
+
+MOST_LOGGED_BYTES = 16 << 10
+"""Of a body, where the log is to have it."""
+
+_OPEN = ("/health", "/ready")
+"""Paths that need no key: they say nothing of what is computed."""
+
+_PAGE = ("/", "/viewer.js", "/viewer.css", "/favicon.svg")
+"""The page itself; what it shows needs the key."""
+
+_LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_BODY_S = 60.0
+"""Longest silence of a client in the middle of its body."""
+
+
+class Guard:
+    """Checks, limits, request ids, logs and counts around an application."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+        """Around ``app``."""
+        self._app = app
+        self._config = config
+        self._metrics = metrics
+        self._hosts = _LOCAL_NAMES | {name.lower() for name in config.allowed_hosts}
+        self._takes_addresses = config.host.lower() not in _LOCAL_NAMES
+        self._origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope["kvcellar.request_id"] = request_id
+        scope["kvcellar.notes"] = {}
+        status = 499
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            await send(message)
+
+        request = Request(scope, receive)
+        error: Exception | None = None
+        try:
+            self._check(scope, headers)
+            limit = self._config.max_body_bytes
+            if scope["path"] == "/v1/agents/import":
+                limit = self._config.max_import_bytes
+            body = _Body(scope, receive, limit, headers)
+            if self._config.logs_text:
+                body.kept = b""
+            await self._app(scope, body.receive, send_noting)
+        except ApiError as refused:
+            if status == 499:
+                await error_response(refused, request)(scope, receive, send_noting)
+        except Exception as failed:
+            error = failed
+            if status == 499:
+                await error_response(as_api_error(failed), request)(scope, receive, send_noting)
+        if scope.get("kvcellar.is_gone"):
+            self._metrics.gone.inc()
+            status = 499
+        self._note(scope, status, time.perf_counter() - started, error)
+
+    # Who, from where ---------------------------------------------------------------------------
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Refuse who must not call.
+
+        Raises:
+            ApiError: 403 for a host or origin, 401 for a key.
+        """
+        path = scope["path"]
+        n_bytes = sum(len(name) + len(value) for name, value in headers.raw)
+        if n_bytes > MOST_HEADER_BYTES:
+            raise ApiError(
+                431,
+                f"the headers have {n_bytes} bytes and the limit is {MOST_HEADER_BYTES}; send less",
+                "headers_too_large",
+            )
+        self._check_host(headers)
+        self._check_origin(headers)
+        key = self._config.api_key
+        if key is None or path in _OPEN or path in _PAGE:
+            return
+        given = headers.get("authorization", "")
+        given = given[7:] if given.lower().startswith("bearer ") else headers.get("x-api-key", "")
+        if not secrets.compare_digest(given.strip().encode(), key.encode()):
+            raise ApiError(
+                401,
+                "this server wants its API key"
+                + (", and the one that came is another" if given else "")
+                + "; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                "invalid_api_key",
+            )
+
+    def _check_host(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname if _is_host(host) else None
+        if name is not None and (name in self._hosts or (self._takes_addresses and _is_ip(name))):
+            return
+        raise ApiError(
+            403,
+            f"this server is not called {host[:80]!r}; use one of "
+            f"{', '.join(sorted(self._hosts))}, or start it with --allow-host",
+            "host_not_allowed",
+        )
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None:
+            if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+                return
+            if headers.get("sec-fetch-mode") == "navigate":
+                return  # somebody followed a link to the page; nothing is driven by that
+        elif origin.lower() in self._origins:
+            return
+        else:
+            parts = urlsplit(origin)
+            if parts.scheme in ("http", "https") and parts.netloc == headers.get("host"):
+                return
+        raise ApiError(
+            403,
+            f"a page of {(origin or 'another site')[:80]!r} must not call this server; start it "
+            f"with --allow-origin if it should",
+            "origin_not_allowed",
+        )
+
+    # What happened -----------------------------------------------------------------------------
+
+    def _note(self, scope: Scope, status: int, seconds: float, error: Exception | None) -> None:
+        """Count it, and write one line of JSON."""
+        route = scope.get("route")
+        name = getattr(route, "path", None) or ("viewer" if scope["path"] in _PAGE else "other")
+        method = scope["method"] if name != "other" else "other"
+        self._metrics.requests.labels(method, name, str(status)).inc()
+        self._metrics.seconds.labels(name).observe(seconds)
+        line: dict[str, Any] = {
+            "request_id": scope["kvcellar.request_id"],
+            "method": scope["method"],
+            "route": name,
+            "status": status,
+            "seconds": round(seconds, 4),
+            **scope["kvcellar.notes"],
+        }
+        # Whoever looks every second whether it lives is not worth a line.
+        level = logging.DEBUG if scope["path"] in _OPEN else logging.INFO
+        if error is not None:
+            line["error"] = type(error).__name__
+            level = logging.ERROR
+        log.log(level, json.dumps(line), exc_info=error)
+
+
+class _Body:
+    """A request's body, counted while it comes."""
+
+    def __init__(self, scope: Scope, receive: Receive, limit: int, headers: Headers) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._limit = limit
+        self._n = 0
+        self._is_whole = False
+        self.kept: bytes | None = None
+        """The beginning of what came, where the log is to have it."""
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > limit:
+            raise self._too_large(length)
+
+    async def receive(self) -> Message:
+        """The next piece.
+
+        Raises:
+            ApiError: 413, the body is too large; 408, it does not come.
+        """
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(_BODY_S):
+                message = await self._receive()
+        except TimeoutError:
+            said = f"the body stopped coming for {_BODY_S:g} s; send it again"
+            raise self._refusal(ApiError(408, said, "body_too_slow")) from None
+        if message["type"] == "http.request":
+            self._n += len(message.get("body", b""))
+            if self.kept is not None:
+                self.kept += message.get("body", b"")[: MOST_LOGGED_BYTES - len(self.kept)]
+                text = self.kept.decode("utf-8", "replace")
+                self._scope["kvcellar.notes"]["body"] = text
+            self._is_whole = not message.get("more_body", False)
+            if self._n > self._limit:
+                raise self._refusal(self._too_large(self._n))
+        return message
+
+    def _refusal(self, error: ApiError) -> ApiError:
+        """Where the framework's reader of bodies finds it again, which says 400 for everything."""
+        self._scope["kvcellar.refusal"] = error
+        return error
+
+    def _too_large(self, size: object) -> ApiError:
+        return ApiError(
+            413,
+            f"the body has {size} bytes and the limit is {self._limit}; send less, or start the "
+            f"server with --max-body",
+            "body_too_large",
+        )
+
+
+def _is_host(text: str) -> bool:
+    return bool(re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?", text))
+
+
+def _is_ip(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""Which models a server offers, and what becomes of each: loading, ready, leaving."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.agents import ModelHost, ModelRegistry
+from kvcellar.server.errors import ApiError
+
+__all__ = ["ModelState", "ServedModels"]
+
+LoadFn = Callable[[str, Callable[[float, str], None]], ModelHost]
+"""From a path, and whom to tell how far it is, to a running host."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model at one moment.
+
+    Attributes:
+        name: what clients call it.
+        state: ``absent``, ``loading``, ``ready``, ``leaving`` or ``failed``.
+        since_s: seconds since 1970.
+        detail: how far loading is, or what went wrong.
+        fraction: of loading, 0 to 1.
+    """
+
+    name: str
+    state: str
+    since_s: float
+    detail: str = ""
+    fraction: float = 0.0
+
+
+class ServedModels:
+    """The names that clients may use, and the registry behind them.
+
+    A client can name a model and nothing else: what a name stands for was said at the start, so no
+    request ever becomes a path. In the registry, and for agents, a model goes by what it stands
+    for, as it does for commands.
+    """
+
+    def __init__(
+        self,
+        offered: Mapping[str, str],
+        load: LoadFn,
+        *,
+        takes_any: bool = False,
+        budget_bytes: int | None = None,
+        idle_ttl_s: float | None = None,
+        size_of: Callable[[str], int] | None = None,
+    ) -> None:
+        """Nothing loaded.
+
+        Args:
+            offered: name -> what ``load`` takes; the first is the default.
+            load: opens a host.
+            takes_any: let unknown names stand for the default.
+            budget_bytes: as ``ModelRegistry``.
+            idle_ttl_s: as ``ModelRegistry``.
+            size_of: as ``ModelRegistry``.
+        """
+        self.offered = dict(offered)
+        self.default = next(iter(self.offered.values()))
+        self._names = {path: name for name, path in reversed(self.offered.items())}
+        self._load = load
+        self._takes_any = takes_any
+        self._lock = threading.Lock()
+        now = time.time()
+        self._states = {path: ModelState(name, "absent", now) for path, name in self._names.items()}
+        self.created_s = int(now)
+        self.n_loads = 0
+        self.registry = ModelRegistry(
+            self._open, budget_bytes=budget_bytes, idle_ttl_s=idle_ttl_s, size_of=size_of
+        )
+        self.registry.before_unload(lambda host: self._set(host.name, "leaving"))
+
+    def resolve(self, name: str | None) -> str:
+        """What the registry calls the model that is meant.
+
+        Raises:
+            ApiError: 404, there is none of that name.
+        """
+        if name is None:
+            return self.default
+        if name in self.offered:
+            return self.offered[name]
+        if self._takes_any:
+            return self.default
+        raise ApiError(
+            404,
+            f"model {name[:80]!r} is not served; there are: {', '.join(self.offered)}",
+            "model_not_found",
+            param="model",
+        )
+
+    def public(self, path: str) -> str:
+        """What clients call a model."""
+        return self._names.get(path, path)
+
+    def states(self) -> list[ModelState]:
+        """All models at this moment."""
+        loaded = set(self.registry.names)
+        with self._lock:
+            for path, state in self._states.items():
+                if state.state == "leaving" and path not in loaded:
+                    self._states[path] = ModelState(state.name, "absent", time.time())
+            return list(self._states.values())
+
+    @property
+    def swapping(self) -> bool:
+        """Whether a model is on its way in or out."""
+        return any(state.state in ("loading", "leaving") for state in self.states())
+
+    def hosts(self) -> list[ModelHost]:
+        """Those that are in memory."""
+        found = [self.registry.host(name) for name in self.registry.names]
+        return [host for host in found if host is not None]
+
+    def _open(self, path: str) -> ModelHost:
+        if path not in self._names:
+            raise ApiError(
+                404,
+                f"model {path[:80]!r} is not served here; an agent that was made with it needs a "
+                f"server that was started with it",
+                "model_not_found",
+            )
+        self._set(path, "loading")
+        try:
+            host = self._load(
+                path, lambda part, what: self._set(path, "loading", what, min(1.0, part))
+            )
+        except Exception as error:
+            self._set(path, "failed", str(error))
+            raise
+        host.name = path
+        self.n_loads += 1
+        self._set(path, "ready")
+        return host
+
+    def _set(self, path: str, state: str, detail: str = "", fraction: float = 0.0) -> None:
+        name = self._names.get(path)
+        if name is None:
+            return
+        with self._lock:
+            before = self._states[path]
+            since = before.since_s if before.state == state else time.time()
+            self._states[path] = ModelState(name, state, since, detail, fraction)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """For ``/health``."""
+        return [
+            {
+                "name": state.name,
+                "state": state.state,
+                "since_s": round(state.since_s, 3),
+                "detail": state.detail,
+                "fraction": round(state.fraction, 3),
+            }
+            for state in self.states()
+        ]

@@ -1,0 +1,126 @@
+"""Prefixes that clients asked to keep in the cache for a while. A pin is a wish: it gives way.
+
+A pinned prefix is locked in the prefix index, so nothing evicts it before its time. Pins together
+hold at most half of a cache; the one that ends first goes where more are asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcellar.agents import ModelHost
+from kvcellar.engine import Engine, Held, held_rows
+from kvcellar.errors import EngineClosedError
+
+__all__ = ["Pins"]
+
+SHARE = 0.5
+"""Of a cache, the most that pins may hold."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    host: ModelHost
+    tokens: tuple[int, ...]
+    held: Held
+    ends_s: float
+
+
+class Pins:
+    """All pins of a server. For any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """No pin."""
+        self._clock = clock
+        self._pins: list[_Pin] = []
+        self._lock = threading.Lock()
+
+    async def pin(self, host: ModelHost, tokens: Sequence[int], ttl_s: float) -> int:
+        """Keep what the cache holds of a history for so many seconds; how many tokens that is.
+
+        A shorter pin of the same history ends; one of the same tokens lasts longer.
+        """
+        await self.sweep()
+        mine = tuple(tokens)
+        array = np.array(mine, dtype=np.int64)
+        ends_s = self._clock() + ttl_s
+
+        def lock(engine: Engine) -> int:
+            held = held_rows(engine.scheduler.residency, array)
+            limit = int(engine.cache.capacity * SHARE)
+            if not held.n_tokens or held.n_tokens > limit:
+                held.release()
+                return 0
+            with self._lock:
+                ours = [pin for pin in self._pins if pin.host is host]
+                gone = [pin for pin in ours if pin.tokens == mine[: len(pin.tokens)]]
+                left = sorted((p for p in ours if p not in gone), key=lambda pin: pin.ends_s)
+                while left and sum(p.held.n_tokens for p in left) + held.n_tokens > limit:
+                    gone.append(left.pop(0))
+                until = max([ends_s, *(p.ends_s for p in gone if len(p.tokens) == len(mine))])
+                self._pins = [pin for pin in self._pins if pin not in gone]
+                self._pins.append(_Pin(host, mine[: held.n_tokens], held, until))
+            for pin in gone:
+                pin.held.release()
+            return held.n_tokens
+
+        with contextlib.suppress(EngineClosedError):
+            return await asyncio.wrap_future(host.service.run(lock))
+        return 0
+
+    async def sweep(self) -> None:
+        """Let go of pins whose time is over."""
+        now = self._clock()
+        with self._lock:
+            over = [pin for pin in self._pins if pin.ends_s <= now]
+            self._pins = [pin for pin in self._pins if pin.ends_s > now]
+        for pin in over:
+            await self._release(pin)
+
+    def make_room(self, host: ModelHost, n_cells: int) -> None:
+        """Let go of pins, the one that ends first at first, until so many cells can be had.
+
+        It happens before whatever the engine is told next.
+        """
+        with self._lock:
+            if not any(pin.host is host for pin in self._pins):
+                return
+
+        def give(engine: Engine) -> None:
+            while engine.scheduler.residency.n_available < n_cells:
+                with self._lock:
+                    ours = [pin for pin in self._pins if pin.host is host]
+                    if not ours:
+                        return
+                    first = min(ours, key=lambda pin: pin.ends_s)
+                    self._pins.remove(first)
+                first.held.release()
+
+        with contextlib.suppress(EngineClosedError):
+            host.service.run(give)
+
+    def leave(self, host: ModelHost) -> None:
+        """A model goes, and its pins with it."""
+        with self._lock:
+            self._pins = [pin for pin in self._pins if pin.host is not host]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are pinned, each pin by itself."""
+        with self._lock:
+            return sum(pin.held.n_tokens for pin in self._pins)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._pins)
+
+    async def _release(self, pin: _Pin) -> None:
+        with contextlib.suppress(EngineClosedError):
+            await asyncio.wrap_future(pin.host.service.run(lambda _: pin.held.release()))

@@ -1,0 +1,285 @@
+"""The agents themselves: fork, rewind, keep, sleep, and why something was computed again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from kvcellar.agents import TurnEnd
+from kvcellar.engine import TokenEvent
+from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
+from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
+from kvcellar.server.conversations import checked_agent_id
+from kvcellar.server.errors import ApiError
+from kvcellar.server.replies import sse
+from kvcellar.server.schemas.agents import (
+    CreateRequest,
+    ForkRequest,
+    GenerateRequest,
+    RewindRequest,
+)
+from kvcellar.server.service import Service
+from kvcellar.server.snapshot import agent_as_json
+from kvcellar.server.streams import Stream, frame, until_gone
+
+router = APIRouter(prefix="/v1/agents", tags=["Agents"])
+
+_IMPORT_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.get("")
+async def list_agents(request: Request) -> dict[str, Any]:
+    """All agents, the one that was used last at the end."""
+    service = service_of(request)
+    found = [agent_as_json(service, info) for info in service.agents.list()]
+    return {"object": "list", "data": found}
+
+
+@router.post("", status_code=201)
+async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
+    """A new agent without a history."""
+    service = service_of(request)
+    info = await service.agents.create(
+        checked_agent_id(body.id) if body.id is not None else None,
+        model=service.models.resolve(body.model),
+        system=body.system,
+        tools=body.tools,
+    )
+    return agent_as_json(service, info)
+
+
+@router.post("/import", status_code=201, openapi_extra=_IMPORT_BODY)
+async def import_agent(request: Request, id: str | None = None) -> dict[str, Any]:
+    """An agent from a file that ``export`` wrote; all of it is verified first."""
+    service = service_of(request)
+    if id is not None:
+        checked_agent_id(id)
+    with tempfile.TemporaryDirectory(prefix="kvcellar-import-") as folder:
+        file = Path(folder) / "agent"
+        with file.open("wb") as out:
+            async for piece in request.stream():
+                await asyncio.to_thread(out.write, piece)
+        try:
+            info = await service.agents.import_file(file, id)
+        except StoreError as error:
+            said = str(error).replace(str(file), "the body")
+            raise ApiError(400, said, "invalid_export") from error
+    return agent_as_json(service, info)
+
+
+@router.get("/{agent_id}")
+async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """One agent: its state, how much of it is in the cache, its conversation and turns."""
+    service = service_of(request)
+    info = await service.agents.describe(agent_id)
+    return {
+        **agent_as_json(service, info),
+        "messages": list(service.agents.conversation(agent_id)),
+        "turns": [dataclasses.asdict(turn) for turn in service.agents.turns(agent_id)],
+    }
+
+
+@router.delete("/{agent_id}")
+async def delete_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """Forget an agent; what others share with it stays."""
+    await service_of(request).agents.delete(agent_id)
+    return {"id": agent_id, "deleted": True}
+
+
+@router.get("/{agent_id}/why")
+async def why(request: Request, agent_id: str) -> dict[str, Any]:
+    """What the last turn had to compute again, and why; ``miss`` is null where nothing was."""
+    miss = service_of(request).agents.why(agent_id)
+    said = None if miss is None else {**miss.as_json(), "advice": miss.advice}
+    return {"id": agent_id, "miss": said}
+
+
+@router.post("/{agent_id}/fork", status_code=201)
+async def fork_agent(
+    request: Request, agent_id: str, body: ForkRequest | None = None
+) -> dict[str, Any]:
+    """A new agent that shares the beginning of this one; no KV is copied."""
+    service = service_of(request)
+    body = body or ForkRequest.model_validate({})
+    new_id = checked_agent_id(body.id) if body.id is not None else None
+    info = await service.agents.fork(agent_id, new_id, position=body.position, turn=body.turn)
+    return agent_as_json(service, info)
+
+
+@router.post("/{agent_id}/rewind")
+async def rewind_agent(
+    request: Request, agent_id: str, body: RewindRequest | None = None
+) -> dict[str, Any]:
+    """Go back to a place in the history; without one, to before the last turn."""
+    service = service_of(request)
+    body = body or RewindRequest.model_validate({})
+    turn = -1 if body.position is None and body.turn is None else body.turn
+    info = await service.agents.rewind(agent_id, position=body.position, turn=turn)
+    return agent_as_json(service, info)
+
+
+@router.post("/{agent_id}/keep")
+async def keep_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """Keep this branch and delete its siblings, with all that was forked from them."""
+    gone = list(await service_of(request).agents.keep(agent_id))
+    return {"id": agent_id, "deleted": gone}
+
+
+@router.post("/{agent_id}/pause")
+async def pause_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """Have all of an agent on disk, and in memory only what others share."""
+    service = service_of(request)
+    return agent_as_json(service, await service.agents.pause(agent_id))
+
+
+@router.post("/{agent_id}/resume")
+async def resume_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """Load an agent's KV into the cache and say how much came, from where, in what time."""
+    service = service_of(request)
+    back = await service.agents.resume(agent_id)
+    info = await service.agents.describe(agent_id)
+    return {
+        **agent_as_json(service, info),
+        "restored_tokens": back.n_restored,
+        "restored_from": dict(back.tiers),
+        "restore_s": back.load_s,
+        "trouble": back.trouble or None,
+    }
+
+
+@router.post("/{agent_id}/wait")
+async def wait_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """The agent waits for a tool: its cells are the first to go where memory is short."""
+    service = service_of(request)
+    return agent_as_json(service, await service.agents.wait(agent_id))
+
+
+@router.post("/{agent_id}/finish")
+async def finish_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """A sub-agent is done: its cells are free at once; its history stays stored."""
+    service = service_of(request)
+    return agent_as_json(service, await service.agents.finish(agent_id))
+
+
+@router.get("/{agent_id}/export", response_class=FileResponse)
+async def export_agent(request: Request, agent_id: str) -> Response:
+    """An agent with its KV as one file."""
+    service = service_of(request)
+    folder = tempfile.TemporaryDirectory(prefix="kvcellar-export-")
+    file = Path(folder.name) / "agent"
+    try:
+        await service.agents.export(agent_id, file)
+    except BaseException:
+        folder.cleanup()
+        raise
+    return FileResponse(
+        file,
+        media_type="application/octet-stream",
+        filename=f"{agent_id}.kvcellar",
+        background=BackgroundTask(folder.cleanup),
+    )
+
+
+@router.post("/{agent_id}/generate", response_model=None)
+async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Response:
+    """One turn of an agent."""
+    service = service_of(request)
+    service.agents.why(agent_id)  # there is one of that name
+    events = _events(service, agent_id, body)
+    if body.stream:
+        return await sse(request, Stream(_frames(request, service, events)), error_event="error")
+
+    async def to_the_end() -> TurnEnd:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, TurnEnd):
+                    return event
+        raise AssertionError("a turn ends")
+
+    end = _end(service, await until_gone(request, to_the_end()))
+    _note(request, end)
+    return JSONResponse(end, headers={"x-agent-id": agent_id})
+
+
+async def _events(
+    service: Service, agent_id: str, body: GenerateRequest
+) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+    params = sampling_of(body, max_tokens=body.max_tokens or service.config.max_tokens)
+    info = next(i for i in reversed(service.agents.list()) if i.agent_id == agent_id)
+    with service.admitted():
+        async with service.models.registry.use(info.model) as host:
+            turn = service.agents.generate(
+                agent_id,
+                body.text,
+                tokens=body.tokens,
+                role=body.role,
+                params=params,
+                priority=body.priority,
+                deadline_s=service.config.wait_s,
+                on_start=lambda tokens, n_cached: service.check_fits(host, tokens, n_cached),
+            )
+            async with contextlib.aclosing(turn):
+                async for event in turn:
+                    if isinstance(event, TurnEnd):
+                        error = event.finish.error
+                        if isinstance(error, DeadlineError):
+                            raise await service.no_room(host, error)
+                        if error is not None:
+                            raise error
+                        if event.finish.reason == "cancelled":
+                            raise EngineClosedError("the server is being stopped")
+                    yield event
+
+
+def _end(service: Service, end: TurnEnd) -> dict[str, Any]:
+    usage = end.usage
+    counts = {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "restored_from": dict(usage.restored_from),
+        "time_to_first_token_s": usage.time_to_first_token_s,
+    }
+    return {
+        "id": end.agent_id,
+        "text": end.finish.text,
+        "finish_reason": end.finish.reason,
+        "finish_detail": end.finish.finish.detail if end.finish.finish else None,
+        "usage": {**counts, **usage_extra(usage)},
+    }
+
+
+def _note(request: Request, end: dict[str, Any]) -> None:
+    usage = end["usage"]
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    note(request, agent=end["id"], **{name: usage[name] for name in names})
+
+
+async def _frames(
+    request: Request, service: Service, events: AsyncGenerator[TokenEvent | TurnEnd, None]
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                value = {"token_id": event.token.token_id, "text": event.token.text}
+                yield frame(json.dumps(value, ensure_ascii=False), "token")
+            else:
+                end = _end(service, event)
+                _note(request, end)
+                yield frame(json.dumps(end, ensure_ascii=False), "end")

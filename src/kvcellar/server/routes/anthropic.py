@@ -1,0 +1,314 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.engine import SamplingParams
+from kvcellar.server.asking import agent_of, note, service_of, usage_extra
+from kvcellar.server.calls import read_arguments
+from kvcellar.server.chat import (
+    Ask,
+    CallEvent,
+    ChatEvent,
+    Ended,
+    Pin,
+    Started,
+    TextEvent,
+    answer,
+    count_tokens,
+    whole,
+)
+from kvcellar.server.errors import ApiError
+from kvcellar.server.replies import sse
+from kvcellar.server.schemas.anthropic import Block, CacheControl, CountRequest, MessagesRequest
+from kvcellar.server.service import new_id
+from kvcellar.server.streams import Stream, frame, until_gone
+
+router = APIRouter(tags=["Anthropic"])
+
+_TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SKIPPED = ("thinking", "redacted_thinking")
+
+
+@router.post("/v1/messages/count_tokens")
+async def count(request: Request, body: CountRequest) -> dict[str, int]:
+    """The tokens of a conversation as a prompt; nothing is computed."""
+    service = service_of(request)
+    messages, _ = _messages(body)
+    ask = Ask(messages, SamplingParams(), model=body.model, tools=_tools(body))
+    return {"input_tokens": await count_tokens(service, ask)}
+
+
+@router.post("/v1/messages", response_model=None)
+async def create_message(request: Request, body: MessagesRequest) -> Response:
+    """An answer in a conversation."""
+    service = service_of(request)
+    messages, pins = _messages(body)
+    if body.cache_control is not None:
+        pins.append(Pin(len(messages), _TTL_S[body.cache_control.ttl]))
+    choice = body.tool_choice
+    wanted = body.output_format or (body.output_config.format if body.output_config else None)
+    ask = Ask(
+        messages=messages,
+        model=body.model,
+        params=SamplingParams(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or 0,
+            seed=body.seed,
+            max_tokens=body.max_tokens,
+            stop=tuple(body.stop_sequences or ()),
+        ),
+        tools=_tools(body),
+        choice=_choice(body),
+        is_parallel=not (choice and choice.disable_parallel_tool_use),
+        schema=wanted.json_schema if wanted else None,
+        agent_id=agent_of(request, body.agent_id, body.session_id),
+        pins=pins,
+    )
+    message_id = new_id("msg_")
+    if body.stream:
+        frames = Stream(_frames(request, answer(service, ask), message_id))
+        ping = frame({"type": "ping"}, "ping")
+        return await sse(request, frames, ping=ping, error_event="error")
+    end, _ = await until_gone(request, whole(answer(service, ask)))
+    usage = _usage(end)
+    note(request, agent=end.agent_id, **usage)
+    return JSONResponse(
+        {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": end.model,
+            "content": _content(end),
+            "stop_reason": _stop_reason(end),
+            "stop_sequence": end.stop_text,
+            "usage": usage,
+            "kvcellar": {"agent_id": end.agent_id, **usage_extra(end.usage)},
+        },
+        headers={"x-agent-id": end.agent_id},
+    )
+
+
+# What comes --------------------------------------------------------------------------------------
+
+
+def _choice(body: MessagesRequest) -> str:
+    if body.tool_choice is None:
+        return "auto"
+    if body.tool_choice.type == "tool":
+        if body.tool_choice.name is None:
+            raise ApiError(400, "tool_choice of type tool names no tool", param="tool_choice.name")
+        return body.tool_choice.name
+    return _CHOICES[body.tool_choice.type]
+
+
+def _tools(body: CountRequest) -> list[dict[str, Any]]:
+    """Tools as OpenAI has them, which is how chat templates do.
+
+    Raises:
+        ApiError: 400, one runs on Anthropic's side.
+    """
+    tools = []
+    for tool in body.tools or ():
+        if tool.input_schema is None:
+            raise ApiError(
+                400,
+                f"tool {tool.name!r} of type {str(tool.type)[:40]!r} has no input_schema; this "
+                f"server runs no tools of its own",
+                "unsupported_tool",
+                param="tools",
+            )
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        function["parameters"] = tool.input_schema
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[Pin]]:
+    """Messages as chat templates take them, and the wishes to keep what comes before some."""
+    messages: list[dict[str, Any]] = []
+    pins: list[Pin] = []
+
+    def wish(control: CacheControl | None) -> None:
+        if control is not None:
+            pins.append(Pin(len(messages), _TTL_S[control.ttl]))
+
+    if body.system:
+        blocks = [Block(type="text", text=body.system)] if isinstance(body.system, str) else []
+        blocks = blocks or list(body.system)  # type: ignore[arg-type]
+        text = "\n".join(_text(block) for block in blocks)
+        messages.append({"role": "system", "content": text})
+        for block in blocks:
+            wish(block.cache_control)
+    for tool in body.tools or ():
+        if body.system:
+            wish(tool.cache_control)
+    for message in body.messages:
+        content = message.content
+        given = [Block(type="text", text=content)] if isinstance(content, str) else content
+        messages.extend(_of_assistant(given) if message.role == "assistant" else _of_user(given))
+        if message.role == "system":
+            messages[-1]["role"] = "system"
+        for block in given:
+            wish(block.cache_control)
+    return messages, pins
+
+
+def _of_user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Results of tools first, each a message, then what somebody says."""
+    results = [
+        {
+            "role": "tool",
+            "content": _result(block),
+            "tool_call_id": block.tool_use_id or "",
+        }
+        for block in blocks
+        if block.type == "tool_result"
+    ]
+    said = [block for block in blocks if block.type != "tool_result"]
+    if said or not results:
+        return [*results, {"role": "user", "content": "\n".join(_text(block) for block in said)}]
+    return results
+
+
+def _of_assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    texts = [_text(b) for b in blocks if b.type not in ("tool_use", *_SKIPPED)]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    calls = [
+        {
+            "id": block.id or "",
+            "type": "function",
+            "function": {"name": block.name or "", "arguments": block.input or {}},
+        }
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+def _result(block: Block) -> str:
+    if block.content is None or isinstance(block.content, str):
+        return block.content or ""
+    return "\n".join(_text(part) for part in block.content)
+
+
+def _text(block: Block) -> str:
+    if block.type == "text" and block.text is not None:
+        return block.text
+    raise ApiError(
+        400,
+        f"a content block of type {block.type[:40]!r} came; this server takes text, tool_use and "
+        f"tool_result",
+        "unsupported_content",
+        param="messages",
+    )
+
+
+# What goes ---------------------------------------------------------------------------------------
+
+
+def _usage(end: Ended) -> dict[str, int]:
+    """Tokens that were read from the cache, put into it on request, and all others."""
+    return _counts(end.usage.prompt_tokens, end.usage.cached_tokens, end.pinned_tokens) | {
+        "output_tokens": end.usage.completion_tokens
+    }
+
+
+def _counts(n_prompt: int, n_cached: int, n_pinned: int) -> dict[str, int]:
+    created = max(0, n_pinned - n_cached)
+    return {
+        "input_tokens": n_prompt - n_cached - created,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": n_cached,
+    }
+
+
+def _stop_reason(end: Ended) -> str:
+    if end.stop_text is not None:
+        return "stop_sequence"
+    return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[end.reason]
+
+
+def _content(end: Ended) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if end.text or not end.calls:
+        blocks.append({"type": "text", "text": end.text, "citations": None})
+    for call in end.calls:
+        value = read_arguments(call.arguments)
+        value = value if isinstance(value, dict) else {}
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
+    return blocks
+
+
+async def _frames(
+    request: Request, events: AsyncGenerator[ChatEvent, None], message_id: str
+) -> AsyncGenerator[bytes, None]:
+    """In the order that clients count on: start, blocks one after the other, delta, stop."""
+
+    def said(kind: str, **fields: Any) -> bytes:
+        return frame(json.dumps({"type": kind, **fields}, ensure_ascii=False), kind)
+
+    index, is_open, in_call = -1, False, -1
+
+    def closing() -> list[bytes]:
+        return [said("content_block_stop", index=index)] if is_open else []
+
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, Started):
+                counts = _counts(event.prompt_tokens, event.cached_tokens, event.pinned_tokens)
+                message: dict[str, Any] = {
+                    "id": message_id,
+                    "type": "message",
+                    "role": "assistant",
+                    "model": event.model,
+                    "content": [],
+                    "stop_reason": None,
+                    "stop_sequence": None,
+                    "usage": {**counts, "output_tokens": 1},
+                }
+                yield said("message_start", message=message)
+            elif isinstance(event, TextEvent):
+                if not event.text:
+                    continue
+                if not is_open or in_call >= 0:
+                    for body in closing():
+                        yield body
+                    index, is_open, in_call = index + 1, True, -1
+                    block: dict[str, Any] = {"type": "text", "text": ""}
+                    yield said("content_block_start", index=index, content_block=block)
+                delta = {"type": "text_delta", "text": event.text}
+                yield said("content_block_delta", index=index, delta=delta)
+            elif isinstance(event, CallEvent):
+                if event.index != in_call:
+                    for body in closing():
+                        yield body
+                    index, is_open, in_call = index + 1, True, event.index
+                    call = event.call
+                    block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+                    yield said("content_block_start", index=index, content_block=block)
+                if event.text:
+                    delta = {"type": "input_json_delta", "partial_json": event.text}
+                    yield said("content_block_delta", index=index, delta=delta)
+            else:
+                for body in closing():
+                    yield body
+                usage = _usage(event)
+                note(request, agent=event.agent_id, **usage)
+                ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
+                yield said("message_delta", delta=ending, usage=usage)
+                yield said("message_stop")

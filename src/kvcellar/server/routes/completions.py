@@ -1,0 +1,269 @@
+"""OpenAI's completions: prompts that belong to no conversation, or tokens for an agent."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.agents import ModelHost, TurnEnd
+from kvcellar.engine import FinishEvent, SamplingParams, TokenEvent
+from kvcellar.engine import Request as EngineRequest
+from kvcellar.engine.generate import GeneratedToken
+from kvcellar.errors import DeadlineError, EngineClosedError
+from kvcellar.server.asking import agent_of, note, sampling_of, service_of
+from kvcellar.server.chat import merged
+from kvcellar.server.errors import ApiError
+from kvcellar.server.replies import sse
+from kvcellar.server.schemas.openai import CompletionRequest
+from kvcellar.server.service import Service, new_id
+from kvcellar.server.streams import Stream, frame, until_gone
+
+router = APIRouter(tags=["OpenAI"])
+
+MOST_CHOICES = 256
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One continuation as far as it is."""
+
+    prompt: tuple[int, ...]
+    echoed: str = ""
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    end: FinishEvent | None = None
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue a prompt, or several, ``n`` times each; prompts that begin alike share their KV."""
+    service = service_of(request)
+    path = service.models.resolve(body.model)
+    agent_id = agent_of(request, body.agent_id, body.session_id)
+    head = {
+        "id": new_id("cmpl-"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.models.public(path),
+        "system_fingerprint": "kvcellar",
+    }
+    choices: list[_Choice] = []
+    events = _events(service, path, body, agent_id, choices)
+    if body.stream:
+        wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        frames = _frames(request, events, head, choices, body, wants_usage)
+        return await sse(request, Stream(frames))
+
+    async def to_the_end() -> None:
+        async with contextlib.aclosing(events):
+            async for _ in events:
+                pass
+
+    await until_gone(request, to_the_end())
+    host = service.models.registry.host(path)
+    usage = _usage(choices, body.n or 1)
+    note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})
+    found = [
+        {
+            "index": i,
+            "text": choice.echoed + "".join(token.text for token in choice.tokens),
+            "logprobs": _logprobs(host, choice.tokens) if body.logprobs is not None else None,
+            "finish_reason": _reason(choice),
+        }
+        for i, choice in enumerate(choices)
+    ]
+    return JSONResponse({**head, "choices": found, "usage": usage})
+
+
+async def _events(
+    service: Service,
+    path: str,
+    body: CompletionRequest,
+    agent_id: str | None,
+    choices: list[_Choice],
+) -> AsyncGenerator[tuple[int, GeneratedToken], None]:
+    """Tokens as they come, with the number of their choice; ``choices`` fills up on the way."""
+    n = body.n or 1
+    async with service.models.registry.use(path) as host:
+        prompts = _prompts(host, body)
+        if len(prompts) * n > MOST_CHOICES:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts, {n} times each, are above {MOST_CHOICES} continuations",
+                param="n",
+            )
+        if agent_id is not None and len(prompts) * n > 1:
+            raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
+        with service.admitted(len(prompts) * n):
+            sources = []
+            for i, prompt in enumerate(prompt for prompt in prompts for _ in range(n)):
+                echoed = ""
+                if body.echo and host.tokenizer is not None:
+                    echoed = host.tokenizer.decode(list(prompt))
+                choices.append(_Choice(prompt, echoed))
+                params = sampling_of(
+                    body,
+                    max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+                    logprobs=body.logprobs,
+                    index=i % n,
+                )
+                if agent_id is None:
+                    sources.append(
+                        lambda choice=choices[-1], params=params: _plain(
+                            service, host, choice, params
+                        )
+                    )
+                else:
+                    sources.append(
+                        lambda choice=choices[-1], params=params: _of_agent(
+                            service, host, agent_id, choice, params
+                        )
+                    )
+            async with contextlib.aclosing(merged(sources)) as events:
+                async for item in events:
+                    yield item
+
+
+async def _plain(
+    service: Service, host: ModelHost, choice: _Choice, params: SamplingParams
+) -> AsyncGenerator[GeneratedToken, None]:
+    """A continuation that is nobody's."""
+    service.check_fits(host, choice.prompt, 0)
+    wanted = len(choice.prompt) + (params.max_tokens or 0)
+    service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
+    asked = EngineRequest(choice.prompt, params, deadline_s=service.config.wait_s)
+    started_s, last_s = time.perf_counter(), None
+    async with await host.service.submit(asked) as stream:
+        async for event in stream:
+            if isinstance(event, TokenEvent):
+                now = time.perf_counter()
+                service.metrics.token(host.name, started_s, last_s, now)
+                last_s = now
+                choice.tokens.append(event.token)
+                yield event.token
+            else:
+                choice.end = await _checked(service, host, event)
+
+
+async def _of_agent(
+    service: Service, host: ModelHost, agent_id: str, choice: _Choice, params: SamplingParams
+) -> AsyncGenerator[GeneratedToken, None]:
+    """A continuation behind an agent's history, which grows by it."""
+    async with service.conversations.seat([], None, model=host.name, agent_id=agent_id):
+        turn = service.agents.generate(
+            agent_id,
+            tokens=choice.prompt,
+            params=params,
+            model=host.name,
+            deadline_s=service.config.wait_s,
+            on_start=lambda tokens, n_cached: service.check_fits(host, tokens, n_cached),
+        )
+        async with contextlib.aclosing(turn):
+            async for event in turn:
+                if isinstance(event, TurnEnd):
+                    choice.end = await _checked(service, host, event.finish)
+                else:
+                    choice.tokens.append(event.token)
+                    yield event.token
+
+
+async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> FinishEvent:
+    """How it ended, where it did."""
+    if isinstance(end.error, DeadlineError):
+        raise await service.no_room(host, end.error)
+    if end.error is not None:
+        raise end.error
+    if end.reason not in ("stop", "length"):
+        raise EngineClosedError("the server is being stopped; ask the next one")
+    return end
+
+
+def _prompts(host: ModelHost, body: CompletionRequest) -> list[tuple[int, ...]]:
+    given = body.prompt
+    is_one = isinstance(given, str) or bool(given and isinstance(given[0], int))
+    prompts = [_encoded(host, one) for one in ([given] if is_one else given)]
+    if not prompts:
+        raise ApiError(400, "there is no prompt; give a text or tokens", param="prompt")
+    return prompts
+
+
+def _encoded(host: ModelHost, prompt: Any) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    if host.tokenizer is None:
+        raise ApiError(400, f"model {host.name!r} has no tokenizer; give tokens", param="prompt")
+    return tuple(host.tokenizer.encode(prompt, add_special_tokens=True))
+
+
+def _reason(choice: _Choice) -> str | None:
+    return choice.end.reason if choice.end is not None else None
+
+
+def _usage(choices: Sequence[_Choice], n: int) -> dict[str, Any]:
+    ends = [choice.end.usage for choice in choices if choice.end is not None]
+    prompt = sum(len(choice.prompt) for choice in choices[::n])
+    completion = sum(len(choice.tokens) for choice in choices)
+    cached = sum(usage.cached_tokens for usage in ends[::n] if usage is not None)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": min(cached, prompt), "audio_tokens": 0},
+    }
+
+
+def _logprobs(host: ModelHost | None, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
+    def text(token_id: int) -> str:
+        if host is None or host.tokenizer is None:
+            return ""
+        return host.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token.text)
+    return {
+        "tokens": [text(token.token_id) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [
+            {text(other.token_id): other.logprob for other in token.top_logprobs}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+async def _frames(
+    request: Request,
+    events: AsyncGenerator[tuple[int, GeneratedToken], None],
+    head: dict[str, Any],
+    choices: list[_Choice],
+    body: CompletionRequest,
+    wants_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    service = service_of(request)
+    more = {"usage": None} if wants_usage else {}
+    host = None
+    async with contextlib.aclosing(events):
+        async for index, token in events:
+            host = host or service.models.registry.host(service.models.resolve(head["model"]))
+            logprobs = _logprobs(host, [token]) if body.logprobs is not None else None
+            text, choices[index].echoed = choices[index].echoed + token.text, ""
+            if text or logprobs:
+                choice = {"index": index, "text": text, "logprobs": logprobs}
+                yield frame({**head, "choices": [{**choice, "finish_reason": None}], **more})
+    for index, one in enumerate(choices):
+        last = {"index": index, "text": "", "logprobs": None, "finish_reason": _reason(one)}
+        yield frame({**head, "choices": [last], **more})
+    usage = _usage(choices, body.n or 1)
+    note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})
+    if wants_usage:
+        yield frame({**head, "choices": [], "usage": usage})
+    yield frame("[DONE]")

@@ -1,0 +1,72 @@
+"""How the server is: health, readiness, metrics, and what is in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import kvcellar
+from kvcellar.budget import resident_bytes
+from kvcellar.server.asking import service_of
+from kvcellar.server.snapshot import take_snapshot
+
+router = APIRouter(tags=["Observability"])
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, Any]:
+    """That the server lives, and what becomes of its models: a swap is seen here."""
+    service = service_of(request)
+    return {
+        "status": "stopping" if service.is_closing else "ok",
+        "version": kvcellar.__version__,
+        "uptime_s": round(time.time() - service.started_s, 1),
+        "active": service.n_active,
+        "swapping": service.models.swapping,
+        "models": service.models.as_json(),
+    }
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """200 where a model is in memory and the server takes requests; 503 otherwise."""
+    service = service_of(request)
+    is_ready = bool(service.models.registry.names) and not service.is_closing
+    said = {"ready": is_ready, "models": service.models.registry.names}
+    return JSONResponse(said, 200 if is_ready else 503)
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    service = service_of(request)
+    engines = []
+    for host in service.models.hosts():
+        stats = await service.stats_of(host)
+        if stats is not None:
+            engines.append((host.name, stats))
+    stored = service.store.stats()
+    gauges = [
+        ("agents", "Agents that are known.", float(len(service.agents.list()))),
+        ("pinned_tokens", "Tokens that clients asked to keep.", float(service.pins.n_tokens)),
+        ("model_loads", "Models that were loaded.", float(service.models.n_loads)),
+        ("resident_bytes", "Main memory of the process.", float(resident_bytes())),
+        *(
+            (f"store_{name}", "Of the store.", float(value))
+            for name, value in dataclasses.asdict(stored).items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ),
+    ]
+    return Response(service.metrics.render(engines, gauges), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/cache")
+async def cache(request: Request) -> dict[str, Any]:
+    """What is in the cache: cells and whose they are, the prefix index, the tiers, the agents."""
+    return await take_snapshot(service_of(request))

@@ -1,0 +1,272 @@
+"""OpenAI's models and chat completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.agents import ModelHost
+from kvcellar.engine.generate import GeneratedToken
+from kvcellar.server.asking import (
+    agent_of,
+    note,
+    plain_messages,
+    sampling_of,
+    service_of,
+    usage_extra,
+)
+from kvcellar.server.chat import (
+    Ask,
+    CallEvent,
+    ChatEvent,
+    Ended,
+    Started,
+    TextEvent,
+    answer,
+    merged,
+    whole,
+)
+from kvcellar.server.errors import ApiError
+from kvcellar.server.replies import sse
+from kvcellar.server.schemas.openai import ChatRequest, JsonFormat, NamedTool
+from kvcellar.server.service import Service, as_mapping, new_id
+from kvcellar.server.streams import Stream, frame, until_gone
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The models that are offered, for clients of OpenAI's and of Anthropic's."""
+    service = service_of(request)
+    data = [_model(service, name) for name in service.models.offered]
+    ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+    return {"object": "list", "data": data, **ids}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    """One of them."""
+    service = service_of(request)
+    return _model(service, service.models.public(service.models.resolve(name)))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.models.created_s))
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.models.created_s,
+        "owned_by": "kvcellar",
+        "type": "model",
+        "display_name": name,
+        "created_at": created,
+    }
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """An answer in a conversation; of as many as ``n`` that share what came before."""
+    service = service_of(request)
+    path = service.models.resolve(body.model)
+    asks = [_ask(service, request, body, i) for i in range(body.n or 1)]
+    if len(asks) + service.n_active > service.config.max_requests:
+        with service.admitted(len(asks)):  # all of them or none
+            pass
+    sources = [lambda ask=ask: answer(service, ask) for ask in asks]
+    head = {
+        "id": new_id("chatcmpl-"),
+        "created": int(time.time()),
+        "model": service.models.public(path),
+        "system_fingerprint": "kvcellar",
+    }
+    if body.stream:
+        wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        frames = Stream(_frames(request, merged(sources), head, len(asks), wants_usage))
+        return await sse(request, frames)
+
+    async def all_of_them() -> list[tuple[Ended, list[GeneratedToken]]]:
+        kept: list[list[ChatEvent]] = [[] for _ in asks]
+        async with contextlib.aclosing(merged(sources)) as events:
+            async for index, event in events:
+                kept[index].append(event)
+        return [await whole(_again(events)) for events in kept]
+
+    found = await until_gone(request, all_of_them())
+    host = service.models.registry.host(path)
+    choices = [
+        {
+            "index": i,
+            "message": _message(end),
+            "logprobs": _logprobs(host, tokens) if body.logprobs else None,
+            "finish_reason": end.reason,
+        }
+        for i, (end, tokens) in enumerate(found)
+    ]
+    ends = [end for end, _ in found]
+    usage = _usage(ends)
+    note(request, agent=ends[0].agent_id, **_facts(usage))
+    return JSONResponse(
+        {
+            **head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage,
+            "kvcellar": {"agent_id": ends[0].agent_id, **usage_extra(ends[0].usage)},
+        },
+        headers={"x-agent-id": ends[0].agent_id},
+    )
+
+
+async def _again(events: Sequence[ChatEvent]) -> AsyncGenerator[ChatEvent, None]:
+    for event in events:
+        yield event
+
+
+def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> Ask:
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
+    choice = body.tool_choice or "auto"
+    return Ask(
+        messages=plain_messages(body.messages),
+        model=body.model,
+        params=sampling_of(body, max_tokens=most, logprobs=logprobs, index=index),
+        tools=[as_mapping(tool) for tool in body.tools or ()],
+        choice=choice.function.name if isinstance(choice, NamedTool) else choice,
+        is_parallel=body.parallel_tool_calls is not False,
+        schema=_schema(body.response_format),
+        agent_id=agent_of(request, body.agent_id, body.session_id) if not index else None,
+    )
+
+
+def _schema(wanted: JsonFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None or wanted.json_schema.json_schema is None:
+        raise ApiError(
+            400, "response_format json_schema comes without a schema", param="response_format"
+        )
+    return wanted.json_schema.json_schema
+
+
+# As one object -----------------------------------------------------------------------------------
+
+
+def _message(end: Ended) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
+    if end.calls:
+        message["content"] = end.text or None
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in end.calls
+        ]
+    return message
+
+
+def _usage(ends: Sequence[Ended]) -> dict[str, Any]:
+    """Of all choices: the prompt once, what was sampled for each."""
+    prompt = ends[0].usage.prompt_tokens
+    completion = sum(end.usage.completion_tokens for end in ends)
+    cached = min(end.usage.cached_tokens for end in ends) if len(ends) == 1 else None
+    if cached is None:
+        cached = ends[0].usage.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+    }
+
+
+def _facts(usage: dict[str, Any]) -> dict[str, Any]:
+    """Of a usage, what the log says."""
+    return {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+    }
+
+
+def _logprobs(host: ModelHost | None, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
+    return {"content": [_logprob(host, token) for token in tokens], "refusal": None}
+
+
+def _logprob(host: ModelHost | None, token: GeneratedToken) -> dict[str, Any]:
+    def one(token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = ""
+        if host is not None and host.tokenizer is not None:
+            text = host.tokenizer.decode([token_id], skip_special_tokens=False)
+        value = -9999.0 if logprob is None else max(logprob, -9999.0)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    top = [one(other.token_id, other.logprob) for other in token.top_logprobs]
+    return {**one(token.token_id, token.logprob), "top_logprobs": top}
+
+
+# As a stream -------------------------------------------------------------------------------------
+
+
+async def _frames(
+    request: Request,
+    events: AsyncGenerator[tuple[int, ChatEvent], None],
+    head: dict[str, Any],
+    n: int,
+    wants_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    head = {**head, "object": "chat.completion.chunk"}
+    more = {"usage": None} if wants_usage else {}
+    service = service_of(request)
+    ends: dict[int, Ended] = {}
+    agent_id = None
+
+    def chunk(index: int, delta: dict[str, Any], **fields: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": None, **fields}
+        return frame({**head, "choices": [choice], **more})
+
+    async with contextlib.aclosing(events):
+        async for index, event in events:
+            if isinstance(event, Started):
+                agent_id = agent_id or event.agent_id
+                yield chunk(index, {"role": "assistant", "content": ""})
+            elif isinstance(event, TextEvent):
+                logprobs = None
+                if event.token is not None and event.token.logprob is not None:
+                    host = service.models.registry.host(service.models.resolve(head["model"]))
+                    logprobs = _logprobs(host, [event.token])
+                if event.text or logprobs:
+                    yield chunk(index, {"content": event.text}, logprobs=logprobs)
+            elif isinstance(event, CallEvent):
+                yield chunk(index, {"tool_calls": [_call_delta(event)]})
+            else:
+                ends[index] = event
+                yield chunk(index, {}, finish_reason=event.reason)
+    usage = _usage([ends[i] for i in range(n)])
+    note(request, agent=ends[0].agent_id, **_facts(usage))
+    if wants_usage:
+        extra = {"agent_id": ends[0].agent_id, **usage_extra(ends[0].usage)}
+        yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})
+    yield frame("[DONE]")
+
+
+def _call_delta(event: CallEvent) -> dict[str, Any]:
+    if not event.text:
+        return {
+            "index": event.index,
+            "id": event.call.call_id,
+            "type": "function",
+            "function": {"name": event.call.name, "arguments": ""},
+        }
+    return {"index": event.index, "function": {"arguments": event.text}}

@@ -1,0 +1,507 @@
+"""OpenAI's responses. A stored response is an agent, and what goes on from it is a fork of that.
+
+So a conversation can be taken up at any of its responses, as often as one likes, also after a
+restart, and nothing is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.errors import UnknownAgentError
+from kvcellar.server.asking import agent_of, note, sampling_of, service_of, usage_extra
+from kvcellar.server.calls import read_arguments
+from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
+from kvcellar.server.errors import ApiError
+from kvcellar.server.replies import sse
+from kvcellar.server.schemas.responses import Item, NamedTool, Part, ResponseRequest
+from kvcellar.server.service import Service, as_mapping, new_id
+from kvcellar.server.streams import Stream, frame, until_gone
+
+router = APIRouter(tags=["OpenAI"])
+
+PREFIX = "resp_"
+MOST_KEPT = 1000
+"""Responses that can be got again as objects."""
+
+_INSTRUCTIONS = "instructions"
+"""Marks the system message that belongs to one response alone."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A response on its way."""
+
+    response_id: str
+    created: int
+    body: ResponseRequest
+    model: str
+    number: int = 0
+    output: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    status: str = "in_progress"
+    extra: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The response as it is now."""
+        body = self.body
+        is_cut = self.status == "incomplete"
+        choice = body.tool_choice or "auto"
+        text_format = as_mapping(body.text.format) if body.text and body.text.format else None
+        if text_format and body.text and body.text.format and body.text.format.json_schema:
+            text_format["schema"] = text_format.pop("json_schema")
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self.created,
+            "status": self.status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.model,
+            "output": self.output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": text_format or {"type": "text"}},
+            "tool_choice": as_mapping(choice) if isinstance(choice, NamedTool) else choice,
+            "tools": [as_mapping(tool) for tool in body.tools or ()],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": self.usage,
+            "metadata": body.metadata or {},
+            "kvcellar": self.extra,
+        }
+
+
+@router.post("/v1/responses", response_model=None)
+async def create_response(request: Request, body: ResponseRequest) -> Response:
+    """An answer; with ``previous_response_id`` in a conversation that the server knows."""
+    service = service_of(request)
+    path = service.models.resolve(body.model)
+    draft = _Draft(new_id(PREFIX), int(time.time()), body, service.models.public(path))
+    events = _events(service, request, draft)
+    if body.stream:
+        return await sse(request, Stream(_frames(request, draft, events)), error_event="error")
+
+    async def to_the_end() -> None:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, Ended):
+                    _finish(draft, event)
+
+    await until_gone(request, to_the_end())
+    _note(request, draft)
+    return JSONResponse(_keep(service, draft))
+
+
+@router.get("/v1/responses/{response_id}", response_model=None)
+async def get_response(request: Request, response_id: str) -> Response:
+    """A response that was stored, as it was."""
+    found = service_of(request).responses.get(response_id)
+    if found is None:
+        raise _unknown(response_id)
+    return JSONResponse(found)
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=None)
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """The conversation that a stored response answered."""
+    service = service_of(request)
+    messages = list(_messages_of(service, response_id))[:-1]
+    items = [
+        {
+            "id": f"msg_{i}",
+            "type": "message",
+            "role": message["role"],
+            "status": "completed",
+            "content": [{"type": "input_text", "text": message.get("content") or ""}],
+        }
+        for i, message in enumerate(messages)
+        if message.get("role") != "tool"
+    ]
+    items.reverse()
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a response and what only it needs; what went on from it stays."""
+    service = service_of(request)
+    found = service.responses.pop(response_id, None)
+    try:
+        if not response_id.startswith(PREFIX):
+            raise UnknownAgentError(response_id)
+        await service.agents.delete(response_id)
+    except UnknownAgentError:
+        if found is None:
+            raise _unknown(response_id) from None
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+# In ----------------------------------------------------------------------------------------------
+
+
+async def _events(
+    service: Service, request: Request, draft: _Draft
+) -> AsyncGenerator[ChatEvent, None]:
+    """The answer's events. A response that is not stored, or not finished, leaves no agent."""
+    body = draft.body
+    before: list[dict[str, Any]] = []
+    is_stored = body.store is not False
+    named = agent_of(request, body.agent_id, body.session_id)
+    if named is not None and body.previous_response_id is not None:
+        raise ApiError(
+            400, "give previous_response_id or an agent, not both", param="previous_response_id"
+        )
+    agent_id = named
+    if body.previous_response_id is not None:
+        before = [
+            message
+            for message in _messages_of(service, body.previous_response_id)
+            if message.get("name") != _INSTRUCTIONS
+        ]
+    if is_stored and named is None:
+        agent_id = draft.response_id
+        if body.previous_response_id is not None:
+            await service.agents.fork(body.previous_response_id, agent_id, is_passing=True)
+    ask = replace(_ask(service, draft, before), agent_id=agent_id)
+    is_done = False
+    try:
+        async with contextlib.aclosing(answer(service, ask)) as events:
+            async for event in events:
+                is_done |= isinstance(event, Ended)
+                yield event
+    finally:
+        if agent_id == draft.response_id and not is_done:
+            with contextlib.suppress(UnknownAgentError):
+                await service.agents.forget(agent_id)
+
+
+def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:
+    body = draft.body
+    messages = list(before)
+    if body.instructions is not None:
+        said = {"role": "system", "content": body.instructions, "name": _INSTRUCTIONS}
+        messages.insert(0, said)
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        _add_items(messages, body.input)
+    schema = None
+    wanted = body.text.format if body.text else None
+    if wanted is not None and wanted.type == "json_object":
+        schema = {"type": "object"}
+    elif wanted is not None and wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise ApiError(400, "text.format json_schema comes without a schema", param="text")
+        schema = wanted.json_schema
+    choice = body.tool_choice or "auto"
+    most = body.max_output_tokens or service.config.max_tokens
+    return Ask(
+        messages=messages,
+        model=body.model,
+        params=sampling_of(body, max_tokens=most),
+        tools=_tools(body),
+        choice=choice.name if isinstance(choice, NamedTool) else choice,
+        is_parallel=body.parallel_tool_calls is not False,
+        schema=schema,
+    )
+
+
+def _tools(body: ResponseRequest) -> list[dict[str, Any]]:
+    tools = []
+    for tool in body.tools or ():
+        if tool.type != "function" or tool.name is None:
+            raise ApiError(
+                400,
+                f"a tool of type {tool.type[:40]!r} came; this server runs none of its own, give "
+                f"functions",
+                "unsupported_tool",
+                param="tools",
+            )
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _add_items(messages: list[dict[str, Any]], items: list[Item]) -> None:
+    """Items as chat templates take them: calls join the answer that they are part of."""
+    for item in items:
+        if item.type == "function_call":
+            call = {
+                "id": item.call_id or "",
+                "type": "function",
+                "function": {
+                    "name": item.name or "",
+                    "arguments": read_arguments(item.arguments or "{}"),
+                },
+            }
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1] = {
+                **messages[-1],
+                "tool_calls": [*messages[-1].get("tool_calls", []), call],
+            }
+        elif item.type == "function_call_output":
+            messages.append(
+                {
+                    "role": "tool",
+                    "content": _text(item.output),
+                    "tool_call_id": item.call_id or "",
+                }
+            )
+        elif item.type in (None, "message") and item.role is not None:
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _text(item.content)})
+        elif item.type != "reasoning":
+            raise ApiError(
+                400,
+                f"an input item of type {str(item.type)[:40]!r} came; this server takes messages, "
+                f"function_call and function_call_output",
+                "unsupported_content",
+                param="input",
+            )
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part.text if part.text is not None else part.refusal
+        if text is None:
+            raise ApiError(
+                400,
+                f"a part of type {part.type[:40]!r} came; this server takes text",
+                "unsupported_content",
+                param="input",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _messages_of(service: Service, response_id: str) -> list[dict[str, Any]]:
+    """The conversation of a stored response, its answer at the end."""
+    if not response_id.startswith(PREFIX):
+        raise _unknown(response_id)
+    try:
+        return list(service.agents.conversation(response_id))
+    except UnknownAgentError:
+        raise _unknown(response_id) from None
+
+
+def _unknown(response_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"response {response_id[:80]!r} is not stored here; it was made with store false, deleted, "
+        f"or by another server",
+        "response_not_found",
+        param="previous_response_id",
+    )
+
+
+# Out ---------------------------------------------------------------------------------------------
+
+
+def _keep(service: Service, draft: _Draft) -> dict[str, Any]:
+    """Remember a response as an object, where it is stored."""
+    value = draft.as_json()
+    if draft.body.store is not False:
+        kept = service.responses
+        kept[draft.response_id] = value
+        while len(kept) > MOST_KEPT:
+            kept.popitem(last=False)
+    return value
+
+
+def _finish(draft: _Draft, end: Ended) -> None:
+    """Take the end of the answer into the response."""
+    draft.output = []
+    if end.text or not end.calls:
+        draft.output.append(_text_item(draft, 0, end.text, "completed"))
+    for call in end.calls:
+        draft.output.append(_call_item(call.call_id, call.name, call.arguments, "completed"))
+    usage = end.usage
+    draft.usage = {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    draft.status = "incomplete" if end.reason == "length" else "completed"
+    draft.extra = {"agent_id": end.agent_id, **usage_extra(usage)}
+
+
+def _note(request: Request, draft: _Draft) -> None:
+    if draft.usage is not None and draft.extra is not None:
+        note(
+            request,
+            agent=draft.extra["agent_id"],
+            prompt_tokens=draft.usage["input_tokens"],
+            cached_tokens=draft.usage["input_tokens_details"]["cached_tokens"],
+            completion_tokens=draft.usage["output_tokens"],
+        )
+
+
+def _text_item(draft: _Draft, index: int, text: str | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [_part(text)]
+    return {
+        "id": f"msg_{draft.response_id[len(PREFIX) :]}{index}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+    return {
+        "id": f"fc_{call_id}",
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": status,
+    }
+
+
+async def _frames(
+    request: Request, draft: _Draft, events: AsyncGenerator[ChatEvent, None]
+) -> AsyncGenerator[bytes, None]:
+    """Every event has a number; items open and close one after the other."""
+
+    def said(kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": draft.number, **fields}
+        draft.number += 1
+        return frame(json.dumps(value, ensure_ascii=False), kind)
+
+    writer = _Items(draft, said)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, Started):
+                yield said("response.created", response=draft.as_json())
+                yield said("response.in_progress", response=draft.as_json())
+            elif isinstance(event, TextEvent):
+                for body in writer.text(event.text):
+                    yield body
+            elif isinstance(event, CallEvent):
+                for body in writer.call(event):
+                    yield body
+            else:
+                if not writer.is_begun:
+                    for body in writer.begin_text():
+                        yield body
+                for body in writer.close():
+                    yield body
+                done = writer.items
+                _finish(draft, event)
+                draft.output = done
+                _note(request, draft)
+                value = _keep(service_of(request), draft)
+                yield said(f"response.{draft.status}", response=value)
+
+
+@dataclass(slots=True)
+class _Items:
+    """Output items as they are written."""
+
+    draft: _Draft
+    said: Any
+    items: list[dict[str, Any]] = field(default_factory=list)
+    _text: str = ""
+    _call: CallEvent | None = None
+    _is_open: bool = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is an item."""
+        return bool(self.items) or self._is_open
+
+    def text(self, text: str) -> list[bytes]:
+        """A piece of text."""
+        if not text:
+            return []
+        bodies = self.begin_text() if not self._is_open or self._call is not None else []
+        self._text += text
+        place = self._place()
+        delta = {"content_index": 0, "delta": text, "logprobs": []}
+        return [*bodies, self.said("response.output_text.delta", **place, **delta)]
+
+    def begin_text(self) -> list[bytes]:
+        """An item for text."""
+        bodies = self.close()
+        self._is_open, self._call, self._text = True, None, ""
+        item = _text_item(self.draft, len(self.items), None, "in_progress")
+        place = self._place()
+        return [
+            *bodies,
+            self.said("response.output_item.added", output_index=len(self.items), item=item),
+            self.said("response.content_part.added", **place, content_index=0, part=_part("")),
+        ]
+
+    def call(self, event: CallEvent) -> list[bytes]:
+        """A piece of a call."""
+        bodies = []
+        if self._call is None or self._call.index != event.index:
+            bodies = self.close()
+            self._is_open, self._call = True, event
+            item = _call_item(event.call.call_id, event.call.name, "", "in_progress")
+            bodies.append(
+                self.said("response.output_item.added", output_index=len(self.items), item=item)
+            )
+        if event.text:
+            kind = "response.function_call_arguments.delta"
+            bodies.append(self.said(kind, **self._place(), delta=event.text))
+        return bodies
+
+    def close(self) -> list[bytes]:
+        """The end of the item that is open, if one is."""
+        if not self._is_open:
+            return []
+        place, index = self._place(), len(self.items)
+        self._is_open = False
+        if self._call is not None:
+            call = self._call.call
+            item = _call_item(call.call_id, call.name, call.arguments, "completed")
+            kind = "response.function_call_arguments.done"
+            bodies = [self.said(kind, **place, name=call.name, arguments=call.arguments)]
+        else:
+            item = _text_item(self.draft, index, self._text, "completed")
+            at = {**place, "content_index": 0}
+            bodies = [
+                self.said("response.output_text.done", **at, text=self._text, logprobs=[]),
+                self.said("response.content_part.done", **at, part=_part(self._text)),
+            ]
+        self.items.append(item)
+        self._call = None
+        return [*bodies, self.said("response.output_item.done", output_index=index, item=item)]
+
+    def _place(self) -> dict[str, Any]:
+        index = len(self.items)
+        item_id = f"msg_{self.draft.response_id[len(PREFIX) :]}{index}"
+        if self._call is not None:
+            item_id = f"fc_{self._call.call.call_id}"
+        return {"item_id": item_id, "output_index": index}

@@ -1,0 +1,237 @@
+"""From a configuration to a server that listens, and back: stopped, with every agent on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from kvcellar.errors import ConfigError, StoreError
+from kvcellar.server.app import create_app
+from kvcellar.server.config import ServerConfig
+from kvcellar.server.guard import MOST_HEADER_BYTES
+from kvcellar.server.models import ServedModels
+from kvcellar.server.service import Service
+from kvcellar.store import Store
+
+__all__ = ["Server", "held_store", "listen", "serve"]
+
+log = logging.getLogger("kvcellar.server")
+
+_BACKLOG = 512
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is taken by another program, perhaps by another kvcellar; "
+                f"stop it, or give another --port"
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {host!r} port {port}: {error.strerror or error}; give an address of "
+            f"this machine as --host"
+        ) from error
+    return listener
+
+
+@contextmanager
+def held_store(folder: Path, what: str) -> Iterator[None]:
+    """Be the one server of a store, for as long as the block lasts. Commands may use it besides.
+
+    Raises:
+        StoreError: another server has it; the message says which.
+    """
+    path = folder / "server.lock"
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(fd, 500).decode("utf-8", "replace").strip()
+            raise StoreError(
+                f"the store {folder} is served already{f' by {who}' if who else ''}; use that "
+                f"server, stop it, or give another --store"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{what} (process {os.getpid()})".encode())
+        try:
+            yield
+        finally:
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which tells the service when it is to stop and closes it when it has.
+
+    Use ``serve`` in a program, ``run_in_loop`` where a loop is there already.
+    """
+
+    def __init__(self, service: Service) -> None:
+        """Around a service."""
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
+                h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
+                http="h11",
+                ws="none",
+                server_header=False,
+            )
+        )
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; a second signal does not wait for what runs."""
+        self._service.begin_closing()
+        super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        """Stop, from any code on the server's loop."""
+        self._service.begin_closing()
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own would end the process by the signal before the agents are on disk."""
+        yield
+
+    async def run_in_loop(self, listener: socket.socket) -> None:
+        """Serve until it is stopped, then publish every agent and let go of the models."""
+        with self._stopped_by_signals():
+            try:
+                await self.serve(sockets=[listener])
+            finally:
+                await asyncio.to_thread(self._service.close)
+
+    @contextmanager
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM stop the server, in the main thread, until all is saved."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(
+    config: ServerConfig,
+    store: Store,
+    make_models: Callable[[], ServedModels],
+    *,
+    on_ready: Callable[[str, Service], None] | None = None,
+    preload: bool = True,
+) -> None:
+    """Serve until a signal says stop.
+
+    Args:
+        config: policy.
+        store: of the agents; the caller's to close.
+        make_models: opens what is offered.
+        on_ready: called with the address when requests are taken.
+        preload: load the first model before anybody asks.
+
+    Raises:
+        ConfigError: the port is taken.
+        StoreError: another server has the store.
+    """
+    listener = listen(config.host, config.port)
+    with contextlib.closing(listener):
+        port = listener.getsockname()[1]
+        name = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"http://{name}:{port}"
+        with held_store(store.path, url):
+            asyncio.run(_serve(config, store, make_models(), listener, url, on_ready, preload))
+
+
+async def _serve(
+    config: ServerConfig,
+    store: Store,
+    models: ServedModels,
+    listener: socket.socket,
+    url: str,
+    on_ready: Callable[[str, Service], None] | None,
+    preload: bool,
+) -> None:
+    service = Service(config, store, models)
+    server = Server(service)
+    loading = asyncio.create_task(_preload(service)) if preload else None
+    if on_ready is not None:
+        on_ready(url, service)
+    try:
+        await server.run_in_loop(listener)
+    finally:
+        if loading is not None:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+
+
+async def _preload(service: Service) -> None:
+    """Load the first model; what is wrong with it is seen in ``/health`` and said once."""
+    try:
+        async with service.models.registry.use(service.models.default):
+            pass
+    except Exception as error:
+        log.error(json.dumps({"event": "model failed to load", "error": str(error)}))
+
+
+class _Lines(logging.Formatter):
+    """One line of JSON for each record, whoever it is from."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Our own records are JSON already."""
+        text = record.getMessage()
+        line = json.loads(text) if record.name == log.name else {"event": text}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps({"level": record.levelname.lower(), **line})
+
+
+def log_to_stderr(level: int = logging.INFO) -> None:
+    """One line of JSON per request, and for what else there is to say."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    for logger, least in ((log, level), (logging.getLogger("uvicorn"), logging.WARNING)):
+        logger.addHandler(handler)
+        logger.setLevel(least)
+        logger.propagate = False

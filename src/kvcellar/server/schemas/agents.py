@@ -1,0 +1,60 @@
+"""Requests of the agents' own routes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from kvcellar.server.schemas.openai import Open, SamplingFields
+
+__all__ = ["CreateRequest", "ForkRequest", "GenerateRequest", "RewindRequest"]
+
+
+class CreateRequest(Open):
+    """``POST /v1/agents``."""
+
+    id: str | None = Field(None, max_length=128, description="Its name; made up without one.")
+    model: str | None = Field(None, max_length=512)
+    system: str | None = Field(None, description="Its system message.")
+    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+
+
+class PlaceRequest(Open):
+    """A place in a history, in tokens or in turns."""
+
+    position: int | None = Field(None, ge=0, lt=2**31, description="Tokens from the beginning.")
+    turn: int | None = Field(
+        None,
+        gt=-(2**31),
+        lt=2**31,
+        description="Turns from the beginning; negative: from the end.",
+    )
+
+
+class ForkRequest(PlaceRequest):
+    """``POST /v1/agents/{agent_id}/fork``."""
+
+    id: str | None = Field(None, max_length=128, description="Name of the new one.")
+
+
+class RewindRequest(PlaceRequest):
+    """``POST /v1/agents/{agent_id}/rewind``; without a place: before the last turn."""
+
+
+class GenerateRequest(SamplingFields):
+    """``POST /v1/agents/{agent_id}/generate``."""
+
+    text: str | None = Field(None, description="What somebody says.")
+    tokens: list[int] | None = Field(None, description="Or tokens behind the history.")
+    role: Literal["user", "tool"] = "user"
+    max_tokens: int | None = Field(None, ge=1)
+    priority: int = Field(0, ge=-1000, le=1000, description="Higher goes first.")
+    stream: bool | None = None
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> GenerateRequest:
+        """Either text or tokens."""
+        if (self.text is None) == (self.tokens is None):
+            raise ValueError("give either text or tokens")
+        return self

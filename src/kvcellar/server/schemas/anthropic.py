@@ -1,0 +1,99 @@
+"""Requests of Anthropic's messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvcellar.server.schemas.openai import AgentId, Open, Stop
+
+__all__ = ["CacheControl", "CountRequest", "MessagesRequest"]
+
+
+class CacheControl(Open):
+    """A wish to keep what comes up to here."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Open):
+    """A piece of content; which fields it has depends on its type."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class Message(Open):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(Open):
+    """A tool with the schema of its input."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(Open):
+    """Which tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Open):
+    """What an answer has to be."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Open):
+    """The same, one level down."""
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(Open):
+    """``POST /v1/messages/count_tokens``."""
+
+    model: str | None = Field(None, max_length=512)
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[Block] | None = None
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: ToolChoice | None = None
+
+
+class MessagesRequest(CountRequest):
+    """``POST /v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    stop_sequences: list[Stop] | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        None, description="Not Anthropic's: the same seed gives the same text."
+    )
+    output_format: OutputFormat | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    agent_id: AgentId | None = Field(None, description="Whose turn it is.")
+    session_id: AgentId | None = Field(None, description="The same by another name.")

@@ -1,0 +1,159 @@
+"""Requests of OpenAI's completions and chat completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "FunctionTool",
+    "JsonFormat",
+    "Message",
+    "SamplingFields",
+]
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+AgentId = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class Open(BaseModel):
+    """Fields that nobody here knows are let pass: clients are newer than servers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class SamplingFields(Open):
+    """How to sample, as in OpenAI's requests, with what local servers add."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0: the likeliest token.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, description="0: all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | list[Stop] | None = None
+    ignore_eos: bool | None = Field(None, description="Sample on after the model's end token.")
+
+
+class StreamOptions(Open):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+
+
+class FunctionCall(Open):
+    """The inside of a call."""
+
+    name: str = Field(max_length=256)
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Open):
+    """A call in an answer that comes back."""
+
+    id: str | None = None
+    type: str = "function"
+    function: FunctionCall
+
+
+class ContentPart(Open):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(Open):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Open):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Open):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Open):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Open):
+    """A tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Open):
+    """A schema with a name."""
+
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonFormat(Open):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(SamplingFields):
+    """``POST /v1/chat/completions``."""
+
+    model: str | None = Field(None, max_length=512)
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=64)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[FunctionTool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: JsonFormat | None = None
+    agent_id: AgentId | None = Field(None, description="Whose turn it is.")
+    session_id: AgentId | None = Field(None, description="The same by another name.")
+
+
+class CompletionRequest(SamplingFields):
+    """``POST /v1/completions``."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=64)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    agent_id: AgentId | None = Field(None, description="Whose history the prompt is added to.")
+    session_id: AgentId | None = Field(None, description="The same by another name.")

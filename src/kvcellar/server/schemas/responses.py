@@ -1,0 +1,83 @@
+"""Requests of OpenAI's responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvcellar.server.schemas.openai import Open, SamplingFields
+
+__all__ = ["ResponseRequest"]
+
+
+class Part(Open):
+    """A piece of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Open):
+    """One item of the input; which fields it has depends on its type."""
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class FunctionTool(Open):
+    """A function, flat."""
+
+    type: str
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Open):
+    """A tool that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Open):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Open):
+    """The same, one level up."""
+
+    format: TextFormat | None = None
+
+
+class ResponseRequest(SamplingFields):
+    """``POST /v1/responses``."""
+
+    model: str | None = Field(None, max_length=512)
+    input: str | list[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=128)
+    max_output_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    store: bool | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    agent_id: str | None = Field(None, min_length=1, max_length=128)
+    session_id: str | None = Field(None, min_length=1, max_length=128)

@@ -1,0 +1,178 @@
+"""What the routes share: the agents, the models, who is being served, and when to refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvcellar.agents import AgentManager, ModelHost
+from kvcellar.engine import EngineStats
+from kvcellar.errors import EngineClosedError
+from kvcellar.server.config import ServerConfig
+from kvcellar.server.conversations import Conversations
+from kvcellar.server.errors import ApiError
+from kvcellar.server.grammar import Grammars
+from kvcellar.server.metrics import Metrics
+from kvcellar.server.models import ServedModels
+from kvcellar.server.pins import Pins
+from kvcellar.store import Store
+
+__all__ = ["Service"]
+
+
+class Service:
+    """One server's state. Everything here runs on the server's event loop.
+
+    Attributes:
+        config: policy.
+        store: of the agents; the caller's to close.
+        models: the caller's to close, by ``close``.
+        agents: all of them.
+        conversations: whose turn a request is.
+        grammars: what answers may be held to.
+        pins: prefixes that clients asked to keep.
+        metrics: what is counted.
+        responses: those that can be got again as objects, the oldest first.
+        started_s: seconds since 1970.
+    """
+
+    def __init__(self, config: ServerConfig, store: Store, models: ServedModels) -> None:
+        """Nothing served yet."""
+        self.config = config
+        self.store = store
+        self.models = models
+        self.agents = AgentManager(store, models.registry, default_model=models.default)
+        self.conversations = Conversations(self.agents, config.max_unnamed)
+        self.grammars = Grammars()
+        self.pins = Pins()
+        self.metrics = Metrics()
+        self.responses: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.started_s = time.time()
+        self.is_closing = False
+        self.closing = asyncio.Event()
+        self._n_active = 0
+        models.registry.before_unload(self.pins.leave)
+
+    @property
+    def n_active(self) -> int:
+        """Generations that wait or run."""
+        return self._n_active
+
+    @contextlib.contextmanager
+    def admitted(self, n: int = 1) -> Iterator[None]:
+        """Count ``n`` generations for as long as the block lasts.
+
+        Raises:
+            ApiError: 429, there are too many; 503, the server is being stopped.
+        """
+        if self.is_closing:
+            raise ApiError(
+                503,
+                "the server is being stopped; try the next one",
+                "shutting_down",
+                retry_after_s=5,
+            )
+        limit = self.config.max_requests
+        if self._n_active + n > limit:
+            self.metrics.refused.labels("queue").inc()
+            raise ApiError(
+                429,
+                f"{self._n_active} generations wait or run and {n} more would be above the limit "
+                f"of {limit}; come back in a moment, or start the server with --max-requests",
+                "queue_full",
+                retry_after_s=1,
+                details={"active": self._n_active, "limit": limit},
+            )
+        self._n_active += n
+        self.metrics.active.set(self._n_active)
+        try:
+            yield
+        finally:
+            self._n_active -= n
+            self.metrics.active.set(self._n_active)
+
+    def check_fits(self, host: ModelHost, tokens: Sequence[int], n_cached: int) -> None:
+        """Refuse a prompt that can never be answered, before anything is computed.
+
+        Raises:
+            ApiError: 400 where it is longer than the model's context, 507 where the cache was made
+                smaller than it needs.
+        """
+        needed, capacity = len(tokens) + 1, host.engine.cache.capacity
+        if needed <= capacity:
+            return
+        context = getattr(host.tokenizer, "model_max_length", None) or capacity
+        if len(tokens) >= context or capacity >= context:
+            raise ApiError(
+                400,
+                f"this prompt has {len(tokens)} tokens and the context of {host.name!r} is "
+                f"{min(context, capacity)} tokens, the answer included; shorten the conversation",
+                "context_length_exceeded",
+                param="messages",
+                details={"needed": needed, "available": min(context, capacity)},
+            )
+        self.metrics.refused.labels("budget").inc()
+        raise ApiError(
+            507,
+            f"this prompt needs {needed} cells of the cache of {host.name!r}, which has {capacity} "
+            f"in all, {n_cached} of them with this prompt's beginning; nothing that could go would "
+            f"make room; shorten it, or start the server with more --capacity or --memory",
+            "insufficient_cache",
+            details={"needed": needed, "available": capacity, "cached": n_cached},
+        )
+
+    async def no_room(self, host: ModelHost, error: Exception) -> ApiError:
+        """A request that waited too long for its cells: what it would take for it to fit."""
+        stats = await self.stats_of(host)
+        holders = [
+            {"agent": info.agent_id, "tokens": info.n_tokens}
+            for info in self.agents.list()
+            if info.model == host.name and info.state == "generating"
+        ]
+        free = stats.free_cells if stats else 0
+        evictable = stats.evictable_cells if stats else 0
+        named = ", ".join(f"{h['agent']} ({h['tokens']} tokens)" for h in holders[:5])
+        self.metrics.refused.labels("wait").inc()
+        return ApiError(
+            429,
+            f"{error}; now {free} cells are free and {evictable} evictable; first would have to "
+            f"end: {named or 'what runs without an agent'}",
+            "no_room_in_time",
+            retry_after_s=5,
+            details={"available": free + evictable, "holders": holders},
+        )
+
+    async def stats_of(self, host: ModelHost) -> EngineStats | None:
+        """The counts of a host's engine; None where it has just gone."""
+        try:
+            return await host.service.stats()
+        except EngineClosedError:
+            return None
+
+    def begin_closing(self) -> None:
+        """Take nothing new, and end the streams that would never end."""
+        self.is_closing = True
+        self.closing.set()
+
+    def close(self) -> None:
+        """Publish every agent, and let go of the models. In a thread; may be called twice."""
+        self.is_closing = True
+        self.models.registry.close()
+        with contextlib.suppress(Exception):
+            self.store.flush()
+
+
+def new_id(prefix: str) -> str:
+    """A name that nobody can guess."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """A pydantic model as it came: without what was not said."""
+    found: dict[str, Any] = value.model_dump(exclude_none=True)
+    return found

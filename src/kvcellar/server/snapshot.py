@@ -1,0 +1,183 @@
+"""What the cache holds at one moment and whose it is, as JSON. To look changes nothing.
+
+A cell map is runs of cells: ``[length, owners, state]``, in the order of the cells, where
+``owners`` is the number of a set of agents and ``state`` one of ``STATES``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvcellar.agents import AgentInfo, ModelHost
+from kvcellar.engine import Engine, EngineStats
+from kvcellar.errors import EngineClosedError, UnknownAgentError
+from kvcellar.server.service import Service
+from kvcellar.types import IntArray
+
+__all__ = ["STATES", "agent_as_json", "take_snapshot"]
+
+STATES = ("free", "evictable", "locked", "running")
+"""Nobody's; only the prefix index holds it; somebody wants it kept; a request stands on it now."""
+
+AROUND = 10
+"""Tokens of text before and behind a fork."""
+
+_COUNTED = (
+    "waiting",
+    "running",
+    "kept",
+    "requests",
+    "finished",
+    "prompt_tokens",
+    "reused_tokens",
+    "computed_tokens",
+    "sampled_tokens",
+    "evicted_tokens",
+    "preemptions",
+    "n_steps",
+    "live_cells",
+    "evictable_cells",
+    "free_cells",
+    "protected_tokens",
+)
+
+Owned = Sequence[tuple[str, tuple[int, ...], int | None]]
+"""Agents: name, tokens, and the request that runs for them."""
+
+
+async def take_snapshot(service: Service) -> dict[str, Any]:
+    """All models' caches, the agents, the store."""
+    infos = service.agents.list()
+    models = []
+    for host in service.models.hosts():
+        mine = [info for info in infos if info.model == host.name]
+        owned = service.agents.histories(host.name)
+        try:
+            call = host.service.run(partial(_look, owned))
+            cells, stats = await asyncio.wrap_future(call)
+        except EngineClosedError:
+            continue
+        name = service.models.public(host.name)
+        models.append(_model(name, host, cells, stats, [info.agent_id for info in mine]))
+    stored = await asyncio.to_thread(service.store.stats)
+    return {
+        "models": models,
+        "states": service.models.as_json(),
+        "agents": [_agent(service, info) for info in infos],
+        "store": dataclasses.asdict(stored),
+        "active": service.n_active,
+        "pins": {"n": len(service.pins), "tokens": service.pins.n_tokens},
+    }
+
+
+def _model(
+    name: str, host: ModelHost, cells: dict[str, Any], stats: EngineStats, agents: list[str]
+) -> dict[str, Any]:
+    counted = {name: getattr(stats, name) for name in _COUNTED}
+    return {
+        "name": name,
+        "kv_dtype": host.key.layout.kv_dtype,
+        "pool_bytes": stats.cache.size_bytes,
+        "weights_and_cache_bytes": host.size_bytes,
+        "hit_rate": round(stats.hit_rate, 4),
+        "step_median_ms": round(stats.step_median_s * 1e3, 3),
+        "groups": [
+            {**dataclasses.asdict(group), "free": group.free} for group in stats.cache.groups
+        ],
+        "agents": agents,
+        **counted,
+        **cells,
+    }
+
+
+def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
+    """Whose every cell of the first layer group is. In the engine's thread."""
+    capacity = engine.cache.capacity
+    scheduler = engine.scheduler
+    index = scheduler.residency.index
+    state = np.zeros(capacity, dtype=np.int64)
+    state[index.held_cells()[0]] = 1
+    state[index.locked_cells()[0]] = 2
+    running = {sequence.request_id: sequence for sequence in scheduler.running}
+    for sequence in running.values():
+        if sequence.seq_id >= 0 and sequence.n_computed:
+            state[_cells(engine.cache.seq_table(sequence.seq_id)[0])] = 3
+    tables = []
+    for _, tokens, request_id in owned:
+        sequence_of = running.get(request_id) if request_id is not None else None
+        if sequence_of is not None and sequence_of.n_computed:
+            tables.append(_cells(engine.cache.seq_table(sequence_of.seq_id)[0]))
+        else:
+            tables.append(_cells(index.peek_prefix(np.array(tokens, dtype=np.int64))[0]))
+    numbers, sets = _owner_sets(capacity, tables)
+    names = [name for name, *_ in owned]
+    cells = {
+        "capacity": capacity,
+        "cell_runs": _runs(numbers, state),
+        "owner_sets": [[names[i] for i in members] for members in sets],
+        "cached": {name: int(t.size) for name, t in zip(names, tables, strict=True) if t.size},
+    }
+    return cells, engine.stats()
+
+
+def _cells(table: IntArray) -> IntArray:
+    return table[table >= 0]
+
+
+def _owner_sets(capacity: int, tables: list[IntArray]) -> tuple[IntArray, list[tuple[int, ...]]]:
+    """Per cell the number of the set of its owners; set 0 is nobody."""
+    numbers = np.zeros(capacity, dtype=np.int64)
+    sets: list[tuple[int, ...]] = [()]
+    known: dict[tuple[int, ...], int] = {(): 0}
+    for owner, table in enumerate(tables):
+        before = numbers[table]
+        renamed = np.zeros(len(sets), dtype=np.int64)
+        for number in np.unique(before):
+            members = (*sets[number], owner)
+            if members not in known:
+                known[members] = len(sets)
+                sets.append(members)
+            renamed[number] = known[members]
+        numbers[table] = renamed[before]
+    return numbers, sets
+
+
+def _runs(numbers: IntArray, state: IntArray) -> list[list[int]]:
+    """``[length, owners, state]`` for cells that are alike, one after the other."""
+    edges = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(state) != 0)) + 1
+    bounds = [0, *edges.tolist(), len(numbers)]
+    return [
+        [stop - start, int(numbers[start]), int(state[start])]
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _agent(service: Service, info: AgentInfo) -> dict[str, Any]:
+    """An agent, with the text at which it was forked."""
+    value = agent_as_json(service, info)
+    if info.parent is not None and info.parent_position is not None:
+        try:
+            before, behind = service.agents.text_around(
+                info.agent_id, info.parent_position, AROUND, info.model
+            )
+        except UnknownAgentError:
+            before = behind = ""
+        value["fork_text"] = {"before": before, "behind": behind}
+    return value
+
+
+def agent_as_json(service: Service, info: AgentInfo) -> dict[str, Any]:
+    """An agent as routes say it."""
+    value = dataclasses.asdict(info)
+    value["model"] = service.models.public(info.model)
+    value["id"] = value.pop("agent_id")
+    if info.miss is not None:
+        value["miss"] = {**info.miss.as_json(), "advice": info.miss.advice}
+    return value

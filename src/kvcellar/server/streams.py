@@ -1,0 +1,192 @@
+"""Answers that come in pieces, to clients that may leave at any moment or stop reading.
+
+Whoever leaves is noticed by what uvicorn says on ``receive``, not by a write that fails: a prompt
+may be computed for minutes without a write.
+
+Time limits are ``asyncio.timeout``: ``wait_for`` of Python 3.11 can lose a cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.server.errors import ClientGone
+
+__all__ = ["SseResponse", "Stream", "frame", "until_gone"]
+
+T = TypeVar("T")
+
+_AHEAD = 256
+"""Items that are produced before somebody takes them."""
+
+
+def frame(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    head = f"event: {event}\n" if event is not None else ""
+    return f"{head}data: {text}\n\n".encode()
+
+
+class Stream(Generic[T]):
+    """An asynchronous generator that runs in a task of its own until it ends or is closed."""
+
+    def __init__(self, source: AsyncGenerator[T, None]) -> None:
+        """Start it."""
+        self._queue: asyncio.Queue[tuple[T | None, Exception | None]] = asyncio.Queue(_AHEAD)
+        self._first: tuple[T | None, Exception | None] | None = None
+        self._task = asyncio.create_task(self._run(source))
+
+    async def _run(self, source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for item in source:
+                    await self._queue.put((item, None))
+        except Exception as error:
+            await self._queue.put((None, error))
+        else:
+            await self._queue.put((None, None))
+
+    async def opened(self, timeout_s: float) -> None:
+        """Wait for the first item, at most so long, so that an error can still be a status.
+
+        Raises:
+            Exception: what the generator raised before its first item.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                self._first = await self._queue.get()
+        if self._first is not None and self._first[1] is not None:
+            raise self._first[1]
+
+    async def take(self, timeout_s: float | None) -> T | None:
+        """The next item; None at the end.
+
+        Raises:
+            TimeoutError: none came in time; the stream goes on.
+            Exception: what the generator raised.
+        """
+        taken = self._first
+        if taken is None:
+            async with asyncio.timeout(timeout_s):
+                taken = await self._queue.get()
+        self._first = None
+        item, error = taken
+        if error is not None:
+            raise error
+        return item
+
+    async def close(self) -> None:
+        """End it and wait until all that it held is let go of. May be called twice."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self._task
+
+
+class SseResponse(Response):
+    """Frames of server-sent events, until they end or the client is gone.
+
+    Args of the constructor:
+        frames: what is sent; closed in any case.
+        on_error: the frame for an error that comes too late to be a status.
+        ping: what is sent where nothing else was for ``ping_s``.
+        ping_s: seconds.
+        send_timeout_s: seconds after which a client that does not read counts as gone.
+        headers: more headers.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: Stream[bytes],
+        on_error: Callable[[Exception], bytes],
+        *,
+        ping: bytes = b": ping\n\n",
+        ping_s: float,
+        send_timeout_s: float,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(headers={"Cache-Control": "no-store", **(headers or {})})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._on_error = on_error
+        self._ping, self._ping_s = ping, ping_s
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all."""
+        pump = asyncio.create_task(self._pump(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+            else:
+                scope["kvcellar.is_gone"] = True
+        except ClientGone:
+            scope["kvcellar.is_gone"] = True
+        finally:
+            await _ended(pump, gone)
+            await self._frames.close()
+
+    async def _pump(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        is_over = False
+        while not is_over:
+            try:
+                body = await self._frames.take(self._ping_s)
+            except TimeoutError:
+                body = self._ping
+            except Exception as error:
+                body, is_over = self._on_error(error), True
+            if body is None:
+                break
+            message = {"type": "http.response.body", "body": body, "more_body": True}
+            try:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                raise ClientGone from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, for as long as the client waits for it.
+
+    Raises:
+        ClientGone: it does not; the work was cancelled and has ended.
+        Exception: what the work raised.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _ended(task, gone)
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel what runs, and wait for it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    message: Any = None
+    while message is None or message["type"] != "http.disconnect":
+        message = await receive()

@@ -1,0 +1,114 @@
+"""A guide decides what may come, whatever the model wants and however it is batched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams, SamplingState, sample
+from kvcellar.engine.policy import Mixed
+from kvcellar.engine.request import Sequence
+from kvcellar.errors import ConfigError
+from kvcellar.types import make_config
+from tests.engine.fakes import PARAMS, ByteTokenizer, HashRunner, SeqCells
+
+VOCAB = 260
+
+
+class Script:
+    """Lets the letters of each step come, and ends behind the last."""
+
+    def __init__(self, steps, at=0):
+        self.steps, self.at = steps, at
+
+    @property
+    def is_complete(self):
+        return self.at == len(self.steps)
+
+    def allowed(self):
+        mask = np.zeros(VOCAB, dtype=np.bool_)
+        mask[list(self.steps[self.at].encode())] = True
+        return mask
+
+    def accept(self, token_id):
+        assert chr(token_id) in self.steps[self.at]
+        self.at += 1
+
+    def fork(self):
+        return Script(self.steps, self.at)
+
+
+def guided(*steps, **more):
+    return SamplingParams(guide=lambda: Script(steps), **more)
+
+
+def engine_of(capacity=256, drafter=None, **config):
+    cache = SeqCells(make_config(PARAMS, capacity, min_chunk=16))
+    return Engine(
+        HashRunner(cache, VOCAB),
+        cache,
+        ByteTokenizer(),
+        eos_token_ids=(ByteTokenizer.END,),
+        config=EngineConfig(**config),
+        drafter=drafter,
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_is_what_its_guide_lets_through(temperature):
+    params = guided("ab", "cd", "e", "fgh", temperature=temperature, seed=1)
+    end = engine_of().generate(Request((1, 2, 3), params))
+    assert len(end.text) == 4 and end.text[2] == "e"
+    assert end.text[0] in "ab" and end.text[1] in "cd" and end.text[3] in "fgh"
+    assert end.reason == "stop" and end.finish.cause == "guide"
+
+
+def test_guides_of_one_batch_do_not_meet():
+    engine = engine_of()
+    wants = {engine.submit(Request((i,), guided(*word))): word for i, word in enumerate("ab")}
+    wants |= {engine.submit(Request((9, i), guided(*w))): w for i, w in enumerate(["xyz", "q"])}
+    ends = {e.request_id: e for e in engine.run() if hasattr(e, "reason")}
+    assert {request_id: end.text for request_id, end in ends.items()} == wants
+
+
+def test_a_guide_survives_preemption():
+    engine = engine_of(capacity=48)
+    words = ["abcdefghij" * 2, "klmnopqrst" * 2, "uvwxyzabcd" * 2]
+    ids = [engine.submit(Request((i,) * 8, guided(*word))) for i, word in enumerate(words)]
+    ends = {e.request_id: e for e in engine.run() if hasattr(e, "reason")}
+    assert [ends[i].text for i in ids] == words
+    assert engine.stats().preemptions > 0
+
+
+def test_a_copy_goes_its_own_way_and_sampling_changes_nothing():
+    state = SamplingState(guided("a", "b"), VOCAB)
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    other = state.fork()
+    other.record(ord("a"))
+    assert chr(sample(logits, [other])[0].token_id) == "b"
+    assert chr(sample(logits, [state])[0].token_id) == "a"
+    assert (logits == 0).all()
+
+
+def sequence(n, n_computed, n_prompt):
+    found = Sequence(
+        request_id=n_computed,
+        request=Request((1,)),
+        tokens=list(range(n)),
+        n_prompt=n_prompt,
+        state=SamplingState(SamplingParams(), VOCAB),
+        stream=None,
+        arrived_s=0.0,
+    )
+    found.n_computed = n_computed
+    return found
+
+
+def test_beside_answers_a_step_reads_few_tokens_of_prompts():
+    decode, prompt = sequence(11, 10, 10), sequence(300, 0, 300)
+    policy = Mixed(max_beside=64)
+    assert [a.n_tokens for a in policy.allot([decode, prompt], 256)] == [1, 64]
+    assert [a.n_tokens for a in policy.allot([prompt], 256)] == [256]
+    assert [a.n_tokens for a in Mixed().allot([decode, prompt], 256)] == [1, 255]
+    with pytest.raises(ConfigError, match="max_prefill_beside"):
+        EngineConfig(max_prefill_beside=0)

@@ -1,0 +1,142 @@
+"""The agents' own routes: every verb over HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.live import serving
+
+SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+def make(live, name, *texts, **more):
+    live.post("/v1/agents", {"id": name, **more})
+    for text in texts:
+        end = live.post(f"/v1/agents/{name}/generate", {"text": text, **SHORT})
+    return end if texts else None
+
+
+def test_an_agent_lives_through_all_its_verbs(live):
+    make(live, "verbs", "One.", "Two.", system="You write Python.")
+    shown = live.get("/v1/agents/verbs")
+    assert [m["role"] for m in shown["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert len(shown["turns"]) == 2 and shown["n_cached"] == shown["n_tokens"] - 1
+    fork = live.post("/v1/agents/verbs/fork", {"id": "verbs-2", "turn": 1})
+    assert fork["parent"] == "verbs" and fork["parent_position"] == shown["turns"][0]["stop"]
+    end = live.post("/v1/agents/verbs-2/generate", {"text": "Other.", **SHORT})
+    assert end["usage"]["cached_tokens"] >= shown["turns"][0]["stop"] - 1
+    third = live.post("/v1/agents/verbs-2/fork")["id"]
+    assert live.post("/v1/agents/verbs/rewind")["n_turns"] == 1
+    assert live.post("/v1/agents/verbs/wait")["state"] == "waiting"
+    assert live.post("/v1/agents/verbs/finish")["state"] == "finished"
+    assert live.post("/v1/agents/verbs-2/pause")["state"] == "paused"
+    back = live.post("/v1/agents/verbs-2/resume")
+    assert back["state"] == "idle" and back["n_cached"] == back["n_tokens"] - 1
+    live.post("/v1/agents/verbs/fork", {"id": "sibling"})
+    assert live.post("/v1/agents/sibling/keep")["deleted"] == ["verbs-2", third]
+    assert live.http.delete("/v1/agents/verbs").json() == {"id": "verbs", "deleted": True}
+    ids = {agent["id"] for agent in live.get("/v1/agents")["data"]}
+    assert "sibling" in ids and not {"verbs", "verbs-2", third} & ids
+
+
+def test_an_agent_travels_as_a_file(live):
+    make(live, "traveller", "Pack. " * 100)
+    response = live.http.get("/v1/agents/traveller/export")
+    assert response.headers["content-disposition"] == 'attachment; filename="traveller.kvcellar"'
+    kind = {"Content-Type": "application/octet-stream"}
+    info = live.http.post(
+        "/v1/agents/import", params={"id": "arrived"}, content=response.content, headers=kind
+    )
+    assert info.status_code == 201 and info.json()["n_tokens"] > 300
+    end = live.post("/v1/agents/arrived/generate", {"text": "Unpack.", **SHORT})
+    assert end["usage"]["cached_tokens"] >= info.json()["n_tokens"] - 1
+    broken = bytearray(response.content)
+    broken[len(broken) // 2] ^= 1
+    refused = live.http.post("/v1/agents/import", content=bytes(broken), headers=kind)
+    assert refused.status_code == 400 and "not a whole export" in refused.text
+    assert "/tmp" not in refused.text
+
+
+def test_a_turn_streams_its_tokens_and_ends_with_what_it_took(live):
+    make(live, "streamer")
+    body = {"text": "Stream.", "stream": True, **SHORT}
+    with live.http.stream("POST", "/v1/agents/streamer/generate", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    events = list(zip(lines[::2], (json.loads(line[6:]) for line in lines[1::2]), strict=True))
+    assert [name for name, _ in events] == ["event: token"] * 6 + ["event: end"]
+    assert "".join(value["text"] for _, value in events[:-1]) == events[-1][1]["text"]
+    assert events[-1][1]["usage"]["completion_tokens"] == 6
+
+
+def test_tokens_go_behind_the_history(live):
+    make(live, "raw")
+    live.post("/v1/agents/raw/generate", {"tokens": [10, 11, 12], **SHORT})
+    assert live.get("/v1/agents/raw")["n_tokens"] == 9
+    both = live.http.post("/v1/agents/raw/generate", json={"tokens": [1], "text": "x"})
+    assert both.status_code == 400 and "either text or tokens" in both.text
+
+
+def test_it_is_said_why_something_was_computed_again(live):
+    live.post("/v1/agents", {"id": "changed", "system": "First. " * 20})
+    body = {"agent_id": "changed", **SHORT}
+    messages = [{"role": "system", "content": "First. " * 20}, {"role": "user", "content": "Q?"}]
+    first = live.post("/v1/chat/completions", {**body, "messages": messages})
+    assert live.get("/v1/agents/changed/why")["miss"] is None
+    messages[0]["content"] = "Second. " * 20
+    messages.append(first["choices"][0]["message"])
+    messages.append({"role": "user", "content": "And?"})
+    live.post("/v1/chat/completions", {**body, "messages": messages})
+    miss = live.get("/v1/agents/changed/why")["miss"]
+    assert miss["cause"] == "system" and miss["tokens_lost"] > 20
+    assert "First" in miss["was"] and "Second" in miss["became"] and miss["advice"]
+
+
+@pytest.mark.parametrize("verb", ["fork", "rewind", "keep", "pause", "resume", "wait", "finish"])
+def test_a_verb_for_nobody_says_who_there_is(live, verb):
+    make(live, "somebody") if verb == "fork" else None
+    response = live.http.post(f"/v1/agents/nobody/{verb}")
+    assert response.status_code == 404 and "no agent 'nobody'; there are" in response.text
+
+
+def test_an_id_never_becomes_a_path(live, tmp_path):
+    for bad in ("../up", "/etc/passwd", "a/b", "", ".hidden", "x" * 200, "a\x00b", "ü"):
+        response = live.http.post("/v1/agents", json={"id": bad})
+        assert response.status_code == 400, bad
+        response = live.http.post("/v1/agents/any/fork", json={"id": bad})
+        assert response.status_code in (400, 404), bad
+    for odd in ("..%2Fup", "%2e%2e", "a%00b"):
+        assert live.http.get(f"/v1/agents/{odd}").status_code == 404
+
+
+def test_a_name_is_taken_once(live):
+    make(live, "taken")
+    again = live.http.post("/v1/agents", json={"id": "taken"})
+    assert again.status_code == 409 and "choose another name" in again.text
+
+
+def test_agents_are_there_after_a_restart(tmp_path):
+    with serving(tmp_path) as live:
+        make(live, "stays", "Remember this. " * 30)
+        live.post("/v1/agents/stays/fork", {"id": "fork"})
+        asked = {"messages": [{"role": "user", "content": "Nobody named me. " * 30}], **SHORT}
+        said = live.post("/v1/chat/completions", asked)
+        before = live.get("/v1/agents/stays")
+    with serving(tmp_path) as live:
+        assert live.get("/health")["models"][0]["state"] == "absent"
+        after = live.get("/v1/agents/stays")
+        assert after["messages"] == before["messages"] and after["n_tokens"] == before["n_tokens"]
+        back = live.post("/v1/agents/fork/resume")
+        assert back["restored_tokens"] == before["n_tokens"] - 1
+        asked["messages"] += [said["choices"][0]["message"], {"role": "user", "content": "And?"}]
+        more = live.post("/v1/chat/completions", asked)
+        n = said["usage"]["total_tokens"]
+        assert more["kvcellar"]["agent_id"] == said["kvcellar"]["agent_id"]
+        assert more["usage"]["prompt_tokens"] > n, "its own tokens are gone on from"

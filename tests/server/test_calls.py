@@ -1,0 +1,199 @@
+"""Calls inside text, however the text is cut; and grammars on tokens, with the real tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.engine import SamplingParams, SamplingState, sample
+from kvcellar.server.calls import (
+    CALL_BEGIN,
+    CALL_END,
+    CallParser,
+    CallPart,
+    TextPart,
+    as_message,
+    call_head,
+    say_calls,
+    say_tools,
+)
+from kvcellar.server.errors import ApiError
+from kvcellar.server.grammar import Grammars
+
+JSON = st.recursive(
+    st.booleans() | st.integers(-9, 9) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+CALLS = st.lists(st.tuples(st.sampled_from("abc"), st.dictionaries(st.text(max_size=4), JSON)))
+WORDS = st.text("<tool_cal>/ \n{}", max_size=12).filter(
+    lambda text: CALL_BEGIN not in text and not text.endswith("<")
+)
+
+
+def written(calls):
+    return "\n".join(f"{call_head(name)}{json.dumps(value)}}}{CALL_END}" for name, value in calls)
+
+
+def read(pieces):
+    parser = CallParser("c")
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
+    return parser, parts
+
+
+@given(st.data(), WORDS, CALLS)
+def test_a_text_means_the_same_however_it_is_cut(data, before, calls):
+    text = before + written(calls)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    parser, parts = read(pieces)
+    assert [(c.name, json.loads(c.arguments)) for c in parser.calls] == calls
+    assert [c.call_id for c in parser.calls] == [f"c{i}" for i in range(len(calls))]
+    assert "".join(p.text for p in parts if isinstance(p, TextPart)) == parser.text == before
+    for i, (_, value) in enumerate(calls):
+        mine = [p.text for p in parts if isinstance(p, CallPart) and p.index == i]
+        assert mine[0] == "" and json.loads("".join(mine)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a <tool_call>\nnot json</tool_call> b", "a <tool_call>\nnot json</tool_call> b"),
+        ('cut <tool_call>\n{"name": ', 'cut <tool_call>\n{"name": '),
+        ("almost <tool_cal", "almost <tool_cal"),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>"),
+    ],
+)
+def test_what_is_no_call_stays_text(text, shown):
+    parser, parts = read(list(text))
+    assert not parser.calls and parser.text == shown
+    assert "".join(part.text for part in parts) == shown
+
+
+def test_a_call_with_its_keys_in_another_order_is_one():
+    parser, _ = read(['<tool_call>{"parameters": {"x": 1}, "name": "f"}</tool_call>'])
+    (call,) = parser.calls
+    assert call.name == "f" and json.loads(call.arguments) == {"x": 1}
+
+
+def test_a_call_that_was_cut_short_keeps_what_there_is():
+    parser, _ = read([call_head("f"), '{"x": [1, '])
+    (call,) = parser.calls
+    assert call.arguments == '{"x": [1, '
+
+
+def test_calls_become_text_one_way_for_templates_without_them():
+    parser, _ = read([f'{call_head("f")}{{"b":1,  "a" : 2}}}}{CALL_END}'])
+    ours = say_calls(as_message(parser.text, parser.calls))
+    theirs = {"name": "f", "arguments": {"b": 1, "a": 2}}
+    call = {"id": "other", "type": "function", "function": theirs}
+    assert say_calls({"role": "assistant", "content": "", "tool_calls": [call]}) == ours
+
+
+def test_tools_are_said_once_however_often_they_come():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    once = say_tools([{"role": "user", "content": "x"}], tools)
+    assert say_tools(once, tools) == once and once[0]["role"] == "system"
+    with_system = say_tools([{"role": "system", "content": "Be."}], tools)
+    assert with_system[0]["content"].startswith("Be.\n\n")
+    assert say_tools(with_system, tools) == with_system
+
+
+# Grammars ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def host(live):
+    live.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
+    (found,) = live.service.models.hosts()
+    return found
+
+
+def walk(host, make, choose, limit=400):
+    """Sample with a guide until it is complete; the text."""
+    vocab = host.engine.runner.vocab_size
+    state = SamplingState(SamplingParams(guide=make), vocab)
+    tokens = []
+    while not state.is_complete and len(tokens) < limit:
+        (choice,) = sample(choose(len(tokens), vocab), [state])
+        if choice.token_id in host.eos_token_ids:
+            break
+        state.record(choice.token_id)
+        tokens.append(choice.token_id)
+    return host.tokenizer.decode(tokens)
+
+
+def noise(seed):
+    chance = np.random.default_rng(seed)
+    return lambda _, vocab: chance.normal(size=(1, vocab)).astype(np.float32)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["x", "yy"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    },
+    "required": ["kind", "size", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_whatever_the_model_wants_the_answer_is_of_its_schema(host):
+    make = asyncio.run(Grammars().of_schema(host, SCHEMA))
+    for seed in range(20):
+        value = json.loads(walk(host, make, noise(seed)))
+        assert value["kind"] in ("x", "yy") and 0 <= value["size"] <= 99
+        assert len(value["tags"]) <= 2 and all(len(tag) <= 3 for tag in value["tags"])
+
+
+def test_forced_calls_are_calls_and_nothing_else(host):
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in "ab"
+    ]
+    make = asyncio.run(Grammars().of_calls(host, tools, is_forced=True, most=2))
+    for seed in range(10):
+        parser, _ = read([walk(host, make, noise(seed), limit=800)])
+        assert 1 <= len(parser.calls) <= 2 and not parser.text.strip()
+        for call in parser.calls:
+            assert call.name in "ab" and set(json.loads(call.arguments)) == set(SCHEMA["required"])
+
+
+def test_free_text_may_call_and_then_has_to_call_rightly(host):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    make = asyncio.run(Grammars().of_calls(host, tools, is_forced=False))
+    begin = host.tokenizer.encode(f"Well. {CALL_BEGIN}", add_special_tokens=False)
+    random = noise(3)
+
+    def choose(n, vocab):
+        logits = random(n, vocab)
+        if n < len(begin):
+            logits[0, begin[n]] = 1e6
+        return logits
+
+    text = walk(host, make, choose, limit=len(begin) + 60)
+    assert text.startswith(f"Well. {call_head('f')}")
+
+
+def test_a_copy_of_a_guide_goes_its_own_way(host):
+    make = asyncio.run(Grammars().of_schema(host, {"enum": ["aa", "ab"]}))
+    vocab = host.engine.runner.vocab_size
+    state = SamplingState(SamplingParams(guide=make), vocab)
+    other = state.fork()
+    quote, a = (host.tokenizer.encode(t, add_special_tokens=False)[0] for t in ('"', "a"))
+    state.record(quote)
+    logits = np.zeros((1, vocab), dtype=np.float32)
+    logits[0, a] = 9
+    assert sample(logits, [state])[0].token_id == a
+    assert host.tokenizer.decode([sample(logits, [other])[0].token_id]).startswith('"')
+
+
+def test_what_is_no_schema_is_refused(host):
+    with pytest.raises(ApiError, match="no grammar can be made of response_format"):
+        asyncio.run(Grammars().of_schema(host, {"type": "frob"}))

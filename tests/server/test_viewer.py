@@ -1,0 +1,225 @@
+"""The page in a real browser: what it shows, and that a click changes the cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from tests.server.live import PATIENCE_S, serving
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser")) if p), None)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SHORT = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+ARTEFACTS = os.environ.get("KVCELLAR_ARTEFACTS")
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium is installed, so there is no browser to look with"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    expect.set_options(timeout=PATIENCE_S * 1000)
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("shown")) as live:
+        live.post("/v1/agents", {"id": "root", "system": "You plan. " * 12})
+        live.post("/v1/agents/root/generate", {"text": "First. " * 30, **SHORT})
+        live.post("/v1/agents/root/generate", {"text": "Second. " * 20, **SHORT})
+        yield live
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory):
+    """With a key; it outlives the pages that look at it."""
+    with serving(tmp_path_factory.mktemp("keyed"), api_key="secret") as live:
+        yield live
+
+
+@pytest.fixture
+def open_page(browser, shown, tmp_path, request):
+    """Opens the page; whatever it complains about fails the test, and a picture is kept."""
+    opened = []
+    troubles = []
+
+    def open_it(width=1400, height=900, scheme="light", url=None, expected=None):
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_S * 1000)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+
+        def hear(message):
+            is_expected = expected is not None and expected in message.text
+            if message.type == "error" and not is_expected:
+                troubles.append(message.text)
+
+        page.on("console", hear)
+        page.goto(url or shown.url)
+        opened.append((page, context))
+        return page
+
+    yield open_it
+    folder = Path(ARTEFACTS) if ARTEFACTS else tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, (page, context) in enumerate(opened):
+        picture = folder / f"{request.node.name}-{i}.png"
+        page.screenshot(path=picture, full_page=True)
+        assert picture.stat().st_size > 10_000
+        context.close()
+    assert not troubles
+
+
+def chosen(page, agent_id):
+    page.locator(f'#tree [data-id="{agent_id}"]').click()
+    expect(page.locator("#agent-title")).to_have_text(agent_id)
+
+
+def shared_cells(page):
+    return int(page.locator("#map").get_attribute("data-shared"))
+
+
+def test_a_fork_by_clicking_changes_the_map(open_page, shown):
+    page = open_page()
+    chosen(page, "root")
+    before = shared_cells(page)
+    at = shown.get("/v1/agents/root")["turns"][0]["stop"]
+    page.locator('[data-fork="1"]').click()
+    expect(page.locator("#tree li")).to_have_count(2)
+    expect(page.locator("#agent-title")).to_contain_text("root-")
+    page.wait_for_function(f"Number(document.querySelector('#map').dataset.shared) > {before}")
+    # One more than was computed when the turn ended: the next turn computed its last token.
+    assert at - 1 <= shared_cells(page) - before <= at
+    tree = page.locator("#tree li").nth(1)
+    expect(tree).to_have_attribute("aria-level", "2")
+    expect(tree.locator(".from")).to_contain_text(f"at {at}")
+    child = page.locator("#agent-title").inner_text()
+    assert shown.get(f"/v1/agents/{child}")["parent_position"] == at
+
+
+def test_a_prompt_is_answered_and_taken_back(open_page, shown):
+    shown.post("/v1/agents/root/fork", {"id": "talker"})
+    page = open_page(scheme="dark")
+    chosen(page, "talker")
+    n = shown.get("/v1/agents/talker")["n_turns"]
+    expect(page.locator("#talk .user")).to_have_count(n)
+    page.locator("#max").fill("6")
+    page.locator("#temperature").fill("0")
+    page.locator("#prompt").fill("Say it.")
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#took")).to_contain_text("reused")
+    expect(page.locator("#talk .user")).to_have_count(n + 1)
+    expect(page.locator("#talk .user").last).to_contain_text("Say it.")
+    info = shown.get("/v1/agents/talker")
+    assert info["n_turns"] == n + 1
+    expect(page.locator("#talk .assistant").last).to_contain_text(
+        info["messages"][-1]["content"].strip()[:3]
+    )
+    page.locator('[data-verb="rewind"]').click()
+    expect(page.locator("#talk .user")).to_have_count(n)
+    assert shown.get("/v1/agents/talker")["n_turns"] == n
+
+
+def test_everything_is_done_by_keys(open_page, shown):
+    shown.post("/v1/agents", {"id": "keys"})
+    shown.post("/v1/agents/keys/generate", {"text": "Keys. " * 9, **SHORT})
+    page = open_page()
+    chosen(page, "keys")
+    page.locator('#tree [data-id="keys"]').focus()
+    page.keyboard.press("f")
+    expect(page.locator("#agent-title")).to_contain_text("keys-")
+    fork = page.locator("#agent-title").inner_text()
+    page.locator(f'#tree [data-id="{fork}"]').focus()
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("#agent-title")).to_have_text("keys")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#agent-title")).to_have_text(fork)
+    page.keyboard.press("r")
+    expect(page.locator("#talk .user")).to_have_count(0)
+    page.keyboard.press("/")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.locator("#map").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#cell-said")).to_contain_text("cells ")
+
+
+def test_it_is_said_what_was_computed_again(open_page, shown):
+    body = {"agent_id": "misser", **SHORT}
+    for system in ("Old words. " * 20, "New words. " * 20):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Q?"}]
+        shown.post("/v1/chat/completions", {**body, "messages": messages})
+    page = open_page()
+    chosen(page, "misser")
+    page.locator("#miss summary").click()
+    expect(page.locator("#miss")).to_contain_text("the system message changed")
+    expect(page.locator("#miss pre").first).to_contain_text("Old words")
+    expect(page.locator("#miss pre").last).to_contain_text("New words")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(open_page, shown, scheme):
+    page = open_page(width=360, height=740, scheme=scheme)
+    chosen(page, "root")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.locator('[data-verb="fork"]').scroll_into_view_if_needed()
+    expect(page.locator('[data-verb="fork"]')).to_be_visible()
+    small = page.evaluate(
+        "[...document.querySelectorAll('button')].filter(b => b.offsetParent)"
+        ".filter(b => b.offsetHeight < 24).length"
+    )
+    assert small == 0, "a finger hits every button"
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(int(part) for part in ground[4:-1].split(",")[:3])
+    assert (brightness > 600) == (scheme == "light")
+
+
+def test_the_page_sees_what_others_do(open_page, shown):
+    page = open_page()
+    expect(page.locator("#status-text")).to_contain_text("demo")
+    n = page.locator("#tree li").count()
+    shown.post("/v1/agents", {"id": "newcomer"})
+    expect(page.locator("#tree li")).to_have_count(n + 1)
+    shown.http.delete("/v1/agents/newcomer")
+    expect(page.locator("#tree li")).to_have_count(n)
+
+
+def test_the_page_asks_for_the_key(open_page, keyed):
+    page = open_page(url=keyed.url, expected="401")
+    expect(page.locator("#key")).to_be_visible()
+    page.locator("#key-value").fill("secret")
+    page.locator("#key button").click()
+    expect(page.locator("#status-text")).to_contain_text("the next request loads one")
+
+
+def test_text_in_an_answer_is_text_and_never_markup(open_page, shown):
+    shown.post("/v1/agents", {"id": "markup"})
+    evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    shown.post("/v1/agents/markup/generate", {"text": evil, **SHORT})
+    page = open_page()
+    chosen(page, "markup")
+    expect(page.locator("#talk .user")).to_contain_text("<img src=x")
+    assert page.title() == "kvcellar" and page.locator("#talk img").count() == 0
