@@ -469,7 +469,7 @@ def test_a_chat_that_the_template_refuses(folder):
 
 
 def test_settings_that_do_not_exist(folder):
-    with pytest.raises(BackendError, match="'jax' is unknown; there are: .*torch"):
+    with pytest.raises(BackendError, match=r"'jax' is unknown; there are: .*torch"):
         load_model(folder, backend="jax")
     with pytest.raises(ConfigError, match=r"dtype 'int3' .* float32, bfloat16, float16"):
         load_model(folder, dtype="int3")
