@@ -53,7 +53,8 @@ def export_command(
         str,
         typer.Option(
             metavar="DTYPE",
-            help="Type of what is not quantised: float32, float16 or bfloat16.",
+            help="Type of what is not quantised: float32, float16 or bfloat16. XNNPACK leaves the "
+            "last one to slower kernels.",
         ),
     ] = "float32",
     max_tokens_per_step: Annotated[

@@ -132,7 +132,8 @@ def test_an_export_reports_by_stage_and_says_what_xnnpack_took(checkpoint, tmp_p
         assert stage in stages
     assert report.n_op_calls == 1
     assert report.n_delegates > 1
-    assert report.delegated["aten.linear.default"] >= 8
+    assert report.delegated["aten.linear.default"] >= 5  # means of norms: it takes no bfloat16
+    assert sum(n for op, n in report.kept.items() if "linear" in op or "mm" in op) >= 8
     assert report.kept["kvcache.update_and_attend.default"] == 1
     assert report.size_bytes == report.path.stat().st_size
     model: Any = load_model(report.path, backend="executorch")
