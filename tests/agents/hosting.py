@@ -18,7 +18,7 @@ from kvcellar.budget import parse_size, resident_bytes
 from kvcellar.engine import EngineConfig, SamplingParams
 from kvcellar.registry import load_backend
 from kvcellar.store import Store, StoreConfig
-from tests.agents.fakes import turn
+from tests.agents.fakes import Eager, turn
 from tests.engine.loaded import peak_bytes
 
 CONFIG = EngineConfig(max_num_batched_tokens=128, max_num_seqs=8)
@@ -50,7 +50,9 @@ def main(folder: str, memory: str, capacity: str, n_agents: str, n: str, *models
         return plan.size_of(name, **settings)
 
     def load(name: str) -> ModelHost:
-        return open_host(name, memory_bytes=size_of(name), **settings)
+        host = open_host(name, memory_bytes=size_of(name), **settings)
+        host.costs = Eager()  # whatever is stored is loaded
+        return host
 
     config = StoreConfig(warm_bytes=plan.warm_bytes, queue_bytes=plan.queue_bytes)
     with Store(Path(folder), config) as store:

@@ -171,10 +171,10 @@ def test_too_many_requests_are_told_to_come_back(strict):
 
 def test_a_request_that_finds_no_room_in_time_is_told_who_has_it(strict):
     """The engine stands still meanwhile: whoever runs has the cells until it is let go."""
-    (host,) = strict.service.models.hosts()
     gate = threading.Event()
     held = Held(strict, agent_id="holder")
     next(held.lines)
+    (host,) = strict.service.models.hosts()  # loaded for the one before, if not earlier
     # No step happens while the gate is closed, so the second waits longer than it may.
     clock = host.engine._clock
     late = [0.0]

@@ -147,7 +147,12 @@ class Growth:
             extras = [self._down(extra // 2) for extra in extras]
 
     def cells_for(self, n_tokens: int) -> list[int]:
-        """Cells per group for so many tokens, in steps of at most ``STEP_TOKENS``."""
+        """Cells per group for so many tokens, in steps of at most ``STEP_TOKENS``.
+
+        More tokens than fit alone in full and window groups together may come in any one step.
+        """
+        if n_tokens > self.n_fitting and not all(self._floors):
+            return [n_tokens] * len(self._floors)
         return [min(n_tokens, floor) if floor else n_tokens for floor in self._floors]
 
     def most_tokens(self, free: Sequence[int]) -> int:

@@ -122,11 +122,12 @@ def _limit_bytes(memory: str | None, device: str | None, backend: str) -> int | 
 
 def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | None:
     """How models and store share ``--memory``; None without it. Loads the backend, no model."""
-    limit_bytes = _limit_bytes(memory, loading.get("device"), loading["backend"])
+    backend = loading.get("backend", "torch")
+    limit_bytes = _limit_bytes(memory, loading.get("device"), backend)
     if limit_bytes is None:
         return None
-    with progress_bar(f"starting {loading['backend']}"):
-        load_backend(loading["backend"])
+    with progress_bar(f"starting {backend}"):
+        load_backend(backend)
         from kvcellar.agents import MemoryPlan
 
         return MemoryPlan.divide(limit_bytes, resident_bytes())
