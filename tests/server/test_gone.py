@@ -125,9 +125,11 @@ def test_whoever_leaves_takes_everything_along(small):
     after = counts(small)
     # The pool of threads for blocking calls grows up to its limit, and no further.
     assert after.pop("threads") <= before.pop("threads") + 32
+    assert after.pop("tasks") <= before.pop("tasks")
     assert after == before
     gc.collect()
-    assert resident_bytes() < 1.05 * before_bytes
+    # Few visits leave the allocator's warming up in the figure; many do not.
+    assert resident_bytes() < (1.05 if N_GONE >= 500 else 1.1) * before_bytes
     answer = small.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "Still there?"}]}
     )
