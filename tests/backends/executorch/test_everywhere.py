@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
@@ -52,10 +53,12 @@ def test_an_engine_batches_forks_and_preempts_as_under_torch(loaded, checkpoint,
     assert len(ends[1]) == len(prompts)
 
 
-def test_a_snapshot_restores_under_torch_and_under_executorch(exported, checkpoint, tmp_path):
-    """Three turns, each by a new process's engine: torch, ExecuTorch, torch; one store."""
+def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path):
+    """Each turn by an engine of another backend, as in a process of its own; one store."""
+    has_mlx = importlib.util.find_spec("mlx_lm") is not None
+    backends = ("torch", "executorch", "mlx" if has_mlx else "torch", "executorch", "torch")
     folder, program = str(checkpoint("gemma2")), str(exported("gemma2"))
-    texts = ["The first thing. " * 4, "And another.", "Then?"]
+    texts = ["The first thing. " * 4, "And another.", "Then?", "And now?", "At last."]
 
     def host(backend: str) -> Any:
         name = program if backend == "executorch" else folder
@@ -70,7 +73,7 @@ def test_a_snapshot_restores_under_torch_and_under_executorch(exported, checkpoi
         for one in texts:
             run(turn(agents, "a", one, params=GREEDY))
         want = tokens_of(agents, "a")
-    for i, (one, backend) in enumerate(zip(texts, ("torch", "executorch", "torch"), strict=True)):
+    for i, (one, backend) in enumerate(zip(texts, backends, strict=True)):
         with manager(tmp_path / "two", host(backend)) as agents:
             if not i:
                 run(agents.create("a", model=folder))
