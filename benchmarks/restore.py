@@ -22,6 +22,7 @@ from typing import Any
 from harness import run
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, TurnEnd, open_host
+from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.engine import SamplingParams
 from kvcellar.models.loading import DEMO_FOLDER
 from kvcellar.store import Store, StoreConfig
@@ -36,6 +37,18 @@ SHAPE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
 }
+
+
+class Always(Costs):
+    """Whatever is stored is loaded: here it is asked what that takes, not whether it pays."""
+
+    def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
+        """Free."""
+        return Estimate(0.0, None)
+
+    def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
+        """Endless."""
+        return None
 
 
 def make_model(folder: Path) -> int:
@@ -116,6 +129,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
         os.environ["KVCELLAR_HOME"] = str(root / "home")
         n_parameters = make_model(root / "model")
         host = open_host(str(root / "model"), capacity=max(lengths) + 64)
+        host.costs = Always()
         print(f"{n_parameters / 1e6:.0f} million parameters, float32")
         print(f"{'tokens':>7} {'recomputed':>11} {'warm':>9} {'cold':>9} {'plain read':>11}")
         try:

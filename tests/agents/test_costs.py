@@ -88,7 +88,7 @@ def test_patience_is_a_small_part_of_what_computing_takes_until_a_restore_is_ahe
     costs = Costs(prefill_s_per_token=0.001)
     assert costs.patience_s(10_000, 0) == pytest.approx(0.3)
     assert costs.patience_s(10_000, 2000) == pytest.approx(2.0)
-    assert costs.patience_s(100, 0) == 0.02
+    assert costs.patience_s(100, 0) == 0.05
     assert Costs().patience_s(100, 0) is None
 
 

@@ -21,7 +21,7 @@ MARGIN = 0.8
 MAX_LOSS = 0.03
 """Of the prefill that is saved: what a restore may take before it has to have proven itself."""
 
-MIN_PATIENCE_S = 0.02
+MIN_PATIENCE_S = 0.05
 """Or so long, where that is more: a single block of a good disk is there by then."""
 
 TELLING_BYTES = 4 << 20
