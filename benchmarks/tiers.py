@@ -38,14 +38,14 @@ def without_store() -> Iterator[None]:
     async def nothing(*_: Any, **__: Any) -> BroughtBack:
         return BroughtBack(0)
 
-    bring, between = manager.bring_back, publishing.Publisher.between_steps
+    bring, publish = manager.bring_back, publishing.Publisher._publish
     manager.bring_back = nothing
-    publishing.Publisher.between_steps = lambda *_: None  # type: ignore[method-assign]
+    publishing.Publisher._publish = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         manager.bring_back = bring
-        publishing.Publisher.between_steps = between  # type: ignore[method-assign]
+        publishing.Publisher._publish = publish  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from tests.engine.fakes import (
 )
 
 VOCAB = 260
+BLOCK_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SMALL = StoreConfig(warm_bytes=1 << 24)
 
@@ -75,7 +76,7 @@ def make_host(
     *,
     capacity: int = 4096,
     params: Any = PARAMS,
-    block_tokens: int = 16,
+    block_tokens: int = BLOCK_TOKENS,
     config: EngineConfig | None = None,
     tokenizer: Any = None,
     runner: Callable[[Any, int], Any] = HashRunner,

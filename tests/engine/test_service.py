@@ -171,3 +171,24 @@ def test_a_kept_request_can_be_forked_and_released_from_outside():
     with EngineService(engine) as service:
         asyncio.run(main(service))
     nothing_is_left(engine)
+
+
+def test_what_was_put_off_is_done_once_when_nobody_asks_any_more(monkeypatch):
+    monkeypatch.setattr("kvcellar.engine.service.REST_S", 0.01)
+    done: list[str] = []
+    at_rest = threading.Event()
+    with EngineService(make_engine()) as service:
+
+        def put_off(_: Any) -> None:
+            service.when_at_rest("a", lambda: done.append("first"))
+            service.when_at_rest("b", lambda: (done.append("b"), at_rest.set()))
+            service.when_at_rest("a", lambda: (done.append("last"), at_rest.set()))
+            service._engine.submit(Request((1,), GREEDY))
+
+        service.run(put_off).result()
+        assert at_rest.wait(60)
+        deadline = time.monotonic() + 60
+        while len(done) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert done == ["b", "last"]
+        assert service.run(lambda engine: engine.is_idle).result()

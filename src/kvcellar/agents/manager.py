@@ -553,6 +553,7 @@ class AgentManager:
         """
         agent = self._agent(agent_id, model)
         async with agent.gate:
+            await self._publisher.save(agent, self._host_of(agent))
             await self._publisher.settled(agent)
 
             def write() -> int:
@@ -753,7 +754,7 @@ class AgentManager:
         agent.is_passing &= len(agent.turns) < 2
         if agent.is_passing:
             return None
-        return self._publisher.between_steps(host.engine, agent, True)
+        return self._publisher.after_turn(host, agent)
 
     # Inside ------------------------------------------------------------------------------------
 

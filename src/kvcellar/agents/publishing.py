@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from kvcellar.agents.models import ModelHost
@@ -18,14 +21,25 @@ __all__ = ["Publisher"]
 
 T = TypeVar("T")
 
+REST_EVERY_S = 5.0
+"""How long the KV of short turns may wait for the engine to rest."""
+
 
 class Publisher:
-    """Saves agents and knows what became of each save."""
+    """Saves agents and knows what became of each save.
+
+    After a turn the history is published at once. Its KV is too, where it fills a block; what is
+    less is taken when the engine rests, so that a talk of short turns does not write one growing
+    block again and again beside its own next turn.
+    """
 
     def __init__(self, store: Store) -> None:
         """Nothing saved yet."""
         self.store = store
         self._tickets: dict[str, SaveTicket] = {}
+        self._lock = threading.Lock()
+        self._owed_since: dict[str, float] = {}
+        """By agent since when there is KV of it that was not taken."""
 
     def refresh(self, agent: Agent) -> None:
         """Take over what another process has published of the agent since."""
@@ -51,10 +65,38 @@ class Publisher:
         await self.settled(agent)
         return await asyncio.to_thread(self._without_cells, agent)
 
+    def after_turn(self, host: ModelHost, agent: Agent) -> SaveTicket | None:
+        """Publish what a turn has left, in the engine's thread; see the class."""
+        now = time.monotonic()
+        with self._lock:
+            since = self._owed_since.setdefault(agent.name, now)
+            if now - since >= REST_EVERY_S:
+                return self._publish(host.engine, agent, True)
+            block_tokens = host.key.layout.block_tokens
+            ticket = self._publish(host.engine, agent, True, min_new=block_tokens)
+            if agent.name in self._owed_since:
+                then = replace(agent)  # it may be in its next turn when the engine rests
+                host.service.when_at_rest(agent.name, lambda: self._at_rest(host, agent, then))
+            return ticket
+
+    def _at_rest(self, host: ModelHost, agent: Agent, then: Agent) -> None:
+        """Take the KV that an agent is owed, unless that has happened."""
+        with self._lock:
+            if agent.name in self._owed_since:
+                with contextlib.suppress(StoreError):  # a full or closed store: events say so
+                    self._publish(host.engine, then, True)
+                    agent.n_stored = then.n_stored
+
     def between_steps(
         self, engine: Engine, agent: Agent, is_last_resort: bool
     ) -> SaveTicket | None:
         """Publish the agent's state from cells, in the engine's thread; see ``save_history``."""
+        with self._lock:
+            return self._publish(engine, agent, is_last_resort)
+
+    def _publish(
+        self, engine: Engine, agent: Agent, is_last_resort: bool, min_new: int = 0
+    ) -> SaveTicket | None:
         ticket = save_history(
             engine,
             self.store,
@@ -65,8 +107,13 @@ class Publisher:
             parent_position=agent.parent_position,
             metadata=agent.metadata(),
             is_last_resort=is_last_resort,
+            min_new=min_new,
         )
-        return None if ticket is None else self._follow(agent, ticket)
+        if ticket is None:
+            return None
+        if not min_new or ticket.n_stored + 1 >= len(agent.tokens):
+            self._owed_since.pop(agent.name, None)
+        return self._follow(agent, ticket)
 
     def _without_cells(self, agent: Agent) -> SaveTicket | None:
         """Publish a state of which no cell is here: what is stored of it is referred to."""
@@ -105,8 +152,10 @@ class Publisher:
         return ticket
 
     async def settled(self, agent: Agent) -> None:
-        """Wait until the last save of an agent is over."""
-        ticket = self._tickets.pop(agent.name, None)
+        """Wait until the last save of an agent is over; what it is owed is not taken any more."""
+        with self._lock:
+            self._owed_since.pop(agent.name, None)
+            ticket = self._tickets.pop(agent.name, None)
         if ticket is not None:
             await asyncio.to_thread(ticket.wait)
             if ticket.reference is not None:
@@ -121,7 +170,8 @@ class Publisher:
         if ticket is None:
             return
         ticket.wait()
-        if ticket.state is not SaveState.PUBLISHED or ticket.is_partial:
+        is_owed = agent.name in self._owed_since
+        if is_owed or ticket.state is not SaveState.PUBLISHED or ticket.is_partial:
             self.store.flush()
             again = host.service.run(lambda engine: self.between_steps(engine, agent, True))
             second = again.result()

@@ -355,6 +355,7 @@ def save_history(
     parent_position: int | None,
     metadata: Mapping[str, Any],
     is_last_resort: bool,
+    min_new: int = 0,
 ) -> SaveTicket | None:
     """Save what the cache holds of a history and publish it, in the background. Between steps.
 
@@ -369,6 +370,8 @@ def save_history(
         metadata: of the agent.
         is_last_resort: where the store holds more than the cache, publish it with the blocks that
             can be found at once. Otherwise None is returned, and nothing was done.
+        min_new: tokens below which no rows are taken: the history is published with the blocks that
+            are stored.
 
     Raises:
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
@@ -378,11 +381,12 @@ def save_history(
     try:
         source: CellRows | None = None
         n_computed = held.n_tokens
-        if n_computed + 1 < len(tokens):
+        if n_computed + 1 < len(tokens) or min_new:
             n_stored = store.match(key, tokens).n_resumable
-            if n_stored > n_computed or not n_computed:
-                if not is_last_resort:
-                    return None
+            is_less = n_stored > n_computed or not n_computed
+            if is_less and not is_last_resort:
+                return None
+            if is_less or n_computed - n_stored < min_new:
                 n_computed = n_stored
         if n_computed == held.n_tokens and isinstance(residency.cache, RowCache):
             source = CellRows(residency.cache, key.layout, held)

@@ -20,6 +20,9 @@ __all__ = ["EngineService", "EventStream"]
 
 T = TypeVar("T")
 
+REST_S = 0.1
+"""An engine that had nothing to do for so long rests: who asks next will hardly ask at once."""
+
 
 @dataclass(slots=True, eq=False)
 class EventStream:
@@ -71,6 +74,7 @@ class EngineService:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
         self._hooks: dict[int, Callable[[FinishEvent], None]] = {}
+        self._for_rest: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="kvcellar-engine", daemon=True)
@@ -91,6 +95,19 @@ class EngineService:
             EngineClosedError: the service is closed.
         """
         return self._call(lambda: function(self._engine))
+
+    def when_at_rest(self, name: str, work: Callable[[], None]) -> None:
+        """Do something when nobody has asked for anything for a while. From the engine's thread.
+
+        One such work at a time, and whoever asks meanwhile goes before the next. What is left when
+        the service closes is not done.
+
+        Args:
+            name: of several works of one name the last is done.
+            work: called in the engine's thread, between two steps. It must not raise.
+        """
+        self._for_rest.pop(name, None)
+        self._for_rest[name] = work
 
     async def submit(
         self, request: Request, on_finish: Callable[[FinishEvent], None] | None = None
@@ -208,10 +225,14 @@ class EngineService:
     def _take_commands(self) -> bool:
         """Run what callers asked for; wait for it where there is nothing else to do."""
         while True:
+            is_idle = self._engine.is_idle
             try:
-                command = self._commands.get(block=self._engine.is_idle)
+                command = self._commands.get(is_idle, REST_S if self._for_rest else None)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                self._for_rest.pop(next(iter(self._for_rest)))()
+                continue
             if command is None:
                 return False
             command()

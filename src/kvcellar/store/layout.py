@@ -210,9 +210,11 @@ def _shapes(parts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelKey:
     """Whose KV it is: blocks are shared exactly where two keys have the same root.
+
+    Such keys are equal, whatever else their layer groups say of how they are attended.
 
     Attributes:
         fingerprint: of the model, as ``models.fingerprint`` makes it; any text that differs
@@ -227,6 +229,12 @@ class ModelKey:
     def root(self) -> bytes:
         """16 bytes: the address before the first block of every history of this model."""
         return root_address(self.fingerprint, self.layout.as_json)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelKey) and other.root == self.root
+
+    def __hash__(self) -> int:
+        return hash(self.root)
 
 
 def root_address(fingerprint: str, layout_json: str) -> bytes:

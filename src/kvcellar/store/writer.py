@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +15,10 @@ from kvcellar.errors import StoreError
 
 T = TypeVar("T")
 Job = Callable[[], None]
+
+NICENESS = 10
+"""Of the thread, where a thread can have its own: those that compute go first, and the writer still
+gets a tenth of a processor that they keep busy."""
 
 
 class Writer:
@@ -108,6 +114,8 @@ class Writer:
         return True
 
     def _work(self) -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (item := self._jobs.get()) is not None:
             job, size_bytes = item
             try:
