@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,13 @@ import pytest
 
 from kvcellar.agents import publishing
 from kvcellar.agents.records import key_of
+from kvcellar.engine import SamplingParams
 from kvcellar.engine import service as service_module
 from kvcellar.store import Layout, ModelKey
 from tests.agents.fakes import BLOCK_TOKENS, PARAMS, make_host, manager, run, tokens_of, turn
 
 SHORT = [1, 2, 3]
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
 @pytest.fixture
@@ -111,6 +114,21 @@ def test_an_agent_that_went_back_stays_there_when_the_engine_rests(
         run(agents.rewind("a", turn=1))
         rest(agents, monkeypatch)
         assert stored(agents)[0] == history == tokens_of(agents, "a")
+
+
+def test_all_of_a_turn_that_was_interrupted_is_taken_at_once(tmp_path, never_rests):
+    async def leave(agents: Any) -> None:
+        await agents.create("a")
+        async with contextlib.aclosing(agents.generate("a", tokens=SHORT, params=LONG)) as events:
+            async for _ in events:
+                break
+
+    with manager(tmp_path) as agents:
+        run(leave(agents))
+        history = tokens_of(agents, "a")
+        assert len(history) > len(SHORT)
+        assert stored(agents)[0] == history
+        assert stored(agents)[1] >= len(history) - 1
 
 
 def test_what_waits_is_exported_too(tmp_path, never_rests):

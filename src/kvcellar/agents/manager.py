@@ -754,7 +754,8 @@ class AgentManager:
         agent.is_passing &= len(agent.turns) < 2
         if agent.is_passing:
             return None
-        return self._publisher.after_turn(host, agent)
+        is_interrupted = event.reason not in ("stop", "length")
+        return self._publisher.after_turn(host, agent, is_interrupted=is_interrupted)
 
     # Inside ------------------------------------------------------------------------------------
 

@@ -65,12 +65,17 @@ class Publisher:
         await self.settled(agent)
         return await asyncio.to_thread(self._without_cells, agent)
 
-    def after_turn(self, host: ModelHost, agent: Agent) -> SaveTicket | None:
-        """Publish what a turn has left, in the engine's thread; see the class."""
+    def after_turn(
+        self, host: ModelHost, agent: Agent, *, is_interrupted: bool
+    ) -> SaveTicket | None:
+        """Publish what a turn has left, in the engine's thread; see the class.
+
+        Of one that was interrupted all is taken at once: the engine may be about to close.
+        """
         now = time.monotonic()
         with self._lock:
             since = self._owed_since.setdefault(agent.name, now)
-            if now - since >= REST_EVERY_S:
+            if is_interrupted or now - since >= REST_EVERY_S:
                 return self._publish(host.engine, agent, True)
             block_tokens = host.key.layout.block_tokens
             ticket = self._publish(host.engine, agent, True, min_new=block_tokens)

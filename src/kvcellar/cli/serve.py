@@ -23,6 +23,7 @@ TRUST = "Trust"
 PREFILL_BESIDE = 64
 """Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
 
+PARALLEL = 16
 LIMITS = "Limits"
 
 
@@ -104,6 +105,15 @@ def serve_command(
             rich_help_panel=LIMITS,
         ),
     ] = 256,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Answers that run at a time; more wait their turn, so that these go on evenly.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = PARALLEL,
     max_body: Annotated[
         str,
         typer.Option(metavar="SIZE", help="Of one request.", rich_help_panel=LIMITS),
@@ -181,7 +191,7 @@ def serve_command(
     )
     offered = _offered(models or ["demo"])
     loading: dict[str, Any] = {
-        "config": EngineConfig(max_prefill_beside=PREFILL_BESIDE),
+        "config": EngineConfig(max_num_seqs=parallel, max_prefill_beside=PREFILL_BESIDE),
         "capacity": capacity,
         "kv_dtype": kv_dtype,
         "backend": backend,

@@ -388,7 +388,7 @@ async def merged(
                 yield 0, one
         return
     streams = [Stream(source()) for source in sources]
-    waiting = {asyncio.create_task(s.take(None)): i for i, s in enumerate(streams)}
+    waiting = {asyncio.create_task(s.take()): i for i, s in enumerate(streams)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -397,7 +397,7 @@ async def merged(
                 item = task.result()
                 if item is not None:
                     yield index, item
-                    waiting[asyncio.create_task(streams[index].take(None))] = index
+                    waiting[asyncio.create_task(streams[index].take())] = index
     finally:
         for task in waiting:
             task.cancel()

@@ -180,8 +180,18 @@ def serve(
         port = listener.getsockname()[1]
         name = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{name}:{port}"
-        with held_store(store.path, url):
-            asyncio.run(_serve(config, store, make_models(), listener, url, on_ready, preload))
+        runner = asyncio.Runner(loop_factory=_loop_factory())
+        with held_store(store.path, url), runner:
+            runner.run(_serve(config, store, make_models(), listener, url, on_ready, preload))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, which wakes up for less, where it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
 
 
 async def _serve(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.server.errors import ClientGone
 
@@ -66,22 +67,30 @@ class Stream(Generic[T]):
         if self._first is not None and self._first[1] is not None:
             raise self._first[1]
 
-    async def take(self, timeout_s: float | None) -> T | None:
+    async def take(self) -> T | None:
         """The next item; None at the end.
 
         Raises:
-            TimeoutError: none came in time; the stream goes on.
             Exception: what the generator raised.
         """
         taken = self._first
         if taken is None:
-            async with asyncio.timeout(timeout_s):
-                taken = await self._queue.get()
+            taken = await self._queue.get()
         self._first = None
         item, error = taken
         if error is not None:
             raise error
         return item
+
+    def slip_in(self, item: T) -> None:
+        """An item behind those that wait, unless there are many."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._queue.put_nowait((item, None))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether ``take`` would return, or raise, at once."""
+        return self._first is not None or not self._queue.empty()
 
     async def close(self) -> None:
         """End it and wait until all that it held is let go of. May be called twice."""
@@ -121,44 +130,70 @@ class SseResponse(Response):
         self._on_error = on_error
         self._ping, self._ping_s = ping, ping_s
         self._send_timeout_s = send_timeout_s
+        self._since, self._is_sending = time.monotonic(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all."""
         pump = asyncio.create_task(self._pump(send))
         gone = asyncio.create_task(_disconnected(receive))
+        watch = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({pump, gone, watch}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
             else:
                 scope["kvcellar.is_gone"] = True
-        except ClientGone:
-            scope["kvcellar.is_gone"] = True
         finally:
-            await _ended(pump, gone)
+            await _ended(pump, gone, watch)
             await self._frames.close()
 
     async def _pump(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._send(
+            send,
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            },
         )
         is_over = False
         while not is_over:
+            bodies: list[bytes] = []
             try:
-                body = await self._frames.take(self._ping_s)
-            except TimeoutError:
-                body = self._ping
+                while not bodies or self._frames.has_more:  # what has gathered goes in one piece
+                    body = await self._frames.take()
+                    is_over = body is None
+                    if body is None:
+                        break
+                    bodies.append(body)
             except Exception as error:
-                body, is_over = self._on_error(error), True
-            if body is None:
-                break
-            message = {"type": "http.response.body", "body": body, "more_body": True}
-            try:
-                async with asyncio.timeout(self._send_timeout_s):
-                    await send(message)
-            except TimeoutError:
-                raise ClientGone from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                bodies.append(self._on_error(error))
+                is_over = True
+            if bodies:
+                await self._send(send, _piece(b"".join(bodies)))
+        await self._send(send, _piece(b"", is_last=True))
+
+    async def _send(self, send: Send, message: Message) -> None:
+        self._since, self._is_sending = time.monotonic(), True
+        await send(message)
+        self._since, self._is_sending = time.monotonic(), False
+
+    async def _watch(self) -> None:
+        """Say that the stream is alive where it is silent; end when a client does not read."""
+        while True:
+            limit_s = self._send_timeout_s if self._is_sending else self._ping_s
+            left_s = self._since + limit_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(min(left_s, self._send_timeout_s))
+            elif self._is_sending:
+                return
+            else:
+                self._since = time.monotonic()
+                self._frames.slip_in(self._ping)
+
+
+def _piece(body: bytes, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": not is_last}
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
