@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.gate import Gate
@@ -23,7 +24,7 @@ from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.loading import ProgressFn
 from kvcellar.models.sizing import size_model
-from kvcellar.registry import make_paged_session, make_seq_session
+from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
 from kvcellar.store import Layout, ModelKey
 from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
 
@@ -135,14 +136,14 @@ def open_host(
     )
     layout = Layout.from_config(cache_config)
     with ExitStack() as stack:
-        make_session = make_seq_session if block_size == 1 else make_paged_session
+        make_session: Callable[[str, CacheConfig], CacheSession[Any]] = make_seq_session
+        if block_size > 1:
+            make_session = make_paged_session
+        elif speculate is not None:
+            make_session = make_tree_session
         session = stack.enter_context(make_session(backend, cache_config))
         runner = model.bind(session)
-        drafter: Drafter | None = None
-        if speculate == NGRAM:
-            drafter = NgramDrafter()
-        elif speculate is not None:
-            drafter = _draft_model(speculate, model, cache_config, backend, dtype, device, stack)
+        drafter = _make_drafter(speculate, model, cache_config, backend, dtype, device, stack)
         engine = Engine(
             runner,
             session.cache,
@@ -167,20 +168,24 @@ def open_host(
         )
 
 
-def _draft_model(
-    name: str,
+def _make_drafter(
+    name: str | None,
     target: LoadedModel,
     config: CacheConfig,
     backend: str,
     dtype: str | None,
     device: str | None,
     stack: ExitStack,
-) -> DraftModel:
-    """A smaller model with a cache of its own, of as many tokens as the target's.
+) -> Drafter | None:
+    """Who guesses: nobody, n-grams, or a smaller model with a cache of its own.
 
     Raises:
         ConfigError: its vocabulary is another one.
     """
+    if name is None:
+        return None
+    if name == NGRAM:
+        return NgramDrafter()
     model = load_model(name, backend=backend, dtype=dtype, device=device)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(
@@ -189,7 +194,7 @@ def _draft_model(
         )
     kv_dtype = model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"
     own = make_config(model.params, config.capacity, kv_dtype)
-    session = stack.enter_context(make_seq_session(backend, own))
+    session = stack.enter_context(make_tree_session(backend, own))
     return DraftModel(model.bind(session), session.cache, target.vocab_size)
 
 

@@ -10,12 +10,12 @@ from kvcellar.engine import Request, SamplingParams
 from kvcellar.engine.speculate import Ask, DraftModel
 from kvcellar.errors import ConfigError
 from kvcellar.types import make_config
-from tests.engine.fakes import FULL_PARAMS, PARAMS, HashRunner, SeqCells, logits_of
+from tests.engine.fakes import FULL_PARAMS, PARAMS, HashRunner, TreeCells, logits_of
 from tests.engine.test_engine import VOCAB, make_engine, nothing_is_left, plain_loop
 
 
 def draft_of(params: Any, capacity: int = 2000, vocab: int = VOCAB) -> DraftModel:
-    cache = SeqCells(make_config(params, capacity, min_chunk=16))
+    cache = TreeCells(make_config(params, capacity, min_chunk=16))
     return DraftModel(HashRunner(cache, vocab), cache, VOCAB)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import Request, SamplingParams
+from kvcellar.engine.draft import NO_DRAFT
 from kvcellar.engine.speculate import Ask, Draft, NgramDrafter, Speculator, StepCosts
 from kvcellar.engine.speculate.ngram import _key, _keys
 from kvcellar.errors import ConfigError
@@ -133,6 +134,33 @@ class Always:
     def ended(self, request_id: int) -> None:
         pass
 
+    def spent(self) -> float:
+        return 0.0
+
+
+class Costly(Always):
+    """And takes time for every level, by a clock of its own."""
+
+    is_free = False
+
+    def __init__(self, tokens: tuple[int, ...], level_s: float = 0.06) -> None:
+        super().__init__(tokens)
+        self.level_s = level_s
+        self.now = self._told = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def spent(self) -> float:
+        """Seconds since the last call."""
+        spent, self._told = self.now - self._told, self.now
+        return spent
+
+    def propose(self, asks: Any) -> list[Draft]:
+        drafts = super().propose(asks)
+        self.now += self.level_s * max(draft.depth for draft in drafts)
+        return drafts
+
 
 class Sequenced:
     """As much of a sequence as a speculator looks at."""
@@ -141,25 +169,24 @@ class Sequenced:
         self.request_id = request_id
         self.tokens = [1]
         self.sampled: list[int] = []
-        self.drafted: tuple[int, ...] = ()
+        self.draft = NO_DRAFT
         self.request = Request((1,), SamplingParams(max_tokens=None))
 
 
 def rounds(
-    speculator: Speculator, truth: tuple[int, ...], n: int, cost: Any, n_sequences: int = 1
+    speculator: Any, truth: tuple[int, ...], n: int, cost: Any, n_sequences: int = 1
 ) -> list[int]:
     """How many guesses were verified in each of n steps that take ``cost(n_tokens)`` seconds."""
     sequences: list[Any] = [Sequenced(i) for i in range(n_sequences)]
     verified = []
     for _ in range(n):
         speculator.propose(sequences, 0)
-        verified.append(sum(len(s.drafted) for s in sequences))
-        speculator.ran(n_sequences + verified[-1], cost(n_sequences + verified[-1]))
+        verified.append(sum(len(s.draft) for s in sequences))
+        n_tokens = n_sequences + verified[-1]
+        speculator.ran(n_tokens, cost(n_tokens) + speculator.drafter.spent())
         for sequence in sequences:
-            right = 0
-            while right < len(sequence.drafted) and sequence.drafted[right] == truth[right]:
-                right += 1
-            speculator.learn(sequence.request_id, truth[: right + 1])
+            n_right = len(sequence.draft.follow(truth))
+            speculator.learn(sequence.request_id, list(truth[: n_right + 1]))
     return verified
 
 
@@ -192,32 +219,38 @@ def test_where_two_sequences_guess_the_better_guesses_go_first():
     sequences: list[Any] = [Sequenced(0), Sequenced(1)]
     for _ in range(60):
         speculator.propose(sequences, 0)
-        speculator.learn(0, tuple(range(9))[: len(sequences[0].drafted) + 1])
-        speculator.learn(1, (77,))
+        speculator.learn(0, list(range(9))[: len(sequences[0].draft) + 1])
+        speculator.learn(1, [77])
         speculator.ran(4, 1.05)
-    assert len(sequences[0].drafted) > len(sequences[1].drafted)
+    assert len(sequences[0].draft) > len(sequences[1].draft)
 
 
 def test_guesses_that_take_time_are_asked_for_seldom_where_they_do_not_pay():
-    drafter = Always((5,) * 8)
-    drafter.is_free = False
-    speculator = Speculator(drafter)
-    speculator.draft_s_per_token = 1.0
-    clock = [0.0]
+    drafter = Costly((5,) * 8)
+    speculator = Speculator(drafter, clock=drafter.clock)
+    rounds(speculator, (6,), 2000, flat)
+    n_first = drafter.n_asked
+    assert n_first < 150
+    rounds(speculator, (6,), 2000, flat)
+    assert 70 < drafter.n_asked - n_first < 90, "a hundredth of the time: 20 s of 0.24 s each"
+    rounds(speculator, (5,) * 9, 400, flat)
+    assert rounds(speculator, (5,) * 9, 10, flat) == [8] * 10, "they pay, and are back"
 
-    def propose(asks: Any) -> list[Draft]:
-        clock[0] += 0.5
-        return Always.propose(drafter, asks)
 
-    drafter.propose = propose  # type: ignore[method-assign]
-    import kvcellar.engine.speculate.speculator as module
-
-    before, module.time = module.time, type("Clock", (), {"perf_counter": lambda: clock[0]})
-    try:
-        rounds(speculator, (6,), 2000, flat)
-    finally:
-        module.time = before
-    assert 10 < drafter.n_asked < 120, "a hundredth of the time"
+def test_guesses_that_take_time_go_as_deep_as_pays():
+    """Every level costs a half of a step here and is right half of the time: one pays, two not."""
+    drafter = Costly((5,) * 8, level_s=0.3)
+    speculator = Speculator(drafter, clock=drafter.clock)
+    sequence: Any = Sequenced(0)
+    rng = np.random.default_rng(0)
+    depths = []
+    for _ in range(600):
+        speculator.propose([sequence], 0)
+        depths.append(sequence.draft.depth)
+        truth = [5 if rng.random() < 0.5 else 6 for _ in range(9)]
+        speculator.learn(0, truth[: len(sequence.draft.follow(truth)) + 1])
+        speculator.ran(1, 1.0 + drafter.spent())
+    assert Counter(depths[-300:]).most_common(1)[0][0] == 1
 
 
 # In the engine ------------------------------------------------------------------------------------

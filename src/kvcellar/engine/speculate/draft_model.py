@@ -1,25 +1,85 @@
 """Guesses of a smaller model with the same vocabulary, in a cache of its own.
 
-The method: Leviathan et al., 2023 (arXiv:2211.17192); here the draft model always says its
-likeliest token, so a guess is right as often as the target would have sampled it.
+The method: Leviathan et al., 2023 (arXiv:2211.17192), with trees as in EAGLE-2 (Li et al., 2024,
+arXiv:2406.16858): level by level the likeliest tokens behind the likeliest paths, one forward per
+level whatever its width. The guesses are the draft model's likeliest tokens, so one of several is
+right as often as the target samples any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcellar.cache import SeqCache
-from kvcellar.engine.speculate.drafter import NO_DRAFT, Ask, Draft
+from kvcellar.cache import TreeSeqCache
+from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.speculate.drafter import Ask
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.models import Runner
+from kvcellar.models.runner import FloatArray
 
 __all__ = ["DraftModel"]
 
+MIN_PATH = 0.01
+"""Paths that the draft model holds to be less likely are not guessed, but for the likeliest."""
+
+MIN_SHARED = 32
+"""Tokens at least that a new sequence shares with another one's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """The guesses for one sequence while they grow."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    beliefs: list[float] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)
+    level: list[int] = field(default_factory=list)
+    """The guesses that came last."""
+    cached: list[int] = field(default_factory=list)
+    """The guesses that the draft's cache holds, in its order."""
+    n_levels: int = 0
+
+    def grow(self, above: Sequence[int], logits: FloatArray, width: int) -> None:
+        """One more level: the likeliest tokens behind some guesses, ``width`` in all.
+
+        Args:
+            above: the guesses, -1 for the sequence itself.
+            logits: ``[len(above), vocab]``: behind each of them.
+            width: guesses of the level, at most.
+        """
+        found: list[tuple[float, float, int, int]] = []
+        for parent, row in zip(above, logits, strict=True):
+            path = self.paths[parent] if parent >= 0 else 1.0
+            for token, belief in _likeliest(row, width):
+                found.append((path * belief, belief, parent, token))
+        found.sort(key=lambda guess: -guess[0])
+        self.level = []
+        for path, belief, parent, token in found[:width]:
+            if path >= MIN_PATH or not self.level:
+                self.level.append(len(self.tokens))
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.beliefs.append(belief)
+                self.paths.append(path)
+        self.n_levels += 1
+
+    def draft(self) -> Draft:
+        """The likeliest of all guesses, as many as were asked for."""
+        whole = Draft(tuple(self.tokens), "draft model", tuple(self.parents), tuple(self.beliefs))
+        order = sorted(range(len(whole)), key=lambda node: (-self.paths[node], node))
+        return whole.keep(sorted(order[: max(self.ask.n_nodes, self.ask.limit)]))
+
 
 class DraftModel:
-    """One sequence of the draft's cache for each sequence of the engine.
+    """One sequence of the draft's cache for each sequence of the engine, with a tree at its end.
+
+    The tree of the guesses stays until it is known which of them were right: those are committed
+    and need no other forward. A sequence that begins as another one does shares its cells.
 
     Where the draft's cache is full the sequences that were not asked about give way; what does not
     fit even then gets no guesses.
@@ -27,13 +87,16 @@ class DraftModel:
 
     is_free = False
 
-    def __init__(self, runner: Runner, cache: SeqCache, vocab_size: int) -> None:
+    def __init__(
+        self, runner: Runner, cache: TreeSeqCache, vocab_size: int, *, width: int = 4
+    ) -> None:
         """Nothing computed.
 
         Args:
             runner: the draft model, bound to the session of ``cache``.
             cache: its cache; nobody else uses it.
             vocab_size: of the target.
+            width: guesses per level and sequence, at most.
 
         Raises:
             ConfigError: the two do not have one vocabulary.
@@ -45,57 +108,126 @@ class DraftModel:
             )
         self._runner = runner
         self._cache = cache
-        self._known: dict[int, list[int]] = {}
-        """Per request the tokens whose KV the draft's cache holds."""
+        self._width = width
+        self._known: dict[int, int] = {}
+        """Per request how many of its tokens are in the draft's cache."""
+        self._tokens: dict[int, list[int]] = {}
+        self._trees: dict[int, _Tree] = {}
+        """Guesses that are in the draft's cache and await what is chosen."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Greedy continuations: one forward for what is new, then one per further token."""
-        going = [ask for ask in asks if self._make_room(ask, asks)]
-        if not going:
-            return [NO_DRAFT] * len(asks)
-        guesses: dict[int, list[int]] = {ask.request_id: [] for ask in going}
-        fresh = {ask.request_id: self._catch_up(ask) for ask in going}
-        active = going
+        """The likeliest continuations: one forward for what is new, then one per further level."""
+        for ask in asks:
+            self._commit(ask)
+        trees = {ask.request_id: _Tree(ask) for ask in self._with_room(asks)}
         try:
-            while active:
-                found = self._forward(active, fresh)
-                for ask, token in zip(active, found, strict=True):
-                    guesses[ask.request_id].append(token)
-                    fresh[ask.request_id] = [token]
-                active = [ask for ask in active if len(guesses[ask.request_id]) < ask.limit]
+            self._catch_up(list(trees.values()))
+            growing = list(trees.values())
+            while growing := [t for t in growing if t.level and t.n_levels < t.ask.limit]:
+                self._next_level(growing)
         except CacheFullError:
             pass  # what was guessed so far is good
         return [
-            Draft(tuple(guesses[ask.request_id]), "draft model")
-            if guesses.get(ask.request_id)
-            else NO_DRAFT
-            for ask in asks
+            trees[ask.request_id].draft() if ask.request_id in trees else NO_DRAFT for ask in asks
         ]
 
     def ended(self, request_id: int) -> None:
         """Free its cells."""
+        self._trees.pop(request_id, None)
+        self._tokens.pop(request_id, None)
         if self._known.pop(request_id, None):
             self._cache.seq_rm(request_id)
 
-    def _catch_up(self, ask: Ask) -> list[int]:
-        """Take back what turned out otherwise; the tokens that the draft has not seen."""
-        known = self._known.setdefault(ask.request_id, [])
-        n = min(len(known), len(ask.tokens) - 1)
-        n_same = n
-        if known[:n] != ask.tokens[:n]:
-            n_same = next(i for i in range(n) if known[i] != ask.tokens[i])
-        if n_same < len(known):
-            if n_same and not self._cache.can_resume(ask.request_id, n_same):
-                n_same = 0  # a window has moved on
-            self._cache.seq_rm(ask.request_id, n_same)
-            del known[n_same:]
-        return ask.tokens[n_same:]
+    def _commit(self, ask: Ask) -> None:
+        """Keep the guesses that were right; drop the others."""
+        tree = self._trees.pop(ask.request_id, None)
+        if tree is None:
+            return
+        held = Draft(tuple(tree.tokens), "", tuple(tree.parents)).keep(tree.cached)
+        right = held.follow(ask.tokens[self._known[ask.request_id] : -1])
+        self._cache.commit(right, ask.request_id)
+        self._known[ask.request_id] += len(right)
 
-    def _forward(self, asks: Sequence[Ask], fresh: dict[int, list[int]]) -> list[int]:
-        """The likeliest token behind each sequence's fresh ones."""
-        tokens = [token for ask in asks for token in fresh[ask.request_id]]
-        seq_ids = [ask.request_id for ask in asks for _ in fresh[ask.request_id]]
-        rows = np.cumsum([len(fresh[ask.request_id]) for ask in asks]) - 1
+    def _with_room(self, asks: Sequence[Ask]) -> list[Ask]:
+        """The sequences that fit together with their guesses, others having given way."""
+        going: list[Ask] = []
+        need = 0
+        asked = {ask.request_id for ask in asks}
+        for ask in asks:
+            self._share(ask)
+            n_new = len(ask.tokens) - self._known.get(ask.request_id, 0)
+            n_nodes = (ask.limit - 1) * self._width_of(ask)
+            for other in list(self._known):
+                if self._cache.can_extend(need + n_new + n_nodes):
+                    break
+                if other not in asked:
+                    self.ended(other)
+            if self._cache.can_extend(need + n_new + n_nodes):
+                need += n_new + n_nodes
+                going.append(ask)
+        return going
+
+    def _share(self, ask: Ask) -> None:
+        """Let a new sequence begin on the cells of the one that begins most as it does."""
+        if ask.request_id in self._known or len(ask.tokens) <= MIN_SHARED:
+            return
+        head, best, source = ask.tokens[:MIN_SHARED], MIN_SHARED - 1, -1
+        for request_id, tokens in self._tokens.items():
+            most = min(self._known[request_id], len(ask.tokens) - 1)
+            if most > best and tokens[:MIN_SHARED] == head:
+                pairs = zip(tokens[:most], ask.tokens, strict=False)
+                n = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
+                if n > best and self._cache.can_resume(request_id, n):
+                    best, source = n, request_id
+        if source >= 0:
+            self._cache.seq_cp(source, ask.request_id, 0, best)
+            self._known[ask.request_id] = best
+            self._tokens[ask.request_id] = ask.tokens
+
+    def _catch_up(self, trees: Sequence[_Tree]) -> None:
+        """Compute the tokens that the draft has not seen; they give the first level."""
+        if not trees:
+            return
+        fresh = [t.ask.tokens[self._known.get(t.ask.request_id, 0) :] for t in trees]
+        tokens = [token for part in fresh for token in part]
+        seq_ids = [t.ask.request_id for t, part in zip(trees, fresh, strict=True) for _ in part]
+        rows = np.cumsum([len(part) for part in fresh]) - 1
+        logits = self._forward(tokens, seq_ids, rows.tolist())
+        for tree, part, row in zip(trees, fresh, logits, strict=True):
+            request_id = tree.ask.request_id
+            self._known[request_id] = self._known.get(request_id, 0) + len(part)
+            self._tokens[request_id] = tree.ask.tokens
+            tree.grow([-1], row[None], self._width_of(tree.ask))
+
+    def _next_level(self, trees: Sequence[_Tree]) -> None:
+        """One forward of every tree's last level."""
+        tokens: list[int] = []
+        seq_ids: list[int] = []
+        try:
+            for tree in trees:
+                at = {node: i for i, node in enumerate(tree.cached)}
+                parents = [at.get(tree.parents[node], -1) for node in tree.level]
+                self._cache.propose(parents, tree.ask.request_id)
+                tokens += [tree.tokens[node] for node in tree.level]
+                seq_ids += [tree.ask.request_id] * len(tree.level)
+            logits = self._forward(tokens, seq_ids, range(len(tokens)))
+        except BaseException:
+            for tree in trees:
+                self._trees.pop(tree.ask.request_id, None)
+                if self._cache.has_tree(tree.ask.request_id):
+                    self._cache.commit([], tree.ask.request_id)
+            raise
+        start = 0
+        for tree in trees:
+            level = tree.level
+            tree.cached += level
+            self._trees[tree.ask.request_id] = tree
+            tree.grow(level, logits[start : start + len(level)], self._width_of(tree.ask))
+            start += len(level)
+
+    def _forward(
+        self, tokens: Sequence[int], seq_ids: Sequence[int], rows: Sequence[int]
+    ) -> FloatArray:
         try:
             positions = self._cache.begin_step(seq_ids)
             logits = self._runner.forward(tokens, positions, rows)
@@ -103,18 +235,20 @@ class DraftModel:
             self._cache.cancel_step()
             raise
         self._cache.end_step()
-        for ask in asks:
-            self._known[ask.request_id] += fresh[ask.request_id]
-        found: list[int] = logits.argmax(axis=1).tolist()
-        return found
+        return logits
 
-    def _make_room(self, ask: Ask, asks: Sequence[Ask]) -> bool:
-        """Whether the sequence and its guesses fit, others having given way."""
-        need = len(ask.tokens) + ask.limit - len(self._known.get(ask.request_id, ()))
-        asked = {other.request_id for other in asks}
-        for request_id in list(self._known):
-            if self._cache.can_extend(max(1, need)):
-                return True
-            if request_id not in asked:
-                self.ended(request_id)
-        return self._cache.can_extend(max(1, need))
+    def _width_of(self, ask: Ask) -> int:
+        """Guesses per level."""
+        return self._width if ask.n_nodes else 1
+
+
+def _likeliest(logits: FloatArray, n: int) -> list[tuple[int, float]]:
+    """The ``n`` likeliest tokens of ``[vocab]``, with their probabilities."""
+    best = logits.max()
+    if n == 1:
+        tokens = np.asarray([logits.argmax()])
+    else:
+        tokens = np.argpartition(logits, logits.size - min(n, logits.size))[-n:]
+        tokens = tokens[np.argsort(-logits[tokens], kind="stable")]
+    weights = np.exp(logits[tokens] - best) / np.exp(logits - best).sum()
+    return list(zip(tokens.tolist(), weights.tolist(), strict=True))
