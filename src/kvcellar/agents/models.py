@@ -14,8 +14,8 @@ from typing import Any
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_template
-from kvcellar.agents.memory import budget_of_host
-from kvcellar.budget import format_size
+from kvcellar.agents.memory import NGRAM, budgets_of_host
+from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.engine import Engine, EngineConfig, EngineService
 from kvcellar.engine.speculate import Drafter, DraftModel, NgramDrafter
 from kvcellar.errors import ConfigError
@@ -23,14 +23,11 @@ from kvcellar.home import default_home
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.loading import ProgressFn
-from kvcellar.models.sizing import size_model
 from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
 from kvcellar.store import Layout, ModelKey
 from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
-
-NGRAM = "ngram"
 
 
 @dataclass(slots=True, eq=False)
@@ -106,16 +103,22 @@ def open_host(
         StoreError: its files cannot be hashed.
     """
     report = progress or (lambda fraction, what: None)
-    budget = None
+    budget = draft_budget = None
     if memory_bytes is not None and backend == "executorch":
         raise ConfigError(
             "a memory limit counts what a process holds, and what ExecuTorch plans and packs is "
             "not known before; leave it out and give a capacity"
         )
     if memory_bytes is not None:
-        spec = size_model(name, dtype=dtype)
-        most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
-        budget = budget_of_host(spec, memory_bytes, capacity=most, kv_dtype=kv_dtype, config=config)
+        budget, draft_budget = budgets_of_host(
+            name,
+            memory_bytes,
+            capacity=capacity,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            config=config,
+            speculate=speculate,
+        )
     model = load_model(
         name,
         backend=backend,
@@ -143,7 +146,9 @@ def open_host(
             make_session = make_tree_session
         session = stack.enter_context(make_session(backend, cache_config))
         runner = model.bind(session)
-        drafter = _make_drafter(speculate, model, cache_config, backend, dtype, device, stack)
+        drafter = _make_drafter(
+            speculate, model, cache_config, draft_budget, backend, dtype, device, stack
+        )
         engine = Engine(
             runner,
             session.cache,
@@ -172,6 +177,7 @@ def _make_drafter(
     name: str | None,
     target: LoadedModel,
     config: CacheConfig,
+    budget: MemoryBudget | None,
     backend: str,
     dtype: str | None,
     device: str | None,
@@ -179,13 +185,16 @@ def _make_drafter(
 ) -> Drafter | None:
     """Who guesses: nobody, n-grams, or a smaller model with a cache of its own.
 
+    Where memory is limited n-grams are remembered of no more tokens than the cache has cells, and
+    of as many that have ended.
+
     Raises:
         ConfigError: its vocabulary is another one.
     """
     if name is None:
         return None
     if name == NGRAM:
-        return NgramDrafter()
+        return NgramDrafter() if config.budget is None else NgramDrafter(max_tokens=config.capacity)
     model = load_model(name, backend=backend, dtype=dtype, device=device)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(
@@ -193,7 +202,7 @@ def _make_drafter(
             f"of the same family"
         )
     kv_dtype = model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"
-    own = make_config(model.params, config.capacity, kv_dtype)
+    own = make_config(model.params, config.capacity, kv_dtype, budget=budget)
     session = stack.enter_context(make_tree_session(backend, own))
     return DraftModel(model.bind(session), session.cache, target.vocab_size)
 

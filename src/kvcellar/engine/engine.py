@@ -108,6 +108,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.runner = runner
         self.cache = cache
+        self._trees = cache if isinstance(cache, TreeSeqCache) else None
         windows = tuple(group.window for group in cache.config.params.groups)
         page_size = self.config.page_size or cache.block_size
         if page_size % cache.block_size:
@@ -134,7 +135,7 @@ class Engine:
                 drafter,
                 _most_guesses(cache, self.config.max_drafted),
                 is_adaptive=not self.config.verify_all_drafts,
-                has_trees=isinstance(cache, TreeSeqCache),
+                has_trees=self._trees is not None,
                 clock=clock,
             ),
         )
@@ -175,7 +176,7 @@ class Engine:
         if batch is None:
             return self.scheduler.events()
         try:
-            positions = _claim(self.cache, batch)
+            positions = self._claim(batch)
             logits, features = self._forward(batch, positions)
             output = _sample(batch, logits, features, self.scheduler.states_of(batch))
         except Exception as error:
@@ -185,6 +186,14 @@ class Engine:
         now = self._clock()
         self._times.add(now - started)
         return self.scheduler.record(batch, output, started, now)
+
+    def _claim(self, batch: ScheduledBatch) -> list[int]:
+        """Claim the batch's cells, those of guesses too; the position of every token."""
+        for part in batch.parts:
+            if part.is_tree:
+                assert self._trees is not None, "without trees guesses are in one chain"
+                self._trees.propose(part.parents, part.seq_id)
+        return self.cache.begin_step(batch.seq_ids)
 
     def _forward(
         self, batch: ScheduledBatch, positions: list[int]
@@ -213,15 +222,6 @@ class Engine:
     def stats(self) -> EngineStats:
         """All counts at this moment."""
         return take_stats(self.scheduler, self._times)
-
-
-def _claim(cache: SeqCache, batch: ScheduledBatch) -> list[int]:
-    """Claim the batch's cells, those of guesses too; the position of every token."""
-    for part in batch.parts:
-        if part.is_tree:
-            assert isinstance(cache, TreeSeqCache), "without trees guesses are in one chain"
-            cache.propose(part.parents, part.seq_id)
-    return cache.begin_step(batch.seq_ids)
 
 
 def _most_guesses(cache: SeqCache, wanted: int) -> int:

@@ -93,6 +93,11 @@ class Scheduler:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _step: int = 0
     _n_late: int = 0
+    _trees: TreeSeqCache | None = None
+
+    def __post_init__(self) -> None:
+        cache = self.residency.cache
+        self._trees = cache if isinstance(cache, TreeSeqCache) else None
 
     # Requests come and go ----------------------------------------------------------------------
 
@@ -396,7 +401,7 @@ class Scheduler:
 
         Where it ends before its last accepted guess, the guesses behind the end go too.
         """
-        n_known, cache = part.n_known, self.residency.cache
+        n_known = part.n_known
         n_new = len(sequence.tokens) - sequence.n_computed - n_known
         rows = [*range(n_known), *(n_known + node for node in verdict.accepted[:n_new])]
         self.counts.computed_tokens += len(part.token_ids)
@@ -407,10 +412,10 @@ class Scheduler:
             sequence.n_drafted += len(part.draft)
             sequence.n_accepted += len(verdict.accepted)
         if part.is_tree:
-            assert isinstance(cache, TreeSeqCache)
-            cache.commit(rows, sequence.seq_id)
+            assert self._trees is not None
+            self._trees.commit(rows, sequence.seq_id)
         elif len(rows) < len(part.token_ids):
-            cache.seq_rm(sequence.seq_id, sequence.n_computed)
+            self.residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
         return rows
 
     def _take(self, sequence: Sequence, verdict: Verdict, now: float) -> Finish | None:
@@ -449,8 +454,8 @@ class Scheduler:
         was claimed, and the next choice knows: then nobody ends.
         """
         for part in batch.parts:
-            if part.is_tree:
-                self._drop_tree(part.seq_id)
+            if self._trees is not None and part.is_tree and self._trees.has_tree(part.seq_id):
+                self._trees.commit([], part.seq_id)  # proposed, and never verified
         is_late = isinstance(error, CacheFullError) and self._n_late < MAX_LATE
         self._n_late = self._n_late + 1 if is_late else 0
         if is_late:
@@ -458,13 +463,6 @@ class Scheduler:
         for part in batch.parts:
             self._end(self._in_batch[part.request_id], "error", error=error)
         return self.events()
-
-    def _drop_tree(self, seq_id: int) -> None:
-        """Let go of guesses that were proposed and not verified, if any were."""
-        cache = self.residency.cache
-        assert isinstance(cache, TreeSeqCache)
-        if cache.has_tree(seq_id):
-            cache.commit([], seq_id)
 
     def events(self) -> list[Event]:
         """What there is to tell, once."""

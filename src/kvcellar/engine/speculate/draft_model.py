@@ -18,12 +18,15 @@ from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import Ask
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.models import Runner
-from kvcellar.models.runner import FloatArray
+from kvcellar.models.runner import FloatArray, step_limit
 
 __all__ = ["DraftModel"]
 
 MIN_PATH = 0.01
 """Paths that the draft model holds to be less likely are not guessed, but for the likeliest."""
+
+MAX_TOKENS = 512
+"""Tokens of one forward of the draft model."""
 
 MIN_SHARED = 32
 """Tokens at least that a new sequence shares with another one's."""
@@ -108,7 +111,8 @@ class DraftModel:
             )
         self._runner = runner
         self._cache = cache
-        self._width = width
+        self._max_tokens = step_limit(runner, MAX_TOKENS)
+        self._width = min(width, self._max_tokens)
         self._known: dict[int, int] = {}
         """Per request how many of its tokens are in the draft's cache."""
         self._tokens: dict[int, list[int]] = {}
@@ -139,14 +143,22 @@ class DraftModel:
             self._cache.seq_rm(request_id)
 
     def _commit(self, ask: Ask) -> None:
-        """Keep the guesses that were right; drop the others."""
-        tree = self._trees.pop(ask.request_id, None)
-        if tree is None:
-            return
-        held = Draft(tuple(tree.tokens), "", tuple(tree.parents)).keep(tree.cached)
-        right = held.follow(ask.tokens[self._known[ask.request_id] : -1])
-        self._cache.commit(right, ask.request_id)
-        self._known[ask.request_id] += len(right)
+        """Keep the guesses that were right; drop the others, and the last token if it is held.
+
+        It is where nothing was chosen since it was asked for the last time; its logits are wanted.
+        """
+        request_id = ask.request_id
+        tree = self._trees.pop(request_id, None)
+        if tree is not None:
+            held = Draft(tuple(tree.tokens), "", tuple(tree.parents)).keep(tree.cached)
+            right = held.follow(ask.tokens[self._known[request_id] : -1])
+            self._cache.commit(right, request_id)
+            self._known[request_id] += len(right)
+        n = len(ask.tokens) - 1
+        if self._known.get(request_id, 0) > n:
+            n = n if self._cache.can_resume(request_id, n) else 0
+            self._cache.seq_rm(request_id, n)
+            self._known[request_id] = n
 
     def _with_room(self, asks: Sequence[Ask]) -> list[Ask]:
         """The sequences that fit together with their guesses, others having given way."""
@@ -186,21 +198,36 @@ class DraftModel:
 
     def _catch_up(self, trees: Sequence[_Tree]) -> None:
         """Compute the tokens that the draft has not seen; they give the first level."""
-        if not trees:
-            return
-        fresh = [t.ask.tokens[self._known.get(t.ask.request_id, 0) :] for t in trees]
-        tokens = [token for part in fresh for token in part]
-        seq_ids = [t.ask.request_id for t, part in zip(trees, fresh, strict=True) for _ in part]
-        rows = np.cumsum([len(part) for part in fresh]) - 1
-        logits = self._forward(tokens, seq_ids, rows.tolist())
-        for tree, part, row in zip(trees, fresh, logits, strict=True):
-            request_id = tree.ask.request_id
-            self._known[request_id] = self._known.get(request_id, 0) + len(part)
-            self._tokens[request_id] = tree.ask.tokens
-            tree.grow([-1], row[None], self._width_of(tree.ask))
+        waiting = list(trees)
+        while waiting:
+            parts: list[tuple[_Tree, list[int]]] = []
+            room = self._max_tokens
+            for tree in waiting:
+                start = self._known.get(tree.ask.request_id, 0)
+                part = tree.ask.tokens[start : start + room]
+                if part:
+                    parts.append((tree, part))
+                    room -= len(part)
+            tokens = [token for _, part in parts for token in part]
+            seq_ids = [tree.ask.request_id for tree, part in parts for _ in part]
+            rows = np.cumsum([len(part) for _, part in parts]) - 1
+            logits = self._forward(tokens, seq_ids, rows.tolist())
+            for (tree, part), row in zip(parts, logits, strict=True):
+                request_id = tree.ask.request_id
+                known = self._known[request_id] = self._known.get(request_id, 0) + len(part)
+                self._tokens[request_id] = tree.ask.tokens
+                if known == len(tree.ask.tokens):
+                    waiting.remove(tree)
+                    tree.grow([-1], row[None], self._width_of(tree.ask))
 
     def _next_level(self, trees: Sequence[_Tree]) -> None:
-        """One forward of every tree's last level."""
+        """Every tree's last level, as many trees in one forward as it takes."""
+        n = max(1, self._max_tokens // self._width)
+        for first in range(0, len(trees), n):
+            self._compute_level(trees[first : first + n])
+
+    def _compute_level(self, trees: Sequence[_Tree]) -> None:
+        """One forward of every tree's last level; it gives the next."""
         tokens: list[int] = []
         seq_ids: list[int] = []
         try:

@@ -69,6 +69,10 @@ class Speculator:
     _total_s: float = 0.0
     _probe_s: float = 0.0
     _guessing_s: float = 0.0
+    _reader: FeatureReader | None = None
+
+    def __post_init__(self) -> None:
+        self._reader = self.drafter if isinstance(self.drafter, FeatureReader) else None
 
     def propose(self, sequences: Seq[Sequence], n_others: int) -> None:
         """Set ``draft`` of some decoding sequences.
@@ -113,8 +117,8 @@ class Speculator:
 
     def saw(self, request_id: int, start: int, features: FloatArray) -> None:
         """Tell a drafter that reads features what the model's layers said of computed tokens."""
-        if isinstance(self.drafter, FeatureReader):
-            self.drafter.saw(request_id, start, features)
+        assert self._reader is not None, "only a reader's engine computes features"
+        self._reader.saw(request_id, start, features)
 
     def ran(self, n_tokens: int, seconds: float) -> None:
         """A step has run, in so much time from before it was proposed for."""
@@ -183,11 +187,11 @@ class Speculator:
         before = self.costs.seconds(n_tokens)
         if before is None:
             return kept
-        gains = [
-            (-gain, node, request_id)
-            for request_id, draft in drafts.items()
-            for node, gain in enumerate(self._rates.paths(request_id, draft))
-        ]
+        gains: list[tuple[float, int, int]] = []
+        for request_id, draft in drafts.items():
+            paths = self._rates.paths(request_id, draft)
+            best_first = sorted((-gain, node, request_id) for node, gain in enumerate(paths))
+            gains += best_first[: self.max_drafted]
         gains.sort()
         # Sequences that decode bring a token each; those in prefill none, and take their time.
         expected = float(n_sequences)

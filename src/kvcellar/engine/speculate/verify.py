@@ -30,9 +30,13 @@ def verify(logits: FloatArray, draft: Draft, state: SamplingState) -> Verdict:
     trial = state.fork()
     choices: list[Choice] = []
     path: list[int] = []
+    all_rows = None
+    if state.params.is_greedy and not state.adjusts_logits:  # what came before changes nothing
+        all_rows = sample(logits, [state] * len(logits))
     while True:
         above = path[-1] if path else -1
-        choice = sample(logits[above + 1][None], [trial])[0]
+        row = above + 1
+        choice = sample(logits[row][None], [trial])[0] if all_rows is None else all_rows[row]
         choices.append(choice)
         trial.record(choice.token_id)
         right = (node for node in draft.children(above) if draft.tokens[node] == choice.token_id)
