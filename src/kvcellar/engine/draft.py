@@ -39,7 +39,8 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether each guess follows the one before."""
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        n = len(self.parents)
+        return not n or (self.parents[-1] == n - 2 and self.parents == tuple(range(-1, n - 1)))
 
     @property
     def depth(self) -> int:

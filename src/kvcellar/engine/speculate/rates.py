@@ -51,8 +51,11 @@ class Rates:
     def paths(self, request_id: int, draft: Draft) -> list[float]:
         """Per guess how likely it is to be right together with all that it follows."""
         found: list[float] = []
+        known: dict[Key, float] = {}
         for (key, prior), parent in zip(_keys(draft), draft.parents, strict=True):
-            rate = self._value(request_id, key, prior)
+            rate = known.get(key)
+            if rate is None:
+                rate = known[key] = self._value(request_id, key, prior)
             found.append(rate * found[parent] if parent >= 0 else rate)
         return found
 
@@ -91,6 +94,8 @@ def _keys(draft: Draft) -> list[tuple[Key, float]]:
     """Per guess under what it is counted, and what is believed of it at first."""
     if draft.beliefs:
         return [((draft.kind, -1 - bisect(_EDGES, b)), b) for b in draft.beliefs]
+    if draft.is_chain:
+        return [((draft.kind, 0), _UNKNOWN[0])] * len(draft)
     n_siblings: dict[int, int] = {}
     keys = []
     for parent in draft.parents:

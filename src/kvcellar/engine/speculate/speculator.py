@@ -156,8 +156,8 @@ class Speculator:
             right *= rate
             expected += n_sequences * right
             n_guesses = round(n_sequences * depth * self._per_level)
-            seconds = self.costs.seconds(n_tokens + n_guesses) or before
-            per_second = expected / (seconds + depth * self.level_s)
+            seconds = self._seconds(n_tokens + n_guesses, before) + depth * self.level_s
+            per_second = expected / seconds
             if per_second > best:
                 best, n_best = per_second, depth
         if n_best or self._probe_s >= PROBE_SHARE * self._total_s:
@@ -190,20 +190,28 @@ class Speculator:
         gains: list[tuple[float, int, int]] = []
         for request_id, draft in drafts.items():
             paths = self._rates.paths(request_id, draft)
-            best_first = sorted((-gain, node, request_id) for node, gain in enumerate(paths))
-            gains += best_first[: self.max_drafted]
+            found = [(-gain, node, request_id) for node, gain in enumerate(paths)]
+            if len(found) > self.max_drafted:
+                found = sorted(found)[: self.max_drafted]
+            gains += found
+        if not gains:
+            return kept
         gains.sort()
         # Sequences that decode bring a token each; those in prefill none, and take their time.
         expected = float(n_sequences)
         best, n_best = MARGIN * expected / before, 0
         for n, (gain, *_) in enumerate(gains, 1):
             expected -= gain
-            per_second = expected / (self.costs.seconds(n_tokens + n) or before)
+            per_second = expected / self._seconds(n_tokens + n, before)
             if per_second > best:
                 best, n_best = per_second, n
         for _, node, request_id in gains[:n_best]:
             kept[request_id].append(node)
         return {request_id: sorted(nodes) for request_id, nodes in kept.items()}
+
+    def _seconds(self, n_tokens: int, before: float) -> float:
+        """What a step with guesses takes: no less than without, whatever chance has measured."""
+        return max(before, self.costs.seconds(n_tokens) or before)
 
     def _guessed(
         self, asks: Mapping[int, Ask], drafts: Mapping[int, Draft], seconds: float, is_probe: bool
