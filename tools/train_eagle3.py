@@ -377,7 +377,6 @@ def train(
         progressed = Progressed(**state["progressed"])
         reporter.say(f"resumed at step {progressed.step} from {args.checkpoint}")
     windows = Windows(row, STAGES[progressed.stage][1], args.seed, progressed.drawn)
-    own_row = Windows(own.reshape(-1), own.shape[1], args.seed)
     next_check = progressed.active_seconds + args.checkpoint_every * 60
     average = math.nan
     guess = torch.compile(guessing_loss, dynamic=False) if args.compile else guessing_loss
@@ -441,31 +440,8 @@ def write_head(head: Eagle3Network, out: Path) -> None:
     }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
-    config = head.config
-    written = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "num_hidden_layers": 1,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": dict(config.rope_parameters),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(config.feature_layers or ()),
-            "use_aux_hidden_state": True,
-        },
-    }
-    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    config = json.dumps(head.config.to_dict() | {"torch_dtype": "bfloat16"}, indent=2)
+    (out / "config.json").write_text(config + "\n")
 
 
 def parse_args() -> argparse.Namespace:

@@ -64,9 +64,9 @@ def test_a_tree_of_guesses_is_what_the_dense_network_says_along_each_path(
         joined = {s: runner.join([rows.numpy()]) for s, rows in features.items()}
         # The last pairs of both in one forward, what comes before in another.
         at = cache.begin_step([0] * 6 + [3])
-        runner.read(known[0][:6] + known[3][:1], torch.cat((joined[0][:6], joined[3][:1])), at, [], 1)
+        runner.read(known[0][:6] + known[3][:1], [joined[0][:6], joined[3][:1]], at, [], 1)
         at = cache.begin_step([3] * 4 + [0] * 3)
-        fresh = torch.cat((joined[3][1:], joined[0][6:]))
+        fresh = [joined[3][1:], joined[0][6:]]
         first = runner.read(known[3][1:] + known[0][6:], fresh, at, [3, 6], 3)
         check(first, 0, 3, [])
         check(first, 1, 0, [])
@@ -92,7 +92,7 @@ def test_a_forward_that_fails_leaves_no_cell_claimed(tmp_path, loaded):
         joined = runner.join([np.zeros((2, N_FEATURES), np.float32)])
         session.cache.begin_step([0])
         with pytest.raises(StepError):
-            runner.read([1, 2], joined, [0, 1], [1], 1)
+            runner.read([1, 2], [joined], [0, 1], [1], 1)
         assert not session.cache.has_seq(0)
         assert session.cache.usage().groups[0].live == 0
 
@@ -127,10 +127,16 @@ def test_a_head_may_bring_an_embedding_and_names_of_other_trainers(tmp_path, loa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 32, "num_attention_heads": 2}, "hidden states of 32 numbers, which has 64"),
+        (
+            {"hidden_size": 32, "num_attention_heads": 2},
+            "hidden states of 32 numbers, which has 64",
+        ),
         ({"target_hidden_size": 128}, "hidden states of 128 numbers, which has 64"),
         ({"vocab_size": 512}, "512 tokens, which has 272"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, r"layers \[2, 16, 29\], which has 0 to 3"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]},
+            r"layers \[2, 16, 29\], which has 0 to 3",
+        ),
     ],
 )
 def test_a_head_of_another_model_is_refused(changes, message, tmp_path, loaded):

@@ -15,7 +15,9 @@ from tests.models.players import MAKE_SESSION, Player, assert_close, text
 def inputs_of(modules, run) -> np.ndarray:
     """The first inputs of modules in one run, side by side."""
     seen = []
-    hooks = [m.register_forward_pre_hook(lambda m, given: seen.append(given[0][0])) for m in modules]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, given: seen.append(given[0][0])) for m in modules
+    ]
     with torch.no_grad():
         run()
     for hook in hooks:
@@ -73,7 +75,8 @@ def test_a_thread_gets_its_own_features_while_another_runs_the_same_model(loaded
             runner = model.bind(player.session, feature_layers=(0, 3))
             both.wait()
             found[i] = [
-                runner.forward_with_features([token], [at])[1] for at, token in enumerate(prompts[i])
+                runner.forward_with_features([token], [at])[1]
+                for at, token in enumerate(prompts[i])
             ]
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]

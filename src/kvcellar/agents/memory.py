@@ -9,16 +9,20 @@ from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype, parse_kv_dtype
+from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.sizing import size_model
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
 from kvcellar.types import DEFAULT_CAPACITY
 
-__all__ = ["NGRAM", "NGRAM_BYTES", "MemoryPlan", "budgets_of_host"]
+__all__ = ["EAGLE3", "NGRAM", "NGRAM_BYTES", "MemoryPlan", "budgets_of_host", "head_of"]
 
 NGRAM = "ngram"
 """As a drafter: what followed before, without a model."""
+
+EAGLE3 = "eagle3"
+"""As a drafter: a head that reads the model's own layers; ``eagle3:PATH`` names another one."""
 
 NGRAM_BYTES = 512
 """About what a token takes that n-grams are remembered of: an entry per length, and itself."""
@@ -158,10 +162,22 @@ def _sizes(
     sizes = [_size_of(spec, most, kv_dtype, config, n_rows)]
     if speculate == NGRAM:
         sizes.append(_Size(0, 2 * most * NGRAM_BYTES, 0))
+    elif speculate is not None and (head := head_of(speculate)) is not None:
+        draft = size_eagle3(head or None, name, dtype=spec.dtype)
+        sizes.append(_size_of(draft, most, None, config, n_rows))
     elif speculate is not None:
         draft = size_model(speculate, dtype=dtype)
         sizes.append(_size_of(draft, most, None, config, config.max_num_batched_tokens))
     return sizes
+
+
+def head_of(speculate: str) -> str | None:
+    """The head that a drafter's name asks for, "" for the bundled one; None where it asks for none.
+
+    A folder or a model called ``eagle3`` is asked for by its path.
+    """
+    kind, _, path = speculate.partition(":")
+    return path if kind == EAGLE3 else None
 
 
 def _size_of(

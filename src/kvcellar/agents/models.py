@@ -14,10 +14,16 @@ from typing import Any
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_template
-from kvcellar.agents.memory import NGRAM, budgets_of_host
+from kvcellar.agents.memory import NGRAM, budgets_of_host, head_of
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.engine import Engine, EngineConfig, EngineService
-from kvcellar.engine.speculate import Drafter, DraftModel, NgramDrafter
+from kvcellar.engine.speculate import (
+    Drafter,
+    DraftModel,
+    Eagle3Drafter,
+    FeatureReader,
+    NgramDrafter,
+)
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
@@ -93,8 +99,9 @@ def open_host(
             capacity. On CPUs only.
         block_size: cells that are shared and freed together; above 1 its cache is of pages.
         speculate: who guesses tokens that are verified where that saves time: ``ngram`` (what
-            followed before), or a smaller model of the same vocabulary, as ``load_model`` takes
-            it; None: nobody.
+            followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
+            bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary, as
+            ``load_model`` takes it; None: nobody.
         progress: called while loading and hashing.
 
     Raises:
@@ -145,10 +152,11 @@ def open_host(
         elif speculate is not None:
             make_session = make_tree_session
         session = stack.enter_context(make_session(backend, cache_config))
-        runner = model.bind(session)
         drafter = _make_drafter(
             speculate, model, cache_config, draft_budget, backend, dtype, device, stack
         )
+        layers = drafter.feature_layers if isinstance(drafter, FeatureReader) else ()
+        runner = model.bind(session, feature_layers=layers)
         engine = Engine(
             runner,
             session.cache,
@@ -183,18 +191,27 @@ def _make_drafter(
     device: str | None,
     stack: ExitStack,
 ) -> Drafter | None:
-    """Who guesses: nobody, n-grams, or a smaller model with a cache of its own.
+    """Who guesses: nobody, n-grams, or a head or a smaller model with a cache of its own.
 
     Where memory is limited n-grams are remembered of no more tokens than the cache has cells, and
     of as many that have ended.
 
     Raises:
-        ConfigError: its vocabulary is another one.
+        ConfigError: its vocabulary is another one, or the head is another model's.
+        ModelError: there is no such head or model.
     """
     if name is None:
         return None
     if name == NGRAM:
         return NgramDrafter() if config.budget is None else NgramDrafter(max_tokens=config.capacity)
+    path = head_of(name)
+    if path is not None:
+        from kvcellar.models.eagle3.loading import load_eagle3
+
+        head = load_eagle3(path or None, target)
+        own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)
+        session = stack.enter_context(make_tree_session("torch", own))
+        return Eagle3Drafter(head.bind(session), session.cache)
     model = load_model(name, backend=backend, dtype=dtype, device=device)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(

@@ -62,7 +62,7 @@ class ExecutorchModel(LoadedModel):
         """XNNPACK has copied them in its own order when the method was loaded."""
         return self.size_bytes
 
-    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         return ExecutorchRunner(self, session)
 
 

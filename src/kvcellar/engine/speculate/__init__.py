@@ -5,6 +5,7 @@ Start in ``speculator.py``.
 
 from kvcellar.engine.speculate.draft_model import DraftModel
 from kvcellar.engine.speculate.drafter import Ask, Draft, Drafter, FeatureReader
+from kvcellar.engine.speculate.eagle3 import Eagle3Drafter
 from kvcellar.engine.speculate.ngram import NgramDrafter
 from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.engine.speculate.step_costs import StepCosts
@@ -15,6 +16,7 @@ __all__ = [
     "Draft",
     "DraftModel",
     "Drafter",
+    "Eagle3Drafter",
     "FeatureReader",
     "NgramDrafter",
     "Speculator",

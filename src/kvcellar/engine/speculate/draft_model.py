@@ -9,73 +9,24 @@ right as often as the target samples any of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import Ask
+from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.models import Runner
 from kvcellar.models.runner import FloatArray, step_limit
+from kvcellar.types import IntArray
 
 __all__ = ["DraftModel"]
-
-MIN_PATH = 0.01
-"""Paths that the draft model holds to be less likely are not guessed, but for the likeliest."""
 
 MAX_TOKENS = 512
 """Tokens of one forward of the draft model."""
 
 MIN_SHARED = 32
 """Tokens at least that a new sequence shares with another one's."""
-
-
-@dataclass(slots=True, eq=False)
-class _Tree:
-    """The guesses for one sequence while they grow."""
-
-    ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    beliefs: list[float] = field(default_factory=list)
-    paths: list[float] = field(default_factory=list)
-    level: list[int] = field(default_factory=list)
-    """The guesses that came last."""
-    cached: list[int] = field(default_factory=list)
-    """The guesses that the draft's cache holds, in its order."""
-    n_levels: int = 0
-
-    def grow(self, above: Sequence[int], logits: FloatArray, width: int) -> None:
-        """One more level: the likeliest tokens behind some guesses, ``width`` in all.
-
-        Args:
-            above: the guesses, -1 for the sequence itself.
-            logits: ``[len(above), vocab]``: behind each of them.
-            width: guesses of the level, at most.
-        """
-        found: list[tuple[float, float, int, int]] = []
-        for parent, row in zip(above, logits, strict=True):
-            path = self.paths[parent] if parent >= 0 else 1.0
-            for token, belief in _likeliest(row, width):
-                found.append((path * belief, belief, parent, token))
-        found.sort(key=lambda guess: -guess[0])
-        self.level = []
-        for path, belief, parent, token in found[:width]:
-            if path >= MIN_PATH or not self.level:
-                self.level.append(len(self.tokens))
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.beliefs.append(belief)
-                self.paths.append(path)
-        self.n_levels += 1
-
-    def draft(self) -> Draft:
-        """The likeliest of all guesses, as many as were asked for."""
-        whole = Draft(tuple(self.tokens), "draft model", tuple(self.parents), tuple(self.beliefs))
-        order = sorted(range(len(whole)), key=lambda node: (-self.paths[node], node))
-        return whole.keep(sorted(order[: max(self.ask.n_nodes, self.ask.limit)]))
 
 
 class DraftModel:
@@ -116,14 +67,14 @@ class DraftModel:
         self._known: dict[int, int] = {}
         """Per request how many of its tokens are in the draft's cache."""
         self._tokens: dict[int, list[int]] = {}
-        self._trees: dict[int, _Tree] = {}
+        self._trees: dict[int, GrowingTree] = {}
         """Guesses that are in the draft's cache and await what is chosen."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """The likeliest continuations: one forward for what is new, then one per further level."""
         for ask in asks:
             self._commit(ask)
-        trees = {ask.request_id: _Tree(ask) for ask in self._with_room(asks)}
+        trees = {ask.request_id: GrowingTree(ask, "draft model") for ask in self._with_room(asks)}
         try:
             self._catch_up(list(trees.values()))
             growing = list(trees.values())
@@ -196,11 +147,11 @@ class DraftModel:
             self._known[ask.request_id] = best
             self._tokens[ask.request_id] = ask.tokens
 
-    def _catch_up(self, trees: Sequence[_Tree]) -> None:
+    def _catch_up(self, trees: Sequence[GrowingTree]) -> None:
         """Compute the tokens that the draft has not seen; they give the first level."""
         waiting = list(trees)
         while waiting:
-            parts: list[tuple[_Tree, list[int]]] = []
+            parts: list[tuple[GrowingTree, list[int]]] = []
             room = self._max_tokens
             for tree in waiting:
                 start = self._known.get(tree.ask.request_id, 0)
@@ -218,38 +169,31 @@ class DraftModel:
                 self._tokens[request_id] = tree.ask.tokens
                 if known == len(tree.ask.tokens):
                     waiting.remove(tree)
-                    tree.grow([-1], row[None], self._width_of(tree.ask))
+                    width = self._width_of(tree.ask)
+                    tree.grow([-1], *_likeliest(row[None], width), width)
 
-    def _next_level(self, trees: Sequence[_Tree]) -> None:
+    def _next_level(self, trees: Sequence[GrowingTree]) -> None:
         """Every tree's last level, as many trees in one forward as it takes."""
         n = max(1, self._max_tokens // self._width)
         for first in range(0, len(trees), n):
             self._compute_level(trees[first : first + n])
 
-    def _compute_level(self, trees: Sequence[_Tree]) -> None:
+    def _compute_level(self, trees: Sequence[GrowingTree]) -> None:
         """One forward of every tree's last level; it gives the next."""
-        tokens: list[int] = []
-        seq_ids: list[int] = []
         try:
-            for tree in trees:
-                at = {node: i for i, node in enumerate(tree.cached)}
-                parents = [at.get(tree.parents[node], -1) for node in tree.level]
-                self._cache.propose(parents, tree.ask.request_id)
-                tokens += [tree.tokens[node] for node in tree.level]
-                seq_ids += [tree.ask.request_id] * len(tree.level)
+            tokens, seq_ids = propose_levels(self._cache, trees)
             logits = self._forward(tokens, seq_ids, range(len(tokens)))
         except BaseException:
             for tree in trees:
                 self._trees.pop(tree.ask.request_id, None)
-                if self._cache.has_tree(tree.ask.request_id):
-                    self._cache.commit([], tree.ask.request_id)
+            drop_trees(self._cache, trees)
             raise
         start = 0
         for tree in trees:
             level = tree.level
-            tree.cached += level
             self._trees[tree.ask.request_id] = tree
-            tree.grow(level, logits[start : start + len(level)], self._width_of(tree.ask))
+            width = self._width_of(tree.ask)
+            tree.grow(level, *_likeliest(logits[start : start + len(level)], width), width)
             start += len(level)
 
     def _forward(
@@ -269,13 +213,14 @@ class DraftModel:
         return self._width if ask.n_nodes else 1
 
 
-def _likeliest(logits: FloatArray, n: int) -> list[tuple[int, float]]:
-    """The ``n`` likeliest tokens of ``[vocab]``, with their probabilities."""
-    best = logits.max()
+def _likeliest(logits: FloatArray, n: int) -> tuple[IntArray, FloatArray]:
+    """The ``n`` likeliest tokens of each row ``[R, vocab]``, and their probabilities."""
     if n == 1:
-        tokens = np.asarray([logits.argmax()])
+        tokens = logits.argmax(axis=1)[:, None]
     else:
-        tokens = np.argpartition(logits, logits.size - min(n, logits.size))[-n:]
-        tokens = tokens[np.argsort(-logits[tokens], kind="stable")]
-    weights = np.exp(logits[tokens] - best) / np.exp(logits - best).sum()
-    return list(zip(tokens.tolist(), weights.tolist(), strict=True))
+        some = np.argpartition(logits, -min(n, logits.shape[1]), axis=1)[:, -n:]
+        order = np.argsort(-np.take_along_axis(logits, some, 1), axis=1, kind="stable")
+        tokens = np.take_along_axis(some, order, 1)
+    logits = logits - logits.max(axis=1, keepdims=True)
+    total = np.exp(logits).sum(axis=1, keepdims=True)
+    return tokens, np.exp(np.take_along_axis(logits, tokens, 1)) / total

@@ -52,7 +52,13 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class FeatureReader(Protocol):
-    """A drafter that guesses from what the model's own layers say of the tokens before."""
+    """A drafter that guesses from what the model's own layers say of the tokens before.
+
+    Attributes:
+        feature_layers: which of them, as ``LoadedModel.bind`` takes them.
+    """
+
+    feature_layers: tuple[int, ...]
 
     def saw(self, request_id: int, start: int, features: FloatArray) -> None:
         """The model has computed tokens of a sequence: those that count, never wrong guesses.

@@ -138,7 +138,7 @@ def read_eagle3_config(raw: Mapping[str, Any], where: Path) -> Eagle3Config:
             f"heads have silu"
         )
     check_rope(raw, where)
-    config = LlamaConfig.from_dict(dict(raw))
+    config: Any = LlamaConfig.from_dict(dict(raw))
     layers = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get(
         "eagle_aux_hidden_state_layer_ids"
     )

@@ -44,6 +44,7 @@ class Eagle3Head:
         config: its shape.
         feature_layers: whose inputs it reads of its target.
         params: what a cache for it must know.
+        kv_dtype: how its cache stores K and V: as the weights.
     """
 
     def __init__(self, network: Eagle3Network, feature_layers: tuple[int, ...]) -> None:
@@ -52,6 +53,7 @@ class Eagle3Head:
         self.config: Eagle3Config = config
         self.feature_layers = feature_layers
         self.params = ModelCacheParams(1, config.n_kv_heads, config.head_dim)
+        self.kv_dtype = str(network.fc.weight.dtype).removeprefix("torch.")
         attention, mlp = layer.self_attn, layer.mlp
         with torch.no_grad():
             self.embedding = network.embed_tokens.weight.detach()
@@ -103,6 +105,7 @@ class Eagle3Runner:
         """Bind; use :meth:`Eagle3Head.bind`."""
         self.head = head
         self.params = head.params
+        self.feature_layers = head.feature_layers
         self._session = session
 
     def join(self, features: Sequence[FloatArray], before: Tensor | None = None) -> Tensor:
@@ -121,7 +124,7 @@ class Eagle3Runner:
     def read(
         self,
         token_ids: Sequence[int],
-        joined: Tensor,
+        joined: Sequence[Tensor],
         positions: Sequence[int],
         rows: Sequence[int],
         k: int,
@@ -130,7 +133,7 @@ class Eagle3Runner:
 
         Args:
             token_ids: ``[T]``.
-            joined: ``[T, hidden]``, of the features of the tokens before these.
+            joined: ``[T, hidden]`` in all, of the features of the tokens before these.
             positions: ``[T]``.
             rows: ``[R]``, behind which of them to guess.
             k: guesses for each.
@@ -139,7 +142,11 @@ class Eagle3Runner:
             StepError, PositionError: the tokens are not those that the cache expects; no cell
                 stays claimed for this step.
         """
-        return self._forward(token_ids, joined, positions, torch.tensor(rows, dtype=torch.int64), k)
+        hidden = torch.cat(tuple(joined)) if len(joined) > 1 else joined[0]
+        chosen = None
+        if list(rows) != list(range(len(token_ids))):
+            chosen = torch.tensor(rows, dtype=torch.int64)
+        return self._forward(token_ids, hidden, positions, chosen, k)
 
     def go_on(
         self,
@@ -181,9 +188,7 @@ class Eagle3Runner:
                 out = self._layer(tokens, hidden, at, rows)
                 logits = functional.linear(_normed(out, self.head.config), self.head.lm_head)
                 said, ids = torch.softmax(logits.float(), dim=-1).topk(k)
-                return Guesses(
-                    self.head.target_ids[ids.cpu().numpy()], said.cpu().numpy(), out
-                )
+                return Guesses(self.head.target_ids[ids.cpu().numpy()], said.cpu().numpy(), out)
         except BaseException:
             cache.cancel_step()
             raise

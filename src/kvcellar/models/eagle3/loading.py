@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -16,12 +16,11 @@ from kvcellar.models.eagle3.config import (
     default_feature_layers,
     read_eagle3_config,
 )
+from kvcellar.models.eagle3.finding import DEMO_HEAD_FOLDER, find_head
 from kvcellar.models.eagle3.head import Eagle3Head
 from kvcellar.models.eagle3.network import Eagle3Network
-from kvcellar.models.loading import DEMO, DEMO_FOLDER, LoadedModel, find_checkpoint
+from kvcellar.models.loading import DEMO_FOLDER, LoadedModel
 from kvcellar.models.torch_loading import DTYPES
-
-DEMO_HEAD_FOLDER = DEMO_FOLDER.parent / "demo_eagle3"
 
 _EMBEDDING = "embed_tokens.weight"
 _TARGET_EMBEDDINGS = (
@@ -45,7 +44,7 @@ def load_eagle3(name_or_path: str | Path | None, target: LoadedModel) -> Eagle3H
         ConfigError: it was made for another model.
         ModelError: no such head, or one that is incomplete, damaged, a pickle or of another kind.
     """
-    folder = _find(name_or_path, target)
+    folder = find_head(name_or_path, target.name)
     config = read_eagle3_config(read_config(folder), folder)
     check_weights(folder)
     layers = config.feature_layers or default_feature_layers(target.params.n_layers)
@@ -58,19 +57,6 @@ def load_eagle3(name_or_path: str | Path | None, target: LoadedModel) -> Eagle3H
     where = device if isinstance(device, torch.device) else torch.device("cpu")
     network = _network(config, folder, tensors, dtype, where)
     return Eagle3Head(network, layers)
-
-
-def _find(name_or_path: str | Path | None, target: LoadedModel) -> Path:
-    if name_or_path is not None:
-        if name_or_path == DEMO:
-            return DEMO_HEAD_FOLDER
-        return find_checkpoint(name_or_path, lambda part, what: None)
-    if target.path != DEMO_FOLDER:
-        raise ConfigError(
-            f"only the bundled model comes with a head; name one that was trained for "
-            f"{target.name!r}: eagle3:PATH"
-        )
-    return DEMO_HEAD_FOLDER
 
 
 def _check_target(
@@ -119,8 +105,9 @@ def _target_embedding(config: Eagle3Config, folder: Path, target: LoadedModel) -
             f"those of {target.name!r} ({target.config.hidden_size}), so it cannot share the "
             f"model's; it is half copied, copy it again"
         )
-    if isinstance(target._model, torch.nn.Module):
-        weight: Tensor = target._model.get_input_embeddings().weight.detach()
+    model: Any = target._model
+    if isinstance(model, torch.nn.Module):
+        weight: Tensor = cast(Any, model).get_input_embeddings().weight.detach()
         return weight
     source = DEMO_FOLDER if folder == DEMO_HEAD_FOLDER else target.path
     if source.is_dir():
