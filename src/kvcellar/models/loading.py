@@ -115,12 +115,7 @@ class LoadedModel:
                 f"the cache of session {session.cache_key} was made for {_shape(params)}; "
                 f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
             )
-        n_layers = self.params.n_layers
-        if sorted(set(feature_layers)) != [i for i in feature_layers if 0 <= i <= n_layers]:
-            raise ConfigError(
-                f"features of the layers {list(feature_layers)} were asked for; name some of 0 to "
-                f"{n_layers}, each once, ascending"
-            )
+        check_feature_layers(feature_layers, self.params.n_layers)
         known = None
         if self.path.is_dir():  # figures are known by a checkpoint's files
             known = known_quality(self.path, session.cache.config.kv_dtype)
@@ -209,6 +204,19 @@ class LoadedModel:
             raise ModelError(
                 f"the chat template of {self.name!r} refuses these messages: {error}"
             ) from error
+
+
+def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:
+    """Make sure that a model has the layers whose features are asked for.
+
+    Raises:
+        ConfigError: it has not, or they are not ascending.
+    """
+    if sorted(set(layers)) != [layer for layer in layers if 0 <= layer <= n_layers]:
+        raise ConfigError(
+            f"features of the layers {list(layers)} were asked for; name some of 0 to {n_layers}, "
+            f"each once, ascending"
+        )
 
 
 def load_model(

@@ -35,8 +35,7 @@ class TorchRunner:
         self.vocab_size = vocab_size
         self.n_features = len(feature_layers) * int(model.config.hidden_size)
         self._model = model
-        inputs = [*model.model.layers, model.model.norm]
-        self._feature_modules = [inputs[layer] for layer in feature_layers]
+        self._feature_modules = modules_given(model, feature_layers)
         self._session = session
         self._device: torch.device = model.device
 
@@ -69,7 +68,7 @@ class TorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
         """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
-        with _inputs_of(self._feature_modules) as seen:
+        with inputs_of(self._feature_modules) as seen:
             logits = self.forward(token_ids, positions, rows)
             features = torch.cat([hidden[0] for hidden in seen], dim=-1)
             found: FloatArray = features.float().cpu().numpy()
@@ -90,8 +89,17 @@ class TorchRunner:
         return torch.from_numpy(values).to(self._device)
 
 
+def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:
+    """Per layer the module of a transformers model that is given its input.
+
+    Behind the last layer that is the last norm.
+    """
+    modules = [*model.model.layers, model.model.norm]
+    return [modules[layer] for layer in layers]
+
+
 @contextmanager
-def _inputs_of(modules: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
+def inputs_of(modules: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
     """The first argument of each module's next call in this thread, in their order.
 
     Other threads may run the same modules at the same time; nothing stays behind.

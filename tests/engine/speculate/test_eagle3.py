@@ -100,7 +100,9 @@ class HashHead:
 def head_of(capacity: int = 4000, **options: Any) -> Eagle3Drafter:
     cache = TreeCells(make_config(ModelCacheParams(1, 1, 4), capacity, min_chunk=16))
     rank = options.pop("rank", None)
-    return Eagle3Drafter(HashHead(cache, rank), cache, **{"min_reach": 0.0, **options})
+    return Eagle3Drafter(
+        HashHead(cache, rank), cache, **{"min_reach": 0.0, "max_depth": 9, **options}
+    )
 
 
 def engine_of(drafter: Any, kind: Any = TreeCells, capacity: int = 1500, **config: Any) -> Engine:

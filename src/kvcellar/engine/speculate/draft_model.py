@@ -9,6 +9,7 @@ right as often as the target samples any of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import numpy as np
 
 from kvcellar.cache import TreeSeqCache

@@ -71,7 +71,13 @@ class Eagle3Drafter:
     is_free = False
 
     def __init__(
-        self, runner: Eagle3Runner, cache: TreeSeqCache, *, width: int = 4, min_reach: float = 0.1
+        self,
+        runner: Eagle3Runner,
+        cache: TreeSeqCache,
+        *,
+        width: int = 4,
+        max_depth: int = 6,
+        min_reach: float = 0.1,
     ) -> None:
         """Nothing computed.
 
@@ -79,6 +85,7 @@ class Eagle3Drafter:
             runner: the head, bound to the session of ``cache``.
             cache: its cache; nobody else uses it.
             width: guesses per level and sequence, at most.
+            max_depth: levels, at most.
             min_reach: no further level where it is held to be less likely that one of a level's
                 guesses is right.
         """
@@ -86,6 +93,7 @@ class Eagle3Drafter:
         self._runner = runner
         self._cache = cache
         self._width = width
+        self._max_depth = max_depth
         self._min_reach = min_reach
         self._known: dict[int, _Known] = {}
 
@@ -150,7 +158,8 @@ class Eagle3Drafter:
     def _is_worth_more(self, tree: GrowingTree) -> bool:
         """Whether a level behind the last one may be of use."""
         reach = sum(tree.paths[node] for node in tree.level)
-        return tree.n_levels < tree.ask.limit and reach >= self._min_reach
+        most = min(tree.ask.limit, self._max_depth)
+        return tree.n_levels < most and reach >= self._min_reach
 
     def _read(self, trees: Sequence[GrowingTree]) -> Guesses:
         """Take all pairs that are new; what the head says behind the last of each sequence."""

@@ -23,13 +23,15 @@ def find_head(name_or_path: str | Path | None, target: str | Path) -> Path:
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub, from where it is downloaded;
-            None: the head that is bundled with the bundled model.
+            ``demo``: the head of the bundled model; None: the same, where that is the target.
         target: the model that it guesses for, as it was asked for.
 
     Raises:
         ConfigError: no head is bundled with the target.
         ModelError: there is no such head.
     """
+    if name_or_path == DEMO:
+        return DEMO_HEAD_FOLDER
     if name_or_path is not None:
         return find_checkpoint(name_or_path, lambda part, what: None)
     if target != DEMO and Path(target) != DEMO_FOLDER:
