@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.checkpoint import check_weights, read_config, stored_bytes
 from kvcellar.models.eagle3.config import read_eagle3_config
 from kvcellar.models.loading import DEMO, DEMO_FOLDER, find_checkpoint
@@ -30,14 +30,17 @@ def find_head(name_or_path: str | Path | None, target: str | Path) -> Path:
         ConfigError: no head is bundled with the target.
         ModelError: there is no such head.
     """
-    if name_or_path == DEMO:
-        return DEMO_HEAD_FOLDER
-    if name_or_path is not None:
+    if name_or_path not in (None, DEMO):
         return find_checkpoint(name_or_path, lambda part, what: None)
-    if target != DEMO and Path(target) != DEMO_FOLDER:
+    if name_or_path is None and target != DEMO and Path(target) != DEMO_FOLDER:
         raise ConfigError(
             f"only the bundled model comes with a head; name one that was trained for "
             f"{str(target)!r}: eagle3:PATH"
+        )
+    if not DEMO_HEAD_FOLDER.is_dir():
+        raise ModelError(
+            f"the bundled head is not in this installation ({DEMO_HEAD_FOLDER}); install kvcellar "
+            f"again, or name another one: eagle3:PATH"
         )
     return DEMO_HEAD_FOLDER
 
