@@ -162,6 +162,10 @@ class TreeCache(Cache, Protocol):
         """Append a frontier, the next forward's queries; return its nodes' positions."""
         ...
 
+    def has_tree(self, seq_id: int = 0) -> bool:
+        """Whether the sequence has proposed nodes that are not committed."""
+        ...
+
     def commit(self, accepted: Sequence[int], seq_id: int = 0) -> list[int]:
         """Keep one chain of the tree as the next tokens; return the row map."""
         ...

@@ -14,7 +14,10 @@ import torch
 import transformers
 
 from kvcellar.agents import MemoryPlan, open_host
+from kvcellar.agents.memory import budgets_of_host
+from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.errors import ConfigError
+from kvcellar.models.sizing import size_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +85,49 @@ def test_a_limit_that_holds_no_model_is_refused_with_numbers(models):
         MemoryPlan.divide(100 * MB, 100 * MB)
     with pytest.raises(ConfigError, match="leaves nothing for KV"):
         open_host(models[0], memory_bytes=5 * MB)
+
+
+def test_whoever_guesses_for_a_model_is_counted_with_it(models):
+    plan = MemoryPlan.divide(10_000 * MB, 1000 * MB)
+    alone, both = (plan.size_of(models[0], capacity=1000, speculate=s) for s in (None, models[1]))
+    assert alone + 1000 * 49_152 < both <= 2 * alone + 100 * MB
+    ngram = plan.size_of(models[0], capacity=1000, speculate="ngram")
+    assert alone + 1_000_000 <= ngram < both
+
+    limit = both - 10 * MB
+    own, draft = budgets_of_host(models[0], limit, capacity=1000, speculate=models[1])
+    assert draft is not None
+    assert own.limit_bytes == limit and own.base_bytes > draft.limit_bytes
+    assert own.base_bytes + own.reserve_bytes + own.kv_bytes == limit
+    assert abs(own.kv_bytes - draft.kv_bytes) < MB, "models of one shape hold the same tokens"
+    assert budgets_of_host(models[0], limit, capacity=1000, speculate="ngram")[1] is None
+    with pytest.raises(ConfigError, match="leaves nothing for KV"):
+        budgets_of_host(models[0], alone - 49 * MB, capacity=1000, speculate=models[1])
+
+
+def test_a_host_with_a_draft_model_keeps_both_caches_inside_the_limit(models):
+    limit = MemoryPlan.divide(10_000 * MB, 1000 * MB).size_of(
+        models[0], capacity=300, speculate=models[1]
+    )
+    config = EngineConfig(verify_all_drafts=True)
+    host = open_host(
+        models[0], capacity=300, memory_bytes=limit, speculate=models[1], config=config
+    )
+    try:
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        requests = [Request(tuple(range(i, 40 + i)), params) for i in range(2)]
+        ends = host.service.run(lambda e: [e.generate(request) for request in requests]).result()
+        assert all(len(end.token_ids) == 9 for end in ends)
+        engine = host.engine
+        drafter: Any = engine.scheduler.speculator.drafter
+        budgets = [cache.config.budget for cache in (engine.cache, drafter._cache)]
+        assert budgets[0] is not budgets[1]
+        assert all(0 < budget.held_bytes <= budget.kv_bytes for budget in budgets)
+        held = sum(b.held_bytes for b in budgets) + sum(b.reserve_bytes for b in budgets)
+        assert held + 2 * size_model(models[0]).weight_bytes <= limit
+        assert host.engine.stats().drafted_tokens > 0
+    finally:
+        host.close()
 
 
 def test_a_model_is_given_what_its_capacity_takes_or_all_there_is(models):

@@ -18,6 +18,7 @@ from kvcellar.bookkeeping import (
     SeqBookkeeping,
     TreeBookkeeping,
 )
+from kvcellar.engine.speculate import Ask, Draft
 from kvcellar.registry import CacheSession
 from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams, make_config
 
@@ -153,6 +154,49 @@ def _seen_by_queries(cells: np.ndarray, read: AttendSpec) -> list[tuple[int, ...
             mask[len(tokens) - read.mask.shape[1] :] = read.mask[i]
         seen.append(tuple(tokens[mask].tolist()))
     return seen
+
+
+class GuessTrees:
+    """A drafter that knows the model above: in most of its levels one of several guesses is right.
+
+    With a seed it is the same for the same sequence, whatever else happens.
+    """
+
+    is_free = True
+
+    def __init__(self, params: ModelCacheParams, vocab_size: int, seed: int = 0) -> None:
+        self.params, self.vocab_size, self.seed = params, vocab_size, seed
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [self._tree(ask) for ask in asks]
+
+    def ended(self, request_id: int) -> None:
+        pass
+
+    def _tree(self, ask: Ask) -> Draft:
+        rng = np.random.default_rng([self.seed, len(ask.tokens), ask.tokens[-1]])
+        tokens: list[int] = []
+        parents: list[int] = []
+        level: list[tuple[int, list[int]]] = [(-1, [])]
+        for _ in range(int(rng.integers(1, ask.limit + 1))):
+            below: list[tuple[int, list[int]]] = []
+            for parent, path in level:
+                found = rng.choice(self.vocab_size, int(rng.integers(1, 4)), replace=False).tolist()
+                right = logits_of([*ask.tokens, *path], self.vocab_size, self.params).argmax()
+                if rng.random() < 0.8 and right not in found:
+                    found[int(rng.integers(len(found)))] = int(right)
+                for token in found:
+                    if len(tokens) < max(ask.limit, ask.n_nodes):
+                        below.append((len(tokens), [*path, token]))
+                        tokens.append(token)
+                        parents.append(parent)
+            likely = [node for node, path in below if self._is_right(ask.tokens, path)]
+            level = [b for b in below if b[0] in likely or rng.random() < 0.3]
+        return Draft(tuple(tokens), "tree", tuple(parents))
+
+    def _is_right(self, tokens: list[int], path: list[int]) -> bool:
+        before = [*tokens, *path[:-1]]
+        return bool(logits_of(before, self.vocab_size, self.params).argmax() == path[-1])
 
 
 class ByteTokenizer:

@@ -22,9 +22,11 @@ from tests.engine.fakes import (
     FULL_PARAMS,
     PARAMS,
     ByteTokenizer,
+    GuessTrees,
     HashRunner,
     PagedCells,
     SeqCells,
+    TreeCells,
     make_cache,
 )
 
@@ -32,8 +34,10 @@ VOCAB = ByteTokenizer.vocab_size
 EOS = (ByteTokenizer.END,)
 
 
-class MovingCells(SeqCells):
+class _Moving:
     """Cells whose tokens can leave and come back."""
+
+    stored: list[np.ndarray]
 
     def read_cells(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [self.stored[g][t[t >= 0]].copy() for g, t in enumerate(tables)]
@@ -41,6 +45,14 @@ class MovingCells(SeqCells):
     def write_cells(self, tables: Sequence[np.ndarray], rows: list[np.ndarray]) -> None:
         for g, (table, tokens) in enumerate(zip(tables, rows, strict=True)):
             self.stored[g][table[table >= 0]] = tokens
+
+
+class MovingCells(_Moving, SeqCells):
+    pass
+
+
+class MovingTrees(_Moving, TreeCells):
+    pass
 
 
 @dataclass
@@ -170,12 +182,14 @@ class GuessAgain:
         }
     ),
     capacity=st.integers(48, 110),
-    drafter=st.sampled_from([None, GuessAgain()]),
+    kind=st.sampled_from(["none", "chain", "tree", "tree in chains"]),
 )
-def test_any_mixture_gives_the_tokens_of_the_plain_loop(
-    params, arrivals, config, capacity, drafter
-):
-    cache = MovingCells(make_cache("seq", capacity, params).config)
+def test_any_mixture_gives_the_tokens_of_the_plain_loop(params, arrivals, config, capacity, kind):
+    make = MovingTrees if kind in ("tree", "chain") else MovingCells
+    cache = make(make_cache("seq", capacity, params).config)
+    drafter: Any = None
+    if kind != "none":
+        drafter = GuessAgain() if kind == "chain" else GuessTrees(params, VOCAB)
     engine = make_engine(cache=cache, drafter=drafter, **config)
     heard = Heard()
     asked: dict[int, Request] = {}

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvcellar as kv
 from kvcellar.errors import BackendError, ConfigError, ModelError, PromptError, StepError
 from kvcellar.models import load_model
 from kvcellar.models.sizing import size_model
 from tests.models.players import Player, text
+from tests.models.test_features import inputs_of
 from tests.models.tiny_checkpoints import COMMON, make_model, save
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
@@ -255,3 +257,23 @@ def test_yarn_without_truncation_is_the_configs_own(loaded: Any) -> None:
     rope = loaded("gpt_oss", "mlx")._model.model.layers[0].self_attn.rope.rope
     want = make_model("gpt_oss").model.rotary_emb.inv_freq
     torch.testing.assert_close(torch.tensor(1 / np.array(rope._freqs)), want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_features_are_those_of_transformers(loaded: Any, oracle: Any, family: str) -> None:
+    model, prompt = loaded(family, "mlx"), text(12)
+    middle, last = model.params.n_layers // 2, model.params.n_layers
+    own = oracle(family).model
+    modules = [own.model.layers[0], own.model.layers[middle], own.model.norm]
+    want = inputs_of(modules, lambda: own(torch.tensor([prompt])))
+    with Player(model, "seq") as player:
+        runner = model.bind(player.session, feature_layers=(0, middle, last))
+        found = []
+        for part in (prompt[:8], prompt[8:]):
+            positions = player.cache.begin_step([0] * len(part))
+            logits, features = runner.forward_with_features(part, positions, [1])
+            found.append(features)
+        assert features.dtype == np.float32
+        np.testing.assert_allclose(np.concatenate(found), want, atol=1e-3)
+        np.testing.assert_allclose(logits, oracle(family).logits(prompt)[[9]], atol=1e-3)
+        assert player.feed(prompt, 1).shape == logits.shape, "and without"

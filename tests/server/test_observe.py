@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcellar.agents import open_host
+from kvcellar.engine import EngineConfig
 from tests.models.tiny_checkpoints import make_checkpoint
 from tests.server.live import PATIENCE_S, load_demo, serving
 
@@ -45,6 +46,34 @@ def test_metrics_count_what_was_done(live):
     assert more("kvcellar_http_requests_total", *route) == 1
     assert after["kvcellar_active",] == 0 and after["kvcellar_agents",] >= 1
     assert after["kvcellar_resident_bytes",] > 1e7
+
+
+def test_guesses_are_counted_in_metrics_and_told_with_each_answer(tmp_path):
+    """A model that has to say one word again and again: after it n-grams are mostly right."""
+
+    def load(path, progress):
+        every = EngineConfig(verify_all_drafts=True)
+        return open_host(path, capacity=1024, dtype="float32", speculate="ngram", config=every)
+
+    word = {"logit_bias": {"97": 100.0}, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    with serving(tmp_path, load=load) as server:
+        body = {"messages": [{"role": "user", "content": "Say it."}], **word}
+        usage = server.post("/v1/chat/completions", body)["usage"]
+        told = usage["completion_tokens_details"]
+        right, wrong = told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]
+        assert right > 10 and wrong >= 0
+        plain = server.post("/v1/completions", {"prompt": "Say it.", **word})["usage"]
+        told = plain["completion_tokens_details"]
+        right += told["accepted_prediction_tokens"]
+        wrong += told["rejected_prediction_tokens"]
+        server.post("/v1/agents", {"id": "guessed"})
+        end = server.post("/v1/agents/guessed/generate", {"text": "Say it. ", **word})["usage"]
+        right += end["accepted_tokens"]
+        seen = metrics_of(server)
+    engine = ("model", "demo")
+    assert seen["kvcellar_engine_accepted_tokens_total", engine] == right
+    verified = seen["kvcellar_engine_drafted_tokens_total", engine]
+    assert verified == right + wrong + end["drafted_tokens"] - end["accepted_tokens"]
 
 
 def test_the_snapshot_says_whose_every_cell_is(live):

@@ -9,13 +9,23 @@ from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype, parse_kv_dtype
+from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.sizing import size_model
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
 from kvcellar.types import DEFAULT_CAPACITY
 
-__all__ = ["MemoryPlan", "budget_of_host"]
+__all__ = ["EAGLE3", "NGRAM", "NGRAM_BYTES", "MemoryPlan", "budgets_of_host", "head_of"]
+
+NGRAM = "ngram"
+"""As a drafter: what followed before, without a model."""
+
+EAGLE3 = "eagle3"
+"""As a drafter: a head that reads the model's own layers; ``eagle3:PATH`` names another one."""
+
+NGRAM_BYTES = 512
+"""About what a token takes that n-grams are remembered of: an entry per length, and itself."""
 
 IN_FLIGHT = 8
 """Blocks of a restore that are read ahead of the engine."""
@@ -69,48 +79,119 @@ class MemoryPlan:
         kv_dtype: str | None = None,
         dtype: str | None = None,
         config: EngineConfig | None = None,
+        speculate: str | None = None,
         **_: object,
     ) -> int:
         """What a model is given, from its config: enough for ``capacity`` tokens, or all there is.
 
-        Takes what ``open_host`` takes.
+        Takes what ``open_host`` takes; whoever guesses for the model is counted with it.
 
         Raises:
             ModelError: as ``size_model``.
         """
-        spec = size_model(name, dtype=dtype)
-        most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
-        kv = _kv_of(spec, kv_dtype)
-        kv_bytes = spec.growth_bytes(most, kv) + sum(
-            most * (size + INDEX_BYTES + ARRAY_BYTES) for size in spec.group_bytes(kv)
-        )
-        reserve = _reserve(spec, most, kv, config)
-        return min(self.models_bytes, spec.weight_bytes + reserve + kv_bytes)
+        sizes = _sizes(name, speculate, capacity, kv_dtype, dtype, config)
+        return min(self.models_bytes, sum(size.fixed_bytes + size.kv_bytes for size in sizes))
 
 
-def budget_of_host(
-    spec: ModelCacheSpec,
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What one model takes: its weights, what it sets aside, and KV of so many tokens."""
+
+    weight_bytes: int
+    reserve_bytes: int
+    kv_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Whatever is in the cache."""
+        return self.weight_bytes + self.reserve_bytes
+
+
+def budgets_of_host(
+    name: str,
     limit_bytes: int,
     *,
-    capacity: int,
+    capacity: int | None = None,
     kv_dtype: str | None = None,
+    dtype: str | None = None,
     config: EngineConfig | None = None,
-) -> MemoryBudget:
-    """The budget of one host's cache: its weights are its base, its forwards its reserve.
+    speculate: str | None = None,
+) -> tuple[MemoryBudget, MemoryBudget | None]:
+    """The budgets of one host's cache, and of the cache of a model that guesses for it, if any.
+
+    A model's weights are its base, its forwards its reserve. What is left for KV is divided so that
+    both caches hold the same tokens.
 
     Raises:
         ConfigError: the weights and a forward alone take more, with the numbers.
     """
-    reserve = _reserve(spec, capacity, _kv_of(spec, kv_dtype), config)
-    return MemoryBudget(limit_bytes, base_bytes=spec.weight_bytes, reserve_bytes=reserve)
+    size, *others = _sizes(name, speculate, capacity, kv_dtype, dtype, config)
+    guessing = sum(other.fixed_bytes for other in others)
+    left = max(0, limit_bytes - size.fixed_bytes - guessing)
+    shares = [left * other.kv_bytes // (size.kv_bytes + other.kv_bytes) for other in others]
+    own = MemoryBudget(
+        limit_bytes,
+        base_bytes=size.weight_bytes + guessing + sum(shares),
+        reserve_bytes=size.reserve_bytes,
+    )
+    if not others or not others[0].kv_bytes:
+        return own, None
+    (draft,), (share,) = others, shares
+    return own, MemoryBudget(
+        draft.fixed_bytes + share,
+        base_bytes=draft.weight_bytes,
+        reserve_bytes=draft.reserve_bytes,
+    )
 
 
-def _reserve(spec: ModelCacheSpec, capacity: int, kv: KvDtype, config: EngineConfig | None) -> int:
-    """What a forward takes and gives back, and the blocks of a restore on their way in."""
+def _sizes(
+    name: str,
+    speculate: str | None,
+    capacity: int | None,
+    kv_dtype: str | None,
+    dtype: str | None,
+    config: EngineConfig | None,
+) -> list[_Size]:
+    """A model's, and that of whoever guesses for it."""
     config = config or EngineConfig()
+    spec = size_model(name, dtype=dtype)
+    most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
+    n_rows = config.max_num_seqs
+    if speculate is not None:
+        n_rows = min(config.max_num_batched_tokens, n_rows * (1 + config.max_drafted))
+    sizes = [_size_of(spec, most, kv_dtype, config, n_rows)]
+    if speculate == NGRAM:
+        sizes.append(_Size(0, 2 * most * NGRAM_BYTES, 0))
+    elif speculate is not None and (head := head_of(speculate)) is not None:
+        draft = size_eagle3(head or None, name, dtype=spec.dtype)
+        sizes.append(_size_of(draft, most, None, config, n_rows))
+    elif speculate is not None:
+        draft = size_model(speculate, dtype=dtype)
+        sizes.append(_size_of(draft, most, None, config, config.max_num_batched_tokens))
+    return sizes
+
+
+def head_of(speculate: str) -> str | None:
+    """The head that a drafter's name asks for, "" for the bundled one; None where it asks for none.
+
+    A folder or a model called ``eagle3`` is asked for by its path.
+    """
+    kind, _, path = speculate.partition(":")
+    return path if kind == EAGLE3 else None
+
+
+def _size_of(
+    spec: ModelCacheSpec, capacity: int, kv_dtype: str | None, config: EngineConfig, n_rows: int
+) -> _Size:
+    """Besides weights and KV: a forward, and the blocks of a restore on their way in."""
+    kv = _kv_of(spec, kv_dtype)
     context = min(capacity, spec.max_positions)
-    forward = spec.scratch_bytes(context, config.max_num_batched_tokens, config.max_num_seqs)
-    return forward + IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv)
+    forward = spec.scratch_bytes(context, config.max_num_batched_tokens, n_rows)
+    kv_bytes = spec.growth_bytes(capacity, kv) + sum(
+        capacity * (size + INDEX_BYTES + ARRAY_BYTES) for size in spec.group_bytes(kv)
+    )
+    in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv)
+    return _Size(spec.weight_bytes, forward + in_flight, kv_bytes)
 
 
 def _kv_of(spec: ModelCacheSpec, kv_dtype: str | None) -> KvDtype:

@@ -9,27 +9,31 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_template
-from kvcellar.agents.memory import budget_of_host
-from kvcellar.budget import format_size
+from kvcellar.agents.memory import NGRAM, budgets_of_host, head_of
+from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.engine import Engine, EngineConfig, EngineService
-from kvcellar.engine.speculate import Drafter, DraftModel, NgramDrafter
+from kvcellar.engine.speculate import (
+    Drafter,
+    DraftModel,
+    Eagle3Drafter,
+    FeatureReader,
+    NgramDrafter,
+)
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.loading import ProgressFn
-from kvcellar.models.sizing import size_model
-from kvcellar.registry import make_paged_session, make_seq_session
+from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
 from kvcellar.store import Layout, ModelKey
 from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
-
-NGRAM = "ngram"
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +99,9 @@ def open_host(
             capacity. On CPUs only.
         block_size: cells that are shared and freed together; above 1 its cache is of pages.
         speculate: who guesses tokens that are verified where that saves time: ``ngram`` (what
-            followed before), or a smaller model of the same vocabulary, as ``load_model`` takes
-            it; None: nobody.
+            followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
+            bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary, as
+            ``load_model`` takes it; None: nobody.
         progress: called while loading and hashing.
 
     Raises:
@@ -105,16 +110,22 @@ def open_host(
         StoreError: its files cannot be hashed.
     """
     report = progress or (lambda fraction, what: None)
-    budget = None
+    budget = draft_budget = None
     if memory_bytes is not None and backend == "executorch":
         raise ConfigError(
             "a memory limit counts what a process holds, and what ExecuTorch plans and packs is "
             "not known before; leave it out and give a capacity"
         )
     if memory_bytes is not None:
-        spec = size_model(name, dtype=dtype)
-        most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
-        budget = budget_of_host(spec, memory_bytes, capacity=most, kv_dtype=kv_dtype, config=config)
+        budget, draft_budget = budgets_of_host(
+            name,
+            memory_bytes,
+            capacity=capacity,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            config=config,
+            speculate=speculate,
+        )
     model = load_model(
         name,
         backend=backend,
@@ -135,14 +146,17 @@ def open_host(
     )
     layout = Layout.from_config(cache_config)
     with ExitStack() as stack:
-        make_session = make_seq_session if block_size == 1 else make_paged_session
-        session = stack.enter_context(make_session(backend, cache_config))
-        runner = model.bind(session)
-        drafter: Drafter | None = None
-        if speculate == NGRAM:
-            drafter = NgramDrafter()
+        make_session: Callable[[str, CacheConfig], CacheSession[Any]] = make_seq_session
+        if block_size > 1:
+            make_session = make_paged_session
         elif speculate is not None:
-            drafter = _draft_model(speculate, model, cache_config, backend, dtype, device, stack)
+            make_session = make_tree_session
+        session = stack.enter_context(make_session(backend, cache_config))
+        drafter = _make_drafter(
+            speculate, model, cache_config, draft_budget, backend, dtype, device, stack
+        )
+        layers = drafter.feature_layers if isinstance(drafter, FeatureReader) else ()
+        runner = model.bind(session, feature_layers=layers)
         engine = Engine(
             runner,
             session.cache,
@@ -167,20 +181,37 @@ def open_host(
         )
 
 
-def _draft_model(
-    name: str,
+def _make_drafter(
+    name: str | None,
     target: LoadedModel,
     config: CacheConfig,
+    budget: MemoryBudget | None,
     backend: str,
     dtype: str | None,
     device: str | None,
     stack: ExitStack,
-) -> DraftModel:
-    """A smaller model with a cache of its own, of as many tokens as the target's.
+) -> Drafter | None:
+    """Who guesses: nobody, n-grams, or a head or a smaller model with a cache of its own.
+
+    Where memory is limited n-grams are remembered of no more tokens than the cache has cells, and
+    of as many that have ended.
 
     Raises:
-        ConfigError: its vocabulary is another one.
+        ConfigError: its vocabulary is another one, or the head is another model's.
+        ModelError: there is no such head or model.
     """
+    if name is None:
+        return None
+    if name == NGRAM:
+        return NgramDrafter() if config.budget is None else NgramDrafter(max_tokens=config.capacity)
+    path = head_of(name)
+    if path is not None:
+        from kvcellar.models.eagle3.loading import load_eagle3
+
+        head = load_eagle3(path or None, target)
+        own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)
+        session = stack.enter_context(make_tree_session("torch", own))
+        return Eagle3Drafter(head.bind(session), session.cache)
     model = load_model(name, backend=backend, dtype=dtype, device=device)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(
@@ -188,8 +219,8 @@ def _draft_model(
             f"of the same family"
         )
     kv_dtype = model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"
-    own = make_config(model.params, config.capacity, kv_dtype)
-    session = stack.enter_context(make_seq_session(backend, own))
+    own = make_config(model.params, config.capacity, kv_dtype, budget=budget)
+    session = stack.enter_context(make_tree_session(backend, own))
     return DraftModel(model.bind(session), session.cache, target.vocab_size)
 
 

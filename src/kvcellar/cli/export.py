@@ -13,6 +13,7 @@ import typer
 from kvcellar.budget import format_size
 from kvcellar.cli import options
 from kvcellar.cli.terminal import examples, help_of, progress_bar, write
+from kvcellar.errors import ConfigError
 from kvcellar.registry import load_backend
 
 if TYPE_CHECKING:
@@ -66,6 +67,14 @@ def export_command(
     method: Annotated[
         str, typer.Option(metavar="NAME", help="What the method is called inside.")
     ] = "forward",
+    features: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Tell what these layers are given beside the logits, for --speculate eagle3: "
+            "numbers with commas between, or eagle3 for those that heads read by default.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Export a model as one ExecuTorch program, lowered to XNNPACK.
@@ -74,6 +83,7 @@ def export_command(
     is used. Tokenizer and chat template travel in the file. The report says what XNNPACK took and
     what the runtime's own kernels run.
     """
+    layers = None if features is None else _layers(features)
     with progress_bar("starting executorch") as report:
         load_backend("executorch")
         from kvcellar.backends.executorch import export_program
@@ -85,12 +95,25 @@ def export_command(
             dtype=dtype,
             max_tokens_per_step=max_tokens_per_step,
             method=method,
+            feature_layers=layers,
             progress=report,
         )
     if as_json:
         write(json.dumps(asdict(found) | {"path": str(found.path)}) + "\n")
     else:
         _show(found)
+
+
+def _layers(text: str) -> list[int]:
+    """Numbers of layers; none where the default ones are asked for."""
+    if text == "eagle3":
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--features takes numbers of layers with commas between, or eagle3; got {text!r}"
+        ) from error
 
 
 def _show(found: ExportReport) -> None:
@@ -103,6 +126,8 @@ def _show(found: ExportReport) -> None:
         f"{_few(found.delegated)}\n"
         f"own kernels: {sum(found.kept.values())} operators: {_few(found.kept)}\n"
     )
+    if found.feature_layers:
+        write(f"features: what layers {', '.join(map(str, found.feature_layers))} are given\n")
     if found.n_linears_kept:
         write(
             f"not quantised: {found.n_linears_kept} linear layers whose input is no multiple of "

@@ -82,8 +82,9 @@ Speculate = Annotated[
     typer.Option(
         metavar="WHO",
         help="Who guesses tokens, to be verified several at once where that saves time: ngram "
-        "(what followed the last few tokens before), or a smaller model of the same vocabulary. "
-        "What is said does not depend on it.",
+        "(what followed the last few tokens before), eagle3:PATH (a head that reads the model's "
+        "own layers; eagle3 alone for demo's), or a smaller model of the same vocabulary. What is "
+        "said does not depend on it.",
         rich_help_panel=LOADING,
     ),
 ]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.sampling import Choice
 
-__all__ = ["BatchOutput", "ScheduledBatch", "ScheduledTokens"]
+if TYPE_CHECKING:
+    from kvcellar.models.runner import FloatArray
+
+__all__ = ["BatchOutput", "ScheduledBatch", "ScheduledTokens", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +22,37 @@ class ScheduledTokens:
     Attributes:
         request_id: whose.
         seq_id: its sequence in the cache.
-        token_ids: the tokens to compute; drafted ones at the end.
-        n_drafted: how many of them are guesses of a drafter, to be verified.
+        token_ids: the tokens to compute; guesses at the end.
         is_last: whether the sequence has caught up with them, so that a token can be sampled.
+        draft: the guesses among them, to be verified.
     """
 
     request_id: int
     seq_id: int
     token_ids: tuple[int, ...]
-    n_drafted: int
     is_last: bool
+    draft: Draft = NO_DRAFT
+
+    @property
+    def n_known(self) -> int:
+        """Tokens that are no guesses."""
+        return len(self.token_ids) - len(self.draft)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether guesses exclude each other, so that they must not see each other."""
+        return not self.draft.is_chain
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Per token the index of the one before it, -1 for the sequence: what a cache proposes."""
+        last = self.n_known - 1
+        return (*range(-1, last), *(last + 1 + parent for parent in self.draft.parents))
 
     @property
     def n_rows(self) -> int:
         """Tokens whose logits are wanted."""
-        return 1 + self.n_drafted if self.is_last else 0
+        return 1 + len(self.draft) if self.is_last else 0
 
 
 @dataclass(frozen=True)
@@ -66,13 +87,27 @@ class ScheduledBatch:
         return len(self.token_ids)
 
 
+class Verdict(NamedTuple):
+    """What one sequence goes on with.
+
+    Attributes:
+        choices: the tokens: none where it has not caught up; one, or one more than guesses were
+            right.
+        accepted: the guesses that were right, a path of the draft.
+    """
+
+    choices: tuple[Choice, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class BatchOutput:
     """What was chosen, part by part of the batch.
 
     Attributes:
-        choices: per part the tokens that the sequence goes on with: none where it has not caught
-            up; one, or more where drafted tokens were right.
+        verdicts: per part what its sequence goes on with.
+        features: ``[T, n_features]`` of all tokens, where a drafter reads them.
     """
 
-    choices: tuple[tuple[Choice, ...], ...]
+    verdicts: tuple[Verdict, ...]
+    features: FloatArray | None = None

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcellar.bookkeeping.prefix import PrefixIndex, make_index
-from kvcellar.cache import SeqCache
-from kvcellar.engine.batch import BatchOutput, ScheduledBatch
+from kvcellar.cache import SeqCache, TreeSeqCache
+from kvcellar.engine.batch import BatchOutput, ScheduledBatch, Verdict
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.residency import Residency
-from kvcellar.engine.sampling import Choice, SamplingState, sample
+from kvcellar.engine.sampling import SamplingState, sample
 from kvcellar.engine.scheduler import Limits, Scheduler
-from kvcellar.engine.speculate import Drafter, Speculator
+from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator, verify
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError
-from kvcellar.models.runner import step_limit
+from kvcellar.models.runner import FeatureRunner, step_limit
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -48,7 +48,8 @@ class EngineConfig:
         page_size: tokens per page of the radix index, or per block of the hashed one; None: as
             many as the cache takes and frees together.
         max_moved_bytes: host memory for the KV of preempted sequences; 0: they are recomputed.
-        max_drafted: guesses of a drafter per sequence and step, at most.
+        max_drafted: guesses of a drafter per sequence and step, at most; in a cache with trees
+            several may be for one token.
         verify_all_drafts: verify every guess; otherwise as many as save time.
     """
 
@@ -60,7 +61,7 @@ class EngineConfig:
     index: str = "radix"
     page_size: int | None = None
     max_moved_bytes: int = 0
-    max_drafted: int = 8
+    max_drafted: int = 16
     verify_all_drafts: bool = False
 
     def __post_init__(self) -> None:
@@ -107,6 +108,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.runner = runner
         self.cache = cache
+        self._trees = cache if isinstance(cache, TreeSeqCache) else None
         windows = tuple(group.window for group in cache.config.params.groups)
         page_size = self.config.page_size or cache.block_size
         if page_size % cache.block_size:
@@ -130,9 +132,14 @@ class Engine:
             None
             if drafter is None
             else Speculator(
-                drafter, self.config.max_drafted, is_adaptive=not self.config.verify_all_drafts
+                drafter,
+                _most_guesses(cache, self.config.max_drafted),
+                is_adaptive=not self.config.verify_all_drafts,
+                has_trees=self._trees is not None,
+                clock=clock,
             ),
         )
+        self._teller = _teller(runner) if isinstance(drafter, FeatureReader) else None
         self._times = StepTimes()
         self._clock = clock
 
@@ -169,9 +176,9 @@ class Engine:
         if batch is None:
             return self.scheduler.events()
         try:
-            positions = self.cache.begin_step(batch.seq_ids)
-            logits = self.runner.forward(batch.token_ids, positions, batch.rows)
-            output = _sample(batch, logits, self.scheduler.states_of(batch))
+            positions = self._claim(batch)
+            logits, features = self._forward(batch, positions)
+            output = _sample(batch, logits, features, self.scheduler.states_of(batch))
         except Exception as error:
             self.cache.cancel_step()
             return self.scheduler.fail(batch, error)
@@ -179,6 +186,22 @@ class Engine:
         now = self._clock()
         self._times.add(now - started)
         return self.scheduler.record(batch, output, started, now)
+
+    def _claim(self, batch: ScheduledBatch) -> list[int]:
+        """Claim the batch's cells, those of guesses too; the position of every token."""
+        for part in batch.parts:
+            if part.is_tree:
+                assert self._trees is not None, "without trees guesses are in one chain"
+                self._trees.propose(part.parents, part.seq_id)
+        return self.cache.begin_step(batch.seq_ids)
+
+    def _forward(
+        self, batch: ScheduledBatch, positions: list[int]
+    ) -> tuple[FloatArray, FloatArray | None]:
+        """Logits of the wanted rows, and features of all where the drafter reads them."""
+        if self._teller is None:
+            return self.runner.forward(batch.token_ids, positions, batch.rows), None
+        return self._teller.forward_with_features(batch.token_ids, positions, batch.rows)
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left to do; yield the events."""
@@ -201,22 +224,28 @@ class Engine:
         return take_stats(self.scheduler, self._times)
 
 
-def _sample(batch: ScheduledBatch, logits: FloatArray, states: list[SamplingState]) -> BatchOutput:
-    """Choose tokens for every part that has caught up; verify drafted ones on the way.
+def _most_guesses(cache: SeqCache, wanted: int) -> int:
+    """Guesses that can be taken back: behind a sliding window no more than its slack."""
+    has_window = any(group.window is not None for group in cache.config.params.groups)
+    return min(wanted, cache.config.window_slack) if has_window else wanted
 
-    A drafted token is right when it is the very token that sampling would have chosen, with the
-    same random draw, so the output is what it would have been without drafts.
-    """
+
+def _sample(
+    batch: ScheduledBatch,
+    logits: FloatArray,
+    features: FloatArray | None,
+    states: list[SamplingState],
+) -> BatchOutput:
+    """Choose tokens for every part that has caught up; verify guesses on the way."""
     state_of = iter(states)
     plain: list[tuple[int, int, SamplingState]] = []  # part, row, state
-    chosen: list[tuple[Choice, ...]] = [()] * len(batch.parts)
+    verdicts = [Verdict()] * len(batch.parts)
     row = 0
     for i, part in enumerate(batch.parts):
         if part.is_last:
             state = next(state_of)
-            if part.n_drafted:
-                drafted = part.token_ids[-part.n_drafted :]
-                chosen[i] = _verify(logits[row : row + part.n_rows], drafted, state)
+            if part.draft:
+                verdicts[i] = verify(logits[row : row + part.n_rows], part.draft, state)
             else:
                 plain.append((i, row, state))
         row += part.n_rows
@@ -225,20 +254,19 @@ def _sample(batch: ScheduledBatch, logits: FloatArray, states: list[SamplingStat
         wanted = logits if len(plain) == len(logits) else logits[rows]
         choices = sample(wanted, [state for *_, state in plain])
         for (i, _, _), choice in zip(plain, choices, strict=True):
-            chosen[i] = (choice,)
-    return BatchOutput(tuple(chosen))
+            verdicts[i] = Verdict((choice,))
+    return BatchOutput(tuple(verdicts), features)
 
 
-def _verify(
-    logits: FloatArray, drafted: tuple[int, ...], state: SamplingState
-) -> tuple[Choice, ...]:
-    """Sample row by row for as long as the drafted tokens agree; one more than they."""
-    trial = state.fork()
-    choices: list[Choice] = []
-    for row, guess in zip(logits, (*drafted, None), strict=True):
-        choice = sample(row[None], [trial])[0]
-        choices.append(choice)
-        trial.record(choice.token_id)
-        if choice.token_id != guess:
-            break
-    return tuple(choices)
+def _teller(runner: Runner) -> FeatureRunner:
+    """The runner, which tells features.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not isinstance(runner, FeatureRunner):
+        raise ConfigError(
+            f"the drafter guesses from what the model's layers say, and {type(runner).__name__} "
+            f"tells nothing of them; choose another drafter, or another backend"
+        )
+    return runner

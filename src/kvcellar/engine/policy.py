@@ -118,7 +118,7 @@ def _decodes(sequences: Seq[Sequence], budget: int) -> list[Allotment]:
         if budget < 1:
             break
         room = budget - (len(sequences) - i - 1)  # a token for everyone before drafts for some
-        n = min(1 + len(sequence.drafted), max(1, room))
+        n = min(1 + len(sequence.draft), max(1, room))
         allotments.append(Allotment(sequence, n))
         budget -= n
     return allotments

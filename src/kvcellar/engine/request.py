@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import SamplingParams, SamplingState
 from kvcellar.engine.text import TextStream
@@ -124,7 +125,8 @@ class Sequence:
     status: Status = Status.WAITING
     n_computed: int = 0
     n_cached: int = 0
-    drafted: tuple[int, ...] = ()
+    draft: Draft = NO_DRAFT
+    """Guesses that the next step verifies, or the last one did."""
     handle: PrefixHandle | None = None
     parent: Sequence | None = None
     admitted_s: float | None = None

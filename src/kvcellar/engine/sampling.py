@@ -181,7 +181,8 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.n_sampled = 0
         self.seed = params.seed if params.seed is not None else np.random.SeedSequence().entropy
-        self._random = np.random.default_rng(self.seed)
+        self._random: np.random.Generator | None = None
+        """Where the draws behind those that are known come from; None: it has to be found again."""
         self._draws = np.empty(0)
         for token_id in params.logit_bias:
             if not 0 <= token_id < vocab_size:
@@ -200,8 +201,10 @@ class SamplingState:
 
     def fork(self) -> SamplingState:
         """A copy that goes on by itself, with the same random draws."""
+        if not self.params.is_greedy:  # so that copies seldom have to find their place
+            self._draw_up_to(self.n_sampled + _DRAWS // 2)
         other = copy.copy(self)
-        other._random = copy.deepcopy(self._random)
+        other._random = None
         if self._counts is not None:
             other._counts = self._counts.copy()
         if self._guide is not None:
@@ -223,9 +226,16 @@ class SamplingState:
 
     def draw(self) -> float:
         """The random number in [0, 1) for the next token; the same until ``record``."""
-        while self.n_sampled >= self._draws.size:
-            self._draws = np.concatenate([self._draws, self._random.random(_DRAWS)])
+        self._draw_up_to(self.n_sampled)
         return float(self._draws[self.n_sampled])
+
+    def _draw_up_to(self, n: int) -> None:
+        if n >= self._draws.size and self._random is None:
+            self._random = np.random.default_rng(self.seed)
+            self._random.random(self._draws.size)
+        while n >= self._draws.size:
+            assert self._random is not None
+            self._draws = np.concatenate([self._draws, self._random.random(_DRAWS)])
 
     @property
     def adjusts_logits(self) -> bool:

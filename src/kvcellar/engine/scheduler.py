@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvcellar.engine.batch import BatchOutput, ScheduledBatch, ScheduledTokens
+from kvcellar.cache import TreeSeqCache
+from kvcellar.engine.batch import BatchOutput, ScheduledBatch, ScheduledTokens, Verdict
+from kvcellar.engine.draft import NO_DRAFT
 from kvcellar.engine.generate import (
     Finish,
     GeneratedToken,
@@ -21,7 +23,7 @@ from kvcellar.engine.generate import (
 from kvcellar.engine.policy import Allotment, Policy
 from kvcellar.engine.request import Event, FinishEvent, Request, Sequence, Status, TokenEvent
 from kvcellar.engine.residency import Residency
-from kvcellar.engine.sampling import SamplingState
+from kvcellar.engine.sampling import Choice, SamplingState
 from kvcellar.engine.speculate import Speculator
 from kvcellar.engine.text import TextStream
 from kvcellar.errors import CacheFullError, DeadlineError, PromptError, UnknownRequestError
@@ -91,6 +93,11 @@ class Scheduler:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _step: int = 0
     _n_late: int = 0
+    _trees: TreeSeqCache | None = None
+
+    def __post_init__(self) -> None:
+        cache = self.residency.cache
+        self._trees = cache if isinstance(cache, TreeSeqCache) else None
 
     # Requests come and go ----------------------------------------------------------------------
 
@@ -248,9 +255,10 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         """Whether there is room for all of its tokens, besides what running ones still need.
 
-        A sequence that has the cache for itself is let in whatever it needs.
+        Their guesses count, as many as in the last step. A sequence that has the cache for itself
+        is let in whatever it needs.
         """
-        promised = sum(other.n_left for other in self.running)
+        promised = sum(other.n_left + len(other.draft) for other in self.running)
         while True:
             fresh = len(sequence.tokens) - self.residency.n_reusable(sequence)
             if fresh + promised <= self.residency.n_available:
@@ -304,9 +312,9 @@ class Scheduler:
         seq_ids = [a.sequence.seq_id for a in allotments for _ in range(a.n_tokens)]
         if self.residency.make_room_for(seq_ids):
             return True
-        if any(a.sequence.drafted for a in allotments):
+        if any(a.sequence.draft for a in allotments):
             for sequence in self.running:
-                sequence.drafted = ()
+                sequence.draft = NO_DRAFT
             allotments[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
             return self._has_room(allotments)
         return self._park_kept() and self._has_room(allotments)
@@ -325,7 +333,7 @@ class Scheduler:
         self.running.remove(victim)
         is_moved = self.residency.preempt(victim)
         victim.status = Status.MOVED_OUT if is_moved else Status.WAITING
-        victim.drafted = ()
+        victim.draft = NO_DRAFT
         victim.n_preemptions += 1
         victim.publish_at.clear()
         self.counts.preemptions += 1
@@ -338,16 +346,12 @@ class Scheduler:
             stops = [at for at in sequence.publish_at if at > sequence.n_computed]
             n = min([allotted, *(at - sequence.n_computed for at in stops)])
             tokens = sequence.tokens[sequence.n_computed : sequence.n_computed + n]
-            drafted = sequence.drafted[: n - len(tokens)]
+            draft = sequence.draft.first(n - len(tokens))
             is_last = sequence.n_computed + len(tokens) == len(sequence.tokens)
             sequence.last_step = self._step
             parts.append(
                 ScheduledTokens(
-                    sequence.request_id,
-                    sequence.seq_id,
-                    (*tokens, *drafted),
-                    len(drafted),
-                    is_last,
+                    sequence.request_id, sequence.seq_id, (*tokens, *draft.tokens), is_last, draft
                 )
             )
             self._in_batch[sequence.request_id] = sequence
@@ -364,32 +368,25 @@ class Scheduler:
     ) -> list[Event]:
         """Take a step's tokens into the sequences; return what there is to tell."""
         self._n_late = 0
-        n_prefill = 0
-        for part, choices in zip(batch.parts, output.choices, strict=True):
+        n_prefill = first_row = 0
+        for part, verdict in zip(batch.parts, output.verdicts, strict=True):
             sequence = self._in_batch[part.request_id]
-            n_known = len(part.token_ids) - part.n_drafted
             was_prefill = not sequence.is_decoding
-            n_prefill += n_known if was_prefill else 0
-            self.counts.computed_tokens += len(part.token_ids)
-            sequence.n_computed += n_known
-            if part.n_drafted:
-                n_right = len(choices) - 1
-                self.counts.drafted_tokens += part.n_drafted
-                self.counts.accepted_tokens += n_right
-                sequence.n_drafted += part.n_drafted
-                sequence.n_accepted += n_right
-                sequence.n_computed += n_right
-                sequence.drafted = ()
-                if n_right < part.n_drafted:
-                    self.residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
+            n_prefill += part.n_known if was_prefill else 0
+            start = sequence.n_computed
+            finish = self._take(sequence, verdict, now)
+            rows = self._keep_computed(sequence, part, verdict)
+            if self.speculator is not None:
+                self.speculator.learn(part.request_id, [c.token_id for c in verdict.choices])
+                if output.features is not None:
+                    at = [first_row + row for row in rows]
+                    self.speculator.saw(part.request_id, start, output.features[at])
+            first_row += len(part.token_ids)
             if was_prefill and (part.is_last or sequence.n_computed in sequence.publish_at):
                 self.residency.publish(sequence)
                 sequence.publish_at = {n for n in sequence.publish_at if n > sequence.n_computed}
-            if self.speculator is not None:
-                self.speculator.learn(part.request_id, [choice.token_id for choice in choices])
-            for choice in choices:
-                if not self._take(sequence, choice, now):
-                    break
+            if finish is not None:
+                self._end(sequence, finish.reason, finish=finish)
         if n_prefill:
             self.residency.prefill_rate.learn(batch.n_tokens, now - started)
         self.policy.ran(n_prefill, started, now - started)
@@ -397,8 +394,40 @@ class Scheduler:
             self.speculator.ran(batch.n_tokens, now - started)
         return self.events()
 
-    def _take(self, sequence: Sequence, choice: Any, now: float) -> bool:
-        """One more token of a sequence; false if it ends with it."""
+    def _keep_computed(
+        self, sequence: Sequence, part: ScheduledTokens, verdict: Verdict
+    ) -> list[int]:
+        """Keep the KV of what the sequence goes on with, drop wrong guesses'; which tokens stay.
+
+        Where it ends before its last accepted guess, the guesses behind the end go too.
+        """
+        n_known = part.n_known
+        n_new = len(sequence.tokens) - sequence.n_computed - n_known
+        rows = [*range(n_known), *(n_known + node for node in verdict.accepted[:n_new])]
+        self.counts.computed_tokens += len(part.token_ids)
+        sequence.n_computed += len(rows)
+        if part.draft:
+            self.counts.drafted_tokens += len(part.draft)
+            self.counts.accepted_tokens += len(verdict.accepted)
+            sequence.n_drafted += len(part.draft)
+            sequence.n_accepted += len(verdict.accepted)
+        if part.is_tree:
+            assert self._trees is not None
+            self._trees.commit(rows, sequence.seq_id)
+        elif len(rows) < len(part.token_ids):
+            self.residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
+        return rows
+
+    def _take(self, sequence: Sequence, verdict: Verdict, now: float) -> Finish | None:
+        """Let a sequence go on with what was chosen, up to where it ends; why it does."""
+        for choice in verdict.choices:
+            finish = self._take_one(sequence, choice, now)
+            if finish is not None:
+                return finish
+        return None
+
+    def _take_one(self, sequence: Sequence, choice: Choice, now: float) -> Finish | None:
+        """One more token of a sequence; the cause if it ends with it."""
         sequence.state.record(choice.token_id)
         sequence.tokens.append(choice.token_id)
         self.counts.sampled_tokens += 1
@@ -416,10 +445,7 @@ class Scheduler:
                 text += stream.flush()
         token = GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
         self._events.append(TokenEvent(sequence.request_id, token))
-        if finish is None:
-            return True
-        self._end(sequence, finish.reason, finish=finish)
-        return False
+        return finish
 
     def fail(self, batch: ScheduledBatch, error: Exception) -> list[Event]:
         """End the requests of a batch whose forward raised; the others do not notice.
@@ -427,6 +453,9 @@ class Scheduler:
         Where another cache took the memory between the choice of the batch and its step, nothing
         was claimed, and the next choice knows: then nobody ends.
         """
+        for part in batch.parts:
+            if self._trees is not None and part.is_tree and self._trees.has_tree(part.seq_id):
+                self._trees.commit([], part.seq_id)  # proposed, and never verified
         is_late = isinstance(error, CacheFullError) and self._n_late < MAX_LATE
         self._n_late = self._n_late + 1 if is_late else 0
         if is_late:

@@ -87,13 +87,18 @@ class LoadedModel:
     dtype: str
     _model: Any = field(repr=False)
 
-    def bind(self, session: CacheSession[Any]) -> Runner:
+    def bind(self, session: CacheSession[Any], *, feature_layers: Sequence[int] = ()) -> Runner:
         """Join the model with a session that is open, as often as you like.
+
+        Args:
+            session: of a cache that was made with the model's ``params``.
+            feature_layers: layers whose inputs are wanted beside the logits, ascending; the number
+                of layers is the output of the last one. The runner is then a ``FeatureRunner``.
 
         Raises:
             SessionClosedError: the session is not open.
             BackendError: it is a session of another backend.
-            ConfigError: its cache was made for another model.
+            ConfigError: its cache was made for another model, or it has no such layers.
 
         Warns:
             KvQualityWarning: the cache's storage type was measured with this model and is bad.
@@ -110,6 +115,7 @@ class LoadedModel:
                 f"the cache of session {session.cache_key} was made for {_shape(params)}; "
                 f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
             )
+        check_feature_layers(feature_layers, self.params.n_layers)
         known = None
         if self.path.is_dir():  # figures are known by a checkpoint's files
             known = known_quality(self.path, session.cache.config.kv_dtype)
@@ -122,13 +128,13 @@ class LoadedModel:
                 KvQualityWarning,
                 stacklevel=2,
             )
-        return self._make_runner(session)
+        return self._make_runner(session, feature_layers)
 
-    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """A runner of this backend; session and model were found to fit."""
         from kvcellar.models.torch_runner import TorchRunner
 
-        return TorchRunner(self._model, self.params, self.vocab_size, session)
+        return TorchRunner(self._model, self.params, self.vocab_size, session, feature_layers)
 
     @property
     def size_bytes(self) -> int:
@@ -198,6 +204,19 @@ class LoadedModel:
             raise ModelError(
                 f"the chat template of {self.name!r} refuses these messages: {error}"
             ) from error
+
+
+def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:
+    """Make sure that a model has the layers whose features are asked for.
+
+    Raises:
+        ConfigError: it has not, or they are not ascending.
+    """
+    if sorted(set(layers)) != [layer for layer in layers if 0 <= layer <= n_layers]:
+        raise ConfigError(
+            f"features of the layers {list(layers)} were asked for; name some of 0 to {n_layers}, "
+            f"each once, ascending"
+        )
 
 
 def load_model(
@@ -418,6 +437,15 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
             f"{folder} asks for attn_logit_softcapping, which Gemma 3 of transformers ignores; "
             f"the result would not be the model's"
         )
+    check_rope(text, folder)
+
+
+def check_rope(text: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a RoPE with which K that was cached would be wrong.
+
+    Raises:
+        ModelError: it is of such a type.
+    """
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     for part in (rope, *nested):

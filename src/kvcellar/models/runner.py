@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcellar.errors import PromptError, StepError
 from kvcellar.types import IntArray, ModelCacheParams
 
-__all__ = ["FloatArray", "Runner", "checked_batch", "step_limit"]
+__all__ = ["FeatureRunner", "FloatArray", "Runner", "checked_batch", "step_limit"]
 
 FloatArray = NDArray[np.float32]
 
@@ -51,6 +51,26 @@ class Runner(Protocol):
 
         Whatever it raises, no cell stays claimed for this step.
         """
+        ...
+
+
+@runtime_checkable
+class FeatureRunner(Runner, Protocol):
+    """A runner that also tells what some of its layers say of every token.
+
+    Attributes:
+        n_features: numbers per token.
+    """
+
+    n_features: int
+
+    def forward_with_features(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """As ``forward``; beside the logits ``[T, n_features]``, of all tokens."""
         ...
 
 

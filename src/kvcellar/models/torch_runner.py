@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,11 +28,14 @@ class TorchRunner:
         params: ModelCacheParams,
         vocab_size: int,
         session: CacheSession[Any],
+        feature_layers: Sequence[int] = (),
     ) -> None:
         """Bind; use :meth:`kvcellar.models.LoadedModel.bind`, which checks that they fit."""
         self.params = params
         self.vocab_size = vocab_size
+        self.n_features = len(feature_layers) * int(model.config.hidden_size)
         self._model = model
+        self._feature_modules = modules_given(model, feature_layers)
         self._session = session
         self._device: torch.device = model.device
 
@@ -56,6 +61,19 @@ class TorchRunner:
             raise
         return out
 
+    def forward_with_features(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
+        with inputs_of(self._feature_modules) as seen:
+            logits = self.forward(token_ids, positions, rows)
+            features = torch.cat([hidden[0] for hidden in seen], dim=-1)
+            found: FloatArray = features.float().cpu().numpy()
+        return logits, found
+
     def _checked(
         self,
         token_ids: Sequence[int] | IntArray,
@@ -69,3 +87,33 @@ class TorchRunner:
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:
+    """Per layer the module of a transformers model that is given its input.
+
+    Behind the last layer that is the last norm.
+    """
+    modules = [*model.model.layers, model.model.norm]
+    return [modules[layer] for layer in layers]
+
+
+@contextmanager
+def inputs_of(modules: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
+    """The first argument of each module's next call in this thread, in their order.
+
+    Other threads may run the same modules at the same time; nothing stays behind.
+    """
+    mine = threading.get_ident()
+    seen: list[torch.Tensor] = []
+
+    def see(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() == mine:
+            seen.append(given[0])
+
+    hooks = [module.register_forward_pre_hook(see) for module in modules]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -135,6 +135,18 @@ def usage_extra(usage: Any) -> dict[str, Any]:
         "restore_s": round(usage.restore_s, 4),
         "miss": None if miss is None else {**miss.as_json(), "advice": miss.advice},
         "notes": list(usage.notes),
+        "drafted_tokens": usage.drafted_tokens,
+        "accepted_tokens": usage.accepted_tokens,
+    }
+
+
+def predictions(usages: Iterable[Any]) -> dict[str, int]:
+    """Guesses that were verified, by the names of OpenAI's predicted outputs."""
+    counts = [(usage.accepted_tokens, usage.drafted_tokens) for usage in usages]
+    accepted = sum(right for right, _ in counts)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(n for _, n in counts) - accepted,
     }
 
 

@@ -20,6 +20,8 @@ _COUNTERS = {
     "reused_tokens": "Prompt tokens that were in the cache.",
     "computed_tokens": "Tokens that went through the model.",
     "sampled_tokens": "Tokens that were sampled.",
+    "drafted_tokens": "Guesses that were verified.",
+    "accepted_tokens": "Guesses that were right.",
     "evicted_tokens": "Tokens whose cells were taken back.",
     "preemptions": "Times that a running sequence gave way.",
     "n_steps": "Steps that ran a batch.",

@@ -17,6 +17,7 @@ from kvcellar.errors import BackendError, ModelError
 from kvcellar.models import load_model
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.backends.executorch.programs import MAX_TOKENS
+from tests.engine.speculate.test_lossless import agrees
 from tests.models.players import text
 
 RUNNER = CliRunner()
@@ -51,6 +52,12 @@ def test_an_engine_batches_forks_and_preempts_as_under_torch(loaded, checkpoint,
     assert ends[0] == ends[1]
     assert counts[1].preemptions > 0
     assert len(ends[1]) == len(prompts)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "trees"])
+def test_guesses_change_nothing_under_executorch(loaded, kind):
+    """Trees are verified in one step of a program, with forks and preemption between."""
+    agrees(loaded("gemma2"), "tree", kind, 6)
 
 
 def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path):

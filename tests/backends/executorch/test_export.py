@@ -181,3 +181,32 @@ def test_an_export_that_fails_leaves_no_file(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="No space left"):
         exporting._write(Full(), target)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_features_are_a_second_output_where_they_were_asked_for(
+    checkpoint, exported, loaded, tmp_path
+):
+    path = tmp_path / "telling.pte"
+    report = export_program(
+        checkpoint("llama"), path, max_tokens_per_step=MAX_TOKENS, feature_layers=(0, 1, 2)
+    )
+    assert report.feature_layers == (0, 1, 2)
+    model, prompt = load_model(path, backend="executorch"), text(20)
+    found = []
+    for each in (model, load_model(checkpoint("llama"))):
+        with kv.make_seq_session(each.backend, kv.make_config(model.params, 64)) as session:
+            runner = each.bind(session, feature_layers=(0, 1, 2))
+            for part in (prompt[:13], prompt[13:]):
+                positions = session.cache.begin_step([0] * len(part))
+                logits, features = runner.forward_with_features(part, positions, [2, 5])
+            assert features.shape == (7, runner.n_features) and features.dtype == np.float32
+            found += [(logits, features)]
+            again = session.cache.begin_step([1] * 9)
+            assert runner.forward(prompt[:9], again).shape == (1, VOCAB_SIZE)
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-4)
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+    with kv.make_seq_session("executorch", kv.make_config(model.params, 64)) as session:
+        with pytest.raises(ConfigError, match=r"\[0, 1, 2\]; export it again with --features 1,2"):
+            model.bind(session, feature_layers=(1, 2))
+        with pytest.raises(ConfigError, match="tells none"):
+            loaded("llama").bind(session, feature_layers=(0, 1, 2))

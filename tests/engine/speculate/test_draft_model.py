@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcellar.engine import Request, SamplingParams
 from kvcellar.engine.speculate import Ask, DraftModel
 from kvcellar.errors import ConfigError
 from kvcellar.types import make_config
-from tests.engine.fakes import FULL_PARAMS, PARAMS, HashRunner, SeqCells, logits_of
+from tests.engine.fakes import FULL_PARAMS, PARAMS, HashRunner, TreeCells, logits_of
 from tests.engine.test_engine import VOCAB, make_engine, nothing_is_left, plain_loop
 
 
 def draft_of(params: Any, capacity: int = 2000, vocab: int = VOCAB) -> DraftModel:
-    cache = SeqCells(make_config(params, capacity, min_chunk=16))
+    cache = TreeCells(make_config(params, capacity, min_chunk=16))
     return DraftModel(HashRunner(cache, vocab), cache, VOCAB)
 
 
@@ -53,6 +54,91 @@ def test_the_same_tokens_in_fewer_steps(params, capacity):
         assert stats.n_steps < 30, "not 24 for each of two batches"
     nothing_is_left(engine)
     assert drafter._cache.n_free == drafter._cache.capacity
+
+
+def slow_tree(tokens: list[int], ask: Ask, width: int, params: Any) -> dict[Any, float]:
+    """Paths of guesses and what is believed of their last one, each computed from the tokens."""
+    found: dict[tuple[int, ...], tuple[float, float]] = {}  # path: belief, of the whole path
+    level: list[tuple[int, ...]] = [()]
+    for _ in range(ask.limit):
+        below = {}
+        for path in level:
+            row = logits_of([*tokens, *path], VOCAB, params).astype(float)
+            share = np.exp(row - row.max())
+            share /= share.sum()
+            for token in np.argsort(-share)[:width]:
+                before = found[path][1] if path else 1.0
+                below[*path, int(token)] = (share[token], before * share[token])
+        level = sorted(below, key=lambda path: -below[path][1])[:width]
+        level = [path for i, path in enumerate(level) if not i or below[path][1] >= 0.01]
+        found |= {path: below[path] for path in level}
+    best = sorted(found, key=lambda path: -found[path][1])[: ask.n_nodes]
+    return {path: found[path][0] for path in best}
+
+
+@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+def test_its_trees_hold_the_likeliest_paths_whatever_was_right_before(params):
+    """Whether guesses that were right are kept in its cache or computed again shows nowhere."""
+    drafter = draft_of(params)
+    rng = np.random.default_rng(0)
+    sequences = [[5, 6, 7], [9, 8, 7, 6]]
+    n_right = 0
+    for _ in range(6):
+        asks = [Ask(i, tokens, 4, 12) for i, tokens in enumerate(sequences)]
+        for ask, draft in zip(asks, drafter.propose(asks), strict=True):
+            paths: list[tuple[int, ...]] = []
+            for token, parent in zip(draft.tokens, draft.parents, strict=True):
+                paths.append(((*paths[parent],) if parent >= 0 else ()) + (token,))
+            want = slow_tree(ask.tokens, ask, 4, params)
+            assert dict(zip(paths, draft.beliefs, strict=True)) == pytest.approx(want, rel=1e-4)
+            right = paths[int(rng.integers(len(paths)))]
+            n_right += len(right)
+            ask.tokens.extend([*right, int(rng.integers(VOCAB))])
+    assert drafter._runner.n_tokens < sum(map(len, sequences)) + 2 * 6 * 3 * 4
+    for request_id in (0, 1):
+        drafter.ended(request_id)
+    assert n_right > 12 and drafter._cache.n_free == drafter._cache.capacity
+    drafter._cache.check()
+
+
+def test_a_sequence_that_begins_as_another_does_shares_its_cells():
+    drafter = draft_of(FULL_PARAMS)
+    trunk = list(range(100))
+    drafter.propose([Ask(0, [*trunk, 1], 2, 8)])
+    before = drafter._runner.n_tokens
+    (draft,) = drafter.propose([Ask(1, [*trunk, 2, 3], 2, 8)])
+    assert drafter._runner.n_tokens - before <= 2 + 4, "two tokens and a level"
+    (alone,) = draft_of(FULL_PARAMS).propose([Ask(1, [*trunk, 2, 3], 2, 8)])
+    assert draft == alone
+    drafter.ended(0)
+    assert drafter.propose([Ask(1, [*trunk, 2, 3, 4], 2)])[0]
+
+
+def test_forwards_are_no_longer_than_the_runner_takes():
+    drafter = draft_of(FULL_PARAMS)
+    runner = drafter._runner
+    runner.max_tokens_per_step = 16
+    drafter = DraftModel(runner, drafter._cache, VOCAB)
+    asks = [Ask(i, list(range(i, 30 + 9 * i)), 3, 9) for i in range(7)]
+    whole = draft_of(FULL_PARAMS).propose(asks)
+    assert drafter.propose(asks) == whole
+    assert max(map(len, runner.forwards)) <= 16
+
+
+def test_where_nothing_was_chosen_it_is_asked_the_same_again():
+    """As when a sequence had to give way before its guesses were verified."""
+    drafter = draft_of(FULL_PARAMS)
+    ask = Ask(0, [1, 2, 3], 3, 8)
+    assert drafter.propose([ask]) == drafter.propose([ask])
+
+
+def test_what_does_not_fit_gets_no_guesses_and_the_rest_does():
+    drafter = draft_of(FULL_PARAMS, capacity=60)
+    asks = [Ask(i, list(range(i, 25 + i)), 3, 8) for i in range(3)]
+    drafts = drafter.propose(asks)
+    assert [bool(draft) for draft in drafts] == [True, False, False]
+    drafts = drafter.propose(asks[1:])
+    assert [bool(draft) for draft in drafts] == [True, False], "the first gave way"
 
 
 def test_another_vocabulary_is_refused():

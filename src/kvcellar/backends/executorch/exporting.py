@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import LoadedModel, load_model
+from kvcellar.models.eagle3.config import default_feature_layers
 from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
+from kvcellar.models.loading import check_feature_layers
+from kvcellar.models.torch_runner import inputs_of, modules_given
 
 SCHEMES = ("none", *WEIGHT_DTYPES)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -44,6 +47,7 @@ class ExportReport:
         quantize: the scheme of the weights, or ``none``.
         dtype: type of activations, and of weights that are not quantised.
         max_tokens_per_step: the most tokens that one forward takes.
+        feature_layers: layers whose inputs are a second output.
         n_op_calls: calls of our op in the graph: one per layer.
         n_linears_kept: linear layers that the scheme could not take.
         n_delegates: parts of the graph that XNNPACK runs.
@@ -57,6 +61,7 @@ class ExportReport:
     quantize: str
     dtype: str
     max_tokens_per_step: int
+    feature_layers: tuple[int, ...]
     n_op_calls: int
     n_linears_kept: int
     n_delegates: int
@@ -67,19 +72,29 @@ class ExportReport:
 class Flat(torch.nn.Module):
     """A model as the graph has it: token ids, positions and wanted rows in, logits out."""
 
-    def __init__(self, model: Any) -> None:
-        """Around a model of transformers whose attention is on the op."""
+    def __init__(self, model: Any, feature_layers: Sequence[int] = ()) -> None:
+        """Around a model of transformers whose attention is on the op.
+
+        Args:
+            model: the model.
+            feature_layers: layers whose inputs are a second output, side by side.
+        """
         super().__init__()
         self.model = model
+        self.feature_layers = tuple(feature_layers)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """``[1, T], [1, T], [R] -> [1, R, vocab]``: the LM head runs on the rows alone."""
-        logits: torch.Tensor = self.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows
-        ).logits
-        return logits
+    ) -> tuple[torch.Tensor, ...]:
+        """``[1, T], [1, T], [R] -> [1, R, vocab]``, and ``[1, T, n_features]`` where wanted.
+
+        The LM head runs on the rows alone.
+        """
+        with inputs_of(modules_given(self.model, self.feature_layers)) as seen:
+            logits = self.model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows
+            ).logits
+        return (logits, torch.cat(seen, dim=-1)) if seen else (logits,)
 
 
 def export_program(
@@ -90,6 +105,7 @@ def export_program(
     dtype: str = "float32",
     max_tokens_per_step: int = 512,
     method: str = "forward",
+    feature_layers: Sequence[int] | None = None,
     progress: ProgressFn | None = None,
 ) -> ExportReport:
     """Export a checkpoint as one file that runs with any cache.
@@ -101,6 +117,9 @@ def export_program(
         dtype: float32, float16 or bfloat16; quantised weights need float32.
         max_tokens_per_step: the most tokens of one forward; inputs and outputs are planned for it.
         method: what the method is called inside.
+        feature_layers: layers whose inputs are a second output, for an EAGLE-3 head, as
+            ``LoadedModel.bind`` takes them; none: those that heads read by default; None: no
+            second output.
         progress: called with how much is done, 0 to 1, and the stage.
 
     Raises:
@@ -115,6 +134,11 @@ def export_program(
     loaded = load_model(
         name_or_path, dtype=dtype, progress=lambda part, what: report(0.15 * part, what)
     )
+    if feature_layers is not None:
+        n_layers = loaded.params.n_layers
+        feature_layers = tuple(feature_layers) or default_feature_layers(n_layers)
+        check_feature_layers(feature_layers, n_layers)
+    layers = tuple(feature_layers or ())
     model = loaded._model
     report(0.15, "fingerprinting the weights")
     scheme = "" if quantize == "none" else f"+{quantize}"
@@ -126,9 +150,11 @@ def export_program(
             report(0.2, f"quantising to {quantize}")
             _, n_kept = quantise(model, quantize)
         report(0.3, "tracing the graph")
-        graph = trace(model, max_tokens_per_step)
+        graph = trace(model, max_tokens_per_step, layers)
         report(0.4, "lowering to XNNPACK")
-        constants = _constants(loaded, fingerprint.value, dtype, quantize, max_tokens_per_step)
+        constants = _constants(
+            loaded, fingerprint.value, dtype, quantize, max_tokens_per_step, layers
+        )
         edge = _lower(graph, method, constants)
         report(0.85, "planning memory")
         module = edge.exported_program(method).graph_module
@@ -144,6 +170,7 @@ def export_program(
         quantize=quantize,
         dtype=dtype,
         max_tokens_per_step=max_tokens_per_step,
+        feature_layers=layers,
         n_op_calls=sum(OP in str(node.target) for node in graph.graph.nodes),
         n_linears_kept=n_kept,
         n_delegates=counts[0],
@@ -152,7 +179,9 @@ def export_program(
     )
 
 
-def trace(model: Any, max_tokens_per_step: int) -> torch.export.ExportedProgram:
+def trace(
+    model: Any, max_tokens_per_step: int, feature_layers: Sequence[int] = ()
+) -> torch.export.ExportedProgram:
     """The graph of a rewritten model: one call of the op per layer, no cache, mask or length."""
     n_tokens = torch.export.Dim("n_tokens", min=1, max=max_tokens_per_step)
     n_rows = torch.export.Dim("n_rows", min=1, max=max_tokens_per_step)
@@ -164,7 +193,7 @@ def trace(model: Any, max_tokens_per_step: int) -> torch.export.ExportedProgram:
     )
     with torch.no_grad():
         return torch.export.export(
-            Flat(model),
+            Flat(model, feature_layers),
             example,
             dynamic_shapes=({1: n_tokens}, {1: n_tokens}, {0: n_rows}),
             strict=False,
@@ -190,7 +219,12 @@ def _check(quantize: str, dtype: str, max_tokens_per_step: int, method: str) -> 
 
 
 def _constants(
-    loaded: LoadedModel, fingerprint: str, dtype: str, quantize: str, max_tokens_per_step: int
+    loaded: LoadedModel,
+    fingerprint: str,
+    dtype: str,
+    quantize: str,
+    max_tokens_per_step: int,
+    feature_layers: tuple[int, ...],
 ) -> dict[str, Any]:
     params = loaded.params
     facts: dict[str, Any] = {}
@@ -220,6 +254,8 @@ def _constants(
         "executorch": executorch_version(),
         "files": packed,
     }
+    if feature_layers:
+        own["feature_layers"] = list(feature_layers)
     if not own["eos_token_ids"]:
         del own["eos_token_ids"]
     return facts | {OWN_PREFIX + key: value for key, value in own.items()}

@@ -36,11 +36,13 @@ class ExecutorchModel(LoadedModel):
         program: the open file.
         method: which of its methods is the model.
         max_tokens_per_step: the most tokens that one forward takes.
+        feature_layers: layers whose inputs it tells beside the logits.
     """
 
     program: Program = field(repr=False)
     method: str
     max_tokens_per_step: int
+    feature_layers: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -62,7 +64,14 @@ class ExecutorchModel(LoadedModel):
         """XNNPACK has copied them in its own order when the method was loaded."""
         return self.size_bytes
 
-    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
+        if feature_layers and tuple(feature_layers) != self.feature_layers:
+            told = f"those of {list(self.feature_layers)}" if self.feature_layers else "none"
+            raise ConfigError(
+                f"features of the layers {list(feature_layers)} are asked for, and {self.path} "
+                f"tells {told}; export it again with --features "
+                f"{','.join(map(str, feature_layers))}"
+            )
         return ExecutorchRunner(self, session)
 
 
@@ -74,6 +83,7 @@ class ExecutorchRunner:
         self.params: ModelCacheParams = model.params
         self.vocab_size = model.vocab_size
         self.max_tokens_per_step: int | None = model.max_tokens_per_step
+        self.n_features = len(model.feature_layers) * int(model.config.hidden_size)
         self._session = session
         self.method = model.program.load_method(model.method, cache=session.cache)
 
@@ -84,6 +94,25 @@ class ExecutorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> FloatArray:
         """See :meth:`kvcellar.models.runner.Runner.forward`."""
+        return self._run(token_ids, positions, rows)[0]
+
+    def forward_with_features(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
+        logits, features = self._run(token_ids, positions, rows)
+        return logits, features[0].float().numpy()
+
+    def _run(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None,
+    ) -> tuple[FloatArray, torch.Tensor]:
+        """Logits, and the last output of the program."""
         cache = self._session.cache
         try:
             ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
@@ -97,7 +126,7 @@ class ExecutorchRunner:
             if wanted is None:
                 wanted = np.array([n_tokens - 1])
             keep = wanted if wanted.size else np.zeros(1, np.int64)  # a graph has no empty axes
-            (logits,) = self.method(
+            logits, *others = self.method(
                 torch.from_numpy(ids[None]),
                 torch.from_numpy(at[None]),
                 torch.from_numpy(keep),
@@ -109,7 +138,7 @@ class ExecutorchRunner:
                 cache.cancel_step()
             raise
         out: FloatArray = logits[0, : wanted.size].float().numpy()
-        return out
+        return out, others[0] if others else logits
 
 
 def load_model(
@@ -172,6 +201,7 @@ def load_model(
         program=program,
         method=method,
         max_tokens_per_step=int(facts["max_tokens_per_step"]),
+        feature_layers=tuple(int(layer) for layer in facts.get("feature_layers", ())),
     )
 
 

@@ -30,6 +30,7 @@ LISTS = ("layer_groups", "group_windows", "group_n_kv_heads", "group_head_dims")
 _LIST_KEYS = {
     *(PREFIX + name for name in (*LISTS, "group_v_head_dims")),
     OWN_PREFIX + "eos_token_ids",
+    OWN_PREFIX + "feature_layers",
 }
 """Constants that are lists also where they have one entry."""
 

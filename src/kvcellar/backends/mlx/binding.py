@@ -16,6 +16,7 @@ those alone. With caches of mlx-lm's own the wrapped model does what it always d
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -34,15 +35,22 @@ class Forward:
         offsets: the positions as the rope takes them, where they do not.
         rows: ``[R]`` tokens whose logits are wanted; None: of one token, its own.
         attended: what a layer's cache has attended, until the output projection takes it.
+        wanted: layers whose inputs are to be kept.
+        inputs: what was kept, ``[1, T, hidden]`` by layer.
     """
 
-    __slots__ = ("attended", "offsets", "positions", "rows", "start")
+    __slots__ = ("attended", "inputs", "offsets", "positions", "rows", "start", "wanted")
 
     positions: IntArray
     start: int | None
     offsets: mx.array | None
     rows: mx.array | None
     attended: mx.array | None
+
+    def __init__(self) -> None:
+        """Keeps no inputs."""
+        self.wanted: tuple[int, ...] = ()
+        self.inputs: dict[int, mx.array] = {}
 
     def begin(self, positions: IntArray, rows: IntArray | None) -> None:
         """The next forward, of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
@@ -175,16 +183,37 @@ class OutputProjection(nn.Module):  # type: ignore[misc, name-defined]
 class LastNorm(nn.Module):  # type: ignore[misc, name-defined]
     """A last norm that passes on the rows whose logits are wanted."""
 
-    def __init__(self, norm: Any) -> None:
-        """Around the model's own."""
+    def __init__(self, norm: Any, n_layers: int) -> None:
+        """Around the model's own, behind so many layers."""
         super().__init__()
         self.norm = norm
+        self.n_layers = n_layers
 
     def __call__(self, x: mx.array) -> mx.array:
         """``[1, T, hidden] -> [1, R, hidden]`` in a forward of ours, else all rows."""
         forward = _current()
+        if forward is not None and self.n_layers in forward.wanted:
+            forward.inputs[self.n_layers] = x
         if forward is not None and forward.rows is not None:
             x = mx.take(x, forward.rows, axis=1)
+        out: mx.array = self.norm(x)
+        return out
+
+
+class FirstNorm(nn.Module):  # type: ignore[misc, name-defined]
+    """The first norm of a layer, which sees what the layer is given."""
+
+    def __init__(self, norm: Any, layer: int) -> None:
+        """Around the model's own, of ``layer``."""
+        super().__init__()
+        self.norm = norm
+        self.layer = layer
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """``[1, T, hidden]`` to the same."""
+        forward = _current()
+        if forward is not None and self.layer in forward.wanted:
+            forward.inputs[self.layer] = x
         out: mx.array = self.norm(x)
         return out
 
@@ -194,6 +223,11 @@ def text_model(model: Any) -> Any:
     return getattr(model, "language_model", model).model
 
 
+def hidden_size(model: Any) -> int:
+    """Numbers per token between layers, of a wrapped model."""
+    return int(text_model(model).norm.norm.weight.shape[0])
+
+
 def wrap(model: Any) -> None:
     """Wrap a model's ropes, output projections and last norm in place."""
     inner = text_model(model)
@@ -201,7 +235,15 @@ def wrap(model: Any) -> None:
         attention = layer.self_attn
         attention.rope = PerTokenRope(attention.rope)
         attention.o_proj = OutputProjection(attention.o_proj)
-    inner.norm = LastNorm(inner.norm)
+    inner.norm = LastNorm(inner.norm, len(inner.layers))
+
+
+def wrap_first_norms(model: Any, layers: Iterable[int]) -> None:
+    """Wrap the first norms of some layers of a wrapped model, where they are not yet."""
+    blocks = text_model(model).layers
+    for layer in layers:
+        if layer < len(blocks) and not isinstance(blocks[layer].input_layernorm, FirstNorm):
+            blocks[layer].input_layernorm = FirstNorm(blocks[layer].input_layernorm, layer)
 
 
 def layer_caches(model: Any, cache: MlxBytes, forward: Forward) -> list[LayerCache]:

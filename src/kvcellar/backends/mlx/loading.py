@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,13 @@ class MlxModel(LoadedModel):
 
     device: mx.Device | None = None
 
-    def _make_runner(self, session: CacheSession[Any]) -> Runner:
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         budget = session.cache.config.budget
         if budget is not None:
             limit_memory(budget.limit_bytes, budget.reserve_bytes)
-        return MlxRunner(self._model, self.params, self.vocab_size, session, self.device)
+        return MlxRunner(
+            self._model, self.params, self.vocab_size, session, self.device, feature_layers
+        )
 
     def touch_weights(self) -> int:
         """The bytes of the weights: loading has read them all."""

@@ -4,9 +4,22 @@ Start in ``speculator.py``.
 """
 
 from kvcellar.engine.speculate.draft_model import DraftModel
-from kvcellar.engine.speculate.drafter import Ask, Draft, Drafter
+from kvcellar.engine.speculate.drafter import Ask, Draft, Drafter, FeatureReader
+from kvcellar.engine.speculate.eagle3 import Eagle3Drafter
 from kvcellar.engine.speculate.ngram import NgramDrafter
 from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.engine.speculate.step_costs import StepCosts
+from kvcellar.engine.speculate.verify import verify
 
-__all__ = ["Ask", "Draft", "DraftModel", "Drafter", "NgramDrafter", "Speculator", "StepCosts"]
+__all__ = [
+    "Ask",
+    "Draft",
+    "DraftModel",
+    "Drafter",
+    "Eagle3Drafter",
+    "FeatureReader",
+    "NgramDrafter",
+    "Speculator",
+    "StepCosts",
+    "verify",
+]

@@ -1,7 +1,9 @@
 """Guesses of a smaller model with the same vocabulary, in a cache of its own.
 
-The method: Leviathan et al., 2023 (arXiv:2211.17192); here the draft model always says its
-likeliest token, so a guess is right as often as the target would have sampled it.
+The method: Leviathan et al., 2023 (arXiv:2211.17192), with trees as in EAGLE-2 (Li et al., 2024,
+arXiv:2406.16858): level by level the likeliest tokens behind the likeliest paths, one forward per
+level whatever its width. The guesses are the draft model's likeliest tokens, so one of several is
+right as often as the target samples any of them.
 """
 
 from __future__ import annotations
@@ -10,16 +12,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.cache import SeqCache
-from kvcellar.engine.speculate.drafter import NO_DRAFT, Ask, Draft
+from kvcellar.cache import TreeSeqCache
+from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.speculate.drafter import Ask
+from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.models import Runner
+from kvcellar.models.runner import FloatArray, step_limit
+from kvcellar.types import IntArray
 
 __all__ = ["DraftModel"]
 
+MAX_TOKENS = 512
+"""Tokens of one forward of the draft model."""
+
+MIN_SHARED = 32
+"""Tokens at least that a new sequence shares with another one's."""
+
 
 class DraftModel:
-    """One sequence of the draft's cache for each sequence of the engine.
+    """One sequence of the draft's cache for each sequence of the engine, with a tree at its end.
+
+    The tree of the guesses stays until it is known which of them were right: those are committed
+    and need no other forward. A sequence that begins as another one does shares its cells.
 
     Where the draft's cache is full the sequences that were not asked about give way; what does not
     fit even then gets no guesses.
@@ -27,13 +42,16 @@ class DraftModel:
 
     is_free = False
 
-    def __init__(self, runner: Runner, cache: SeqCache, vocab_size: int) -> None:
+    def __init__(
+        self, runner: Runner, cache: TreeSeqCache, vocab_size: int, *, width: int = 4
+    ) -> None:
         """Nothing computed.
 
         Args:
             runner: the draft model, bound to the session of ``cache``.
             cache: its cache; nobody else uses it.
             vocab_size: of the target.
+            width: guesses per level and sequence, at most.
 
         Raises:
             ConfigError: the two do not have one vocabulary.
@@ -45,57 +63,143 @@ class DraftModel:
             )
         self._runner = runner
         self._cache = cache
-        self._known: dict[int, list[int]] = {}
-        """Per request the tokens whose KV the draft's cache holds."""
+        self._max_tokens = step_limit(runner, MAX_TOKENS)
+        self._width = min(width, self._max_tokens)
+        self._known: dict[int, int] = {}
+        """Per request how many of its tokens are in the draft's cache."""
+        self._tokens: dict[int, list[int]] = {}
+        self._trees: dict[int, GrowingTree] = {}
+        """Guesses that are in the draft's cache and await what is chosen."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Greedy continuations: one forward for what is new, then one per further token."""
-        going = [ask for ask in asks if self._make_room(ask, asks)]
-        if not going:
-            return [NO_DRAFT] * len(asks)
-        guesses: dict[int, list[int]] = {ask.request_id: [] for ask in going}
-        fresh = {ask.request_id: self._catch_up(ask) for ask in going}
-        active = going
+        """The likeliest continuations: one forward for what is new, then one per further level."""
+        for ask in asks:
+            self._commit(ask)
+        trees = {ask.request_id: GrowingTree(ask, "draft model") for ask in self._with_room(asks)}
         try:
-            while active:
-                found = self._forward(active, fresh)
-                for ask, token in zip(active, found, strict=True):
-                    guesses[ask.request_id].append(token)
-                    fresh[ask.request_id] = [token]
-                active = [ask for ask in active if len(guesses[ask.request_id]) < ask.limit]
+            self._catch_up(list(trees.values()))
+            growing = list(trees.values())
+            while growing := [t for t in growing if t.level and t.n_levels < t.ask.limit]:
+                self._next_level(growing)
         except CacheFullError:
             pass  # what was guessed so far is good
         return [
-            Draft(tuple(guesses[ask.request_id]), "draft model")
-            if guesses.get(ask.request_id)
-            else NO_DRAFT
-            for ask in asks
+            trees[ask.request_id].draft() if ask.request_id in trees else NO_DRAFT for ask in asks
         ]
 
     def ended(self, request_id: int) -> None:
         """Free its cells."""
+        self._trees.pop(request_id, None)
+        self._tokens.pop(request_id, None)
         if self._known.pop(request_id, None):
             self._cache.seq_rm(request_id)
 
-    def _catch_up(self, ask: Ask) -> list[int]:
-        """Take back what turned out otherwise; the tokens that the draft has not seen."""
-        known = self._known.setdefault(ask.request_id, [])
-        n = min(len(known), len(ask.tokens) - 1)
-        n_same = n
-        if known[:n] != ask.tokens[:n]:
-            n_same = next(i for i in range(n) if known[i] != ask.tokens[i])
-        if n_same < len(known):
-            if n_same and not self._cache.can_resume(ask.request_id, n_same):
-                n_same = 0  # a window has moved on
-            self._cache.seq_rm(ask.request_id, n_same)
-            del known[n_same:]
-        return ask.tokens[n_same:]
+    def _commit(self, ask: Ask) -> None:
+        """Keep the guesses that were right; drop the others, and the last token if it is held.
 
-    def _forward(self, asks: Sequence[Ask], fresh: dict[int, list[int]]) -> list[int]:
-        """The likeliest token behind each sequence's fresh ones."""
-        tokens = [token for ask in asks for token in fresh[ask.request_id]]
-        seq_ids = [ask.request_id for ask in asks for _ in fresh[ask.request_id]]
-        rows = np.cumsum([len(fresh[ask.request_id]) for ask in asks]) - 1
+        It is where nothing was chosen since it was asked for the last time; its logits are wanted.
+        """
+        request_id = ask.request_id
+        tree = self._trees.pop(request_id, None)
+        if tree is not None:
+            held = Draft(tuple(tree.tokens), "", tuple(tree.parents)).keep(tree.cached)
+            right = held.follow(ask.tokens[self._known[request_id] : -1])
+            self._cache.commit(right, request_id)
+            self._known[request_id] += len(right)
+        n = len(ask.tokens) - 1
+        if self._known.get(request_id, 0) > n:
+            n = n if self._cache.can_resume(request_id, n) else 0
+            self._cache.seq_rm(request_id, n)
+            self._known[request_id] = n
+
+    def _with_room(self, asks: Sequence[Ask]) -> list[Ask]:
+        """The sequences that fit together with their guesses, others having given way."""
+        going: list[Ask] = []
+        need = 0
+        asked = {ask.request_id for ask in asks}
+        for ask in asks:
+            self._share(ask)
+            n_new = len(ask.tokens) - self._known.get(ask.request_id, 0)
+            n_nodes = (ask.limit - 1) * self._width_of(ask)
+            for other in list(self._known):
+                if self._cache.can_extend(need + n_new + n_nodes):
+                    break
+                if other not in asked:
+                    self.ended(other)
+            if self._cache.can_extend(need + n_new + n_nodes):
+                need += n_new + n_nodes
+                going.append(ask)
+        return going
+
+    def _share(self, ask: Ask) -> None:
+        """Let a new sequence begin on the cells of the one that begins most as it does."""
+        if ask.request_id in self._known or len(ask.tokens) <= MIN_SHARED:
+            return
+        head, best, source = ask.tokens[:MIN_SHARED], MIN_SHARED - 1, -1
+        for request_id, tokens in self._tokens.items():
+            most = min(self._known[request_id], len(ask.tokens) - 1)
+            if most > best and tokens[:MIN_SHARED] == head:
+                pairs = zip(tokens[:most], ask.tokens, strict=False)
+                n = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
+                if n > best and self._cache.can_resume(request_id, n):
+                    best, source = n, request_id
+        if source >= 0:
+            self._cache.seq_cp(source, ask.request_id, 0, best)
+            self._known[ask.request_id] = best
+            self._tokens[ask.request_id] = ask.tokens
+
+    def _catch_up(self, trees: Sequence[GrowingTree]) -> None:
+        """Compute the tokens that the draft has not seen; they give the first level."""
+        waiting = list(trees)
+        while waiting:
+            parts: list[tuple[GrowingTree, list[int]]] = []
+            room = self._max_tokens
+            for tree in waiting:
+                start = self._known.get(tree.ask.request_id, 0)
+                part = tree.ask.tokens[start : start + room]
+                if part:
+                    parts.append((tree, part))
+                    room -= len(part)
+            tokens = [token for _, part in parts for token in part]
+            seq_ids = [tree.ask.request_id for tree, part in parts for _ in part]
+            rows = np.cumsum([len(part) for _, part in parts]) - 1
+            logits = self._forward(tokens, seq_ids, rows.tolist())
+            for (tree, part), row in zip(parts, logits, strict=True):
+                request_id = tree.ask.request_id
+                known = self._known[request_id] = self._known.get(request_id, 0) + len(part)
+                self._tokens[request_id] = tree.ask.tokens
+                if known == len(tree.ask.tokens):
+                    waiting.remove(tree)
+                    width = self._width_of(tree.ask)
+                    tree.grow([-1], *_likeliest(row[None], width), width)
+
+    def _next_level(self, trees: Sequence[GrowingTree]) -> None:
+        """Every tree's last level, as many trees in one forward as it takes."""
+        n = max(1, self._max_tokens // self._width)
+        for first in range(0, len(trees), n):
+            self._compute_level(trees[first : first + n])
+
+    def _compute_level(self, trees: Sequence[GrowingTree]) -> None:
+        """One forward of every tree's last level; it gives the next."""
+        try:
+            tokens, seq_ids = propose_levels(self._cache, trees)
+            logits = self._forward(tokens, seq_ids, range(len(tokens)))
+        except BaseException:
+            for tree in trees:
+                self._trees.pop(tree.ask.request_id, None)
+            drop_trees(self._cache, trees)
+            raise
+        start = 0
+        for tree in trees:
+            level = tree.level
+            self._trees[tree.ask.request_id] = tree
+            width = self._width_of(tree.ask)
+            tree.grow(level, *_likeliest(logits[start : start + len(level)], width), width)
+            start += len(level)
+
+    def _forward(
+        self, tokens: Sequence[int], seq_ids: Sequence[int], rows: Sequence[int]
+    ) -> FloatArray:
         try:
             positions = self._cache.begin_step(seq_ids)
             logits = self._runner.forward(tokens, positions, rows)
@@ -103,18 +207,21 @@ class DraftModel:
             self._cache.cancel_step()
             raise
         self._cache.end_step()
-        for ask in asks:
-            self._known[ask.request_id] += fresh[ask.request_id]
-        found: list[int] = logits.argmax(axis=1).tolist()
-        return found
+        return logits
 
-    def _make_room(self, ask: Ask, asks: Sequence[Ask]) -> bool:
-        """Whether the sequence and its guesses fit, others having given way."""
-        need = len(ask.tokens) + ask.limit - len(self._known.get(ask.request_id, ()))
-        asked = {other.request_id for other in asks}
-        for request_id in list(self._known):
-            if self._cache.can_extend(max(1, need)):
-                return True
-            if request_id not in asked:
-                self.ended(request_id)
-        return self._cache.can_extend(max(1, need))
+    def _width_of(self, ask: Ask) -> int:
+        """Guesses per level."""
+        return self._width if ask.n_nodes else 1
+
+
+def _likeliest(logits: FloatArray, n: int) -> tuple[IntArray, FloatArray]:
+    """The ``n`` likeliest tokens of each row ``[R, vocab]``, and their probabilities."""
+    if n == 1:
+        tokens = logits.argmax(axis=1)[:, None]
+    else:
+        some = np.argpartition(logits, -min(n, logits.shape[1]), axis=1)[:, -n:]
+        order = np.argsort(-np.take_along_axis(logits, some, 1), axis=1, kind="stable")
+        tokens = np.take_along_axis(some, order, 1)
+    logits = logits - logits.max(axis=1, keepdims=True)
+    total = np.exp(logits).sum(axis=1, keepdims=True)
+    return tokens, np.exp(np.take_along_axis(logits, tokens, 1)) / total

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-__all__ = ["NO_DRAFT", "Ask", "Draft", "Drafter"]
+from kvcellar.engine.draft import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from kvcellar.models.runner import FloatArray
+
+__all__ = ["NO_DRAFT", "Ask", "Draft", "Drafter", "FeatureReader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,28 +21,14 @@ class Ask:
     Attributes:
         request_id: whose.
         tokens: all that is known of it; not to be changed, and it grows by itself.
-        limit: guesses that can be of use at most; at least 1.
+        limit: guesses behind each other that can be of use at most; at least 1.
+        n_nodes: guesses in all, at most; 0: as many as ``limit``, and only in one chain.
     """
 
     request_id: int
     tokens: list[int]
     limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Guesses for the tokens that follow a sequence, in their order.
-
-    Attributes:
-        tokens: the guesses; none where there is none worth making.
-        kind: how they were made: guesses of one kind are believed to be equally often right.
-    """
-
-    tokens: tuple[int, ...]
-    kind: str
-
-
-NO_DRAFT = Draft((), "")
+    n_nodes: int = 0
 
 
 class Drafter(Protocol):
@@ -51,9 +42,31 @@ class Drafter(Protocol):
     is_free: bool
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Guesses for some sequences, at most ``limit`` each."""
+        """Guesses for some sequences, at most ``limit`` deep and ``n_nodes`` in all for each."""
         ...
 
     def ended(self, request_id: int) -> None:
         """A sequence goes on no more; what was held for it alone can go."""
+        ...
+
+
+@runtime_checkable
+class FeatureReader(Protocol):
+    """A drafter that guesses from what the model's own layers say of the tokens before.
+
+    Attributes:
+        feature_layers: which of them, as ``LoadedModel.bind`` takes them.
+    """
+
+    feature_layers: tuple[int, ...]
+
+    def saw(self, request_id: int, start: int, features: FloatArray) -> None:
+        """The model has computed tokens of a sequence: those that count, never wrong guesses.
+
+        Args:
+            request_id: whose.
+            start: position of the first one. It follows on, except where KV was reused, whose
+                features are not known, or is computed again after a preemption.
+            features: ``[n, n_features]`` of the tokens at ``start`` and the positions behind.
+        """
         ...

@@ -10,12 +10,19 @@ compared with what came instead, so it is known when they begin to pay again.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.request import Sequence
-from kvcellar.engine.speculate.drafter import Ask, Draft, Drafter
+from kvcellar.engine.speculate.drafter import Ask, Drafter, FeatureReader
+from kvcellar.engine.speculate.rates import Rate, Rates
 from kvcellar.engine.speculate.step_costs import StepCosts
+
+if TYPE_CHECKING:
+    from kvcellar.models.runner import FloatArray
 
 __all__ = ["Speculator"]
 
@@ -25,26 +32,8 @@ MARGIN = 1.02
 PROBE_SHARE = 0.01
 """Of all time: what guesses that are made only to learn may take, where to guess takes time."""
 
-_DECAY = 0.97
-_PRIOR = 4.0
-_UNKNOWN = 0.6
-
-
-@dataclass(slots=True)
-class Rate:
-    """How often guesses of one kind are right; the latest count most."""
-
-    hits: float = 0.0
-    tries: float = 0.0
-
-    def learn(self, is_right: bool) -> None:
-        """One more guess was compared."""
-        self.hits = _DECAY * self.hits + is_right
-        self.tries = _DECAY * self.tries + 1
-
-    def value(self, prior: float) -> float:
-        """Between what was seen and a prior that few guesses do not outweigh."""
-        return (self.hits + _PRIOR * prior) / (self.tries + _PRIOR)
+PROBE_DEPTH = 4
+"""Levels of guesses that are made only to learn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,127 +44,190 @@ class Speculator:
         drafter: who guesses.
         max_drafted: guesses per sequence and step, at most.
         is_adaptive: verify what pays; otherwise all that is guessed.
+        has_trees: whether several guesses for one token can be verified in one forward; otherwise
+            the likeliest chain is.
+        clock: seconds.
         costs: what steps take.
-        draft_s_per_token: what guessing takes, per token guessed.
+        level_s: what it takes to guess one level for all sequences; None before the first time.
     """
 
     drafter: Drafter
     max_drafted: int = 8
     is_adaptive: bool = True
+    has_trees: bool = False
+    clock: Callable[[], float] = time.perf_counter
     costs: StepCosts = field(default_factory=StepCosts)
-    draft_s_per_token: float = 0.0
-    _kinds: dict[str, Rate] = field(default_factory=dict)
-    _of_request: dict[int, dict[str, Rate]] = field(default_factory=dict)
+    level_s: float | None = None
+    _rates: Rates = field(default_factory=Rates)
+    _levels: list[Rate] = field(default_factory=list)
+    """Per level how often one of its guesses was right, where one of the level above was."""
+    _per_level: float = 1.0
+    """Guesses that were verified per level and sequence."""
     _pending: dict[int, Draft] = field(default_factory=dict)
-    _last_kind: str = ""
+    _asked: dict[int, int] = field(default_factory=dict)
+    """Tokens of each sequence when its guesses were made the last time."""
     _total_s: float = 0.0
     _probe_s: float = 0.0
+    _guessing_s: float = 0.0
+    _reader: FeatureReader | None = None
+
+    def __post_init__(self) -> None:
+        self._reader = self.drafter if isinstance(self.drafter, FeatureReader) else None
 
     def propose(self, sequences: Seq[Sequence], n_others: int) -> None:
-        """Set ``drafted`` of some decoding sequences.
+        """Set ``draft`` of some decoding sequences.
 
         Args:
             sequences: those that have one token left to compute.
             n_others: tokens that the next step computes besides theirs.
         """
         self._pending.clear()
-        asks = {s.request_id: ask for s in sequences if (ask := self._ask(s)) is not None}
+        self._guessing_s = 0.0
         for sequence in sequences:
-            sequence.drafted = ()
-        if not asks or not self._may_ask(len(sequences), n_others, len(asks)):
+            sequence.draft = NO_DRAFT
+        n_tokens = len(sequences) + n_others
+        depth, is_probe = self._depth(len(sequences), n_tokens)
+        asks = {s.request_id: ask for s in sequences if (ask := self._ask(s, depth)) is not None}
+        if not asks:
             return
-        started = time.perf_counter()
+        started = self.clock()
         drafts = dict(zip(asks, self.drafter.propose(list(asks.values())), strict=True))
-        took_s = time.perf_counter() - started
-        self._learn_drafting(took_s, sum(len(draft.tokens) for draft in drafts.values()))
-        lengths = self._lengths(drafts, len(sequences), n_others)
-        if not any(lengths.values()):
-            self._probe_s += took_s
+        self._guessed(asks, drafts, self.clock() - started, is_probe)
+        if not self.has_trees:
+            drafts = {request_id: self._chain(request_id, d) for request_id, d in drafts.items()}
+        kept = self._worth_it(drafts, len(sequences), n_tokens)
         for sequence in sequences:
             draft = drafts.get(sequence.request_id)
-            if draft is not None and draft.tokens:
+            if draft:
                 self._pending[sequence.request_id] = draft
-                sequence.drafted = draft.tokens[: lengths[sequence.request_id]]
+                sequence.draft = draft.keep(kept[sequence.request_id])
+                if sequence.draft:
+                    ratio = len(sequence.draft) / sequence.draft.depth
+                    self._per_level += 0.1 * (ratio - self._per_level)
 
-    def learn(self, request_id: int, chosen: Seq[int]) -> None:
+    def learn(self, request_id: int, chosen: list[int]) -> None:
         """Compare what was guessed with what was sampled, verified or not."""
         draft = self._pending.pop(request_id, None)
         if draft is None:
             return
-        mine = self._of_request.setdefault(request_id, {}).setdefault(draft.kind, Rate())
-        everybodys = self._kinds.setdefault(draft.kind, Rate())
-        self._last_kind = draft.kind
-        for guess, token in zip(draft.tokens, chosen, strict=False):
-            mine.learn(guess == token)
-            everybodys.learn(guess == token)
-            if guess != token:
-                break
+        for level, is_right in enumerate(self._rates.learn(request_id, draft, chosen)):
+            if level == len(self._levels):
+                self._levels.append(Rate())
+            self._levels[level].learn(is_right)
+
+    def saw(self, request_id: int, start: int, features: FloatArray) -> None:
+        """Tell a drafter that reads features what the model's layers said of computed tokens."""
+        assert self._reader is not None, "only a reader's engine computes features"
+        self._reader.saw(request_id, start, features)
 
     def ran(self, n_tokens: int, seconds: float) -> None:
-        """A step has run."""
+        """A step has run, in so much time from before it was proposed for."""
         self._total_s += seconds
-        self.costs.learn(n_tokens, seconds)
+        self.costs.learn(n_tokens, max(0.0, seconds - self._guessing_s))
 
     def ended(self, request_id: int) -> None:
         """A sequence goes on no more."""
         self._pending.pop(request_id, None)
-        self._of_request.pop(request_id, None)
+        self._asked.pop(request_id, None)
+        self._rates.ended(request_id)
         self.drafter.ended(request_id)
 
-    def rate(self, request_id: int, kind: str) -> float:
-        """How often the next guess of this kind is believed to be right for this sequence."""
-        general = self._kinds.get(kind, Rate()).value(_UNKNOWN)
-        mine = self._of_request.get(request_id, {}).get(kind)
-        return general if mine is None else mine.value(general)
-
-    def _ask(self, sequence: Sequence) -> Ask | None:
-        limit = self.max_drafted
+    def _ask(self, sequence: Sequence, depth: int) -> Ask | None:
         most = sequence.request.params.max_tokens
         if most is not None:
-            limit = min(limit, most - len(sequence.sampled) - 1)
-        return Ask(sequence.request_id, sequence.tokens, limit) if limit > 0 else None
+            depth = min(depth, most - len(sequence.sampled) - 1)
+        n_nodes = self.max_drafted if self.has_trees else 0
+        return Ask(sequence.request_id, sequence.tokens, depth, n_nodes) if depth > 0 else None
 
-    def _may_ask(self, n_sequences: int, n_others: int, n_asks: int) -> bool:
-        """Whether guesses are worth the time that it takes to make them."""
-        if not self.is_adaptive or self.drafter.is_free or not self._last_kind:
-            return True
-        imagined = Draft((0,) * self.max_drafted, self._last_kind)
-        lengths = self._lengths(dict.fromkeys(range(-n_asks, 0), imagined), n_sequences, n_others)
-        return any(lengths.values()) or self._probe_s < PROBE_SHARE * self._total_s
-
-    def _lengths(self, drafts: dict[int, Draft], n_sequences: int, n_others: int) -> dict[int, int]:
-        """Guesses to verify per sequence, beside a token for each and what others compute."""
-        if not self.is_adaptive:
-            return {request_id: len(draft.tokens) for request_id, draft in drafts.items()}
-        lengths = dict.fromkeys(drafts, 0)
-        n_tokens = n_sequences + n_others
+    def _depth(self, n_sequences: int, n_tokens: int) -> tuple[int, bool]:
+        """Levels of guesses worth the time to make them; and whether that is only to learn."""
+        if not self.is_adaptive or self.drafter.is_free:
+            return self.max_drafted, False
         before = self.costs.seconds(n_tokens)
         if before is None:
-            return lengths
-        gains: list[tuple[float, int]] = []
+            return 0, False
+        if self.level_s is None:
+            return min(PROBE_DEPTH, self.max_drafted), False
+        best, n_best = MARGIN * n_sequences / before, 0
+        expected, right, rate = float(n_sequences), 1.0, 0.6
+        for depth in range(1, self.max_drafted + 1):
+            if depth <= len(self._levels):
+                rate = self._levels[depth - 1].value(rate)
+            right *= rate
+            expected += n_sequences * right
+            n_guesses = round(n_sequences * depth * self._per_level)
+            seconds = self._seconds(n_tokens + n_guesses, before) + depth * self.level_s
+            per_second = expected / seconds
+            if per_second > best:
+                best, n_best = per_second, depth
+        if n_best or self._probe_s >= PROBE_SHARE * self._total_s:
+            return n_best, False
+        return min(PROBE_DEPTH, self.max_drafted), True
+
+    def _chain(self, request_id: int, draft: Draft) -> Draft:
+        """The likeliest guess of every level, each behind the one before."""
+        if draft.is_chain:
+            return draft
+        paths = self._rates.paths(request_id, draft)
+        chain: list[int] = []
+        while children := list(draft.children(chain[-1] if chain else -1)):
+            chain.append(max(children, key=paths.__getitem__))
+        return draft.keep(chain)
+
+    def _worth_it(
+        self, drafts: Mapping[int, Draft], n_sequences: int, n_tokens: int
+    ) -> dict[int, list[int]]:
+        """Guesses to verify per sequence, in a step that has ``n_tokens`` without them.
+
+        The likeliest first, of all sequences; a guess is never likelier than the one before it.
+        """
+        if not self.is_adaptive:
+            return {request_id: list(range(len(draft))) for request_id, draft in drafts.items()}
+        kept: dict[int, list[int]] = {request_id: [] for request_id in drafts}
+        before = self.costs.seconds(n_tokens)
+        if before is None:
+            return kept
+        gains: list[tuple[float, int, int]] = []
         for request_id, draft in drafts.items():
-            right = self.rate(request_id, draft.kind)
-            gains += [(right ** (i + 1), request_id) for i in range(len(draft.tokens))]
-        gains.sort(key=lambda gain: -gain[0])
+            paths = self._rates.paths(request_id, draft)
+            found = [(-gain, node, request_id) for node, gain in enumerate(paths)]
+            if len(found) > self.max_drafted:
+                found = sorted(found)[: self.max_drafted]
+            gains += found
+        if not gains:
+            return kept
+        gains.sort()
         # Sequences that decode bring a token each; those in prefill none, and take their time.
         expected = float(n_sequences)
         best, n_best = MARGIN * expected / before, 0
-        for n, (gain, _) in enumerate(gains, 1):
-            expected += gain
-            seconds = self.costs.seconds(n_tokens + n) or before
-            per_second = expected / (seconds + n * self._draft_s)
+        for n, (gain, *_) in enumerate(gains, 1):
+            expected -= gain
+            per_second = expected / self._seconds(n_tokens + n, before)
             if per_second > best:
                 best, n_best = per_second, n
-        for _, request_id in gains[:n_best]:
-            lengths[request_id] += 1
-        return lengths
+        for _, node, request_id in gains[:n_best]:
+            kept[request_id].append(node)
+        return {request_id: sorted(nodes) for request_id, nodes in kept.items()}
 
-    @property
-    def _draft_s(self) -> float:
-        return 0.0 if self.drafter.is_free else self.draft_s_per_token
+    def _seconds(self, n_tokens: int, before: float) -> float:
+        """What a step with guesses takes: no less than without, whatever chance has measured."""
+        return max(before, self.costs.seconds(n_tokens) or before)
 
-    def _learn_drafting(self, seconds: float, n_tokens: int) -> None:
-        if n_tokens:
-            new = seconds / n_tokens
-            old = self.draft_s_per_token or new
-            self.draft_s_per_token = old + 0.1 * (min(new, 4 * old) - old)
+    def _guessed(
+        self, asks: Mapping[int, Ask], drafts: Mapping[int, Draft], seconds: float, is_probe: bool
+    ) -> None:
+        """What guessing took. Where a drafter had to catch up first, that says little of levels."""
+        if self.drafter.is_free:
+            return
+        self._guessing_s = seconds
+        if is_probe:
+            self._probe_s += seconds
+        is_usual = all(
+            len(ask.tokens) - self._asked.get(request_id, 0) <= self.max_drafted + 1
+            for request_id, ask in asks.items()
+        )
+        self._asked.update((request_id, len(ask.tokens)) for request_id, ask in asks.items())
+        depth = max(draft.depth for draft in drafts.values())
+        if depth and is_usual:
+            new, old = seconds / depth, self.level_s
+            self.level_s = new if old is None else old + 0.1 * (min(new, 4 * old) - old)

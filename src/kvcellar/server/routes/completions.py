@@ -17,7 +17,7 @@ from kvcellar.engine import FinishEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError
-from kvcellar.server.asking import agent_of, note, sampling_of, service_of
+from kvcellar.server.asking import agent_of, note, predictions, sampling_of, service_of
 from kvcellar.server.chat import merged
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
@@ -216,6 +216,7 @@ def _usage(choices: Sequence[_Choice], n: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt), "audio_tokens": 0},
+        "completion_tokens_details": predictions(usage for usage in ends if usage is not None),
     }
 
 

@@ -17,6 +17,7 @@ from kvcellar.server.asking import (
     agent_of,
     note,
     plain_messages,
+    predictions,
     sampling_of,
     service_of,
     usage_extra,
@@ -187,7 +188,11 @@ def _usage(ends: Sequence[Ended]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            **predictions(end.usage for end in ends),
+        },
     }
 
 

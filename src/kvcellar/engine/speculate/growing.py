@@ -1,0 +1,97 @@
+"""Trees of guesses that grow level by level, in a draft's own cache: one forward per level.
+
+The shape is that of EAGLE-2 (Li et al., 2024, arXiv:2406.16858): the likeliest tokens behind the
+likeliest paths, and of all of them the likeliest in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvcellar.cache import TreeCache
+from kvcellar.engine.draft import Draft
+from kvcellar.engine.speculate.drafter import Ask
+from kvcellar.models.runner import FloatArray
+from kvcellar.types import IntArray
+
+__all__ = ["MIN_PATH", "GrowingTree", "drop_trees", "propose_levels"]
+
+MIN_PATH = 0.01
+"""Paths that are held to be less likely are not guessed, but for the likeliest."""
+
+
+@dataclass(slots=True, eq=False)
+class GrowingTree:
+    """The guesses for one sequence while they grow."""
+
+    ask: Ask
+    kind: str
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    beliefs: list[float] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)
+    level: list[int] = field(default_factory=list)
+    """The guesses that came last."""
+    cached: list[int] = field(default_factory=list)
+    """The guesses that the draft's cache holds, in its order."""
+    n_levels: int = 0
+
+    def grow(self, above: Sequence[int], tokens: IntArray, beliefs: FloatArray, width: int) -> None:
+        """One more level: the likeliest tokens behind some guesses, ``width`` in all.
+
+        Args:
+            above: the guesses, -1 for the sequence itself.
+            tokens: ``[len(above), k]``, behind each of them.
+            beliefs: ``[len(above), k]``, how likely each is there.
+            width: guesses of the level, at most.
+        """
+        found: list[tuple[float, float, int, int]] = []
+        for parent, row, weights in zip(above, tokens.tolist(), beliefs.tolist(), strict=True):
+            path = self.paths[parent] if parent >= 0 else 1.0
+            for token, belief in zip(row, weights, strict=True):
+                found.append((path * belief, belief, parent, token))
+        found.sort(key=lambda guess: -guess[0])
+        self.level = []
+        for path, belief, parent, token in found[:width]:
+            if path >= MIN_PATH or not self.level:
+                self.level.append(len(self.tokens))
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.beliefs.append(belief)
+                self.paths.append(path)
+        self.n_levels += 1
+
+    def draft(self) -> Draft:
+        """The likeliest of all guesses, as many as were asked for."""
+        whole = Draft(tuple(self.tokens), self.kind, tuple(self.parents), tuple(self.beliefs))
+        order = sorted(range(len(whole)), key=lambda node: (-self.paths[node], node))
+        return whole.keep(sorted(order[: max(self.ask.n_nodes, self.ask.limit)]))
+
+
+def propose_levels(cache: TreeCache, trees: Sequence[GrowingTree]) -> tuple[list[int], list[int]]:
+    """Append every tree's last level to its tree in a draft's cache, for one forward of them all.
+
+    Returns:
+        (tokens, seq_ids) of the flat batch: a tree after the other.
+
+    Raises:
+        CacheFullError: trees before the one that found no room have their level in the cache.
+    """
+    tokens: list[int] = []
+    seq_ids: list[int] = []
+    for tree in trees:
+        at = {node: i for i, node in enumerate(tree.cached)}
+        parents = [at.get(tree.parents[node], -1) for node in tree.level]
+        cache.propose(parents, tree.ask.request_id)
+        tree.cached += tree.level
+        tokens += [tree.tokens[node] for node in tree.level]
+        seq_ids += [tree.ask.request_id] * len(tree.level)
+    return tokens, seq_ids
+
+
+def drop_trees(cache: TreeCache, trees: Sequence[GrowingTree]) -> None:
+    """Free the cells of all their guesses in a draft's cache."""
+    for tree in trees:
+        if cache.has_tree(tree.ask.request_id):
+            cache.commit([], tree.ask.request_id)

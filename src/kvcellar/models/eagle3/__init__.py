@@ -1,0 +1,1 @@
+"""EAGLE-3 heads: small networks that guess what a model says next from its hidden states."""

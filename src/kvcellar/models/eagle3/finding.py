@@ -1,0 +1,80 @@
+"""Where a head is, and what it takes; nothing is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcellar.errors import ConfigError, ModelError
+from kvcellar.models.checkpoint import check_weights, read_config, stored_bytes
+from kvcellar.models.eagle3.config import read_eagle3_config
+from kvcellar.models.loading import DEMO, DEMO_FOLDER, find_checkpoint
+from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
+from kvcellar.types import ModelCacheParams
+
+DEMO_HEAD_FOLDER = DEMO_FOLDER.parent / "demo_eagle3"
+"""Of the bundled model."""
+
+_MAPS = ("d2t", "t2d")
+_STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def find_head(name_or_path: str | Path | None, target: str | Path) -> Path:
+    """The folder of a head.
+
+    Args:
+        name_or_path: a folder, or a name on the Hugging Face hub, from where it is downloaded;
+            ``demo``: the head of the bundled model; None: the same, where that is the target.
+        target: the model that it guesses for, as it was asked for.
+
+    Raises:
+        ConfigError: no head is bundled with the target.
+        ModelError: there is no such head.
+    """
+    if name_or_path not in (None, DEMO):
+        return find_checkpoint(name_or_path, lambda part, what: None)
+    if name_or_path is None and target != DEMO and Path(target) != DEMO_FOLDER:
+        raise ConfigError(
+            f"only the bundled model comes with a head; name one that was trained for "
+            f"{str(target)!r}: eagle3:PATH"
+        )
+    if not DEMO_HEAD_FOLDER.is_dir():
+        raise ModelError(
+            f"the bundled head is not in this installation ({DEMO_HEAD_FOLDER}); install kvcellar "
+            f"again, or name another one: eagle3:PATH"
+        )
+    return DEMO_HEAD_FOLDER
+
+
+def size_eagle3(
+    name_or_path: str | Path | None, target: str | Path, *, dtype: str
+) -> ModelCacheSpec:
+    """What a head's KV and weights cost, from its config and the sizes of its tensors.
+
+    Args:
+        name_or_path: as ``find_head`` takes it.
+        target: the model that it guesses for, as it was asked for.
+        dtype: type of its weights in memory: that of its target's.
+
+    Raises:
+        ConfigError, ModelError: there is no such head, or not all of it.
+    """
+    folder = find_head(name_or_path, target)
+    config = read_eagle3_config(read_config(folder), folder)
+    dtypes = check_weights(folder)
+    stored = stored_bytes(folder, _MAPS) or 0
+    width = next((_STORED_BYTES[kind] for kind, _ in dtypes.most_common() if kind in _STORED_BYTES))
+    n_params = stored // width
+    return ModelCacheSpec(
+        name=str(folder),
+        family="eagle3",
+        params=ModelCacheParams(1, config.n_kv_heads, config.head_dim),
+        max_positions=config.max_positions,
+        stored_bytes=stored,
+        weight_bytes=n_params * DTYPE_BYTES[dtype],
+        dtype=dtype,
+        counted=f"{n_params:,} parameters, sizes from its files",
+        n_heads=config.n_heads,
+        hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        vocab_size=config.draft_vocab_size,
+    )

@@ -1,0 +1,209 @@
+"""Whoever guesses, on whatever cache: the tokens of the plain loop, and the same reuse."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvcellar as kv
+from kvcellar.backends.reference import ReferenceContiguousCache, ReferenceTreeCache
+from kvcellar.engine import Engine, EngineConfig, SamplingParams, generate, last
+from kvcellar.engine.speculate import DraftModel, NgramDrafter
+from kvcellar.models import LoadedModel, load_model
+from kvcellar.types import ModelCacheParams
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    ByteTokenizer,
+    GuessTrees,
+    HashRunner,
+    TreeCells,
+    make_cache,
+)
+from tests.engine.speculate.traces import NARROW, Doubtful, check, played
+from tests.engine.test_engine import VOCAB, MovingTrees, make_engine, nothing_is_left, plain_loop
+from tests.models.tiny_checkpoints import VOCAB_SIZE, make_checkpoint
+
+DRAFTERS = ("ngram", "draft model", "trees")
+
+
+def drafter_of(kind: str, params: Any) -> Any:
+    if kind == "ngram":
+        return NgramDrafter((4, 2, 1))
+    if kind == "trees":
+        return GuessTrees(params, VOCAB)
+    cache = TreeCells(kv.make_config(params, 1500, min_chunk=16))
+    return DraftModel(HashRunner(cache, VOCAB), cache, VOCAB)
+
+
+@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("moved", [0, 10**9], ids=["recomputed", "moved"])
+def test_with_forks_and_preemption_between(params, kind, moved):
+    """108 prompts and their forks, of which some have to give way."""
+    cache = MovingTrees(make_cache("tree", 110, params).config)
+    engine = make_engine(
+        params=params,
+        cache=cache,
+        drafter=drafter_of(kind, params),
+        verify_all_drafts=True,
+        max_moved_bytes=moved,
+        max_num_batched_tokens=32,
+    )
+    said = played(engine, 9, VOCAB, bias=NARROW if kind == "ngram" else None)
+    assert check(said, lambda p, s: plain_loop(p, s, params).token_ids) >= 9
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert 0 < stats.accepted_tokens <= stats.drafted_tokens
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_as_much_is_reused_as_without_guesses(kind):
+    rates = []
+    for drafter in (None, drafter_of(kind, FULL_PARAMS)):
+        engine = make_engine(
+            capacity=3000,
+            params=FULL_PARAMS,
+            cache=make_cache("tree", 3000, FULL_PARAMS),
+            drafter=drafter,
+            verify_all_drafts=True,
+            max_num_batched_tokens=64,
+        )
+        for seed in (0, 0, 1):
+            played(engine, 6, VOCAB, seed, has_forks=False)
+        rates.append(engine.stats().hit_rate)
+    assert rates[0] == rates[1] > 0.4
+
+
+class Attention:
+    """A model of two layers in NumPy, over a cache of the reference backend."""
+
+    params = ModelCacheParams(n_layers=2, n_kv_heads=2, head_dim=8)
+    vocab_size = VOCAB
+
+    def __init__(self, cache: Any) -> None:
+        rng = np.random.default_rng(0)
+        self.cache = cache
+        self.embedding = rng.normal(0, 1, (VOCAB, 16))
+        self.places = rng.normal(0, 1, (512, 16))
+        self.mixing = rng.normal(0, 0.5, (2, 4, 16, 16))
+
+    def forward(self, token_ids: Any, positions: Any, rows: Any = None) -> np.ndarray:
+        if not self.cache.is_step_open:
+            self.cache.end_step()
+        x = self.embedding[list(token_ids)] + self.places[list(positions)]
+        for layer, (*inwards, outwards) in enumerate(self.mixing):
+            q, k, v = ((x @ w).reshape(len(x), 2, 8).swapaxes(0, 1)[None] for w in inwards)
+            seen = self.cache.update_and_attend(q, k, v, positions, layer, 1.0, np.float64)
+            x = np.tanh(x + seen[0].swapaxes(0, 1).reshape(len(x), 16) @ outwards)
+        wanted = [len(x) - 1] if rows is None else list(rows)
+        return (x[wanted] @ self.embedding.T).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "trees"])
+def test_on_the_reference_caches(kind):
+    cache = ReferenceTreeCache(kv.make_config(Attention.params, 110, "float32"))
+    drafter: Any = NgramDrafter((4, 2, 1))
+    if kind == "trees":
+        own = ReferenceTreeCache(kv.make_config(Attention.params, 600, "float32"))
+        drafter = Doubtful(DraftModel(Attention(own), own, VOCAB), VOCAB)
+    config = EngineConfig(verify_all_drafts=True, max_num_seqs=4)
+    engine = Engine(Attention(cache), cache, drafter=drafter, config=config)
+
+    def plain(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+        alone = ReferenceContiguousCache(kv.make_config(Attention.params, 400, "float32"))
+        events = generate(Attention(alone), alone, ByteTokenizer(), prompt, params)
+        return last(events).token_ids
+
+    assert check(played(engine, 8, VOCAB, bias=NARROW if kind == "ngram" else None), plain) >= 8
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+# On models ----------------------------------------------------------------------------------------
+
+CAPACITY = 160
+"""Some of the trace's requests have to give way."""
+
+SESSIONS = {
+    "seq": kv.make_seq_session,
+    "paged": kv.make_paged_session,
+    "tree": kv.make_tree_session,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen2_window", tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def guessing(
+    model: LoadedModel, cache: str, kind: str, capacity: int = CAPACITY, kv_dtype: str = "float32"
+) -> Iterator[Engine]:
+    """An engine whose drafter is of the kind, everything verified."""
+    block_size = 8 if cache == "paged" else 1
+    config = kv.make_config(model.params, capacity, kv_dtype, block_size=block_size)
+    with ExitStack() as stack:
+        session = stack.enter_context(SESSIONS[cache](model.backend, config))
+        drafter: Any = NgramDrafter((4, 2, 1))
+        if kind != "ngram":
+            own = kv.make_config(model.params, 600, kv_dtype)
+            other = stack.enter_context(kv.make_tree_session(model.backend, own))
+            drafter = DraftModel(model.bind(other), other.cache, model.vocab_size)
+        if kind == "trees":
+            drafter = Doubtful(drafter, model.vocab_size)
+        settings = EngineConfig(
+            verify_all_drafts=True, max_num_seqs=5, max_drafted=8, max_moved_bytes=1 << 30
+        )
+        yield Engine(model.bind(session), session.cache, drafter=drafter, config=settings)
+
+
+def plainly(model: LoadedModel, kv_dtype: str = "float32") -> Any:
+    """The plain loop, one request at a time."""
+
+    def said(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+        with kv.make_decode_session(
+            model.backend, kv.make_config(model.params, 400, kv_dtype)
+        ) as session:
+            runner = model.bind(session)
+            return last(generate(runner, session.cache, model.tokenizer, prompt, params)).token_ids
+
+    return said
+
+
+def agrees(model: LoadedModel, cache: str, kind: str, n: int) -> None:
+    with guessing(model, cache, kind) as engine:
+        said = played(engine, n, VOCAB_SIZE, bias=NARROW if kind == "ngram" else None)
+        stats = engine.stats()
+    assert check(said, plainly(model)) >= n
+    assert 0 < stats.accepted_tokens <= stats.drafted_tokens
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("cache", SESSIONS)
+def test_on_torch(checkpoint, cache, kind):
+    agrees(load_model(checkpoint), cache, kind, 8)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="needs mlx-lm")
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_on_mlx(checkpoint, kind):
+    agrees(load_model(checkpoint, backend="mlx"), "tree", kind, 6)
