@@ -269,6 +269,8 @@ class Telling(HashRunner):
 class Listening(GuessTrees):
     """Keeps what it is told, and finds at every ask that it knows all but the last token."""
 
+    feature_layers = (0,)
+
     def __init__(self) -> None:
         super().__init__(FULL_PARAMS, VOCAB)
         self.told: dict[int, dict[int, int]] = {}
