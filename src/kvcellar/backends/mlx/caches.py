@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run, joined
 from kvcellar.backends.mlx.codecs import Parts, Stored, rotate
@@ -237,7 +238,7 @@ class MlxBytes(StepBookkeeping):
                 pool.put(mx.array(cells), k, v)
                 mx.eval(pool.parts)
 
-    def read_rows(self, tables: Sequence[IntArray]) -> list[host_rows.GroupParts]:
+    def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
         """Copies of the K and V of some cells, as NumPy arrays, per layer group.
 
         Args:
@@ -245,14 +246,14 @@ class MlxBytes(StepBookkeeping):
 
         Returns:
             Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
-            see ``host_rows``.
+            see ``backends.host_rows``.
         """
         return [
             host_rows.read(pools, table, group, self.config.kv)
             for group, table, pools in self._by_group(tables)
         ]
 
-    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[host_rows.GroupParts]) -> None:
+    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
         """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
         for (group, table, pools), given in zip(self._by_group(tables), rows, strict=True):
             if len(table):
