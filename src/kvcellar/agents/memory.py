@@ -69,6 +69,7 @@ class MemoryPlan:
         kv_dtype: str | None = None,
         dtype: str | None = None,
         config: EngineConfig | None = None,
+        backend: str = "torch",
         **_: object,
     ) -> int:
         """What a model is given, from its config: enough for ``capacity`` tokens, or all there is.
@@ -78,7 +79,7 @@ class MemoryPlan:
         Raises:
             ModelError: as ``size_model``.
         """
-        spec = size_model(name, dtype=dtype)
+        spec = size_model(name, dtype=dtype, backend=backend)
         most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
         kv = _kv_of(spec, kv_dtype)
         kv_bytes = spec.growth_bytes(most, kv) + sum(

@@ -106,13 +106,8 @@ def open_host(
     """
     report = progress or (lambda fraction, what: None)
     budget = None
-    if memory_bytes is not None and backend == "executorch":
-        raise ConfigError(
-            "a memory limit counts what a process holds, and what ExecuTorch plans and packs is "
-            "not known before; leave it out and give a capacity"
-        )
     if memory_bytes is not None:
-        spec = size_model(name, dtype=dtype)
+        spec = size_model(name, dtype=dtype, backend=backend)
         most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
         budget = budget_of_host(spec, memory_bytes, capacity=most, kv_dtype=kv_dtype, config=config)
     model = load_model(

@@ -16,7 +16,7 @@ from kvcellar.cli.terminal import examples, help_of, progress_bar, write
 from kvcellar.registry import load_backend
 
 if TYPE_CHECKING:
-    from kvcellar.backends.executorch import ExportReport
+    from kvcellar.backends.executorch.exporting import ExportReport
 
 N_SHOWN = 8
 """Operators that the report names on each side."""
@@ -103,6 +103,11 @@ def _show(found: ExportReport) -> None:
         f"{_few(found.delegated)}\n"
         f"own kernels: {sum(found.kept.values())} operators: {_few(found.kept)}\n"
     )
+    if found.n_products_kept:
+        write(
+            f"slow: XNNPACK left {found.n_products_kept} matrix products to own kernels; it takes "
+            f"them in float32, float16 and quantised, this program is in {weights}\n"
+        )
     if found.n_linears_kept:
         write(
             f"not quantised: {found.n_linears_kept} linear layers whose input is no multiple of "
