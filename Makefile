@@ -43,9 +43,13 @@ kernel-check: ## Random steps of the CPU attention kernel under the address sani
 bench: $(VENV)/.dev ## Every benchmark, the quick way
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
 
+PREBUILT := src/kvcellar/backends/executorch/prebuilt
+
 wheel: $(VENV)/.dev ## A wheel in dist/ with the native parts of this platform inside
-	@$(BIN)/python -c 'from kvcellar.backends.executorch import building as b; print(b.build(b.PREBUILT))'
+	@rm -rf build/bdist.* build/lib.* build/temp.* $(PREBUILT)
+	@$(BIN)/python -W ignore -c 'from kvcellar.backends.executorch import building as b; print(b.build(b.PREBUILT))'
 	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps -w dist .
+	@rm -rf $(PREBUILT)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

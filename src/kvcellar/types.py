@@ -104,12 +104,6 @@ class StepPlan:
         """``[n_tokens]``: the cell of every token."""
         return cells_of(write.run for write in self.writes)
 
-    @property
-    def span(self) -> Run:
-        """All that is read together, where each read is one run and the next one follows it."""
-        start = self.reads[0].runs[0].start
-        return Run(start, self.reads[-1].runs[-1].stop - start)
-
 
 def cells_of(runs: Iterable[Run]) -> IntArray:
     """All cells of some runs, one after the other."""

@@ -40,12 +40,12 @@ FEW = ("mixed-three-groups", "bf16-gqa", "int4-window-sinks", "k8v4-odd-rows-sof
 """Cases for what differs in the choice of a path alone."""
 
 
-EXECUTORCH = (*FEW, "gqa-sinks-window", "int4-rotated")
-"""Cases for what the op's kernel does itself; KVCELLAR_ALL_CASES=1 runs them all."""
-
-
 def named(*names: str) -> tuple[Case, ...]:
     return tuple(case for case in CASES if case.name in names)
+
+
+WALKED = CASES if "KVCELLAR_ALL_CASES" in os.environ else named(*FEW)
+"""Cases of the random walks of backends whose bookkeeping the others have walked through."""
 
 
 class Adapter(ABC):
@@ -55,11 +55,13 @@ class Adapter(ABC):
         name: what the tests print.
         backend: its id for ``make_decode_session`` and the others.
         cases: the models and settings that it runs.
+        walked: those of them that random walks go through, too.
     """
 
     name: ClassVar[str]
     backend: ClassVar[str]
     cases: ClassVar[tuple[Case, ...]] = CASES
+    walked: ClassVar[tuple[Case, ...]] = CASES
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -166,7 +168,7 @@ class TorchHalfByKernel(TorchAdapter):
     """Reads of two queries by the CPU kernel and longer ones by matrix multiplications."""
 
     name = "torch-half-by-kernel"
-    cases = tuple(case for case in CASES if case.name in FEW)
+    cases = named(*FEW)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -181,7 +183,7 @@ class TorchWithoutKernel(TorchAdapter):
     """As on a machine where the CPU kernel is not built, or on another device."""
 
     name = "torch-without-kernel"
-    cases = tuple(case for case in CASES if case.name in FEW)
+    cases = named(*FEW)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -196,7 +198,7 @@ class TorchInSmallPieces(TorchWithoutKernel):
     """Without the kernel, and every threshold so low that short histories cross all of them."""
 
     name = "torch-small-pieces"
-    cases = tuple(case for case in CASES if case.name in SPLITTABLE)
+    cases = named(*SPLITTABLE)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -214,30 +216,10 @@ class TorchInSmallPieces(TorchWithoutKernel):
             yield
 
 
-MLX = (
-    "mha",
-    "gqa-sinks-short-v",
-    "mqa-window-softcap",
-    "mixed-three-groups",
-    "mixed-shapes-sinks",
-    "bf16-gqa",
-    "fp16-mqa-window",
-    "int4-window-sinks",
-    "k8v4-odd-rows-softcap",
-    "int4-rotated",
-    "k4v16-bf16-model",
-)
-"""Cases in which every path of the MLX backend is met; KVCELLAR_ALL_CASES runs all."""
-
-
 class MlxAdapter(Adapter):
     name = "mlx"
     backend = "mlx"
-    cases = (
-        CASES
-        if "KVCELLAR_ALL_CASES" in os.environ
-        else tuple(case for case in CASES if case.name in MLX)
-    )
+    walked = WALKED
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return {"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-3}[in_dtype]
@@ -276,7 +258,7 @@ class MlxInSmallPieces(MlxAdapter):
     """Every threshold so low that short histories cross all of them."""
 
     name = "mlx-small-pieces"
-    cases = tuple(case for case in CASES if case.name in FEW)
+    cases = named(*FEW)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -297,7 +279,7 @@ class ExecutorchAdapter(Adapter):
 
     name = "executorch"
     backend = "executorch"
-    cases = CASES if "KVCELLAR_ALL_CASES" in os.environ else named(*EXECUTORCH)
+    walked = WALKED
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return TorchAdapter().tolerance(in_dtype, kv_dtype)
@@ -350,4 +332,4 @@ def quantised(adapter: type[Adapter], kv_dtype: str) -> type[Adapter]:
     cases = tuple(
         replace(case, name=f"{case.name}-{kv_dtype}", kv_dtype=kv_dtype) for case in floats
     )
-    return type(f"{adapter.__name__}Of{kv_dtype}", (adapter,), {"cases": cases})
+    return type(f"{adapter.__name__}Of{kv_dtype}", (adapter,), {"cases": cases, "walked": cases})

@@ -39,9 +39,11 @@ class Conformance:
         """Every scenario in every case; with trees in the session, in every second one."""
         cases = list(self.adapter.cases)
         wanted = set(metafunc.fixturenames)
-        case = "windowed" if "windowed" in wanted else "case"
+        case = next((name for name in ("windowed", "walked") if name in wanted), "case")
         if case == "windowed":
             cases = [c for c in cases if c.has_window]
+        elif case == "walked":
+            cases = [c for c in cases if c in self.adapter.walked]
         if {case, "kind"} <= wanted:
             pairs = [(c, "seq") for c in cases] + [(c, "tree") for c in cases[::2]]
             ids = [f"{c.name}-{kind}" for c, kind in pairs]
@@ -710,15 +712,17 @@ class Conformance:
     # Random walks ------------------------------------------------------------------------------
 
     def test_no_sequence_of_verbs_parts_a_session_with_trees_from_the_oracle(
-        self, case: Case
+        self, walked: Case
     ) -> None:
-        walk_sequences(self.adapter, case, "tree")
+        walk_sequences(self.adapter, walked, "tree")
 
-    def test_no_sequence_of_verbs_parts_a_seq_session_from_the_oracle(self, case: Case) -> None:
-        walk_sequences(self.adapter, case, "seq")
+    def test_no_sequence_of_verbs_parts_a_seq_session_from_the_oracle(self, walked: Case) -> None:
+        walk_sequences(self.adapter, walked, "seq")
 
-    def test_no_sequence_of_verbs_parts_a_decode_session_from_the_oracle(self, case: Case) -> None:
-        walk_one_sequence(self.adapter, case)
+    def test_no_sequence_of_verbs_parts_a_decode_session_from_the_oracle(
+        self, walked: Case
+    ) -> None:
+        walk_one_sequence(self.adapter, walked)
 
 
 def _accept(d: Any, accepted: list[int]) -> None:

@@ -6,6 +6,7 @@ V for every layer; a fork copies a list, a rollback cuts one.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 def stored(values: np.ndarray, kv_dtype: str, side: str) -> np.ndarray:
     """What a pool of ``kv_dtype`` gives back of K or V rows ``[..., dim]``: float32.
 
-    Written row by row from the definition, with none of kvcellar's arithmetic.
+    Written down from the definition, with none of kvcellar's arithmetic.
     """
     dim = values.shape[-1]
     bits, size = bits_and_group(kv_dtype, side, dim)
@@ -34,10 +35,7 @@ def stored(values: np.ndarray, kv_dtype: str, side: str) -> np.ndarray:
     is_turned = side == "k" and "rot" in kv_dtype.split(":")
     rows = values.reshape(-1, dim)
     rows = turned(rows) if is_turned else rows
-    out = np.empty(rows.shape)
-    for row, back in zip(rows, out, strict=True):
-        for at in range(0, dim, size):
-            back[at : at + size] = _quantised(row[at : at + size], 2**bits - 1)
+    out = _quantised(rows.reshape(-1, size), 2**bits - 1).reshape(rows.shape)
     out = out @ walsh(dim) if is_turned else out
     return out.reshape(values.shape).astype(np.float32)
 
@@ -58,20 +56,20 @@ def bits_and_group(kv_dtype: str, side: str, dim: int) -> tuple[int, int]:
     return bits, (asked or fitting or [dim])[0]
 
 
-def _quantised(numbers: np.ndarray, n_most: int) -> np.ndarray:
-    if np.isnan(numbers).any():
-        return np.full(len(numbers), np.nan)
-    f32, low, high = np.float32, numbers.min(), numbers.max()
-    bias = np.float16(f32(low) - abs(f32(low)) * f32(2**-10))
-    span = f32(f32(high) - f32(bias)) * f32(1 + 2**-10)
-    scale = np.float16(span * f32(1 / n_most))
-    if scale == 0:
-        return np.full(len(numbers), float(bias))
-    inverse = f32(1) / f32(scale)
-    steps = [round(float(f32(f32(x) - f32(bias)) * inverse)) for x in numbers]
-    return np.array([float(bias) + float(scale) * min(max(q, 0), n_most) for q in steps])
+def _quantised(groups: np.ndarray, n_most: int) -> np.ndarray:
+    """What is given back of ``[n, size]`` numbers, n groups of them; one with a NaN is all NaN."""
+    f32 = np.float32
+    numbers = groups.astype(f32)
+    low, high = numbers.min(axis=1, keepdims=True), numbers.max(axis=1, keepdims=True)
+    bias = (low - abs(low) * f32(2**-10)).astype(np.float16)
+    span = (high - bias.astype(f32)) * f32(1 + 2**-10)
+    scale = (span * f32(1 / n_most)).astype(np.float16)
+    inverse = f32(1) / np.where(scale == 0, 1, scale).astype(f32)
+    steps = np.clip(np.rint((numbers - bias.astype(f32)) * inverse), 0, n_most)
+    return bias.astype(float) + scale.astype(float) * steps
 
 
+@functools.cache
 def walsh(dim: int) -> np.ndarray:
     """The rotation of a row as a matrix: by the parity of the common bits of two indices."""
     size = dim & -dim
@@ -150,10 +148,10 @@ def attend_dense(
     k = np.stack([t.k[layer] for t in keys], axis=1).astype(np.float64)
     v = np.stack([t.v[layer] for t in keys], axis=1).astype(np.float64)
     is_nan = np.isnan(k).any(axis=(0, 2)) | np.isnan(v).any(axis=(0, 2))
-    k, v = (np.where(is_nan[:, None], 0.0, x) for x in (k, v))
+    k[:, is_nan], v[:, is_nan] = 0.0, 0.0
     repeats = q.shape[0] // k.shape[0]
     k, v = np.repeat(k, repeats, axis=0), np.repeat(v, repeats, axis=0)
-    logits = np.einsum("hnd,hld->hnl", q.astype(np.float64), k) * scale
+    logits = (q.astype(np.float64) @ k.swapaxes(1, 2)) * scale
     if softcap is not None:
         logits = softcap * np.tanh(logits / softcap)
     logits = np.where(mask[None], logits, -np.inf)
@@ -162,6 +160,6 @@ def attend_dense(
         logits = np.concatenate([logits, extra], axis=2)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    out = np.einsum("hnl,hlv->hnv", weights[:, :, : len(keys)], v)
+    out = weights[:, :, : len(keys)] @ v
     out[:, mask[:, is_nan].any(axis=1)] = np.nan
     return out

@@ -199,10 +199,77 @@ def test_quantised_caches_are_close_and_smaller(model: Any, family: str, kv_dtyp
     assert sum(c.nbytes for c in mine) < 0.4 * sum(c.nbytes for c in exact)
 
 
+def test_a_rotated_cache_with_exact_ends_is_closer_than_without(model_of: Any) -> None:
+    model, ids = model_of("gemma3"), mx.array([list(text(60))])
+
+    def logits(kv_dtype: str | None = None) -> Any:
+        cache = ours.make_prompt_cache(model, kv_dtype=kv_dtype)
+        return mx.concatenate([model(ids[:, a:b], cache=cache) for a, b in ((0, 41), (41, 60))], 1)
+
+    want = logits()
+    errors = {
+        name: float(mx.sqrt(mx.mean((logits(name) - want) ** 2)))
+        for name in ("int4", "int4:rot", "int4:first4:last16", "int8:rot:last60")
+    }
+    spread = float(mx.sqrt(mx.var(want)))
+    assert errors["int4:first4:last16"] < errors["int4"]
+    assert errors["int4:rot"] < 0.7 * spread
+    assert errors["int8:rot:last60"] < 1e-4 * spread
+
+
+def test_copies_and_files_of_a_rotated_cache_with_exact_ends_go_on(
+    model_of: Any, tmp_path: Path
+) -> None:
+    """All that a file holds is within the exact end, so every way goes on with the same tokens."""
+    model, options = model_of("gemma3"), {"kv_dtype": "int8:rot:first4:last60"}
+    mine = ours.make_prompt_cache(model, **options)
+    greedy(model, text(40), 4, mine)
+    mx.eval([c.state for c in mine])
+    file = tmp_path / "cache.safetensors"
+    ours.save_prompt_cache(str(file), mine)
+    copied, loaded = copy.deepcopy(mine), theirs.load_prompt_cache(str(file))
+    more = text(4, seed=5)
+    want = greedy(model, more, 10, copied)
+    assert greedy(model, more, 10, loaded) == want
+    assert greedy(model, more, 10, mine) == want
+    again = ours.load_prompt_cache(file, model, **options)
+    assert again[0].offset == mine[0].offset - 14
+    mx.eval([c.state for c in again])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8:rot:first4:last60"])
+def test_batch_generate_goes_on_from_our_caches_beside_its_own(
+    model: Any, family: str, kv_dtype: str | None
+) -> None:
+    """Prefixes of different lengths in ours, and one row whose cache mlx-lm makes itself."""
+    from mlx_lm.generate import BatchGenerator
+
+    prefixes = [text(50), text(23, seed=1), []]
+    ends = [text(5, seed=s) for s in (2, 3, 4)]
+    caches: list[Any] = []
+    for prefix in prefixes:
+        caches.append(ours.make_prompt_cache(model, kv_dtype=kv_dtype) if prefix else None)
+        if prefix:
+            model(mx.array([list(prefix)]), cache=caches[-1])
+    for order in ((0, 1, 2), (2, 1, 0)):
+        batch = BatchGenerator(model, max_tokens=10)
+        uids = batch.insert([list(ends[i]) for i in order], caches=[caches[i] for i in order])
+        got: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := batch.next_generated():
+            for response in responses:
+                got[response.uid].append(response.token)
+        batch.close()
+        for uid, i in zip(uids, order, strict=True):
+            alone = greedy(model, (*prefixes[i], *ends[i]), 10, theirs.make_prompt_cache(model))
+            assert got[uid] == alone
+    assert caches[0][0].offset == 50, "they stay as they were"
+
+
 def test_what_cannot_work_is_refused_and_a_full_cache_says_so(model_of: Any) -> None:
     model = model_of("llama")
-    with pytest.raises(ConfigError, match="leave out"):
-        ours.make_prompt_cache(model, kv_dtype="int8:rot")
+    with pytest.raises(ConfigError, match="int3"):
+        ours.make_prompt_cache(model, kv_dtype="int3")
     cache = ours.make_prompt_cache(model, max_kv_size=16)
     with pytest.raises(CacheFullError, match="16"):
         greedy(model, text(20), 2, cache)

@@ -111,11 +111,6 @@ def open_host(
     """
     report = progress or (lambda fraction, what: None)
     budget = draft_budget = None
-    if memory_bytes is not None and backend == "executorch":
-        raise ConfigError(
-            "a memory limit counts what a process holds, and what ExecuTorch plans and packs is "
-            "not known before; leave it out and give a capacity"
-        )
     if memory_bytes is not None:
         budget, draft_budget = budgets_of_host(
             name,
@@ -125,6 +120,7 @@ def open_host(
             dtype=dtype,
             config=config,
             speculate=speculate,
+            backend=backend,
         )
     model = load_model(
         name,

@@ -101,6 +101,12 @@ class ExactCells:
         self._cell_of[copies[copies >= 0]] = -1
         self._copy_of[cells] = -1
 
+    def runs(self, cells: IntArray) -> list[Run]:
+        """Where to read these cells: their exact copies where there are any."""
+        self._grow(int(cells.max(initial=-1)) + 1)
+        copies = self._copy_of[cells]
+        return runs_of(np.where(copies >= 0, copies + BASE, cells))
+
     def move(self, base: int, src_cells: IntArray) -> tuple[IntArray, IntArray]:
         """Cells are copied to ``[base, base + n)``, and with them their exact copies.
 
@@ -144,12 +150,8 @@ class ExactCells:
 
     def _exact_read(self, read: AttendSpec, head: IntArray, tail: IntArray) -> AttendSpec:
         middle = clip_runs(read.runs, len(head), read.read_len - len(tail))
-        runs = join_runs([*self._runs(head), *middle, *self._runs(tail)])
+        runs = join_runs([*self.runs(head), *middle, *self.runs(tail)])
         return AttendSpec(read.q_start, read.q_len, runs, read.kind, read.mask)
-
-    def _runs(self, cells: IntArray) -> list[Run]:
-        copies = self._copy_of[cells]
-        return runs_of(np.where(copies >= 0, copies + BASE, cells))
 
 
 def exact_cells(group: LayerGroup, kv: KvDtype) -> ExactCells | None:

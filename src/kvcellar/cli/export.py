@@ -17,7 +17,7 @@ from kvcellar.errors import ConfigError
 from kvcellar.registry import load_backend
 
 if TYPE_CHECKING:
-    from kvcellar.backends.executorch import ExportReport
+    from kvcellar.backends.executorch.exporting import ExportReport
 
 N_SHOWN = 8
 """Operators that the report names on each side."""
@@ -128,6 +128,11 @@ def _show(found: ExportReport) -> None:
     )
     if found.feature_layers:
         write(f"features: what layers {', '.join(map(str, found.feature_layers))} are given\n")
+    if found.n_products_kept:
+        write(
+            f"slow: XNNPACK left {found.n_products_kept} matrix products to own kernels; it takes "
+            f"them in float32, float16 and quantised, this program is in {weights}\n"
+        )
     if found.n_linears_kept:
         write(
             f"not quantised: {found.n_linears_kept} linear layers whose input is no multiple of "

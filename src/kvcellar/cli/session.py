@@ -64,7 +64,7 @@ def bound_model(
             memory that does not hold the model.
         BackendError, ModelError: from loading.
     """
-    limit_bytes = _limit_bytes(memory, device, backend)
+    limit_bytes = _limit_bytes(memory, device)
     if kind not in KINDS:
         raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     make_config(
@@ -76,7 +76,7 @@ def bound_model(
 
         reserve_bytes = 0
         if limit_bytes is not None:
-            reserve_bytes = _reserve(name, limit_bytes, capacity, n_sequences, dtype)
+            reserve_bytes = _reserve(name, backend, limit_bytes, capacity, n_sequences, dtype)
         model = load_model(
             name,
             backend=backend,
@@ -104,7 +104,7 @@ def bound_model(
         yield Bound(model, cache, runner)
 
 
-def _limit_bytes(memory: str | None, device: str | None, backend: str) -> int | None:
+def _limit_bytes(memory: str | None, device: str | None) -> int | None:
     """What the whole process may hold."""
     limit_bytes = None if memory is None else parse_size(memory)
     if limit_bytes is not None and device not in (None, "cpu"):
@@ -112,18 +112,13 @@ def _limit_bytes(memory: str | None, device: str | None, backend: str) -> int | 
             f"--memory bounds what the process holds in main memory, and KV on {device!r} is not "
             f"there; leave one of the two out, or give a --capacity"
         )
-    if limit_bytes is not None and backend == "executorch":
-        raise ConfigError(
-            "--memory bounds what the process holds, and what ExecuTorch plans and packs is not "
-            "known before; leave it out and give a --capacity"
-        )
     return limit_bytes
 
 
 def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | None:
     """How models and store share ``--memory``; None without it. Loads the backend, no model."""
     backend = loading.get("backend", "torch")
-    limit_bytes = _limit_bytes(memory, loading.get("device"), backend)
+    limit_bytes = _limit_bytes(memory, loading.get("device"))
     if limit_bytes is None:
         return None
     with progress_bar(f"starting {backend}"):
@@ -134,12 +129,17 @@ def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | Non
 
 
 def _reserve(
-    name: str, limit_bytes: int, capacity: int | None, n_sequences: int, dtype: str | None
+    name: str,
+    backend: str,
+    limit_bytes: int,
+    capacity: int | None,
+    n_sequences: int,
+    dtype: str | None,
 ) -> int:
     """Bytes to set aside for forwards; refuses a budget that the model alone would break."""
     from kvcellar.models.sizing import size_model
 
-    spec = size_model(name, dtype=dtype)
+    spec = size_model(name, dtype=dtype, backend=backend)
     held_bytes = resident_bytes()
     if spec.weight_bytes + held_bytes >= limit_bytes:
         raise ConfigError(too_small(limit_bytes, spec.weight_bytes, held_bytes, spec.dtype))

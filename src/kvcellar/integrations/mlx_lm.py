@@ -16,6 +16,7 @@ that is full says so and forgets nothing. Files are those of mlx-lm, both ways.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import mlx.core as mx
 from mlx_lm.models import cache as theirs
 from mlx_lm.models.base import create_causal_mask
 
-from kvcellar.backends.mlx import MlxContiguousCache
+from kvcellar.backends.mlx.attention import joined
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES, Quantised, Stored
+from kvcellar.backends.mlx.run import MlxRunCache
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import GROUP_SIZES, KvDtype
 from kvcellar.types import LayerGroup, ModelCacheParams, make_config
@@ -51,16 +53,16 @@ def make_prompt_cache(
         model: of mlx-lm. Its attention layers are those that it makes caches for itself.
         max_kv_size: the most tokens; None: as many as the model was made for. A full cache raises,
             it does not forget.
-        kv_dtype: how K and V are stored (``int8``, ``k8v4``, ``int4:g64`` ...); None: as the model
-            computes them.
+        kv_dtype: how K and V are stored (``int8``, ``k8v4``, ``int4:rot:first4:last64`` ...); None:
+            as the model computes them.
         rollback: by how many tokens the layers with a window can be cut back.
 
     Returns:
         One cache per layer, as mlx-lm makes them; all share one.
 
     Raises:
-        ConfigError: layers that keep something other than K and V of one sequence, or a
-            ``kv_dtype`` that asks for changes in the attention.
+        ConfigError: layers that keep something other than K and V of one sequence, or no such
+            ``kv_dtype``.
     """
     made = theirs.make_prompt_cache(model)
     for layer in made:
@@ -83,14 +85,9 @@ def make_prompt_cache(
     config = make_config(
         params, capacity or DEFAULT_MAX_KV_SIZE, kv_dtype or stored, window_slack=rollback
     )
-    if config.kv.k.is_rotated or config.kv.exact_first or config.kv.exact_last:
-        raise ConfigError(
-            f"kv_dtype {kv_dtype!r} has options that the model's own attention does not know; "
-            f"leave out :rot, :first and :last here"
-        )
-    shared = MlxContiguousCache(config)
+    shared = MlxRunCache(config)
     return [
-        _layer_class(shared.groups[shared.group_of(index)], config.kv)(shared, index)
+        _layer_class(shared.groups[shared.group_of(index)], config.kv)(shared, index, stored)
         for index in range(len(made))
     ]
 
@@ -126,7 +123,7 @@ def load_prompt_cache(
             f"model that it was made with"
         )
     if found and found[0].offset:
-        shared: MlxContiguousCache = cache[0]._shared
+        shared: MlxRunCache = cache[0]._shared
         rows = [_in_order(layer, cache[i]._window, str(file_name)) for i, layer in enumerate(found)]
         shared.adopt_rows(found[0].offset, rows)
     return (cache, metadata) if return_metadata else cache
@@ -135,9 +132,10 @@ def load_prompt_cache(
 class _Layer(theirs._BaseCache):
     """One layer's view of a cache that all layers share: mlx-lm's protocol."""
 
-    def __init__(self, shared: MlxContiguousCache, layer: int) -> None:
+    def __init__(self, shared: MlxRunCache, layer: int, dtype: str) -> None:
         self._shared = shared
         self._layer = layer
+        self._dtype = dtype
 
     @property
     def offset(self) -> int:
@@ -197,6 +195,25 @@ class _Layer(theirs._BaseCache):
         """Bytes that are allocated for this layer."""
         return self._shared.pools_of_layer[self._layer].size_bytes
 
+    @property
+    def keys(self) -> mx.array | None:
+        """K of the tokens that can still be attended, as the model computes it."""
+        return self._numbers_of(0)
+
+    @property
+    def values(self) -> mx.array | None:
+        """V of the same."""
+        return self._numbers_of(1)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        """A batch of mlx-lm's own, with copies of what these hold: for ``batch_generate``."""
+        return theirs.BatchKVCache.merge(caches)  # type: ignore[no-untyped-call]
+
+    def _numbers_of(self, side: int) -> mx.array | None:
+        n = self.size()
+        return joined([self._last(n)[side]], FLOAT_DTYPES[self._dtype]) if n else None
+
     def _last(self, n: int) -> tuple[Stored, Stored]:
         return self._shared.read_last(self._layer, n)
 
@@ -226,11 +243,24 @@ class QuantizedKVCache(_Layer):
 class RotatingKVCache(_Layer):
     """A layer with a window. Named as mlx-lm's, so that its files name it so."""
 
+    @property
+    def max_size(self) -> int:
+        """The window."""
+        assert self._window is not None
+        return self._window
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        """As of a layer without a window."""
+        return theirs.BatchRotatingKVCache.merge(caches)  # type: ignore[no-untyped-call]
+
+    def _temporal_order(self, rows: mx.array) -> mx.array:
+        return rows
+
     @property  # type: ignore[misc]
     def state(self) -> Any:
         """As mlx-lm's class of this name has it, in the order of time."""
-        window, n = self._window, self.offset
-        assert window is not None
+        window, n = self.max_size, self.offset
         held = min(self._shared.held(self._layer), window)
         k, v = map(_numbers, self._last(held)) if n else (None, None)
         return k, v, n, 0, window, held
@@ -249,7 +279,8 @@ def _layer_class(group: LayerGroup, kv: KvDtype) -> type[_Layer]:
         for side, dim in ((kv.k, group.head_dim), (kv.v, group.v_head_dim))
         if side.is_quantised
     }
-    if kv.k.is_quantised and kv.v.is_quantised and len(sizes) == 1:
+    is_plain = not (kv.k.is_rotated or kv.exact_first or kv.exact_last)
+    if is_plain and kv.k.is_quantised and kv.v.is_quantised and len(sizes) == 1:
         return QuantizedKVCache if sizes.pop()[1] in GROUP_SIZES else KVCache
     return KVCache
 

@@ -5,23 +5,25 @@
     cache = make_cache(model, kv_dtype="int8")
     model.generate(**inputs, past_key_values=cache)
 
-The model needs no change: its own attention reads what the cache gives it. K and V may be quantised
+The model needs no change: its own attention reads what the cache gives it. Batches are padded on
+the left, as ``generate`` wants them; beams share what they have in common. K and V may be quantised
 from the first token on, and a layer with a window can be cut back by ``rollback`` tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcellar.backends.torch import TorchContiguousCache
+from kvcellar.backends.torch.batch import TorchBatchCache
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.spec import params_from_config
-from kvcellar.types import make_config
+from kvcellar.types import CacheConfig, make_config
 
 __all__ = ["make_cache"]
 
@@ -33,18 +35,19 @@ def make_cache(
     kv_dtype: str | None = None,
     rollback: int = 64,
 ) -> Cache:
-    """A cache of ours for ``model.generate(past_key_values=...)``, for one sequence.
+    """A cache of ours for ``model.generate(past_key_values=...)``, for any number of rows.
 
     Args:
         model: of transformers.
-        max_kv_size: the most tokens; None: as many as the model was made for. A full cache raises,
-            it does not forget.
-        kv_dtype: how K and V are stored; None: as the model computes them.
+        max_kv_size: the most tokens of a row; None: as many as the model was made for. A full
+            cache raises, it does not forget.
+        kv_dtype: how K and V are stored (``int8``, ``k8v4``, ``int4:rot:first4:last64`` ...);
+            None: as the model computes them.
         rollback: by how many tokens the layers with a window can be cut back.
 
     Raises:
         ModelError: of an architecture that is not supported.
-        ConfigError: a ``kv_dtype`` that asks for changes in the attention.
+        ConfigError: no such ``kv_dtype``.
     """
     text = model.config.get_text_config()
     computed = str(model.dtype).removeprefix("torch.")
@@ -54,13 +57,30 @@ def make_cache(
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
     )
-    if config.kv.k.is_rotated or config.kv.exact_first or config.kv.exact_last:
-        raise ConfigError(
-            f"kv_dtype {kv_dtype!r} has options that the model's own attention does not know; "
-            f"leave out :rot, :first and :last here"
-        )
-    shared = TorchContiguousCache(config)
-    return Cache(layers=[CellLayer(shared, layer) for layer in range(shared.n_layers)])
+    rows = Rows(config)
+    return Cache(layers=[CellLayer(rows, layer) for layer in range(config.params.n_layers)])
+
+
+class Rows:
+    """The cache that all layers share; made when the first forward says how many rows there are."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """``config.capacity`` is that of one row."""
+        self.config = config
+        self.cache: TorchBatchCache | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row."""
+        return 0 if self.cache is None else self.cache.length
+
+    def of(self, n_rows: int) -> TorchBatchCache:
+        """The cache; an empty one is made anew where it has another number of rows."""
+        cache = self.cache
+        if cache is None or (len(cache.rows) != n_rows and not cache.is_step_open | cache.length):
+            config = replace(self.config, capacity=n_rows * self.config.capacity)
+            cache = self.cache = TorchBatchCache(config, n_rows)
+        return cache
 
 
 class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -69,12 +89,12 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, shared: TorchContiguousCache, layer: int) -> None:
+    def __init__(self, rows: Rows, layer: int) -> None:
         """Of ``layer``."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._shared = shared
+        self._rows = rows
         self._layer = layer
-        self._window = shared.groups[shared.group_of(layer)].window
+        self._window = next(g.window for g in rows.config.params.groups if layer in g.layers)
         self.is_sliding = self._window is not None
         self.is_initialized = True
 
@@ -84,27 +104,29 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[1, n_kv_heads, T, dim]``; return what the T queries read together."""
+        """Store ``[n_rows, n_kv_heads, T, dim]``; return what the T queries read together."""
         with torch.no_grad():
-            return self._shared.update_run(self._layer, key_states, value_states)
+            cache = self._rows.of(key_states.shape[0])
+            return cache.update_batch(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens that this layer has been given."""
-        return self._shared.length_in(self._layer)
+        """Tokens before the forward that is under way, padding included."""
+        return self._rows.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(cells that the next ``update`` returns, position of the first of them)."""
-        length = self.get_seq_length()
+        length = self._rows.length
         first = 0 if self._window is None else max(0, length - self._window + 1)
         return length + query_length - first, first
 
     def get_max_length(self) -> int:
-        """The most tokens."""
-        return self._shared.capacity
+        """The most tokens of a row."""
+        return self._rows.config.capacity
 
     def reset(self) -> None:
-        """Forget all tokens, in all layers."""
-        self._shared.clear()
+        """Forget all tokens, in all layers; the next batch may have another number of rows."""
+        if self._rows.cache is not None:
+            self._rows.cache.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut back by ``-tokens_to_remove`` tokens, in all layers; called for each.
@@ -116,16 +138,22 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"crop takes what to remove as a negative number, got {tokens_to_remove}"
             )
-        if not self._layer:
-            self._shared.rewind(max(0, self._shared.length + tokens_to_remove))
+        if not self._layer and self._rows.cache is not None:
+            self._rows.cache.rewind(max(0, self._rows.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused: beams are several sequences.
+        """Row i goes on from row ``beam_idx[i]``, in all layers; called for each; no copy."""
+        if not self._layer and self._rows.cache is not None:
+            self._rows.cache.take_rows(beam_idx.tolist())
 
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "this cache holds one sequence and beams are several; generate with num_beams=1, or "
-            "fork sequences with kvcellar's own engine"
-        )
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, given by number or by a mask; as ``reorder_cache``."""
+        if indices.dtype is torch.bool:
+            indices = indices.nonzero().flatten()
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, one after the other; as ``reorder_cache``."""
+        if self._rows.cache is not None:
+            n_rows = len(self._rows.cache.rows) if not self._layer else 0
+            self.reorder_cache(torch.arange(n_rows).repeat_interleave(repeats))

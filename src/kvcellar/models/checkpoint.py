@@ -6,17 +6,21 @@ Only headers are read, so a folder of 100 GB takes milliseconds.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcellar.errors import ModelError
+from kvcellar.errors import ConfigError, ModelError
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors format allows."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -125,17 +129,76 @@ def stored_bytes(folder: Path, skip: tuple[str, ...] = ()) -> int | None:
     """
     if not any(folder.glob("*.safetensors")):
         return None
+    return sum(
+        int(tensor["data_offsets"][1]) - int(tensor["data_offsets"][0])
+        for tensor in _all_tensors(folder, skip).values()
+    )
+
+
+def stored_numbers(folder: Path, skip: tuple[str, ...] = (), group_size: int = 1) -> dict[str, int]:
+    """How many numbers each tensor of the weights stands for.
+
+    Args:
+        folder: the checkpoint.
+        skip: as above.
+        group_size: numbers that share a scale, where tensors are quantised for MLX.
+
+    Raises:
+        ModelError: as above, or there are no weights.
+    """
+    tensors = _all_tensors(folder, skip)
+    n_scales = {
+        key.removesuffix(".scales"): math.prod(tensor["shape"])
+        for key, tensor in tensors.items()
+        if key.endswith(".scales")
+    }
+    beside = {base + end for base in n_scales for end in (".scales", ".biases")}
+    return {
+        key: n_scales[base] * group_size
+        if (base := key.removesuffix(".weight")) in n_scales
+        else math.prod(tensor["shape"])
+        for key, tensor in tensors.items()
+        if key not in beside
+    }
+
+
+def pick_dtype(dtype: Any, raw: Mapping[str, Any], stored: Counter[str], *, is_cpu: bool) -> str:
+    """The name of the type that weights are loaded in; ``load_model`` says by which rules.
+
+    Args:
+        dtype: what the caller asked for.
+        raw: the checkpoint's ``config.json``.
+        stored: tensors by stored type.
+        is_cpu: whether they are for torch's CPU.
+
+    Raises:
+        ConfigError: a dtype that does not exist.
+    """
+    if dtype is None or dtype == "auto":
+        text = raw.get("text_config") or {}
+        names = [source.get(key) for source in (raw, text) for key in ("dtype", "torch_dtype")]
+        names += [_STORED[name] for name, _ in stored.most_common() if name in _STORED]
+        name = next((n for n in names if n in FLOAT_KV_DTYPES), "float32")
+        return "bfloat16" if name == "float16" and is_cpu else name
+    name = str(dtype).removeprefix("torch.")
+    if name not in FLOAT_KV_DTYPES:
+        known = ", ".join(FLOAT_KV_DTYPES)
+        raise ConfigError(f"dtype {name!r} is not known; choose one of {known}")
+    return name
+
+
+def _all_tensors(folder: Path, skip: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     check_weights(folder)
     if (folder / _SINGLE).is_file():
         names = [_SINGLE]
     else:
         names = sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
-    return sum(
-        int(tensor["data_offsets"][1]) - int(tensor["data_offsets"][0])
+    return {
+        key: tensor
         for name in names
         for key, tensor in _tensors(folder / name).items()
         if not key.startswith(skip)
-    )
+    }
 
 
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """What a model costs, from its config alone: nothing is loaded, and its weights need not be there.
 
 Parameters are counted on the model that transformers would build, on torch's meta device, where
-tensors have shapes and no bytes. Where the weights lie beside the config, their files are asked.
+tensors have shapes and no bytes. Where the weights lie beside the config, their files are asked;
+without torch they say how many parameters there are, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.checkpoint import check_weights, read_config, read_json, stored_bytes
+from kvcellar.models.checkpoint import (
+    check_weights,
+    pick_dtype,
+    read_config,
+    read_json,
+    stored_bytes,
+    stored_numbers,
+)
 from kvcellar.models.loading import (
     CLASSES,
     DEMO,
@@ -25,6 +33,7 @@ from kvcellar.models.loading import (
     is_quantised_for_mlx,
     without_quantisation,
 )
+from kvcellar.registry import load_backend
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
 
 _NOT_TEXT = (
@@ -39,20 +48,29 @@ _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
 
 
-def size_model(name_or_path: str | Path, *, dtype: str | None = None) -> ModelCacheSpec:
+def size_model(
+    name_or_path: str | Path, *, dtype: str | None = None, backend: str = "torch"
+) -> ModelCacheSpec:
     """What a model's KV and weights cost.
 
     Args:
         name_or_path: ``demo``, a folder, a ``config.json``, or a name on the Hugging Face hub, of
-            which the config alone is downloaded.
+            which the config alone is downloaded; for the backend executorch a .pte file, too.
         dtype: type of the weights in memory, as ``load_model`` takes it.
+        backend: who will run it.
 
     Raises:
         ModelError: no such model, an architecture that is not supported, or a config with missing
             or contradictory fields; the message names the file and the field.
         ConfigError: a dtype that does not exist.
-        BackendError: torch or transformers is not installed.
+        BackendError: transformers is not installed; or torch, and there are no weights to count.
     """
+    if backend == "executorch":
+        program = Path(name_or_path).expanduser()
+        if program.suffix == ".pte":
+            found: ModelCacheSpec = load_backend(backend).size_program(program)
+            return found
+        dtype = "float32" if dtype in (None, "auto") else dtype  # what it is exported in
     path = find_config(name_or_path)
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
@@ -97,6 +115,7 @@ def find_config(name_or_path: str | Path) -> Path:
 
 def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelCacheSpec:
     is_for_mlx = is_quantised_for_mlx(raw)
+    group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
     raw = without_quantisation(raw) if is_for_mlx else raw
     check_architecture(raw, path)
     params = params_from_config(raw)
@@ -107,7 +126,8 @@ def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -
     if files_bytes is not None:
         stored = check_weights(path.parent)
     stored_dtype, memory_dtype = _dtypes(name, raw, dtype, stored)
-    sizes = _parameters(CLASSES[config.model_type], config)
+    weights = path.parent if files_bytes is not None and not is_mxfp4 else None
+    sizes = _parameters(CLASSES[config.model_type], config, weights, group_size)
     n_params = sum(sizes.values())
     computed = sum(
         n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
@@ -157,8 +177,6 @@ def _dtypes(
     Raises:
         ConfigError: a dtype that does not exist.
     """
-    from kvcellar.models.torch_loading import pick_types
-
     text = raw.get("text_config") or {}
     named = [source.get(key) for source in (raw, text) for key in ("dtype", "torch_dtype")]
     stored = next((one for one in named if one in DTYPE_BYTES), None)
@@ -167,12 +185,19 @@ def _dtypes(
     wanted = "float32" if name == DEMO and dtype in (None, "auto") else dtype
     if wanted is not None and wanted not in (*DTYPE_BYTES, "auto"):
         raise ConfigError(f"dtype {wanted!r} is not known; choose one of {', '.join(DTYPE_BYTES)}")
-    loaded, _ = pick_types(wanted, None, raw, stored_types)
-    return stored, str(loaded).removeprefix("torch.")
+    return stored, pick_dtype(wanted, raw, stored_types, is_cpu=True)
 
 
-def _parameters(class_name: str, config: Any) -> dict[str, int]:
+def _parameters(
+    class_name: str, config: Any, weights: Path | None, group_size: int
+) -> dict[str, int]:
     """How many numbers every parameter has; a tied one once.
+
+    Args:
+        class_name: of transformers.
+        config: its config.
+        weights: the folder of a checkpoint that has as many, asked where there is no torch.
+        group_size: of its tensors that are quantised.
 
     Raises:
         ModelError: the config's fields do not make a model.
@@ -183,6 +208,10 @@ def _parameters(class_name: str, config: Any) -> dict[str, int]:
 
         from kvcellar.models.tokenizer import quiet
     except ModuleNotFoundError as error:
+        if weights is not None:
+            is_tied = bool(getattr(config, "tie_word_embeddings", False))
+            skip = (*_NOT_TEXT, *(("lm_head.",) if is_tied else ()))
+            return stored_numbers(weights, skip, group_size)
         raise BackendError(
             f"counting a model's parameters needs the package {error.name!r}; install it with: "
             f"pip install 'kvcellar[torch]', or say weight_bytes in a spec file"

@@ -13,15 +13,13 @@ import transformers
 from safetensors import SafetensorError
 
 from kvcellar.errors import ConfigError, ModelError
-from kvcellar.models.checkpoint import few
+from kvcellar.models.checkpoint import few, pick_dtype
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 _TEXT_KEYS = {
     r"^language_model\.model\.": "model.",
@@ -58,18 +56,7 @@ def pick_types(
             f"device {device!r} cannot be used: {str(error).splitlines()[0]}; choose another, "
             f"such as 'cpu'"
         ) from error
-    if dtype is None or dtype == "auto":
-        text = raw.get("text_config") or {}
-        names = [source.get(key) for source in (raw, text) for key in ("dtype", "torch_dtype")]
-        names += [_STORED[name] for name, _ in stored.most_common() if name in _STORED]
-        name = next((n for n in names if n in DTYPES), "float32")
-        if name == "float16" and where.type == "cpu":
-            name = "bfloat16"
-    else:
-        name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not known; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name], where
+    return DTYPES[pick_dtype(dtype, raw, stored, is_cpu=where.type == "cpu")], where
 
 
 def load_weights(

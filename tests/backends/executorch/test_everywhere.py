@@ -155,12 +155,3 @@ def test_torch_says_which_backend_a_program_is_for(exported):
         load_model(exported("llama"))
     with pytest.raises(BackendError, match="loads no models"):
         load_model("demo", backend="reference")
-
-
-def test_memory_is_refused_where_it_cannot_be_promised(exported):
-    result = invoke(
-        *("generate", str(exported("llama")), "--backend", "executorch", "--memory", "8GB"),
-        *("--prompt", "x"),
-    )
-    assert result.exit_code == 2
-    assert "--capacity" in result.stderr

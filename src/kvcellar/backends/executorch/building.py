@@ -137,7 +137,7 @@ def build(folder: Path) -> Path:
         f"-L{lib}",
         "-lexecutorch",
         "-lexecutorch_threadpool",
-        f"-Wl,-rpath,{lib}",
+        f"-Wl,-rpath,{_rpath(folder, lib)}",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -157,6 +157,14 @@ def build(folder: Path) -> Path:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return target
+
+
+def _rpath(folder: Path, lib: Path) -> str:
+    """Where a build in ``folder`` looks for ExecuTorch; one in a wheel: beside its own package."""
+    if folder != PREBUILT:
+        return str(lib)
+    origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+    return f"{origin}/../../../../executorch/lib"
 
 
 def _compiler() -> list[str]:

@@ -30,6 +30,8 @@ from kvcellar.models.torch_runner import inputs_of, modules_given
 SCHEMES = ("none", *WEIGHT_DTYPES)
 DTYPES = ("float32", "float16", "bfloat16")
 OP = "update_and_attend"
+PRODUCTS = ("linear", "mm", "addmm")
+"""Operators that linear layers become."""
 CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES, *TEMPLATE_FILES)
 """Files of a checkpoint that travel inside the program."""
 
@@ -67,6 +69,11 @@ class ExportReport:
     n_delegates: int
     delegated: Mapping[str, int]
     kept: Mapping[str, int]
+
+    @property
+    def n_products_kept(self) -> int:
+        """Products with weights that XNNPACK left to the runtime's own kernels: slow ones."""
+        return sum(n for name, n in self.kept.items() if name.split(".")[1] in PRODUCTS)
 
 
 class Flat(torch.nn.Module):

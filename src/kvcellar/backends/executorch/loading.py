@@ -24,7 +24,7 @@ from kvcellar.models.fingerprint import Fingerprint, Progress
 from kvcellar.models.loading import DEMO, LoadedModel, ProgressFn
 from kvcellar.models.runner import FloatArray, Runner, checked_batch
 from kvcellar.registry import CacheSession
-from kvcellar.spec import config_from_dict
+from kvcellar.spec import ModelCacheSpec, config_from_dict
 from kvcellar.types import IntArray, ModelCacheParams
 
 
@@ -202,6 +202,39 @@ def load_model(
         method=method,
         max_tokens_per_step=int(facts["max_tokens_per_step"]),
         feature_layers=tuple(int(layer) for layer in facts.get("feature_layers", ())),
+    )
+
+
+def size_program(path: Path) -> ModelCacheSpec:
+    """What a program costs; its weights are not read.
+
+    XNNPACK packs them when a method is loaded, in about as many bytes as the file has, and lets go
+    of the file then.
+
+    Raises:
+        ModelError, MetadataError, BackendError: as ``load_model``.
+    """
+    program = Program(path)
+    try:
+        facts, (config, _) = _facts(program), _carried(program)
+        params = program.params
+    finally:
+        program.close()
+    size_bytes = path.stat().st_size
+    return ModelCacheSpec(
+        name=str(path),
+        family=str(config.model_type),
+        params=params,
+        max_positions=int(facts["max_positions"]),
+        stored_bytes=size_bytes,
+        weight_bytes=size_bytes,
+        dtype=str(facts["dtype"]),
+        counted="a program, the size of its file",
+        n_heads=int(config.num_attention_heads),
+        hidden_size=int(config.hidden_size),
+        inner_size=int(config.intermediate_size)
+        * max(1, int(getattr(config, "num_local_experts", 1))),
+        vocab_size=int(facts["vocab_size"]),
     )
 
 

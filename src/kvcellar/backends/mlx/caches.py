@@ -7,17 +7,17 @@ writes are evaluated where they are made.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.mlx import host_rows
-from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run, joined
-from kvcellar.backends.mlx.codecs import Parts, Stored, rotate
+from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
+from kvcellar.backends.mlx.codecs import Parts, rotate
 from kvcellar.backends.mlx.pools import ExactPool, Pool
 from kvcellar.bookkeeping import (
     ContiguousBookkeeping,
@@ -189,15 +189,8 @@ class MlxBytes(StepBookkeeping):
         return prepared
 
     def _store(self, layer: int, prepared: Prepared, k: mx.array, v: mx.array) -> list[Segment]:
+        self._write(layer, prepared, k, v)
         pool = self.pools_of_layer[layer]
-        if prepared.write_cells is not None:
-            pool.scatter_rows(prepared.write_cells, k, v)
-        else:
-            _write_runs(pool, prepared.plan.writes, k, v)
-        if prepared.exact_writes:
-            assert isinstance(pool, ExactPool)
-            _write_runs(pool.exact, prepared.exact_writes, k, v)
-        self.wrote(layer)
         return [
             Segment(
                 read.q_start,
@@ -208,6 +201,17 @@ class MlxBytes(StepBookkeeping):
             )
             for read in prepared.reads
         ]
+
+    def _write(self, layer: int, prepared: Prepared, k: mx.array, v: mx.array) -> None:
+        pool = self.pools_of_layer[layer]
+        if prepared.write_cells is not None:
+            pool.scatter_rows(prepared.write_cells, k, v)
+        else:
+            _write_runs(pool, prepared.plan.writes, k, v)
+        if prepared.exact_writes:
+            assert isinstance(pool, ExactPool)
+            _write_runs(pool.exact, prepared.exact_writes, k, v)
+        self.wrote(layer)
 
     # Bytes out and in ----------------------------------------------------------------------------
 
@@ -237,7 +241,7 @@ class MlxBytes(StepBookkeeping):
                 pool.put(mx.array(cells), k, v)
                 mx.eval(pool.parts)
 
-    def read_rows(self, tables: Sequence[IntArray]) -> list[host_rows.GroupParts]:
+    def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
         """Copies of the K and V of some cells, as NumPy arrays, per layer group.
 
         Args:
@@ -245,14 +249,14 @@ class MlxBytes(StepBookkeeping):
 
         Returns:
             Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
-            see ``host_rows``.
+            see ``backends.host_rows``.
         """
         return [
             host_rows.read(pools, table, group, self.config.kv)
             for group, table, pools in self._by_group(tables)
         ]
 
-    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[host_rows.GroupParts]) -> None:
+    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
         """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
         for (group, table, pools), given in zip(self._by_group(tables), rows, strict=True):
             if len(table):
@@ -371,59 +375,6 @@ def _fetch(pool: Pool, read: PartRead) -> Part:
 
 class MlxContiguousCache(MlxBytes, ContiguousBookkeeping):
     """One sequence in one run: the single-stream hot path."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MlxContiguousCache:
-        """A cache with the same history. Bytes are shared until one of the two is written to."""
-        made = type(self)(self.config)
-        made._length, made._base = self.length, list(self._base)
-        for pool, mine in zip(made.pools_of_layer, self.pools_of_layer, strict=True):
-            for new, old in ((pool.k, mine.k), (pool.v, mine.v)):
-                new.parts, new.n_cells = copy.deepcopy(old.parts), old.n_cells
-        return made
-
-    def adopt_rows(self, length: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Start a history of ``length`` tokens with K and V that were computed elsewhere.
-
-        Args:
-            length: tokens of the history.
-            rows: per layer K and V ``[1, n_kv_heads, n, dim]`` of its last n tokens.
-
-        Raises:
-            RewindError, CacheFullError: see ``ContiguousBookkeeping.adopt``; nothing was changed.
-        """
-        self.adopt(length, [rows[group.layers[0]][0].shape[2] for group in self.groups])
-        for pool, (k, v) in zip(self.pools_of_layer, rows, strict=True):
-            pool.ensure(k.shape[2])
-            pool.write_run(0, k, v)
-            mx.eval(pool.parts)
-
-    def read_last(self, layer: int, n: int) -> tuple[Stored, Stored]:
-        """Views of K and V ``[1, n_kv_heads, n, dim]`` of the last ``n`` tokens of a layer."""
-        return self.pools_of_layer[layer].read(self.held(layer) - n, n)
-
-    def update_run(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Store this forward's K and V of one layer; return all that its queries read together.
-
-        For whoever attends by one mask: query i of T at position p sees the last of the cells that
-        are returned but for T - 1 - i, and of these the window.
-
-        Args:
-            layer: which layer.
-            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
-            v: ``[1, n_kv_heads, T, v_head_dim]``.
-
-        Returns:
-            K and V ``[1, n_kv_heads, L, dim]`` in the types of ``k`` and ``v``.
-
-        Raises:
-            ShapeError, StepError, CacheFullError: nothing was written.
-        """
-        plan = self._prepare(layer, None, k, v).plan
-        pool = self.pools_of_layer[layer]
-        _write_runs(pool, plan.writes, k, v)
-        self.wrote(layer)
-        keys, values = pool.read(*plan.span)
-        return joined([keys], k.dtype), joined([values], v.dtype)
 
 
 class MlxSeqCache(MlxBytes, SeqBookkeeping):

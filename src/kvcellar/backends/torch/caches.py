@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends import kernels
+from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
@@ -264,6 +265,10 @@ class TorchBytes(StepBookkeeping):
     def _store(
         self, layer: int, pool: LayerPool, prepared: Prepared, k: Tensor, v: Tensor
     ) -> list[Segment]:
+        self._write(layer, pool, prepared, k, v)
+        return _segments(pool, prepared)
+
+    def _write(self, layer: int, pool: LayerPool, prepared: Prepared, k: Tensor, v: Tensor) -> None:
         writes = prepared.plan.writes
         if prepared.write_cells is not None:
             pool.scatter_rows(prepared.write_cells, k, v)
@@ -275,7 +280,6 @@ class TorchBytes(StepBookkeeping):
             assert isinstance(pool, ExactPool)
             pool.write_exact(prepared.exact_writes, k, v)
         self.wrote(layer)
-        return _segments(pool, prepared)
 
     def _decode(
         self,
@@ -324,7 +328,7 @@ class TorchBytes(StepBookkeeping):
                 pool.ensure(int(cells.max()) + 1, device)
                 pool.put(cells.to(device), _moved(k, device), _moved(v, device))
 
-    def read_rows(self, tables: Sequence[IntArray]) -> list[host_rows.GroupParts]:
+    def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
         """Copies in host memory of the K and V of some cells, as NumPy arrays, per layer group.
 
         Args:
@@ -332,14 +336,14 @@ class TorchBytes(StepBookkeeping):
 
         Returns:
             Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
-            see ``host_rows``.
+            see ``backends.host_rows``.
         """
         return [
             host_rows.read([self.pools_of_layer[layer] for layer in group.layers], table, group, kv)
             for group, table, kv in self._by_group(tables)
         ]
 
-    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[host_rows.GroupParts]) -> None:
+    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
         """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
         for (group, table, _), given in zip(self._by_group(tables), rows, strict=True):
             if len(table):
@@ -469,30 +473,6 @@ def _fetch(pool: LayerPool, read: PartRead) -> Part:
 
 class TorchContiguousCache(TorchBytes, ContiguousBookkeeping):
     """One sequence in one run: the single-stream hot path."""
-
-    def update_run(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this forward's K and V of one layer; return all that its queries read together.
-
-        For whoever attends by one mask over the positions up to the last query's.
-
-        Args:
-            layer: which layer.
-            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
-            v: ``[1, n_kv_heads, T, v_head_dim]``.
-
-        Returns:
-            K and V ``[1, n_kv_heads, L, dim]`` in the types of ``k`` and ``v``; views where they
-            are stored so, which the next forward writes past and not into.
-
-        Raises:
-            ShapeError, StepError, CacheFullError: nothing was written.
-        """
-        plan = self._prepare(layer, self.group_of(layer), None, k, v).plan
-        pool = self.pools_of_layer[layer]
-        pool.write_run(plan.writes[0].run.start, k, v)
-        self.wrote(layer)
-        keys, values = pool.read(*plan.span)
-        return keys.to(k.dtype), values.to(v.dtype)
 
 
 class TorchSeqCache(TorchBytes, SeqBookkeeping):

@@ -1,8 +1,6 @@
-"""Pools' rows as NumPy arrays in the canonical order, and back: what leaves the cache and returns.
+"""Pools' rows as canonical arrays, and back: see :mod:`kvcellar.backends.host_rows`.
 
-Per layer group K and V are tuples of arrays ``[n_layers, n_kv_heads, n, width]``: one array of a
-float side (bfloat16 as its bits in uint16), or the packed numbers, the scales and the biases of a
-quantised one. The pools keep scales and biases interleaved; here they are apart.
+The pools keep scales and biases interleaved; there they are apart.
 """
 
 from __future__ import annotations
@@ -15,23 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows, empty_rows
 from kvcellar.backends.torch.codecs import Parts
 from kvcellar.backends.torch.pools import LayerPool, Pool
-from kvcellar.errors import ShapeError
-from kvcellar.kv_dtype import KvDtype, SideDtype
+from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import IntArray, LayerGroup, runs_of
-
-SideArrays = tuple[NDArray[Any], ...]
-GroupParts = tuple[SideArrays, SideArrays]
-"""K and V of some tokens in the layers of one group."""
-
-_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 def read(pools: Sequence[LayerPool], cells: IntArray, group: LayerGroup, kv: KvDtype) -> GroupParts:
     """Copies of the rows of ``cells [n]`` in the group's layers."""
-    k = _empty(len(pools), group.n_kv_heads, len(cells), kv.k, group.head_dim)
-    v = _empty(len(pools), group.n_kv_heads, len(cells), kv.v, group.v_head_dim)
+    k, v = empty_rows(group, len(cells), kv)
     if len(cells):
         for i, pool in enumerate(pools):
             for arrays, parts in zip((k, v), _taken(pool, cells), strict=True):
@@ -48,9 +39,7 @@ def write(
     Raises:
         ShapeError: not as many rows as cells; nothing was written.
     """
-    n_rows = given[0][0].shape[2]
-    if n_rows != len(cells):
-        raise ShapeError(f"got {n_rows} rows for {len(cells)} cells; give one row per cell")
+    check_rows(cells, given)
     runs = runs_of(cells)
     highest = int(cells.max()) + 1
     for i, pool in enumerate(pools):
@@ -111,15 +100,3 @@ def _joined(arrays: SideArrays, pool: LayerPool, which: int) -> Parts:
         return (first.view(torch.bfloat16) if stored is torch.bfloat16 else first,)
     affine = np.stack([arrays[1], arrays[2]], axis=-1).reshape(*arrays[1].shape[:-1], -1)
     return first, torch.from_numpy(affine)[None]
-
-
-def _empty(n_layers: int, n_heads: int, n: int, side: SideDtype, dim: int) -> SideArrays:
-    shape = (n_layers, n_heads, n)
-    if not side.is_quantised:
-        return (np.empty((*shape, dim), _NUMPY[side.name]),)
-    n_groups = side.n_groups(dim)
-    return (
-        np.empty((*shape, side.packed_bytes(dim)), np.uint8),
-        np.empty((*shape, n_groups), np.float16),
-        np.empty((*shape, n_groups), np.float16),
-    )
