@@ -25,6 +25,7 @@ from kvcellar.models.loading import (
     is_quantised_for_mlx,
     without_quantisation,
 )
+from kvcellar.models.weights import bits_of, can_pack, is_packed, packed_bytes, parse_weights
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
 
 _NOT_TEXT = (
@@ -38,14 +39,19 @@ _NOT_TEXT = (
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
 
+_HEAD = "lm_head.weight"
 
-def size_model(name_or_path: str | Path, *, dtype: str | None = None) -> ModelCacheSpec:
+
+def size_model(
+    name_or_path: str | Path, *, dtype: str | None = None, weights: str | None = None
+) -> ModelCacheSpec:
     """What a model's KV and weights cost.
 
     Args:
         name_or_path: ``demo``, a folder, a ``config.json``, or a name on the Hugging Face hub, of
             which the config alone is downloaded.
         dtype: type of the weights in memory, as ``load_model`` takes it.
+        weights: how linear layers hold theirs, as ``load_model`` takes it.
 
     Raises:
         ModelError: no such model, an architecture that is not supported, or a config with missing
@@ -56,7 +62,7 @@ def size_model(name_or_path: str | Path, *, dtype: str | None = None) -> ModelCa
     path = find_config(name_or_path)
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
-        return _spec_of(str(name_or_path), path, raw, dtype)
+        return _spec_of(str(name_or_path), path, raw, dtype, parse_weights(weights, dtype))
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -95,7 +101,9 @@ def find_config(name_or_path: str | Path) -> Path:
     return folder / "config.json"
 
 
-def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelCacheSpec:
+def _spec_of(
+    name: str, path: Path, raw: Mapping[str, Any], dtype: str | None, weights: str | None
+) -> ModelCacheSpec:
     is_for_mlx = is_quantised_for_mlx(raw)
     raw = without_quantisation(raw) if is_for_mlx else raw
     check_architecture(raw, path)
@@ -106,8 +114,9 @@ def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -
     stored = Counter({"BF16": 1} if is_mxfp4 else {})  # what goes with MXFP4
     if files_bytes is not None:
         stored = check_weights(path.parent)
-    stored_dtype, memory_dtype = _dtypes(name, raw, dtype, stored)
-    sizes = _parameters(CLASSES[config.model_type], config)
+    wanted = "bfloat16" if weights == "bf16" else dtype
+    stored_dtype, memory_dtype = _dtypes(name, raw, wanted, stored)
+    sizes, linears = _parameters(CLASSES[config.model_type], config)
     n_params = sum(sizes.values())
     computed = sum(
         n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
@@ -126,6 +135,9 @@ def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -
     if is_mxfp4:
         counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
     weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
+    if weights is not None and is_packed(weights):
+        weight_bytes = _packed_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
+        counted += f"; linear layers are packed to {weights} when it is loaded"
     if is_for_mlx:
         if files_bytes is None:
             raise ModelError(
@@ -171,8 +183,24 @@ def _dtypes(
     return stored, str(loaded).removeprefix("torch.")
 
 
-def _parameters(class_name: str, config: Any) -> dict[str, int]:
-    """How many numbers every parameter has; a tied one once.
+def _packed_weights(
+    sizes: Mapping[str, int], linears: Mapping[str, tuple[int, int]], weights: str, itemsize: int
+) -> int:
+    """Bytes of all parameters where linear layers are packed and the others are not.
+
+    A last layer that shares its weights with the embedding is packed, and the embedding stays.
+    """
+    packed = {
+        name: packed_bytes(*shape, bits_of(weights, is_head=name == _HEAD))
+        for name, shape in linears.items()
+        if can_pack(shape[1])
+    }
+    rest = sum(n * itemsize for name, n in sizes.items() if name not in packed)
+    return rest + sum(packed.values())
+
+
+def _parameters(class_name: str, config: Any) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """How many numbers every parameter has, a tied one once; outputs and inputs of linear layers.
 
     Raises:
         ModelError: the config's fields do not make a model.
@@ -195,4 +223,9 @@ def _parameters(class_name: str, config: Any) -> dict[str, int]:
             raise ModelError(
                 f"the {config.model_type} config makes no model: {error}; check the file"
             ) from error
-    return {key: int(weight.numel()) for key, weight in model.named_parameters()}
+    linears = {
+        f"{name}.weight": (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+    }
+    return {key: int(weight.numel()) for key, weight in model.named_parameters()}, linears
