@@ -65,19 +65,22 @@ class Models:
             half.rename(path)
         return path
 
-    def engines(self, bits: str, missing: Mapping[str, str], quick: bool) -> list[Remote]:
-        """All engines of one size of weights, ours first."""
+    def engines(
+        self, bits: str, missing: Mapping[str, str], wanted: tuple[str, ...], quick: bool
+    ) -> list[Remote]:
+        """The engines of one size of weights whose names begin as wanted, ours first."""
         scheme, weights, exported = BITS[bits]
         embedding = self.shape["vocab_size"] * self.shape["hidden_size"]
-        found = [Remote(f"ours {weights}", Ours, self.checkpoint, "torch", weights, embedding)]
+        given: dict[str, tuple[Any, ...]] = {
+            f"ours {weights}": (Ours, self.checkpoint, "torch", weights, embedding)
+        }
         if exported and "ours, executorch" not in missing and not (quick and bits == "8"):
-            given = self.checkpoint, "executorch", exported, embedding
-            found.append(Remote(f"ours {exported}", Ours, *given))
+            given[f"ours {exported}"] = Ours, self.checkpoint, "executorch", exported, embedding
         if bits == "16":
             for name in ("dynamic", "static"):
-                given = self.checkpoint, name == "static"
-                found.append(Remote(f"transformers {name}", Transformers, *given))
-        if "llama.cpp" not in missing:
+                given[f"transformers {name}"] = Transformers, self.checkpoint, name == "static"
+        found = [Remote(name, *how) for name, how in given.items() if name.startswith(wanted)]
+        if "llama.cpp" not in missing and "llama.cpp".startswith(wanted):
             found.append(self.llama_cpp(scheme))
         return found
 
@@ -149,7 +152,7 @@ def decode(engines: Sequence[Remote], table: Table, quick: bool) -> None:
     for n in (128, 2048, 8192):
         for engine in engines:
             engine.call("fill", [n])
-        times = turns([*engines, stream], "decode", 1, rounds=10 if quick else 9, warmup=2)
+        times = turns([*engines, stream], "decode", 1, rounds=5 if quick else 9, warmup=2)
         gb_per_s = stream.weight_bytes / median_ms(times["stream"]) / 1e6
         note = {}
         for engine in engines:
@@ -179,7 +182,7 @@ def prefill(engines: Sequence[Remote], table: Table, quick: bool) -> None:
             raise SystemExit(f"{name} computes something else: logits are {apart:.1%} apart")
     for n in (512, 2048):
         prompt = [(i * 7919) % vocabulary for i in range(n)]
-        rounds = 3 if quick or n == 512 else 2
+        rounds = 3 if n == 512 else 2
         times = turns(engines, "prefill", prompt, rounds=rounds, warmup=int(n == 512))
         table.show(f"prefill {n}", times)
 
@@ -188,7 +191,7 @@ def four(engines: Sequence[Remote], table: Table, quick: bool) -> None:
     """A token for each of four sequences of 1,024."""
     for engine in engines:
         engine.call("fill", [1024] * 4)
-    table.show("four at 1024", turns(engines, "decode", 4, rounds=10 if quick else 9))
+    table.show("four at 1024", turns(engines, "decode", 4, rounds=5 if quick else 9))
 
 
 def trunk(engines: Sequence[Remote], table: Table, quick: bool) -> None:
@@ -199,14 +202,14 @@ def trunk(engines: Sequence[Remote], table: Table, quick: bool) -> None:
     for engine in engines:
         engine.call("fill", [4096])
         trunk_bytes[engine.name] = engine.call("kv_bytes")
-    first = turns(engines, "branches", 4, suffix, rounds=5 if quick else 3)
+    first = turns(engines, "branches", 4, suffix, rounds=3)
     for engine in engines:
         share = engine.call("kv_bytes") / trunk_bytes[engine.name]
         note[engine.name] = f"{share:.3f} times the trunk's KV bytes"
         key = f"{engine.name} trunk4 kv bytes over trunk".replace(" ", "_").replace(".", "")
         table.results[key] = round(share, 4)
     table.show(f"first tokens of 4 branches of {SUFFIX} each", first, note)
-    times = turns(engines, "decode_branches", 4, rounds=10 if quick else 9)
+    times = turns(engines, "decode_branches", 4, rounds=5 if quick else 9)
     table.show("step of 4 branches", times)
 
 
@@ -229,7 +232,9 @@ def restore(engines: Sequence[Remote], table: Table, quick: bool) -> None:
         table.show(f"restore {n}", back, note)
 
 
-def measure(quick: bool, bits: list[str], part: list[str], models: Path) -> Mapping[str, Any]:
+def measure(
+    quick: bool, bits: list[str], part: list[str], engine: list[str], models: Path
+) -> Mapping[str, Any]:
     """Size by size, part by part."""
     missing = left_out()
     for name, why in missing.items():
@@ -243,12 +248,12 @@ def measure(quick: bool, bits: list[str], part: list[str], models: Path) -> Mapp
     }
     every = {"decode": decode, "prefill": prefill, "four": four, "trunk": trunk, "restore": restore}
     for size in bits or BITS:
-        engines = files.engines(size, missing, quick)
+        engines = files.engines(size, missing, tuple(engine or [""]), quick)
         print(f" {size}-bit weights; ms, and times our first engine's")
         for name in part or PARTS:
             every[name](engines, Table(size, results), quick)
-        for engine in engines:
-            engine.close()
+        for one in engines:
+            one.close()
     return results
 
 
@@ -256,6 +261,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Parts of a long benchmark."""
     parser.add_argument("--bits", action="append", choices=BITS, help="sizes of weights; all")
     parser.add_argument("--part", action="append", choices=PARTS, help="what to measure; all")
+    parser.add_argument(
+        "--engine", action="append", metavar="NAME", help="engines whose names begin so; all"
+    )
     parser.add_argument(
         "--models",
         type=Path,
