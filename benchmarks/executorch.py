@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from harness import alternate, median_ms, median_ratio, run
-from tokenizers import Tokenizer, models
+from random_models import LLAMA_1B, random_llama
 
 import kvcellar as kv
 
@@ -29,16 +28,7 @@ from kvcellar.backends.executorch import export_program
 from kvcellar.backends.executorch.single import SingleOp
 from kvcellar.models import LoadedModel, load_model
 
-FULL = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128_256,
-}
-QUICK = FULL | {
+QUICK = LLAMA_1B | {
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 2,
@@ -48,27 +38,6 @@ QUICK = FULL | {
 }
 CONTEXT = 512
 OP_CALLS = 20_000
-
-
-def checkpoint(shape: dict[str, int], folder: Path) -> Path:
-    """A random model of that shape in bfloat16, with a tokenizer of a few words."""
-    config = transformers.LlamaConfig(
-        **shape, max_position_embeddings=4096, tie_word_embeddings=True, dtype="bfloat16"
-    )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0.0, 0.02, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
 
 
 class Decoder:
@@ -118,9 +87,9 @@ def op_overhead_us(params: kv.ModelCacheParams, n_heads: int) -> tuple[float, fl
 
 def measure(quick: bool) -> Mapping[str, Any]:
     """Both engines in turns, then the op alone."""
-    shape = QUICK if quick else FULL
+    shape = QUICK if quick else LLAMA_1B
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as temporary:
-        folder = checkpoint(shape, Path(temporary) / "model")
+        folder = random_llama(shape, Path(temporary) / "model")
         path = Path(temporary) / "model.pte"
         report = export_program(folder, path, quantize="8da4w", max_tokens_per_step=CONTEXT)
         print(

@@ -20,22 +20,30 @@ from pathlib import Path
 from typing import Any
 
 
-def run(question: str, measure: Callable[[bool], Mapping[str, Any]]) -> None:
+def run(
+    question: str,
+    measure: Callable[..., Mapping[str, Any]],
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> None:
     """Parse the flags, print the header, measure, print the result.
 
     Args:
         question: what the benchmark answers; shown with ``--help`` and at the top.
         measure: takes ``quick`` and returns the result's keys and values; it prints its own table.
+        add_options: for a long benchmark that can be run in parts; ``measure`` takes them by name.
     """
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--quick", action="store_true", help="under 45 seconds on 2 cores")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    if add_options is not None:
+        add_options(parser)
     options = parser.parse_args()
+    own = {k: v for k, v in vars(options).items() if k not in ("quick", "json")}
     where = environment()
     print(question.strip().splitlines()[0])
     print("  ".join(f"{key}: {value}" for key, value in where.items()))
     start = time.perf_counter()
-    result = dict(measure(options.quick))
+    result = dict(measure(options.quick, **own))
     took = time.perf_counter() - start
     print(f"took {took:.1f} s{' (quick)' if options.quick else ''}")
     if options.json:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,3 +26,20 @@ def default_home() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "kvcellar"
     return Path.home() / ".local" / "share" / "kvcellar"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread holds this file's lock, and hold it meanwhile.
+
+    The lock ends with its process, however that ends; the file stays.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -78,6 +78,7 @@ class MemoryPlan:
         capacity: int | None = None,
         kv_dtype: str | None = None,
         dtype: str | None = None,
+        weights: str | None = None,
         config: EngineConfig | None = None,
         speculate: str | None = None,
         backend: str = "torch",
@@ -90,7 +91,7 @@ class MemoryPlan:
         Raises:
             ModelError: as ``size_model``.
         """
-        sizes = _sizes(name, speculate, capacity, kv_dtype, dtype, config, backend)
+        sizes = _sizes(name, speculate, capacity, kv_dtype, dtype, weights, config, backend)
         return min(self.models_bytes, sum(size.fixed_bytes + size.kv_bytes for size in sizes))
 
 
@@ -115,6 +116,7 @@ def budgets_of_host(
     capacity: int | None = None,
     kv_dtype: str | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
     config: EngineConfig | None = None,
     speculate: str | None = None,
     backend: str = "torch",
@@ -127,7 +129,7 @@ def budgets_of_host(
     Raises:
         ConfigError: the weights and a forward alone take more, with the numbers.
     """
-    size, *others = _sizes(name, speculate, capacity, kv_dtype, dtype, config, backend)
+    size, *others = _sizes(name, speculate, capacity, kv_dtype, dtype, weights, config, backend)
     guessing = sum(other.fixed_bytes for other in others)
     left = max(0, limit_bytes - size.fixed_bytes - guessing)
     shares = [left * other.kv_bytes // (size.kv_bytes + other.kv_bytes) for other in others]
@@ -152,12 +154,13 @@ def _sizes(
     capacity: int | None,
     kv_dtype: str | None,
     dtype: str | None,
+    weights: str | None,
     config: EngineConfig | None,
     backend: str,
 ) -> list[_Size]:
     """A model's, and that of whoever guesses for it."""
     config = config or EngineConfig()
-    spec = size_model(name, dtype=dtype, backend=backend)
+    spec = size_model(name, dtype=dtype, backend=backend, weights=weights)
     most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
     n_rows = config.max_num_seqs
     if speculate is not None:
@@ -169,7 +172,7 @@ def _sizes(
         draft = size_eagle3(head or None, name, dtype=spec.dtype)
         sizes.append(_size_of(draft, most, None, config, n_rows))
     elif speculate is not None:
-        draft = size_model(speculate, dtype=dtype, backend=backend)
+        draft = size_model(speculate, dtype=dtype, backend=backend, weights=weights)
         sizes.append(_size_of(draft, most, None, config, config.max_num_batched_tokens))
     return sizes
 

@@ -78,6 +78,7 @@ def open_host(
     kv_dtype: str | None = None,
     backend: str = "torch",
     dtype: str | None = None,
+    weights: str | None = None,
     device: str | None = None,
     config: EngineConfig | None = None,
     memory_bytes: int | None = None,
@@ -93,6 +94,7 @@ def open_host(
         kv_dtype: how K and V are stored; None: as the weights.
         backend: who runs it.
         dtype: type of the weights in memory.
+        weights: how linear layers hold theirs, as ``load_model`` takes it.
         device: where it runs.
         config: policy of the engine.
         memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
@@ -118,6 +120,7 @@ def open_host(
             capacity=capacity,
             kv_dtype=kv_dtype,
             dtype=dtype,
+            weights=weights,
             config=config,
             speculate=speculate,
             backend=backend,
@@ -126,6 +129,7 @@ def open_host(
         name,
         backend=backend,
         dtype=dtype,
+        weights=weights,
         device=device,
         progress=lambda part, what: report(0.8 * part, f"{name}: {what}"),
     )
@@ -149,7 +153,7 @@ def open_host(
             make_session = make_tree_session
         session = stack.enter_context(make_session(backend, cache_config))
         drafter = _make_drafter(
-            speculate, model, cache_config, draft_budget, backend, dtype, device, stack
+            speculate, model, cache_config, draft_budget, backend, dtype, weights, device, stack
         )
         layers = drafter.feature_layers if isinstance(drafter, FeatureReader) else ()
         runner = model.bind(session, feature_layers=layers)
@@ -184,6 +188,7 @@ def _make_drafter(
     budget: MemoryBudget | None,
     backend: str,
     dtype: str | None,
+    weights: str | None,
     device: str | None,
     stack: ExitStack,
 ) -> Drafter | None:
@@ -208,7 +213,7 @@ def _make_drafter(
         own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)
         session = stack.enter_context(make_tree_session("torch", own))
         return Eagle3Drafter(head.bind(session), session.cache)
-    model = load_model(name, backend=backend, dtype=dtype, device=device)
+    model = load_model(name, backend=backend, dtype=dtype, weights=weights, device=device)
     if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ConfigError(
             f"{name!r} cannot draft for {target.name!r}: their vocabularies differ; choose a model "

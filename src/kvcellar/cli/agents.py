@@ -118,10 +118,17 @@ def create_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
 ) -> None:
     """Make an agent without a history."""
-    loading = {"kv_dtype": kv_dtype, "backend": backend, "dtype": dtype, "device": device}
+    loading = {
+        "kv_dtype": kv_dtype,
+        "backend": backend,
+        "dtype": dtype,
+        "weights": weights,
+        "device": device,
+    }
     with _opened(store, loading) as agents:
         info = asyncio.run(agents.create(agent_id, model=_named(model), system=system))
     _show(info, as_json)
@@ -198,6 +205,7 @@ def generate_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     verify: options.Verify = "checksum",
     speculate: options.Speculate = None,
@@ -225,6 +233,7 @@ def generate_command(
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
     }
     with _opened(store, loading, agent_id, verify) as agents:
@@ -252,6 +261,7 @@ def chat_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     verify: options.Verify = "checksum",
     speculate: options.Speculate = None,
@@ -275,6 +285,7 @@ def chat_command(
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
     }
     with _opened(store, loading, agent_id, verify) as agents:
@@ -419,6 +430,7 @@ def resume_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     verify: options.Verify = "checksum",
 ) -> None:
@@ -429,6 +441,7 @@ def resume_command(
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
     }
     with _opened(store, loading, agent_id, verify) as agents:

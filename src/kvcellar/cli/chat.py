@@ -58,6 +58,7 @@ def chat_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
@@ -83,6 +84,7 @@ def chat_command(
         memory=memory,
         kv_dtype=kv_dtype,
         dtype=dtype,
+        weights=weights,
         device=device,
     ) as bound:
         conversation = Conversation(
@@ -95,8 +97,9 @@ def chat_command(
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if is_interactive:
             print_note(
-                f"{bound.model.name}, {bound.model.dtype} on {backend}; {cache} cache of "
-                f"{bound.cache.capacity} tokens in {bound.cache.config.kv_dtype}; /help"
+                f"{bound.model.name}, {bound.model.weights or bound.model.dtype} on {backend}; "
+                f"{cache} cache of {bound.cache.capacity} tokens in "
+                f"{bound.cache.config.kv_dtype}; /help"
             )
         for line in _typed_lines() if is_interactive else _piped_lines():
             if line.startswith("/"):

@@ -62,6 +62,7 @@ def demo_command(
     ] = 0,
     memory: options.Memory = None,
     backend: options.Backend = "torch",
+    weights: options.Weights = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Fork one prompt into branches that share its cells, and keep the best.
@@ -71,7 +72,12 @@ def demo_command(
     """
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
     with bound_model(
-        "demo", kind="seq", backend=backend, memory=memory, n_sequences=branches
+        "demo",
+        kind="seq",
+        backend=backend,
+        weights=weights,
+        memory=memory,
+        n_sequences=branches,
     ) as bound:
         tokenizer = bound.model.tokenizer
         trunk = [tokenizer.bos_token_id, *tokenizer.encode(TRUNK)]

@@ -59,6 +59,7 @@ def generate_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
 ) -> None:
     """Continue a text.
@@ -87,6 +88,7 @@ def generate_command(
         memory=memory,
         kv_dtype=kv_dtype,
         dtype=dtype,
+        weights=weights,
         device=device,
     ) as bound:
         result = _run(bound, _encode(bound, text, chat, system), params, is_quiet=as_json)

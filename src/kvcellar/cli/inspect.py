@@ -74,6 +74,7 @@ def inspect_command(
         ),
     ] = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what fits in memory: bytes per token, per agent, and how many agents.
@@ -86,7 +87,7 @@ def inspect_command(
     for name in names:
         parse_kv_dtype(name)
     with progress_bar("reading the config"):
-        spec = _spec(model, spec_file, dtype)
+        spec = _spec(model, spec_file, dtype, weights)
     if not 1 <= context <= spec.max_positions:
         raise ConfigError(
             f"a context of {context} tokens is asked for and {spec.name!r} was made for 1 to "
@@ -110,14 +111,16 @@ def inspect_command(
         _show(view, names)
 
 
-def _spec(model: str | None, spec_file: Path | None, dtype: str | None) -> ModelCacheSpec:
+def _spec(
+    model: str | None, spec_file: Path | None, dtype: str | None, weights: str | None
+) -> ModelCacheSpec:
     if model is None and spec_file is None:
         raise ConfigError("inspect what? name a model, or give --spec with all that it needs")
     base = None
     if model is not None:
         from kvcellar.models.sizing import size_model
 
-        base = size_model(model, dtype=dtype)
+        base = size_model(model, dtype=dtype, weights=weights)
     if spec_file is None:
         assert base is not None
         return base

@@ -68,6 +68,18 @@ Dtype = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        "--quantize",
+        metavar="FORMAT",
+        help="How linear layers hold their weights. With torch, on a CPU: bf16, int8 or int4, read "
+        "by the kernel of this package; with executorch: 8da8w or 8da4w, exported once and kept. "
+        "Default: as --dtype.",
+        rich_help_panel=LOADING,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

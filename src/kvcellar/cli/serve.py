@@ -155,6 +155,7 @@ def serve_command(
     kv_dtype: options.KvDtype = None,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     device: options.Device = None,
     speculate: options.Speculate = None,
 ) -> None:
@@ -196,6 +197,7 @@ def serve_command(
         "kv_dtype": kv_dtype,
         "backend": backend,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
         "speculate": speculate,
     }

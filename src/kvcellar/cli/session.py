@@ -51,6 +51,7 @@ def bound_model(
     capacity: int | None = None,
     kv_dtype: str | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
     device: str | None = None,
     memory: str | None = None,
     n_sequences: int = 1,
@@ -76,11 +77,14 @@ def bound_model(
 
         reserve_bytes = 0
         if limit_bytes is not None:
-            reserve_bytes = _reserve(name, backend, limit_bytes, capacity, n_sequences, dtype)
+            reserve_bytes = _reserve(
+                name, limit_bytes, capacity, n_sequences, backend, dtype=dtype, weights=weights
+            )
         model = load_model(
             name,
             backend=backend,
             dtype=dtype,
+            weights=weights,
             device=device,
             progress=lambda fraction, what: report(fraction, f"{name}: {what}"),
         )
@@ -130,19 +134,23 @@ def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | Non
 
 def _reserve(
     name: str,
-    backend: str,
     limit_bytes: int,
     capacity: int | None,
     n_sequences: int,
-    dtype: str | None,
+    backend: str,
+    **loading: str | None,
 ) -> int:
     """Bytes to set aside for forwards; refuses a budget that the model alone would break."""
     from kvcellar.models.sizing import size_model
 
-    spec = size_model(name, dtype=dtype, backend=backend)
+    spec = size_model(name, backend=backend, **loading)
     held_bytes = resident_bytes()
     if spec.weight_bytes + held_bytes >= limit_bytes:
-        raise ConfigError(too_small(limit_bytes, spec.weight_bytes, held_bytes, spec.dtype))
+        raise ConfigError(
+            too_small(
+                limit_bytes, spec.weight_bytes, held_bytes, loading.get("weights") or spec.dtype
+            )
+        )
     return spec.scratch_bytes(min(capacity or DEFAULT_CAPACITY, spec.max_positions * n_sequences))
 
 

@@ -23,6 +23,7 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
+from kvcellar.models.weights import is_packed, parse_weights
 from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config
 from kvcellar.types import ModelCacheParams
@@ -72,7 +73,9 @@ class LoadedModel:
         vocab_size: rows of the embedding: ids from 0 to ``vocab_size - 1`` exist.
         eos_token_ids: tokens that end a text or a turn.
         max_positions: the longest sequence that the model was made for.
-        dtype: type of the weights in memory.
+        dtype: type that the model computes in, and of weights that are held in no other way.
+        weights: how linear layers hold theirs: a name of ``WEIGHTS``, or a scheme of ExecuTorch's;
+            None: in ``dtype``.
     """
 
     name: str
@@ -85,6 +88,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_positions: int
     dtype: str
+    weights: str | None
     _model: Any = field(repr=False)
 
     def bind(self, session: CacheSession[Any], *, feature_layers: Sequence[int] = ()) -> Runner:
@@ -138,7 +142,10 @@ class LoadedModel:
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights as they are stored."""
+        """Of the weights as they are stored, or as they are packed."""
+        if is_packed(self.weights):
+            tensors = [*self._model.parameters(), *self._model.buffers()]
+            return sum(tensor.nbytes for tensor in tensors)
         return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
 
     def fingerprint(
@@ -158,8 +165,9 @@ class LoadedModel:
         Raises:
             StoreError: a file cannot be read.
         """
+        kept = f"{self.dtype}+{self.weights}" if is_packed(self.weights) else self.dtype
         return fingerprint_checkpoint(
-            self.path, cache_file=cache_file, on_progress=on_progress, dtype=dtype or self.dtype
+            self.path, cache_file=cache_file, on_progress=on_progress, dtype=dtype or kept
         )
 
     def touch_weights(self) -> int:
@@ -224,6 +232,7 @@ def load_model(
     *,
     backend: str = "torch",
     dtype: Any = None,
+    weights: str | None = None,
     device: Any = None,
     progress: ProgressFn | None = None,
 ) -> LoadedModel:
@@ -238,6 +247,9 @@ def load_model(
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
             of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
             float32.
+        weights: how linear layers hold theirs; None: in ``dtype``. With torch, on a CPU: ``bf16``,
+            ``int8`` or ``int4``, which the kernel of this package reads. With executorch ``8da8w``
+            or ``8da4w``: a checkpoint is exported so.
         device: where to put it, as torch knows it; None: the CPU.
         progress: called while loading; otherwise loading is silent.
 
@@ -245,7 +257,7 @@ def load_model(
         ModelError: no such model, a checkpoint that is incomplete or damaged, or an architecture
             that is not supported.
         BackendError: the backend is unknown, or the packages it needs are not installed.
-        ConfigError: a dtype or device that does not exist.
+        ConfigError: a dtype, a device or weights that do not exist, or do not go together.
     """
     if backend != "torch":
         module = load_backend(backend)
@@ -254,9 +266,12 @@ def load_model(
                 f"backend {backend!r} loads no models; choose torch, mlx or executorch"
             )
         found: LoadedModel = module.load_model(
-            name_or_path, dtype=dtype, device=device, progress=progress
+            name_or_path, dtype=dtype, weights=weights, device=device, progress=progress
         )
         return found
+    weights = parse_weights(weights, dtype)
+    hold_weights = None if weights is None else load_backend(backend).hold_weights
+    dtype = "bfloat16" if weights == "bf16" else dtype
     try:
         from kvcellar.models import torch_loading
         from kvcellar.models.tokenizer import load_tokenizer, quiet
@@ -300,6 +315,9 @@ def load_model(
             dtype=torch_dtype,
             device=torch_device,
         )
+        if hold_weights is not None:
+            report(0.95, "packing the weights")
+            hold_weights(model, weights)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
@@ -314,6 +332,7 @@ def load_model(
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=int(config.max_position_embeddings),
         dtype=str(model.dtype).removeprefix("torch."),
+        weights=weights,
         _model=model,
     )
 

@@ -33,6 +33,7 @@ from kvcellar.models.loading import (
     is_quantised_for_mlx,
     without_quantisation,
 )
+from kvcellar.models.weights import bits_of, can_pack, is_packed, packed_bytes, parse_weights
 from kvcellar.registry import load_backend
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
 
@@ -47,9 +48,15 @@ _NOT_TEXT = (
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
 
+_HEAD = "lm_head.weight"
+
 
 def size_model(
-    name_or_path: str | Path, *, dtype: str | None = None, backend: str = "torch"
+    name_or_path: str | Path,
+    *,
+    dtype: str | None = None,
+    weights: str | None = None,
+    backend: str = "torch",
 ) -> ModelCacheSpec:
     """What a model's KV and weights cost.
 
@@ -57,6 +64,7 @@ def size_model(
         name_or_path: ``demo``, a folder, a ``config.json``, or a name on the Hugging Face hub, of
             which the config alone is downloaded; for the backend executorch a .pte file, too.
         dtype: type of the weights in memory, as ``load_model`` takes it.
+        weights: how linear layers hold theirs, as ``load_model`` takes it.
         backend: who will run it.
 
     Raises:
@@ -74,7 +82,7 @@ def size_model(
     path = find_config(name_or_path)
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
-        return _spec_of(str(name_or_path), path, raw, dtype)
+        return _spec_of(str(name_or_path), path, raw, dtype, parse_weights(weights, dtype))
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -113,7 +121,9 @@ def find_config(name_or_path: str | Path) -> Path:
     return folder / "config.json"
 
 
-def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelCacheSpec:
+def _spec_of(
+    name: str, path: Path, raw: Mapping[str, Any], dtype: str | None, weights: str | None
+) -> ModelCacheSpec:
     is_for_mlx = is_quantised_for_mlx(raw)
     group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
     raw = without_quantisation(raw) if is_for_mlx else raw
@@ -125,9 +135,10 @@ def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -
     stored = Counter({"BF16": 1} if is_mxfp4 else {})  # what goes with MXFP4
     if files_bytes is not None:
         stored = check_weights(path.parent)
-    stored_dtype, memory_dtype = _dtypes(name, raw, dtype, stored)
-    weights = path.parent if files_bytes is not None and not is_mxfp4 else None
-    sizes = _parameters(CLASSES[config.model_type], config, weights, group_size)
+    wanted = "bfloat16" if weights == "bf16" else dtype
+    stored_dtype, memory_dtype = _dtypes(name, raw, wanted, stored)
+    files = path.parent if files_bytes is not None and not is_mxfp4 else None
+    sizes, linears = _parameters(CLASSES[config.model_type], config, files, group_size)
     n_params = sum(sizes.values())
     computed = sum(
         n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
@@ -146,6 +157,9 @@ def _spec_of(name: str, path: Path, raw: Mapping[str, Any], dtype: str | None) -
     if is_mxfp4:
         counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
     weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
+    if weights is not None and is_packed(weights):
+        weight_bytes = _packed_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
+        counted += f"; linear layers are packed to {weights} when it is loaded"
     if is_for_mlx:
         if files_bytes is None:
             raise ModelError(
@@ -188,15 +202,32 @@ def _dtypes(
     return stored, pick_dtype(wanted, raw, stored_types, is_cpu=True)
 
 
+def _packed_weights(
+    sizes: Mapping[str, int], linears: Mapping[str, tuple[int, int]], weights: str, itemsize: int
+) -> int:
+    """Bytes of all parameters where linear layers are packed and the others are not.
+
+    A last layer that shares its weights with the embedding is packed, and the embedding stays.
+    """
+    packed = {
+        name: packed_bytes(*shape, bits_of(weights, is_head=name == _HEAD))
+        for name, shape in linears.items()
+        if can_pack(shape[1])
+    }
+    rest = sum(n * itemsize for name, n in sizes.items() if name not in packed)
+    return rest + sum(packed.values())
+
+
 def _parameters(
-    class_name: str, config: Any, weights: Path | None, group_size: int
-) -> dict[str, int]:
-    """How many numbers every parameter has; a tied one once.
+    class_name: str, config: Any, files: Path | None, group_size: int
+) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """How many numbers every parameter has, a tied one once; outputs and inputs of linear layers.
 
     Args:
         class_name: of transformers.
         config: its config.
-        weights: the folder of a checkpoint that has as many, asked where there is no torch.
+        files: the folder of a checkpoint that has as many, asked where there is no torch; it says
+            nothing of layers.
         group_size: of its tensors that are quantised.
 
     Raises:
@@ -208,10 +239,10 @@ def _parameters(
 
         from kvcellar.models.tokenizer import quiet
     except ModuleNotFoundError as error:
-        if weights is not None:
+        if files is not None:
             is_tied = bool(getattr(config, "tie_word_embeddings", False))
             skip = (*_NOT_TEXT, *(("lm_head.",) if is_tied else ()))
-            return stored_numbers(weights, skip, group_size)
+            return stored_numbers(files, skip, group_size), {}
         raise BackendError(
             f"counting a model's parameters needs the package {error.name!r}; install it with: "
             f"pip install 'kvcellar[torch]', or say weight_bytes in a spec file"
@@ -224,4 +255,9 @@ def _parameters(
             raise ModelError(
                 f"the {config.model_type} config makes no model: {error}; check the file"
             ) from error
-    return {key: int(weight.numel()) for key, weight in model.named_parameters()}
+    linears = {
+        f"{name}.weight": (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+    }
+    return {key: int(weight.numel()) for key, weight in model.named_parameters()}, linears

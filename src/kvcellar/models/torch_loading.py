@@ -128,8 +128,8 @@ def touch_weights(model: Any) -> int:
     """
     storages = {
         storage.data_ptr(): storage
-        for parameter in model.parameters()
-        for storage in [parameter.untyped_storage()]
+        for tensor in [*model.parameters(), *model.buffers()]
+        for storage in [tensor.untyped_storage()]
     }
     n_bytes = 0
     for storage in storages.values():

@@ -18,9 +18,9 @@ from kvcellar.backends.executorch.archive import unpack_files
 from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX, Program
 from kvcellar.errors import ConfigError, MetadataError, ModelError, StepError
-from kvcellar.home import default_home
+from kvcellar.home import default_home, locked
 from kvcellar.metadata import PREFIX
-from kvcellar.models.fingerprint import Fingerprint, Progress
+from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.loading import DEMO, LoadedModel, ProgressFn
 from kvcellar.models.runner import FloatArray, Runner, checked_batch
 from kvcellar.registry import CacheSession
@@ -145,15 +145,17 @@ def load_model(
     name_or_path: str | Path,
     *,
     dtype: Any = None,
+    weights: str | None = None,
     device: Any = None,
     progress: ProgressFn | None = None,
 ) -> ExecutorchModel:
     """Load a program and the tokenizer inside; see :func:`kvcellar.models.load_model`.
 
     Args:
-        name_or_path: a .pte file. Anything else that can be loaded is exported first, in float32,
-            and the program kept in the user's own folder for the next time.
+        name_or_path: a .pte file. Anything else that can be loaded is exported first, in float32
+            if nothing is said, and the program kept in the user's own folder for the next time.
         dtype: what the program must have been exported in; None: whatever it was.
+        weights: ``none``, ``8da4w`` or ``8da8w``; the same of a program that is there.
         device: the CPU.
         progress: called while exporting and loading.
 
@@ -168,7 +170,9 @@ def load_model(
         raise ConfigError(f"programs run on the CPU, got device {device!r}; leave it out")
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.suffix != ".pte" and not path.is_file():
-        path = _exported(name_or_path, dtype, lambda part, what: report(0.95 * part, what))
+        path = _exported(
+            name_or_path, dtype, weights or "none", lambda part, what: report(0.95 * part, what)
+        )
     report(0.95, "reading the program")
     program = Program(path)
     params = program.params
@@ -182,6 +186,11 @@ def load_model(
         raise ConfigError(
             f"{path} was exported in {found} and dtype {asked!r} is asked for; leave it out, or "
             f"export again with --dtype {asked}"
+        )
+    if weights not in (None, facts["quantize"]):
+        raise ConfigError(
+            f"{path} was exported in {found} and weights {weights!r} are asked for; leave them "
+            f"out, or export again with --quantize {weights}"
         )
     method = program.method_names[0]
     program.load_method(method)
@@ -197,6 +206,7 @@ def load_model(
         eos_token_ids=frozenset(facts.get("eos_token_ids", ())),
         max_positions=int(facts["max_positions"]),
         dtype=str(facts["dtype"]),
+        weights=None if facts["quantize"] == "none" else str(facts["quantize"]),
         _model=None,
         program=program,
         method=method,
@@ -272,22 +282,41 @@ def _carried(program: Program) -> tuple[Any, Any]:
             return config_from_dict(raw), load_tokenizer(folder)
 
 
-def _exported(name_or_path: str | Path, dtype: Any, report: ProgressFn) -> Path:
-    """The program of a checkpoint, exported now or at an earlier time."""
+def _exported(name_or_path: str | Path, dtype: Any, weights: str, report: ProgressFn) -> Path:
+    """The program of a checkpoint, exported now or at an earlier time.
+
+    Whose program it is says its name: the checkpoint's fingerprint, the versions and the options.
+    One process exports it while others that want it wait; what one left half written, when it was
+    killed, the next removes.
+    """
     from kvcellar.backends.executorch.exporting import export_program
     from kvcellar.models.loading import find_checkpoint
 
     folder = find_checkpoint(name_or_path, lambda part, what: report(0.1 * part, what))
-    digest = hashlib.blake2b(digest_size=8)
     wanted = "float32" if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
-    digest.update(f"{kvcellar.__version__} {executorch_version()} {wanted} {folder}".encode())
-    for file in sorted(folder.iterdir()):
-        if file.is_file():
-            stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    fingerprint = fingerprint_checkpoint(
+        folder,
+        cache_file=default_home() / "fingerprints.json",
+        on_progress=lambda part, what: report(0.1 + 0.04 * part, what),
+    )
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (kvcellar.__version__, executorch_version(), wanted, weights, fingerprint.value):
+        digest.update(part.encode() + b"\0")
     name = DEMO if name_or_path == DEMO else folder.name
     path = default_home() / "executorch" / "programs" / f"{name}-{digest.hexdigest()}.pte"
-    if not path.is_file():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        export_program(name_or_path, path, dtype=wanted, progress=report)
+    if path.is_file():
+        return path
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    report(0.15, "waiting for another process that exports it")
+    with locked(path.with_suffix(".lock")):
+        if not path.is_file():
+            for half in path.parent.glob(f".{path.name}.*"):
+                half.unlink(missing_ok=True)
+            export_program(
+                name_or_path,
+                path,
+                quantize=weights,
+                dtype=wanted,
+                progress=lambda part, what: report(0.15 + 0.85 * part, f"exporting: {what}"),
+            )
     return path

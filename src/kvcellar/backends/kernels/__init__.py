@@ -1,4 +1,4 @@
-"""The CPU attention kernel: writes a step's K and V into cells and attends over runs of cells.
+"""The CPU kernel: writes a step's K and V into cells and attends over runs of cells.
 
 It knows addresses and strides, no tensors: any backend whose bytes lie in host memory can use it.
 What a call costs in Python is kept low by three objects that outlive it:
@@ -28,10 +28,11 @@ from kvcellar.errors import ConfigError
 from kvcellar.types import AttendKind, StepPlan
 
 if TYPE_CHECKING:
-    from kvcellar.backends.kernels._native import Layout, Plan, Pool
+    from kvcellar.backends.kernels._native import Layout, LinearWeights, Plan, Pool
 
 __all__ = [
     "Layout",
+    "LinearWeights",
     "Plan",
     "Pool",
     "SideLayout",
@@ -40,6 +41,7 @@ __all__ = [
     "level",
     "levels",
     "make_layout",
+    "make_linear_weights",
     "make_pool",
     "move_cells",
     "num_threads",
@@ -67,7 +69,7 @@ else:
         from kvcellar.backends.kernels import _native
 
         if not TYPE_CHECKING:
-            from kvcellar.backends.kernels._native import Layout, Plan, Pool
+            from kvcellar.backends.kernels._native import Layout, LinearWeights, Plan, Pool
     except ImportError as error:
         _reason = (
             f"the kvcellar CPU kernel is not built here ({error}); attention falls back to the "
@@ -193,6 +195,26 @@ def make_layout(
         if DTYPES.get(given, 3) > 2:
             raise ConfigError(f"{name} {given!r}; the kernel takes {', '.join([*DTYPES][:3])}")
     return _native.Layout(n_heads, DTYPES[dtype], DTYPES[out_dtype], *q, *k, *v, *out)
+
+
+def make_linear_weights(
+    bits: int, n_in: int, n_out: int, data: int, scales: int = 0
+) -> LinearWeights:
+    """Describe a linear layer's weights; ``native/linear.h`` says how they lie.
+
+    Its ``linear(x, n_tokens, dtype, out, out_dtype)`` reads rows ``[n_tokens, n_in]`` and writes
+    ``[n_tokens, n_out]``, at addresses, in float32 or bfloat16 (numbers of ``DTYPES``). For 8 and 4
+    bits each group of 32 inputs is rounded to 8 bits for it; a token's result does not depend on
+    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16.
+
+    Args:
+        bits: 16 (bfloat16 ``[n_out, n_in]``), 8 or 4.
+        n_in: inputs, for 8 and 4 bits a multiple of 32.
+        n_out: outputs.
+        data: address of the weights.
+        scales: address of the float16 scales of packed weights.
+    """
+    return _native.LinearWeights({16: 0, 8: 1, 4: 2}[bits], n_in, n_out, data, scales)
 
 
 def compile_plan(plan: StepPlan) -> Plan:

@@ -82,6 +82,7 @@ def load_model(
     name_or_path: str | Path,
     *,
     dtype: Any = None,
+    weights: str | None = None,
     device: Any = None,
     progress: ProgressFn | None = None,
 ) -> MlxModel:
@@ -91,12 +92,18 @@ def load_model(
         name_or_path: as there; a folder may be quantised for MLX.
         dtype: type of the weights that are floats; None or ``auto``: as they are stored, and
             float32 for the bundled model.
+        weights: None: a checkpoint is quantised for MLX before, and loaded as it is.
         device: ``cpu`` or ``gpu``; None: MLX's default.
         progress: called while loading.
 
     Raises:
         ModelError, ConfigError: as there.
     """
+    if weights is not None:
+        raise ConfigError(
+            f"weights {weights!r} are not made by the backend mlx; quantise the checkpoint with "
+            f"mlx_lm.convert, and give its folder"
+        )
     wanted, where = _pick_dtype(dtype, name_or_path), _pick_device(device)
     report: ProgressFn = progress or (lambda fraction, what: None)
     with quiet(lambda part: None):
@@ -132,6 +139,7 @@ def load_model(
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=int(config.max_position_embeddings),
         dtype=wanted or _float_type(model, stored),
+        weights=None,
         _model=model,
         device=where,
     )

@@ -10,9 +10,16 @@ from kvcellar.backends.torch.caches import (
     TorchSeqCache,
     TorchTreeCache,
 )
+from kvcellar.backends.torch.linears import hold_weights
 from kvcellar.registry import CacheBuilderRegistry
 
-__all__ = ["TorchContiguousCache", "TorchPagedCache", "TorchSeqCache", "TorchTreeCache"]
+__all__ = [
+    "TorchContiguousCache",
+    "TorchPagedCache",
+    "TorchSeqCache",
+    "TorchTreeCache",
+    "hold_weights",
+]
 
 _builders = CacheBuilderRegistry.instance()
 _builders.register_builder("torch", "contiguous", TorchContiguousCache)

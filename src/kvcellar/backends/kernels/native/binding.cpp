@@ -9,6 +9,7 @@
 #include <string>
 
 #include "kernel.h"
+#include "linear.h"
 #include "step.h"
 
 namespace nb = nanobind;
@@ -215,6 +216,26 @@ NB_MODULE(_native, m) {
              plan.write(pool, layout, at(k), at(v), 0);
            })
       .def("attend", attend);
+
+  nb::class_<LinearWeights>(m, "LinearWeights")
+      .def("__init__",
+           [](LinearWeights* self, int format, int64_t n_in, int64_t n_out, uintptr_t data,
+              uintptr_t scales) {
+             new (self) LinearWeights(
+                 make_linear_weights(static_cast<WeightFormat>(format), n_in, n_out, at(data),
+                                     static_cast<const uint16_t*>(at(scales))));
+           })
+      .def("linear", [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, int in,
+                        uintptr_t out, int result) {
+        const LinearCall call{weights,  at(x), reinterpret_cast<void*>(out), n_tokens,
+                              static_cast<Dtype>(in), static_cast<Dtype>(result)};
+        nb::gil_scoped_release release;
+        linear(call, 0);
+      })
+      .def("unpack", [](const LinearWeights& weights, int64_t first, int64_t stop, uintptr_t to) {
+        nb::gil_scoped_release release;
+        unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
+      });
 
   m.def("levels", [] {
     std::vector<std::string> names;

@@ -22,6 +22,9 @@ extern const Ops ops_avx2;
 #if defined(KVC_WITH_AVX512)
 extern const Ops ops_avx512;
 #endif
+#if defined(KVC_WITH_VNNI)
+extern const LinearOps linear_vnni;
+#endif
 #if defined(KVC_WITH_AMX)
 extern const Ops ops_amx;
 #endif
@@ -53,7 +56,11 @@ std::vector<const Ops*> find_levels() {
 #if defined(KVC_WITH_AMX)
     if (has_amx()) found.push_back(&ops_amx);
 #endif
-    found.push_back(&ops_avx512);
+    static Ops avx512 = ops_avx512;
+#if defined(KVC_WITH_VNNI)
+    if (__builtin_cpu_supports("avx512vnni")) avx512.linear = linear_vnni;
+#endif
+    found.push_back(&avx512);
   }
 #endif
 #if defined(KVC_WITH_AVX2)

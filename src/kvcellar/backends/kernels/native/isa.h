@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel.h"
+#include "linear.h"
 
 namespace kvcellar {
 
@@ -42,6 +43,7 @@ struct Ops {
                 int64_t first_cell, int64_t n, const void* rows, Dtype in, int64_t token_stride,
                 float* scratch);
   double (*sum)(const void* data, int64_t n_bytes);
+  LinearOps linear;
 };
 
 // Bytes of scratch for a job of so many rows: every worker has its own.

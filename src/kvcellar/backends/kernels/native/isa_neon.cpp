@@ -2,8 +2,10 @@
 #define KVC_NEON
 
 #include "attend_impl.h"
+#include "linear_impl.h"
 
 namespace kvcellar {
 extern const Ops ops_neon;
-const Ops ops_neon = {"neon", neon::attend, neon::merge, neon::write, neon::sum_of};
+const Ops ops_neon = {"neon", neon::attend, neon::merge, neon::write, neon::sum_of,
+                     {neon::prepare_linear, neon::run_linear, neon::unpack_linear}};
 }  // namespace kvcellar

@@ -4,7 +4,7 @@ find_package(Threads REQUIRED)
 
 set(KVC_DIR ${CMAKE_CURRENT_LIST_DIR})
 add_library(kvcellar_kernel STATIC
-  ${KVC_DIR}/dispatch.cpp ${KVC_DIR}/plan.cpp ${KVC_DIR}/threads.cpp
+  ${KVC_DIR}/dispatch.cpp ${KVC_DIR}/linear.cpp ${KVC_DIR}/plan.cpp ${KVC_DIR}/threads.cpp
   ${KVC_DIR}/step_call.cpp ${KVC_DIR}/isa_scalar.cpp)
 target_compile_features(kvcellar_kernel PUBLIC cxx_std_17)
 target_include_directories(kvcellar_kernel PUBLIC ${KVC_DIR})
@@ -32,8 +32,9 @@ if(KVC_PROCESSOR MATCHES "x86_64|amd64")
   kvc_level(avx2 "-mavx2 -mfma -mf16c")
   # GCC 12 warns of its own headers.
   kvc_level(avx512 "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c")
+  kvc_level(vnni "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c")
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
-    kvc_level(amx "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -mf16c -mamx-tile -mamx-bf16 -mamx-int8")
+    kvc_level(amx "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mavx2 -mfma -mf16c -mamx-tile -mamx-bf16 -mamx-int8")
   endif()
 elseif(KVC_PROCESSOR MATCHES "aarch64|arm64")
   kvc_level(neon "")

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "buffer.h"
 #include "isa.h"
 #include "threads.h"
 
@@ -16,28 +17,6 @@ constexpr int64_t kWantedJobs = 48;    // so that the last ones end together
 constexpr int64_t kLeastCells = 256;   // a job's cells: below, merging costs too much
 constexpr int64_t kLeastShared = 64;   // cells that are worth a list of their own
 constexpr double kAloneNs = 12000;     // below, waking a thread costs more than it brings
-
-// Memory of one thread that stays for the next call.
-class Buffer {
- public:
-  ~Buffer() { std::free(data_); }
-  char* get(int64_t n_bytes) {
-    if (n_bytes > size_) {
-      std::free(data_);
-      size_ = (n_bytes + n_bytes / 2 + 63) / 64 * 64;
-      data_ = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(size_)));
-      if (!data_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  int64_t size_ = 0;
-};
 
 thread_local Buffer scratch_buffer;
 thread_local Buffer partial_buffer;

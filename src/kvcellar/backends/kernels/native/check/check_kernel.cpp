@@ -1,6 +1,7 @@
 // Random steps over memory that ends exactly where it should: the sanitisers see every access, and
 // each instruction set's results are compared with the portable path's.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "../kernel.h"
+#include "../linear.h"
 
 using namespace kvcellar;
 
@@ -196,6 +198,45 @@ double one_step() {
   return worst;
 }
 
+// Linear layers over memory of exact sizes; how far levels are apart, as a share of the largest.
+double one_linear() {
+  const auto format = static_cast<WeightFormat>(between(0, 2));
+  const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200) : 32 * between(1, 6);
+  const int64_t n_out = between(1, 70), n_tokens = between(1, 20);
+  LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
+  Memory data(weights.is_packed ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
+  Memory scales(weights.is_packed ? weights.n_blocks * weights.n_groups * kBlockRows * 2 : 0);
+  fill(data, weights.is_packed ? Dtype::int8 : Dtype::bf16);
+  fill(scales, Dtype::f16);
+  weights.data = data.data;
+  weights.scales = reinterpret_cast<const uint16_t*>(scales.data);
+  const Dtype in = rng() % 2 ? Dtype::f32 : Dtype::bf16;
+  Memory x(n_tokens * n_in * (in == Dtype::f32 ? 4 : 2)), out(n_tokens * n_out * 4);
+  Memory short_out(n_tokens * n_out * 2), expanded(n_out * n_in * 2);
+  fill(x, in);
+  std::vector<std::vector<float>> results;
+  std::vector<std::vector<char>> rows;
+  for (const char* name : levels()) {
+    set_level(name);
+    linear({weights, x.data, short_out.data, n_tokens, in, Dtype::bf16}, 2);
+    linear({weights, x.data, out.data, n_tokens, in, Dtype::f32}, 2);
+    const auto* from = reinterpret_cast<const float*>(out.data);
+    results.emplace_back(from, from + n_tokens * n_out);
+    if (!weights.is_packed) continue;
+    unpack(weights, 0, weights.n_blocks, expanded.data, 2);
+    rows.emplace_back(expanded.data, expanded.data + expanded.size);
+    if (rows.back() != rows.front()) return 1;
+  }
+  double worst = 0, most = 1;
+  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) {
+      const double d = std::fabs(result[i] - results.back()[i]);
+      worst = d <= worst ? worst : d;
+    }
+  return worst / most;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -205,6 +246,11 @@ int main(int argc, char** argv) {
     const double worst = one_step();
     if (!(worst < 5e-3)) {
       std::printf("step %d: levels differ by %g\n", i, worst);
+      return 1;
+    }
+    const double apart = one_linear();
+    if (!(apart < 1e-4)) {
+      std::printf("linear layer %d: levels differ by %g\n", i, apart);
       return 1;
     }
   }

@@ -1,0 +1,64 @@
+// Linear layers for a few tokens: reading the weights once is what they cost.
+
+#pragma once
+
+#include "kernel.h"
+
+namespace kvcellar {
+
+constexpr int64_t kBlockRows = 16;   // outputs whose packed weights lie together
+constexpr int64_t kGroupInputs = 32; // packed weights that share a scale
+
+enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2 };
+
+// bf16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
+// for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
+// unsigned numbers around 128 or 8. int4 puts 4 inputs into the low halves of 64 bytes and the next
+// 4 into the high ones. `scales` are float16 [blocks, groups, 16].
+struct LinearWeights {
+  WeightFormat format = WeightFormat::bf16;
+  int64_t n_in = 0, n_out = 0;
+  const void* data = nullptr;
+  const uint16_t* scales = nullptr;
+
+  // What follows from these, in plain numbers: inline functions of a header would be everyone's.
+  bool is_packed = false;
+  int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
+};
+
+// Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
+// of 32, with a scale each and what an offset of the weights adds to their products.
+struct LinearInputs {
+  float* rows;       // [tokens, n_in]; bf16 only
+  int8_t* numbers;   // [tokens, n_in]
+  float* scales;     // [tokens, groups]
+  int32_t* offsets;  // [tokens, groups]
+};
+
+struct LinearCall {
+  LinearWeights weights;
+  const void* x;  // [tokens, n_in]
+  void* out;      // [tokens, n_out]
+  int64_t n_tokens;
+  Dtype in, result;  // f32 or bf16
+};
+
+LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
+                                  const uint16_t* scales);
+
+struct LinearOps {
+  // Tokens [first, stop) of the inputs.
+  void (*prepare)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
+  // Blocks [first, stop) of 16 outputs, for all tokens.
+  void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
+  // Packed blocks [first, stop) as bf16 [outputs, n_in].
+  void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
+};
+
+// out = x W^T. Each token's result is the same whatever other tokens come with it.
+void linear(const LinearCall& call, int n_threads);
+
+// Packed blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
+void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads);
+
+}  // namespace kvcellar

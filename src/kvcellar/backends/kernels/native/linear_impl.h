@@ -1,0 +1,249 @@
+// Linear layers, once for each instruction set that includes it; after vector.h.
+
+#include "linear.h"
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
+constexpr int kTokensAtOnce = 8;  // of packed weights: what fits into registers
+
+inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
+  if (dtype == Dtype::f32) {
+    std::memcpy(to, from, sizeof(float) * n);
+    return;
+  }
+  const auto* p = static_cast<const uint16_t*>(from);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load_bf16(p + i));
+  for (; i < n; ++i) to[i] = bf16_to_float(p[i]);
+}
+
+void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
+                    int64_t stop) {
+  const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
+  const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
+  for (int64_t t = first; t < stop; ++t) {
+    const char* x = static_cast<const char*>(call.x) + t * n * size;
+    if (!call.weights.is_packed) {
+      load_floats(x, call.in, n, inputs.rows + t * n);
+      continue;
+    }
+    for (int64_t g = 0; g < call.weights.n_groups; ++g) {
+      float row[kGroupInputs];
+      load_floats(x + g * kGroupInputs * size, call.in, kGroupInputs, row);
+      float most = 0.f, doubt = 0.f;
+      for (const float value : row) {
+        const float magnitude = __builtin_fabsf(value);
+        most = magnitude > most ? magnitude : most;
+        doubt += value * 0.f;
+      }
+      const bool is_finite = doubt == 0.f;
+      const float inverse = is_finite && most > 0.f ? 127.f / most : 0.f;
+      int32_t total = 0;
+      int8_t* to = inputs.numbers + t * n + g * kGroupInputs;
+      for (int64_t i = 0; i < kGroupInputs; ++i) {
+        const auto number = static_cast<int32_t>(__builtin_rintf(is_finite ? row[i] * inverse : 0.f));
+        to[i] = static_cast<int8_t>(number);
+        total += number;
+      }
+      // What is not finite makes this token's results NaN, and no other's.
+      inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
+      inputs.offsets[t * call.weights.n_groups + g] = -zero * total;
+    }
+  }
+}
+
+inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n, const float* values) {
+  if (call.result == Dtype::f32) {
+    std::memcpy(static_cast<float*>(call.out) + token * call.weights.n_out + first, values,
+                sizeof(float) * n);
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(call.out) + token * call.weights.n_out + first;
+  if (n == kBlockRows) {
+    for (int64_t i = 0; i < kBlockRows; i += kLanes) store_bf16(to + i, load(values + i));
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(values[i]);
+  }
+}
+
+// kRows outputs of kTokens tokens, bf16. The sums do not depend on kTokens or kRows.
+template <int kRows, int kTokens>
+inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float (*out)[kBlockRows]) {
+  Vec sums[kRows][kTokens][2];
+  for (auto& row : sums)
+    for (auto& token : row) token[0] = token[1] = all(0.f);
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes)
+    for (int r = 0; r < kRows; ++r)
+      for (int half = 0; half < 2; ++half) {
+        const Vec weight = load_bf16(w + r * n + i + half * kLanes);
+        for (int t = 0; t < kTokens; ++t)
+          sums[r][t][half] = fma(weight, load(x + t * n + i + half * kLanes), sums[r][t][half]);
+      }
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTokens; ++t) {
+      float total = sum(add(sums[r][t][0], sums[r][t][1]));
+      for (int64_t j = i; j < n; ++j) total += bf16_to_float(w[r * n + j]) * x[t * n + j];
+      out[t][r] = total;
+    }
+}
+
+template <int kTokens>
+inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block) {
+  const int64_t n = call.weights.n_in, first = block * kBlockRows;
+  const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
+  const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
+  float out[kTokens][kBlockRows], part[kTokens][kBlockRows];
+  int64_t r = 0;
+  constexpr int kRows = kTokens == 1 ? 4 : 2;
+  for (; r + kRows <= n_rows; r += kRows) {
+    dot_bf16<kRows, kTokens>(w + r * n, n, x, part);
+    for (int t = 0; t < kTokens; ++t)
+      for (int i = 0; i < kRows; ++i) out[t][r + i] = part[t][i];
+  }
+  for (; r < n_rows; ++r) {
+    dot_bf16<1, kTokens>(w + r * n, n, x, part);
+    for (int t = 0; t < kTokens; ++t) out[t][r] = part[t][0];
+  }
+  for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
+}
+
+// 16 outputs of kTokens tokens, packed: integers within a group, floats from group to group.
+template <int kTokens, bool is_int4>
+inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int64_t token,
+                         int64_t block) {
+  const LinearWeights& weights = call.weights;
+  const int64_t n = weights.n_in, n_groups = weights.n_groups;
+  const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
+  const uint16_t* scales = weights.scales + block * n_groups * kBlockRows;
+  const int8_t* x = inputs.numbers + token * n;
+  const float* x_scales = inputs.scales + token * n_groups;
+  const int32_t* offsets = inputs.offsets + token * n_groups;
+  float out[kTokens][kBlockRows];
+#if defined(KVC_VNNI)
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 totals[kTokens];
+  for (auto& total : totals) total = _mm512_setzero_ps();
+  const auto four = [x, n](int t, int64_t at) {
+    int32_t bytes;
+    std::memcpy(&bytes, x + t * n + at, 4);
+    return _mm512_set1_epi32(bytes);
+  };
+  for (int64_t g = 0; g < n_groups; ++g) {
+    __m512i sums[kTokens];
+    for (int t = 0; t < kTokens; ++t) sums[t] = _mm512_set1_epi32(offsets[t * n_groups + g]);
+    int64_t at = g * kGroupInputs;
+    if constexpr (is_int4) {
+      for (int v = 0; v < 4; ++v, at += 8, w += 64) {
+        const __m512i both = _mm512_loadu_si512(w);
+        const __m512i first = _mm512_and_si512(both, low);
+        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        for (int t = 0; t < kTokens; ++t) {
+          sums[t] = _mm512_dpbusd_epi32(sums[t], first, four(t, at));
+          sums[t] = _mm512_dpbusd_epi32(sums[t], second, four(t, at + 4));
+        }
+      }
+    } else {
+      for (int v = 0; v < 8; ++v, at += 4, w += 64) {
+        const __m512i weight = _mm512_loadu_si512(w);
+        for (int t = 0; t < kTokens; ++t)
+          sums[t] = _mm512_dpbusd_epi32(sums[t], weight, four(t, at));
+      }
+    }
+    const __m512 scale = load_half(scales + g * kBlockRows);
+    for (int t = 0; t < kTokens; ++t)
+      totals[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]),
+                                  _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[t * n_groups + g])),
+                                  totals[t]);
+  }
+  for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out[t], totals[t]);
+#else
+  for (auto& row : out)
+    for (float& value : row) value = 0.f;
+  for (int64_t g = 0; g < n_groups; ++g) {
+    int16_t numbers[kGroupInputs / 4][kBlockRows][4];
+    if constexpr (is_int4) {
+      for (int v = 0; v < 4; ++v, w += 64)
+        for (int i = 0; i < 64; ++i) {
+          (&numbers[2 * v][0][0])[i] = w[i] & 15;
+          (&numbers[2 * v + 1][0][0])[i] = w[i] >> 4;
+        }
+    } else {
+      for (int i = 0; i < kGroupInputs * kBlockRows; ++i) (&numbers[0][0][0])[i] = w[i];
+      w += kGroupInputs * kBlockRows;
+    }
+    float scale[kBlockRows];
+    for (int r = 0; r < kBlockRows; ++r) scale[r] = half_to_float(scales[g * kBlockRows + r]);
+    for (int t = 0; t < kTokens; ++t) {
+      const int8_t* from = x + t * n + g * kGroupInputs;
+      int32_t sums[kBlockRows];
+      for (int32_t& value : sums) value = offsets[t * n_groups + g];
+      for (int q = 0; q < kGroupInputs / 4; ++q)
+        for (int r = 0; r < kBlockRows; ++r)
+          for (int i = 0; i < 4; ++i) sums[r] += numbers[q][r][i] * from[4 * q + i];
+      for (int r = 0; r < kBlockRows; ++r)
+        out[t][r] += static_cast<float>(sums[r]) * (scale[r] * x_scales[t * n_groups + g]);
+    }
+  }
+#endif
+  const int64_t first = block * kBlockRows;
+  const int64_t n_rows = weights.n_out - first < kBlockRows ? weights.n_out - first : kBlockRows;
+  for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
+}
+
+template <int kTokens>
+inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token,
+                      int64_t first, int64_t stop) {
+  for (int64_t block = first; block < stop; ++block) {
+    if (call.weights.format == WeightFormat::int4)
+      block_packed<kTokens, true>(call, inputs, token, block);
+    else if (call.weights.format == WeightFormat::int8)
+      block_packed<kTokens, false>(call, inputs, token, block);
+    else
+      block_bf16<(kTokens > 4 ? 4 : kTokens)>(call, inputs.rows + token * call.weights.n_in, token,
+                                              block);
+  }
+}
+
+void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
+  const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : 4;
+  int64_t token = 0;
+  for (; token + at_once <= call.n_tokens; token += at_once)
+    tokens_of<kTokensAtOnce>(call, inputs, token, first, stop);
+  for (; token + 4 <= call.n_tokens; token += 4) tokens_of<4>(call, inputs, token, first, stop);
+  for (; token + 2 <= call.n_tokens; token += 2) tokens_of<2>(call, inputs, token, first, stop);
+  for (; token < call.n_tokens; ++token) tokens_of<1>(call, inputs, token, first, stop);
+}
+
+void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
+  const bool is_int4 = weights.format == WeightFormat::int4;
+  const float zero = is_int4 ? 8.f : 128.f;
+  const int64_t group_bytes = weights.block_bytes / weights.n_groups;
+  for (int64_t block = first; block < stop; ++block) {
+    const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
+    const uint16_t* scales = weights.scales + block * weights.n_groups * kBlockRows;
+    for (int64_t r = 0; r < kBlockRows && block * kBlockRows + r < weights.n_out; ++r) {
+      for (int64_t g = 0; g < weights.n_groups; ++g) {
+        const char* from = data + g * group_bytes + 4 * r;
+        uint32_t fours[kGroupInputs / 4];
+        for (int q = 0; q < kGroupInputs / 4; q += is_int4 ? 2 : 1, from += 64) {
+          std::memcpy(fours + q, from, 4);
+          if (!is_int4) continue;
+          fours[q + 1] = fours[q] >> 4 & 0x0F0F0F0F;
+          fours[q] &= 0x0F0F0F0F;
+        }
+        const auto* numbers = reinterpret_cast<const uint8_t*>(fours);
+        const Vec scale = all(half_to_float(scales[g * kBlockRows + r]));
+        for (int64_t i = 0; i < kGroupInputs; i += kLanes)
+          store_bf16(to + g * kGroupInputs + i, mul(sub(load_u8(numbers + i), all(zero)), scale));
+      }
+      to += weights.n_in;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar

@@ -1,0 +1,170 @@
+"""Linear layers whose weights the CPU kernel reads: bfloat16 as it is, int8 and int4 packed.
+
+Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
+speed; for many, arithmetic is what counts, and torch's matrix product has the fastest there is:
+packed weights are expanded for it, some millions at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from kvcellar.backends import kernels
+from kvcellar.errors import BackendError
+from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
+
+FEW_BF16 = 4
+"""Tokens up to which the kernel reads bfloat16 weights faster than torch does."""
+
+FEW_PACKED = 48
+"""Tokens up to which packed weights are multiplied as they are."""
+
+EXPANDED = 1 << 24
+"""Numbers that are expanded at a time, in 32 MiB."""
+
+_PACKED_AT_A_TIME = 1 << 22
+
+
+class Expanded:
+    """Memory that the layers of a model take turns to expand their weights into."""
+
+    def __init__(self, n_numbers: int) -> None:
+        """Of so many bfloat16."""
+        self.numbers = torch.empty(n_numbers, dtype=torch.bfloat16)
+        self.lock = threading.Lock()
+
+
+class KernelLinear(nn.Module):
+    """``nn.Linear`` for evaluation on a CPU, with weights that the kernel reads."""
+
+    def __init__(self, linear: nn.Linear, bits: int, expanded: Expanded | None) -> None:
+        """Of a layer's weights: as they are (16 bits), or packed in 8 or 4, with a scale per group.
+
+        Args:
+            linear: the layer; in bfloat16 for 16 bits, its inputs in whole groups for others.
+            bits: of a weight.
+            expanded: for packed weights; None: many tokens take the kernel, too.
+        """
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bits = bits
+        self.bias = linear.bias
+        self._expanded = expanded
+        weight = linear.weight.detach()
+        if bits == 16:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            scales_at = 0
+        else:
+            packed, scales = pack(weight, bits)
+            self.register_buffer("weight", packed)
+            self.register_buffer("scales", scales)
+            scales_at = scales.data_ptr()
+        self._weights = kernels.make_linear_weights(
+            bits, self.in_features, self.out_features, self.weight.data_ptr(), scales_at
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features] -> [..., out_features]``, in the type of x."""
+        n_tokens = x.numel() // self.in_features
+        if n_tokens > FEW_BF16 and self.bits == 16:
+            return F.linear(x, self.weight, self.bias)
+        if n_tokens > FEW_PACKED and self._expanded is not None:
+            return self._by_expanding(x, self._expanded)
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
+        self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _by_expanding(self, x: Tensor, expanded: Expanded) -> Tensor:
+        """Through torch's matrix product, some rows of the weights at a time."""
+        blocks = max(1, expanded.numbers.numel() // (BLOCK * self.in_features))
+        n_blocks = -(-self.out_features // BLOCK)
+        parts = []
+        with expanded.lock:
+            for first in range(0, n_blocks, blocks):
+                stop = min(first + blocks, n_blocks)
+                rows = min(stop * BLOCK, self.out_features) - first * BLOCK
+                self._weights.unpack(first, stop, expanded.numbers.data_ptr())
+                weight = expanded.numbers[: rows * self.in_features].view(rows, self.in_features)
+                parts.append(F.linear(x, weight))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, for whoever prints the model."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Weights ``[n_out, n_in]`` as the kernel reads them; see ``native/linear.h``.
+
+    Symmetric around 0, with a float16 scale for each group of 32 inputs: for 8 bits the largest
+    magnitude is 127 steps, for 4 bits the number of the largest magnitude is -8 of them.
+
+    Returns:
+        Bytes, and scales ``[n_blocks, n_groups, 16]``.
+    """
+    n_out, n_in = weight.shape
+    n_blocks, n_groups = -(-n_out // BLOCK), n_in // GROUP
+    data = torch.zeros(n_blocks, BLOCK * n_in * bits // 8, dtype=torch.uint8)
+    scales = torch.zeros(n_blocks, n_groups, BLOCK, dtype=torch.float16)
+    zero, top = (128, 255) if bits == 8 else (8, 15)
+    at_a_time = max(1, _PACKED_AT_A_TIME // (BLOCK * n_in))
+    for first in range(0, n_blocks, at_a_time):
+        stop = min(first + at_a_time, n_blocks)
+        rows = weight[first * BLOCK : stop * BLOCK].float()
+        rows = F.pad(rows, (0, 0, 0, (stop - first) * BLOCK - rows.shape[0]))
+        groups = rows.view(stop - first, BLOCK, n_groups, GROUP)
+        if bits == 8:
+            step = groups.abs().amax(-1) / 127
+        else:
+            step = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0] / -8
+        step = step.half()
+        inverse = torch.where(step == 0, 0.0, 1 / step.float())
+        numbers = (groups * inverse[..., None]).round_().add_(zero).clamp_(0, top)
+        # [blocks, groups, fours of inputs, outputs, inputs of a four]
+        ordered = numbers.to(torch.uint8).unflatten(-1, (-1, 4)).permute(0, 2, 3, 1, 4)
+        if bits == 4:
+            pairs = ordered.unflatten(2, (-1, 2))
+            ordered = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
+        data[first:stop] = ordered.flatten(1)
+        scales[first:stop] = step.transpose(1, 2)
+    return data, scales
+
+
+def hold_weights(model: Any, weights: str) -> None:
+    """Put linear layers that the kernel reads in the place of a model's own. Other layers stay.
+
+    Args:
+        model: of transformers, on a CPU, in evaluation mode; in bfloat16 for ``bf16``.
+        weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4.
+
+    Raises:
+        BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
+    """
+    if not kernels.is_available():
+        raise BackendError(f"weights {weights} are read by the CPU kernel: {kernels.why_not()}")
+    if model.device.type != "cpu":
+        raise BackendError(
+            f"weights {weights} are read by the CPU kernel, and the model is on {model.device}; "
+            f"leave one of the two out"
+        )
+    packed = is_packed(weights)
+    expanded = Expanded(EXPANDED) if packed and model.dtype == torch.bfloat16 else None
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or (packed and not can_pack(child.in_features)):
+                continue
+            bits = bits_of(weights, is_head=child is head) if packed else 16
+            setattr(parent, name, KernelLinear(child, bits, expanded))
+    if packed:
+        # What is left would keep the files mapped, with all that was read of them.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()

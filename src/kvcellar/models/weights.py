@@ -1,0 +1,58 @@
+"""How linear layers hold their weights, by name, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from kvcellar.errors import ConfigError
+
+WEIGHTS = ("bf16", "int8", "int4")
+"""Formats that the torch backend's linear layers read with the kernel of this package."""
+
+GROUP = 32
+"""Packed weights along the input that share a scale."""
+
+BLOCK = 16
+"""Outputs whose packed weights lie together; the last block is padded."""
+
+MOST_EXACT_BITS = 8
+"""The last layer, from features to logits, has at least so many bits: as everybody does."""
+
+
+def parse_weights(weights: str | None, dtype: object) -> str | None:
+    """The format as ``WEIGHTS`` has it; None: weights in the model's own type, in torch's layers.
+
+    Raises:
+        ConfigError: an unknown format, or one that contradicts the type that is asked for.
+    """
+    if weights is None:
+        return None
+    if weights not in WEIGHTS:
+        raise ConfigError(
+            f"weights {weights!r} are unknown to the torch backend; choose one of "
+            f"{', '.join(WEIGHTS)}, or with the backend executorch 8da4w or 8da8w"
+        )
+    asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    if asked == "float16" or (weights == "bf16" and asked not in (None, "bfloat16")):
+        fitting = "bfloat16" if weights == "bf16" else "bfloat16 or float32"
+        raise ConfigError(f"weights {weights} go with dtype {fitting}, not {asked}; leave one out")
+    return weights
+
+
+def is_packed(weights: str | None) -> bool:
+    """Whether K and V become others than those of weights in the model's own type."""
+    return weights in ("int8", "int4")
+
+
+def bits_of(weights: str, *, is_head: bool) -> int:
+    """Bits of one packed weight, without its share of a scale."""
+    return max(int(weights.removeprefix("int")), MOST_EXACT_BITS if is_head else 0)
+
+
+def can_pack(n_in: int) -> bool:
+    """Whether a layer's inputs come in whole groups; others keep the model's own type."""
+    return n_in % GROUP == 0
+
+
+def packed_bytes(n_out: int, n_in: int, bits: int) -> int:
+    """Of a layer's weights and their float16 scales."""
+    rows = -(-n_out // BLOCK) * BLOCK
+    return rows * n_in * bits // 8 + rows * (n_in // GROUP) * 2

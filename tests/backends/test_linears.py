@@ -1,0 +1,148 @@
+"""Linear layers that the kernel reads, against float64 on the weights that they really hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from kvcellar.backends import kernels
+from kvcellar.backends.torch import linears
+from kvcellar.backends.torch.linears import Expanded, KernelLinear, pack
+from kvcellar.models.weights import GROUP, packed_bytes
+
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+LEVELS = kernels.levels() if kernels.is_available() else []
+
+
+@pytest.fixture(params=LEVELS, scope="module")
+def level(request):
+    """Each instruction set in turn."""
+    before = kernels.level()
+    kernels.set_level(request.param)
+    yield request.param
+    kernels.set_level(before)
+
+
+def layer(n_out: int, n_in: int, *, seed: int = 0, bias: bool = False) -> nn.Linear:
+    """Random weights; some groups much larger than others, one of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    found = nn.Linear(n_in, n_out, bias=bias, dtype=torch.bfloat16)
+    with torch.no_grad():
+        weight = torch.randn(n_out, n_in, generator=generator)
+        weight *= 10 ** (2 * torch.rand(n_out, 1, generator=generator) - 1)
+        weight[0, :GROUP] = 0
+        found.weight.copy_(weight)
+        if bias:
+            found.bias.copy_(torch.randn(n_out, generator=generator))
+    return found
+
+
+def held(kernel: KernelLinear) -> torch.Tensor:
+    """The weights that a layer holds, ``[n_out, n_in]``, decoded here and not by the kernel."""
+    if kernel.bits == 16:
+        return kernel.weight.double()
+    data, zero = kernel.weight, 128
+    n_groups = kernel.in_features // GROUP
+    if kernel.bits == 4:
+        pairs = data.view(-1, n_groups, GROUP // 8, 1, 16, 4)
+        data, zero = torch.cat([pairs & 15, pairs >> 4], 3), 8
+    fours = data.reshape(-1, n_groups, GROUP // 4, 16, 4).double() - zero
+    scaled = fours * kernel.scales.double()[:, :, None, :, None]
+    rows = scaled.permute(0, 3, 1, 2, 4).reshape(-1, kernel.in_features)
+    return rows[: kernel.out_features]
+
+
+def bound(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """How far results may be off: inputs of packed weights are rounded to 8 bits by group."""
+    error = 1e-6 * (x.double().abs() @ weight.abs().T) + 1e-6
+    if bits < 16:
+        steps = x.double().unflatten(-1, (-1, GROUP)).abs().amax(-1) / 127
+        error += 0.51 * steps @ weight.abs().unflatten(-1, (-1, GROUP)).sum(-1).T
+    return error
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    bits=st.sampled_from([16, 8, 4]),
+    n_groups=st.integers(1, 4),
+    n_out=st.integers(1, 70),
+    n_tokens=st.integers(1, 19),
+    seed=st.integers(0, 99),
+)
+def test_results_are_those_of_the_weights_it_holds(level, bits, n_groups, n_out, n_tokens, seed):
+    kernel = KernelLinear(layer(n_out, GROUP * n_groups, seed=seed), bits, None)
+    x = torch.randn(n_tokens, kernel.in_features, generator=torch.Generator().manual_seed(seed))
+    if bits == 16:
+        x = x[: linears.FEW_BF16].bfloat16()
+    weight = held(kernel)
+    want = x.double() @ weight.T
+    rounding = 2**-8 * want.abs() if bits == 16 else 0.0  # of the result, in bfloat16
+    assert bool(((kernel(x).double() - want).abs() <= bound(x, weight, bits) + rounding).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_weights_are_within_a_step_of_the_model_s(bits):
+    linear = layer(37, 3 * GROUP)
+    kernel = KernelLinear(linear, bits, None)
+    step = kernel.scales.float().abs().transpose(1, 2).reshape(-1, 3)[:37, :, None]
+    apart = (held(kernel) - linear.weight.double()).unflatten(-1, (3, GROUP)).abs()
+    # One end of 4 bits is a step nearer to zero than the other; scales are rounded to float16.
+    share = 0.5 if bits == 8 else 1.0
+    assert bool((apart <= share * step * (1 + 2**-10 * 2**bits) + 1e-7).all())
+    assert bool((held(kernel)[0, :GROUP] == 0).all())
+    assert kernel.weight.nbytes + kernel.scales.nbytes == packed_bytes(37, 3 * GROUP, bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_token_s_result_does_not_depend_on_its_company(level, bits):
+    kernel = KernelLinear(layer(50, 4 * GROUP), bits, None)
+    x = torch.randn(23, kernel.in_features)
+    together = kernel(x)
+    for i in (0, 7, 8, 15, 22):
+        assert torch.equal(kernel(x[i : i + 1])[0], together[i])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_numbers_that_are_not_finite_stay_in_their_token(level, bits):
+    kernel = KernelLinear(layer(20, 2 * GROUP), bits, None)
+    x = torch.randn(9, kernel.in_features)
+    clean = kernel(x)
+    x[3, 5], x[6, 40] = float("nan"), float("inf")
+    spoilt = kernel(x)
+    assert bool(spoilt[[3, 6]].isnan().all())
+    others = [i for i in range(9) if i not in (3, 6)]
+    assert torch.equal(spoilt[others], clean[others])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("n_numbers", [1 << 16, 32 * 3 * GROUP])  # at once, and in pieces
+def test_many_tokens_go_through_expanded_weights(level, bits, n_numbers):
+    kernel = KernelLinear(layer(85, 3 * GROUP, bias=True), bits, Expanded(n_numbers))
+    x = torch.randn(2, linears.FEW_PACKED, kernel.in_features).bfloat16()
+    want = nn.functional.linear(x, held(kernel).bfloat16(), kernel.bias)
+    torch.testing.assert_close(kernel(x), want, rtol=2**-6, atol=1e-2)
+
+
+def test_a_bias_is_added_and_shapes_are_kept():
+    for bits in (16, 8, 4):
+        linear = layer(33, 2 * GROUP, bias=True)
+        with_bias = KernelLinear(linear, bits, None)
+        bias, linear.bias = linear.bias, None
+        x = torch.randn(1, 3, linear.in_features).bfloat16()
+        want = KernelLinear(linear, bits, None)(x) + bias
+        assert with_bias(x).shape == (1, 3, 33)
+        assert torch.equal(with_bias(x), want)
+        every_other = torch.randn(3, 2, linear.in_features).bfloat16()[:, 0]
+        assert torch.equal(with_bias(every_other), with_bias(every_other.contiguous()))
+
+
+def test_packing_goes_through_weights_in_pieces(monkeypatch):
+    weight = layer(100, 2 * GROUP).weight.detach()
+    whole = pack(weight, 4)
+    monkeypatch.setattr(linears, "_PACKED_AT_A_TIME", 1)
+    for a, b in zip(whole, pack(weight, 4), strict=True):
+        assert np.array_equal(a.numpy(), b.numpy())
