@@ -135,7 +135,8 @@ class Speculator:
     def _ask(self, sequence: Sequence, depth: int) -> Ask | None:
         most = sequence.request.params.max_tokens
         if most is not None:
-            depth = min(depth, most - len(sequence.sampled) - 1)
+            n_sampled = len(sequence.tokens) - sequence.n_prompt
+            depth = min(depth, most - n_sampled - 1)
         n_nodes = self.max_drafted if self.has_trees else 0
         return Ask(sequence.request_id, sequence.tokens, depth, n_nodes) if depth > 0 else None
 

@@ -7,15 +7,19 @@ from bisect import bisect_left, insort
 __all__ = ["StepCosts"]
 
 _WEIGHT = 0.2
+_HOPE = 0.5
+"""Of what a size between two known ones would take, were it in proportion: so much is believed."""
+
 _EXACT = 32
 """Sizes up to which every one is counted by itself; above, some share a figure."""
 
 
 class StepCosts:
-    """Seconds of a step of ``n`` tokens. What was never tried is believed to cost no more.
+    """Seconds of a step of ``n`` tokens. What was never tried is believed to cost little more.
 
-    So a size is tried as soon as it would pay at the cost of the next smaller one, and after that
-    its own cost is known.
+    A size above all known ones is believed to cost what the largest of them does, and one between
+    two of them half of what it would in proportion. So a size is tried when it may well pay, and
+    after that its own cost is known.
     """
 
     def __init__(self) -> None:
@@ -46,7 +50,8 @@ class StepCosts:
         if high == size or at == 0:
             return self._seconds[high]
         low = self._sizes[at - 1]
-        return min(self._seconds[low], self._seconds[high])
+        less, more = self._seconds[low], self._seconds[high]
+        return less + _HOPE * max(0.0, more - less) * (size - low) / (high - low)
 
 
 def _rounded(n_tokens: int) -> int:
