@@ -50,7 +50,7 @@ from train_demo_model import (
     library_files,
     save_checkpoint,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvcellar as kv
 from kvcellar.models import LoadedModel, load_model
@@ -85,7 +85,6 @@ class Target:
         self.model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         ).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.layers = layers
 
     @torch.no_grad()
@@ -157,6 +156,20 @@ def own_texts(
         found.append(continue_texts(model, some, CONTINUED, seed + first))
         reporter.say(f"the model continued {min(count, first + batch)} of {count} texts")
     return np.concatenate(found)
+
+
+def prepare_texts(
+    model: LoadedModel, count: int, seed: int, reporter: Reporter
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The training files as one row of tokens, the model's own texts, and held-out greedy ones."""
+    files = list(library_files())
+    kept = [(path, text) for path, text in files if not is_heldout(path)]
+    row = encode_documents(model.tokenizer, kept, seed)
+    heldout_text = "".join(END_OF_TEXT + text for path, text in files if is_heldout(path))
+    heldout_row = np.asarray(model.tokenizer(heldout_text, verbose=False)["input_ids"])
+    # Greedy ones are every second.
+    heldout = own_texts(model, heldout_row, 2 * HELDOUT_WINDOWS, seed, reporter)[::2]
+    return row, own_texts(model, row, count, seed, reporter), heldout
 
 
 # --- the head -------------------------------------------------------------------------------------
@@ -463,7 +476,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--own-texts", type=int, default=1280, help="continuations to learn from")
     parser.add_argument("--matrix-lr", type=float, default=2e-3, help="peak, for Muon")
     parser.add_argument("--other-lr", type=float, default=1e-3, help="peak, for AdamW")
-    parser.add_argument("--texts", type=Path, help="file for the continuations (default: none)")
+    parser.add_argument("--texts", type=Path, help="file for the prepared texts (default: none)")
     parser.add_argument("--checkpoint", type=Path, help="file for checkpoints (default: none)")
     parser.add_argument(
         "--checkpoint-every",
@@ -489,21 +502,13 @@ def main() -> None:
     target = Target(args.model, default_feature_layers(probe["num_hidden_layers"]))
     model = load_model(args.model, dtype="float32")
 
-    files = list(library_files())
-    row = encode_documents(
-        target.tokenizer, [(path, text) for path, text in files if not is_heldout(path)], args.seed
-    )
-    heldout_text = "".join(END_OF_TEXT + text for path, text in files if is_heldout(path))
-    heldout_row = np.asarray(target.tokenizer(heldout_text, verbose=False)["input_ids"])
     with reporter:
-        # Greedy ones are every second.
-        heldout = own_texts(model, heldout_row, 2 * HELDOUT_WINDOWS, args.seed, reporter)[::2]
         if args.texts and args.texts.exists():
-            own = np.load(args.texts)
+            row, own, heldout = np.load(args.texts).values()
         else:
-            own = own_texts(model, row, args.own_texts, args.seed, reporter)
+            row, own, heldout = prepare_texts(model, args.own_texts, args.seed, reporter)
             if args.texts:
-                np.save(args.texts, own)
+                np.savez(args.texts, row=row, own=own, heldout=heldout)
         counts = np.bincount(row, minlength=probe["vocab_size"]).astype(np.float64) / len(row)
         own_counts = np.bincount(own[:, PROMPT:].reshape(-1), minlength=probe["vocab_size"])
         counts += own_counts / own_counts.sum()

@@ -105,6 +105,16 @@ def test_whoever_guesses_for_a_model_is_counted_with_it(models):
         budgets_of_host(models[0], alone - 49 * MB, capacity=1000, speculate=models[1])
 
 
+def test_a_head_that_guesses_for_a_model_is_counted_with_it():
+    plan = MemoryPlan.divide(10_000 * MB, 1000 * MB)
+    alone, both = (plan.size_of("demo", capacity=1000, speculate=s) for s in (None, "eagle3"))
+    own, draft = budgets_of_host("demo", both - MB, capacity=1000, speculate="eagle3")
+    assert draft is not None and 0 < draft.base_bytes < 13 * MB < draft.limit_bytes
+    assert alone + draft.base_bytes + draft.reserve_bytes < both
+    assert own.base_bytes + own.reserve_bytes + own.kv_bytes == both - MB
+    assert own.kv_bytes > 3 * draft.kv_bytes, "six layers and one hold the same tokens"
+
+
 def test_a_host_with_a_draft_model_keeps_both_caches_inside_the_limit(models):
     limit = MemoryPlan.divide(10_000 * MB, 1000 * MB).size_of(
         models[0], capacity=300, speculate=models[1]
