@@ -248,3 +248,16 @@ def test_a_head_that_fails_leaves_nothing_behind():
 def test_a_runner_that_tells_no_features_is_refused():
     with pytest.raises(ConfigError, match="tells nothing"):
         make_engine(drafter=head_of())
+
+
+def test_features_that_come_once_more_are_those_that_are_known():
+    drafter = head_of(width=1, rank=0)
+    rows = np.array([[t, i] for i, t in enumerate((5, 6, 7, 8))], dtype=np.float32)
+    drafter.saw(1, 0, rows[:3])
+    drafter.propose([Ask(1, [5, 6, 7, 8], 2)])
+    drafter.saw(1, 0, rows[:2])
+    drafter.saw(1, 2, rows[2:])
+    (draft,) = drafter.propose([Ask(1, [5, 6, 7, 8, 9], 2)])
+    assert draft.tokens[0] == logits_of([5, 6, 7, 8, 9], VOCAB, FULL_PARAMS).argmax()
+    drafter.saw(1, 7, rows[:1])  # what lies between is not known: it begins anew
+    assert not drafter.propose([Ask(1, [5, 6, 7, 8, 9], 2)])[0]
