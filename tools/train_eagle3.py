@@ -60,8 +60,11 @@ from kvcellar.models.eagle3.network import Eagle3Network
 DEFAULT_OUT = MODEL_FOLDER.parent / "demo_eagle3"
 MAX_FOLDER_BYTES = 6_000_000
 
-UNROLLED = 5
+UNROLLED = 3
 """Passes of one training step: the first on the model's features, the others on the head's own."""
+
+CHAIN = 5
+"""Guesses behind each other when it is measured."""
 
 PASS_WEIGHT = 0.8
 """Each pass counts this much of the one before."""
@@ -330,13 +333,13 @@ def measure(head: Eagle3Network, target: Target, windows: Tensor) -> tuple[list[
         Per pass the share of places where all guesses up to it are right, and their sum: the
         accepted tokens of a chain of that many guesses.
     """
-    hits = torch.zeros(UNROLLED)
+    hits = torch.zeros(CHAIN)
     places = 0
     for some in windows.split(8):
         features, _ = target.read(some)
         right = None
-        last = some.shape[1] - UNROLLED - 1  # beyond, a chain would look past the end
-        for j, (_, said) in enumerate(unroll(head, some, features, UNROLLED)):
+        last = some.shape[1] - CHAIN - 1  # beyond, a chain would look past the end
+        for j, (_, said) in enumerate(unroll(head, some, features, CHAIN)):
             guesses = said.argmax(-1)
             guesses = guesses + head.d2t[guesses]
             same = guesses[:, PROMPT - 1 : last] == some[:, PROMPT + 1 + j : last + 2 + j]
@@ -435,7 +438,7 @@ def train(
         if progressed.active_seconds >= next_check:
             next_check += args.checkpoint_every * 60
             shares, accepted = measure(head, target, heldout)
-            reporter.say(f"step {progressed.step}: {accepted:.3f} of {UNROLLED} accepted, {shares}")
+            reporter.say(f"step {progressed.step}: {accepted:.3f} of {CHAIN} accepted, {shares}")
             if args.checkpoint:
                 save_checkpoint(args.checkpoint, head, optimizers, progressed)
 
@@ -471,11 +474,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=20, help="of weights, texts and their order")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     parser.add_argument("--compile", action="store_true", help="faster steps, slower start")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per step")
     parser.add_argument("--draft-vocab", type=int, default=2048, help="tokens that it can say")
     parser.add_argument("--own-texts", type=int, default=1280, help="continuations to learn from")
-    parser.add_argument("--matrix-lr", type=float, default=2e-3, help="peak, for Muon")
-    parser.add_argument("--other-lr", type=float, default=1e-3, help="peak, for AdamW")
+    parser.add_argument("--matrix-lr", type=float, default=4e-3, help="peak, for Muon")
+    parser.add_argument("--other-lr", type=float, default=2e-3, help="peak, for AdamW")
     parser.add_argument("--texts", type=Path, help="file for the prepared texts (default: none)")
     parser.add_argument("--checkpoint", type=Path, help="file for checkpoints (default: none)")
     parser.add_argument(
@@ -555,7 +558,7 @@ def main() -> None:
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     size = sum(path.stat().st_size for path in args.out.iterdir())
     reporter.say(
-        f"held-out: {accepted:.3f} of a chain of {UNROLLED} accepted ({shares}); "
+        f"held-out: {accepted:.3f} of a chain of {CHAIN} accepted ({shares}); "
         f"{progressed.step} steps; {size:,} bytes in {args.out}"
     )
     if size > MAX_FOLDER_BYTES:
