@@ -23,7 +23,7 @@ TRUST = "Trust"
 PREFILL_BESIDE = 64
 """Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
 
-PARALLEL = 16
+PARALLEL = 8
 LIMITS = "Limits"
 
 
