@@ -8,10 +8,13 @@ from torch import Tensor
 from kvcellar.backends import kernels
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
 from kvcellar.kv_dtype import KvDtype
-from kvcellar.types import AttendSpec, StepPlan, Write
+from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write
 
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications."""
+
+FEW_QUERIES_MASKED = 32
+"""The same for reads with a mask, as trees of guesses have: torch's way gathers and adds it."""
 
 FEW_QUERIES_AMX = 64
 """The same where both use the matrix unit."""
@@ -123,13 +126,15 @@ def compile_plan(
 ) -> tuple[kernels.Plan, tuple[AttendSpec, ...]]:
     """All writes and the reads of up to ``n_queries`` for the kernel; the other reads are left.
 
-    Those are for torch's matrix multiplications, which are faster for many queries.
+    Those are for torch's matrix multiplications, which are faster for many queries, or for more yet
+    where a mask has to be added.
     """
     if n_queries is None:
         return kernels.compile_plan(plan), ()
-    long = tuple(read for read in plan.reads if read.q_len > n_queries)
+    most = {AttendKind.EXPLICIT: max(n_queries, FEW_QUERIES_MASKED)}
+    long = tuple(read for read in plan.reads if read.q_len > most.get(read.kind, n_queries))
     if long:
-        short = tuple(read for read in plan.reads if read.q_len <= n_queries)
+        short = tuple(r for r in plan.reads if r.q_len <= most.get(r.kind, n_queries))
         plan = StepPlan(plan.n_tokens, plan.writes, short, plan.n_cells)
     return kernels.compile_plan(plan), long
 
