@@ -549,5 +549,6 @@ def test_a_sharded_index_may_be_written_by_hand(sharded):
 
 def test_touching_weights_says_how_many_bytes_they_are(checkpoint):
     model = load_model(checkpoint("gemma3"))  # its embedding is tied, and counts once
-    held = sum(p.numel() * p.element_size() for p in model._model.parameters())
+    tensors = [*model._model.parameters(), *model._model.buffers()]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert model.touch_weights() == held

@@ -210,6 +210,7 @@ def test_a_bias_bans_and_wins(client, live):
 
 
 def test_completions_continue_texts_and_tokens_alike(client, live):
+    client.completions.create(model="demo", prompt="x", max_tokens=1)  # so that it is loaded
     (host,) = live.service.models.hosts()
     tokens = host.tokenizer.encode("import os\n")
     more = {"model": "demo", "max_tokens": 8, "temperature": 0}

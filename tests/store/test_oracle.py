@@ -137,6 +137,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             return
         assert {row.name for row in self.store.references()} == self.want.keys()
         for name, tokens in self.want.items():
+            self.store.flush()  # what left RAM is on its way to disk, and takes room there
             ref = self.store.get(name)
             assert ref.tokens.tolist() == tokens
             assert (ref.parent, ref.parent_position) == self.parents[name]

@@ -100,7 +100,7 @@ def test_a_checkpoint_is_exported_once_and_then_found(checkpoint, monkeypatch):
     first: Any = load_model(
         folder, backend="executorch", progress=lambda part, what: stages.append(what)
     )
-    assert "lowering to XNNPACK" in stages
+    assert any("lowering to XNNPACK" in stage for stage in stages)
     monkeypatch.setattr(exporting, "export_program", None)
     again: Any = load_model(folder, backend="executorch")
     assert again.path == first.path

@@ -307,7 +307,7 @@ def _exported(name_or_path: str | Path, dtype: Any, weights: str, report: Progre
     if path.is_file():
         return path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    report(0.15, "waiting for another process that exports it")
+    report(0.15, "exporting, once for this model and these options")
     with locked(path.with_suffix(".lock")):
         if not path.is_file():
             for half in path.parent.glob(f".{path.name}.*"):
