@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcellar.server.service import Service
 
 TRUST = "Trust"
-PREFILL_BESIDE = 64
+PREFILL_BESIDE = 32
 """Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
 
 PARALLEL = 8
