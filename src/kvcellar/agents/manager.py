@@ -119,6 +119,16 @@ class AgentManager:
             agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
         return [self._info(agent) for agent in agents]
 
+    def silent(self, prefix: str) -> Sequence[str]:
+        """Ids of agents that are known here, begin so and are in no turn; longest silent first."""
+        with self._lock:
+            found = [
+                agent
+                for agent in self._agents.values()
+                if agent.agent_id.startswith(prefix) and not agent.gate.is_taken
+            ]
+        return [agent.agent_id for agent in sorted(found, key=lambda agent: agent.used_s)]
+
     async def describe(self, agent_id: str, model: str | None = None) -> AgentInfo:
         """One agent, and how much of it is in the cache.
 

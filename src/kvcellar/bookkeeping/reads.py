@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from kvcellar.bookkeeping.cells import Span
-from kvcellar.types import AttendKind, AttendSpec, BoolArray, IntArray, Run, join_runs
+from kvcellar.types import AttendKind, AttendSpec, BoolArray, IntArray, Run
 
 TILE = 256
 """Most query tokens of one windowed read."""
@@ -74,7 +74,18 @@ def _band(n_queries: int, n_before: int, window: int) -> BoolArray:
 
 def as_runs(spans: list[Span]) -> tuple[Run, ...]:
     """The cells of some spans, in their order, as the fewest runs."""
-    return join_runs(Run(span.cell, span.length) for span in spans)
+    out: list[Run] = []
+    start = stop = -1
+    for span in spans:  # every step, for every sequence: without a Run per span
+        cell = span.cell
+        if cell != stop:
+            if stop > start:
+                out.append(Run(start, stop - start))
+            start = stop = cell
+        stop += span.length
+    if stop > start:
+        out.append(Run(start, stop - start))
+    return tuple(out)
 
 
 def positions_of(spans: list[Span]) -> IntArray:

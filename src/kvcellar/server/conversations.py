@@ -121,14 +121,9 @@ class Conversations:
 
     async def _prune(self) -> None:
         """Forget the unnamed that were silent longest."""
-        unnamed = [
-            info
-            for info in self._agents.list()
-            if info.agent_id.startswith(UNNAMED) and info.agent_id not in self._taken
-        ]
-        for info in unnamed[: max(0, len(unnamed) - self._max_unnamed)]:
-            if info.state != "generating":
-                await self._forget(info.agent_id)
+        silent = [name for name in self._agents.silent(UNNAMED) if name not in self._taken]
+        for name in silent[: max(0, len(silent) - self._max_unnamed)]:
+            await self._forget(name)
 
     async def _forget(self, agent_id: str) -> None:
         with contextlib.suppress(UnknownAgentError):
