@@ -92,6 +92,10 @@ class SeqCache(Cache, Protocol):
         """Cells that are taken and freed together: 1 for token cells."""
         ...
 
+    def expect(self, seq_id: int, n_tokens: int) -> None:
+        """Say how long a sequence will be: its cells then lie in fewer runs. A hint."""
+        ...
+
     def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
         """Whether ``begin_step`` with these tokens would find its cells, whosever they are."""
         ...

@@ -169,6 +169,7 @@ class CellPool:
         self.refs: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         self._free = FreeRuns(self._n_granted)
         self._spans: dict[int, list[Span]] = {}
+        self._expected: dict[int, int] = {}
         self._min_run = min_run
         self._reuse_first = reuse_first
 
@@ -259,20 +260,31 @@ class CellPool:
                 f"sequence {seq_id} holds positions up to {spans[-1].stop - 1}; asked to claim "
                 f"{first_pos}; remove the tail with seq_rm first"
             )
-        runs = self._claim_runs(spans, first_pos, length)
+        runs = self._claim_runs(seq_id, first_pos, length)
         self._adopt(seq_id, first_pos, runs)
         return runs
 
-    def _claim_runs(self, spans: list[Span], first_pos: int, length: int) -> list[Run]:
-        """Take the cells of a claim that continues ``spans``; all or CacheFullError."""
-        return self.take(length, after=spans[-1].cell + spans[-1].length if spans else None)
+    def expect(self, seq_id: int, length: int) -> None:
+        """Say how long a sequence will be, so that its cells find one run and are left room.
 
-    def take(self, length: int, *, after: int | None = None) -> list[Run]:
+        A hint, good for as long as the sequence has cells or is about to claim its first.
+        """
+        self._expected[seq_id] = length
+
+    def _claim_runs(self, seq_id: int, first_pos: int, length: int) -> list[Run]:
+        """Take the cells of a claim that continues a sequence; all or CacheFullError."""
+        spans = self._spans.get(seq_id)
+        after = spans[-1].cell + spans[-1].length if spans else None
+        wanted = self._expected.get(seq_id, 0) - first_pos
+        return self.take(length, after=after, wanted=wanted)
+
+    def take(self, length: int, *, after: int | None = None, wanted: int = 0) -> list[Run]:
         """Take cells with one owner that is no sequence (yet); their position is unset (0).
 
         Args:
             length: how many.
             after: continue here if these cells are free: one past the owner's last cell.
+            wanted: how many the owner will take in the end, as far as it knows.
 
         Raises:
             CacheFullError: too few cells are free; nothing was changed.
@@ -282,26 +294,32 @@ class CellPool:
                 f"step needs {length} cells, {self.n_free} free of {self.capacity}; "
                 f"release a sequence or raise capacity"
             )
-        runs = self._take_free(length, after)
+        runs = self._take_free(length, after, wanted)
         for run in runs:
             self.refs[run.start : run.stop] = 1
             self.pos[run.start : run.stop] = 0
         return runs
 
-    def _take_free(self, length: int, after: int | None) -> list[Run]:
+    def _take_free(self, length: int, after: int | None, wanted: int = 0) -> list[Run]:
         """Take runs of so many; in the unit of the free runs, and so many are free."""
         runs: list[Run] = []
         while length:
-            start, room = self._find(length, after)
+            start, room = self._find(max(length, wanted), after)
             run = Run(start, min(room, length))
             self._free.take(run.start, run.length)
             runs.append(run)
             length -= run.length
+            wanted -= run.length
             after = run.stop
         return list(join_runs(runs))
 
     def _find(self, length: int, after: int | None) -> tuple[int, int]:
-        """Where the next run goes: (start, room), room >= 1; in the unit of the free runs."""
+        """Where the next run goes: (start, room), room >= 1; in the unit of the free runs.
+
+        Args:
+            length: cells that it should have room for.
+            after: go on here, if there is any room.
+        """
         here = self._free.room_at(after) if after is not None else 0
         if here and not (self._reuse_first and after is not None and after >= self._free.n_used):
             assert after is not None
@@ -325,11 +343,15 @@ class CellPool:
 
     def _gaps(self) -> dict[int, int]:
         """Where each sequence's tail ends, and how much it wants to have free from there on."""
-        return {s[-1].cell + s[-1].length: self._gap(s) for s in self._spans.values()}
+        return {
+            s[-1].cell + s[-1].length: min(max(self._min_run, self._n_to_grow(i, s)), MAX_GAP)
+            for i, s in self._spans.items()
+        }
 
-    def _gap(self, spans: list[Span]) -> int:
-        """Cells left free behind a sequence for it to grow into: half of its length, in bounds."""
-        return min(max(self._min_run, (spans[-1].stop - spans[0].pos) // 2), MAX_GAP)
+    def _n_to_grow(self, seq_id: int, spans: list[Span]) -> int:
+        """Cells that a sequence is expected to need besides, or else half of its length."""
+        stop, expected = spans[-1].stop, self._expected.get(seq_id)
+        return (stop - spans[0].pos) // 2 if expected is None else expected - stop
 
     def adopt(self, seq_id: int, first_pos: int, runs: Iterable[Run]) -> None:
         """Give cells taken with ``take`` to a sequence, at positions from ``first_pos`` on.
@@ -460,6 +482,7 @@ class CellPool:
             self._spans[seq_id] = left + right
         else:
             del self._spans[seq_id]
+            self._expected.pop(seq_id, None)
         self.release(Run(s.cell, s.length) for s in gone)
 
     def clear(self) -> None:
@@ -468,6 +491,7 @@ class CellPool:
         self.refs.fill(0)
         self._free = FreeRuns(self._n_granted)
         self._spans.clear()
+        self._expected.clear()
 
     # Proof -------------------------------------------------------------------------------------
 

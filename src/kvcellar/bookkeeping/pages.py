@@ -202,7 +202,7 @@ class PagePool(CellPool):
 
     # Claiming ----------------------------------------------------------------------------------
 
-    def _claim_runs(self, spans: list[Span], first_pos: int, length: int) -> list[Run]:
+    def _claim_runs(self, seq_id: int, first_pos: int, length: int) -> list[Run]:
         """The rest of the sequence's partial block, which is its own, then new blocks."""
         if not length:
             return []
@@ -210,6 +210,7 @@ class PagePool(CellPool):
         inside = first_pos % size
         runs: list[Run] = []
         after = None
+        spans = self._spans.get(seq_id)
         if spans:
             last_cell = spans[-1].cell + spans[-1].length - 1
             after = last_cell // size + 1
@@ -224,7 +225,8 @@ class PagePool(CellPool):
                 f"step needs {n_blocks} blocks of {size} cells, {self._free.n_free} free of "
                 f"{self.n_blocks}; release a sequence or raise capacity"
             )
-        for blocks in self._take_free(n_blocks, after):
+        wanted = (self._expected.get(seq_id, 0) - first_pos) // size
+        for blocks in self._take_free(n_blocks, after, wanted):
             start = blocks.start * size + inside
             runs.append(Run(start, min(left, blocks.stop * size - start)))
             left -= runs[-1].length
@@ -247,9 +249,9 @@ class PagePool(CellPool):
     def _gaps(self) -> dict[int, int]:
         size = self.block_size
         gaps = {}
-        for spans in self._spans.values():
+        for seq_id, spans in self._spans.items():
             tail = (spans[-1].cell + spans[-1].length - 1) // size + 1
-            grown = (spans[-1].stop - spans[0].pos) // (2 * size)
+            grown = self._n_to_grow(seq_id, spans) // size
             gaps[tail] = min(max(self._min_run, grown), max(1, MAX_GAP // size))
         return gaps
 

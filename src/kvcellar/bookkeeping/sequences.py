@@ -81,6 +81,19 @@ class SeqBookkeeping(StepBookkeeping):
         """Cells that are taken and freed together: 1, each stands alone."""
         return 1
 
+    def expect(self, seq_id: int, n_tokens: int) -> None:
+        """Say how long a sequence will be: its cells then lie in fewer runs. A hint, no promise.
+
+        Groups with a window keep but a part of it, and are not told.
+
+        Raises:
+            UnknownSequenceError: ``seq_id`` is negative.
+        """
+        check_seq_id(seq_id)
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            if group.window is None:
+                pool.expect(seq_id, n_tokens)
+
     # Admission and steps -----------------------------------------------------------------------
 
     def can_extend(self, n: int = 1) -> bool:

@@ -21,6 +21,13 @@ from kvcellar.types import IntArray
 
 __all__ = ["MovedOut", "MovingCache", "Residency", "ResidencyCounts"]
 
+AHEAD_SHARE, MAX_AHEAD = 32, 2048
+"""Eviction frees one in so many cells of the cache at a time, and at most so many: what is freed
+one by one comes back as single cells, and a sequence in crumbs is slow to plan and to read."""
+
+MAX_EXPECTED = 1024
+"""Tokens of an answer that its sequence is expected to have, at most."""
+
 
 @runtime_checkable
 class MovingCache(Protocol):
@@ -109,7 +116,9 @@ class Residency:
             evictable = self.index.size_info().evictable
             if not evictable:
                 return False
-            evicted = self.index.evict(min(evictable, max(1, n_cells - self.cache.n_free)))
+            ahead = min(self.cache.capacity // AHEAD_SHARE, MAX_AHEAD)
+            n = max(1, n_cells - self.cache.n_free, ahead)
+            evicted = self.index.evict(min(evictable, n))
             self.cache.release_cells(evicted.cells)
             self.counts.evicted_tokens += evicted.n_tokens
         return True
@@ -127,6 +136,7 @@ class Residency:
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
         sequence.seq_id = self.take_seq_id()
+        self._expect(sequence)
         if self._move_in(sequence):
             return
         n_parent = self._parent_tokens(sequence)
@@ -146,6 +156,12 @@ class Residency:
             sequence.publish_at.add(match.n_matched)
         sequence.parent = None
         self.counts.reused_tokens += sequence.n_computed
+
+    def _expect(self, sequence: Sequence) -> None:
+        """Tell the cache how long the sequence may become."""
+        limit = sequence.request.params.max_tokens
+        n_answer = MAX_EXPECTED if limit is None else min(limit, MAX_EXPECTED)
+        self.cache.expect(sequence.seq_id, sequence.n_prompt + n_answer)
 
     def _parent_tokens(self, sequence: Sequence) -> int:
         """How much of its parent a fork can share, so that every layer group goes on from there."""
@@ -189,6 +205,7 @@ class Residency:
         heir.n_computed = kept.n_computed
         kept.seq_id, kept.handle, kept.n_computed = -1, None, 0
         heir.parent = None
+        self._expect(heir)
         self.counts.reused_tokens += heir.n_computed
 
     def _let_go(self, sequence: Sequence) -> None:
