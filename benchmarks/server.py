@@ -80,7 +80,7 @@ class Client:
                     is_whole = True
                 elif line.startswith(b'data: {"error"'):
                     raise ValueError(line.decode())
-                elif b'"content": ' in line and b'"role"' not in line:
+                elif b'"content":' in line and b'"role"' not in line:
                     now = time.perf_counter()
                     if last is None:
                         self.first_s.append(now - started)

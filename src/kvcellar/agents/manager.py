@@ -227,7 +227,11 @@ class AgentManager:
             agents = [agent for agent in self._agents.values() if agent.model == model]
         host = self.models.host(model)
         key = None if host is None else host.key
-        return [(a.agent_id, a.expected or a.tokens, a.request_id) for a in agents if a.key == key]
+        return [
+            (a.agent_id, tuple(a.expected) or a.tokens, a.request_id)
+            for a in agents
+            if a.key == key
+        ]
 
     def text_around(
         self, agent_id: str, position: int, n_tokens: int = 12, model: str | None = None
@@ -380,7 +384,7 @@ class AgentManager:
             n_stored=0,
             gate=type(now.gate)(),
             request_id=None,
-            expected=(),
+            expected=[],
             is_passing=is_passing,
         )
         child.cut(at)
@@ -717,7 +721,7 @@ class AgentManager:
         try:
             if on_start is not None:
                 on_start(request.prompt_ids, back.n_cached + back.n_restored)
-            agent.expected = request.prompt_ids
+            agent.expected = list(request.prompt_ids)
             stream = await host.service.submit(request, on_finish)
             with self._lock:
                 if not done.is_over:
@@ -728,7 +732,7 @@ class AgentManager:
                         if first_s is None:
                             first_s = time.perf_counter() - started
                             back.release(host)
-                        agent.expected += (event.token.token_id,)
+                        agent.expected.append(event.token.token_id)
                         yield event
                         continue
                     usage = usage_of(agent, turn, event, back, first_s)
@@ -741,7 +745,7 @@ class AgentManager:
         finally:
             back.release(host)
             agent.request_id = None
-            agent.expected = ()
+            agent.expected = []
 
     def _record(
         self,

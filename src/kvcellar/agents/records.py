@@ -113,7 +113,7 @@ class Agent:
     gate: Gate = field(default_factory=Gate)
     request_id: int | None = None
     """Of the turn that is being generated."""
-    expected: tuple[int, ...] = ()
+    expected: list[int] = field(default_factory=list)
     """Tokens of the turn that is being generated, as far as they are known."""
     is_passing: bool = False
     """Not saved until somebody goes on from it, or its model goes."""

@@ -242,7 +242,7 @@ class PagePool(CellPool):
         self._token[run.start : run.stop] = np.arange(self._n_tokens, self._n_tokens + run.length)
         self._n_tokens += run.length
 
-    def take(self, length: int, *, after: int | None = None) -> list[Run]:
+    def take(self, length: int, *, after: int | None = None, wanted: int = 0) -> list[Run]:
         """Not for pages: a cell without a position has no place in a block."""
         raise NotImplementedError("a page pool takes cells for positions: call claim")
 

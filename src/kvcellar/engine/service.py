@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcellar.engine.engine import Engine
+from kvcellar.engine.mailbox import Mailbox
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import EngineClosedError
@@ -32,7 +33,7 @@ class EventStream:
     """
 
     request_id: int
-    _events: asyncio.Queue[Event]
+    _events: Mailbox[Event]
     _service: EngineService
     _is_done: bool = False
 
@@ -72,7 +73,7 @@ class EngineService:
         """Start the thread."""
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
+        self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, Mailbox[Event]]] = {}
         self._hooks: dict[int, Callable[[FinishEvent], None]] = {}
         self._for_rest: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
@@ -124,7 +125,7 @@ class EngineService:
             EngineClosedError: the service is closed.
         """
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        events: Mailbox[Event] = Mailbox()
 
         submitted: list[int] = []
 
@@ -239,7 +240,7 @@ class EngineService:
 
     def _tell(self, events: list[Event]) -> None:
         """Hand a step's events out: each event loop is woken once for all of its own."""
-        told: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Event], Event]]] = {}
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox[Event], Event]]] = {}
         for event in events:
             is_last = isinstance(event, FinishEvent)
             if isinstance(event, FinishEvent) and event.request_id in self._hooks:
@@ -260,6 +261,6 @@ class EngineService:
                     self._engine.cancel(event.request_id)
 
 
-def _put_all(items: list[tuple[asyncio.Queue[Event], Event]]) -> None:
+def _put_all(items: list[tuple[Mailbox[Event], Event]]) -> None:
     for events, event in items:
-        events.put_nowait(event)
+        events.put(event)

@@ -82,6 +82,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=own,
         )
+        self._between: dict[str, Histogram] = {}
         self.streams = Gauge(
             "kvcellar_viewer_streams", "Pages that look at the cache.", registry=own
         )
@@ -90,8 +91,11 @@ class Metrics:
         """One more token of an answer."""
         if last_s is None:
             self.first_token.labels(model).observe(now_s - started_s)
-        else:
-            self.between_tokens.labels(model).observe(now_s - last_s)
+            return
+        between = self._between.get(model)
+        if between is None:
+            between = self._between[model] = self.between_tokens.labels(model)
+        between.observe(now_s - last_s)
 
     def render(
         self,

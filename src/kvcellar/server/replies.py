@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,7 +33,7 @@ async def sse(
         raise
 
     def on_error(error: Exception) -> bytes:
-        return frame(json.dumps(error_body(as_api_error(error), request)), error_event)
+        return frame(error_body(as_api_error(error), request), error_event)
 
     return SseResponse(
         frames,

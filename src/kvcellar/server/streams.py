@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from kvcellar.engine.mailbox import Mailbox
 from kvcellar.server.errors import ClientGone
 
 __all__ = ["SseResponse", "Stream", "frame", "until_gone"]
@@ -31,9 +32,9 @@ _AHEAD = 256
 
 def frame(data: Any, event: str | None = None) -> bytes:
     """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    head = f"event: {event}\n" if event is not None else ""
-    return f"{head}data: {text}\n\n".encode()
+    text = data.encode() if isinstance(data, str) else to_json(data)
+    head = f"event: {event}\n".encode() if event is not None else b""
+    return b"%sdata: %s\n\n" % (head, text)
 
 
 class Stream(Generic[T]):
@@ -41,7 +42,7 @@ class Stream(Generic[T]):
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
         """Start it."""
-        self._queue: asyncio.Queue[tuple[T | None, Exception | None]] = asyncio.Queue(_AHEAD)
+        self._items: Mailbox[tuple[T | None, Exception | None]] = Mailbox()
         self._first: tuple[T | None, Exception | None] | None = None
         self._task = asyncio.create_task(self._run(source))
 
@@ -49,11 +50,13 @@ class Stream(Generic[T]):
         try:
             async with contextlib.aclosing(source):
                 async for item in source:
-                    await self._queue.put((item, None))
+                    if len(self._items) >= _AHEAD:
+                        await self._items.shrunk(_AHEAD)
+                    self._items.put((item, None))
         except Exception as error:
-            await self._queue.put((None, error))
+            self._items.put((None, error))
         else:
-            await self._queue.put((None, None))
+            self._items.put((None, None))
 
     async def opened(self, timeout_s: float) -> None:
         """Wait for the first item, at most so long, so that an error can still be a status.
@@ -63,7 +66,7 @@ class Stream(Generic[T]):
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                self._first = await self._queue.get()
+                self._first = await self._items.get()
         if self._first is not None and self._first[1] is not None:
             raise self._first[1]
 
@@ -75,7 +78,7 @@ class Stream(Generic[T]):
         """
         taken = self._first
         if taken is None:
-            taken = await self._queue.get()
+            taken = await self._items.get()
         self._first = None
         item, error = taken
         if error is not None:
@@ -84,13 +87,13 @@ class Stream(Generic[T]):
 
     def slip_in(self, item: T) -> None:
         """An item behind those that wait, unless there are many."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._queue.put_nowait((item, None))
+        if len(self._items) < _AHEAD:
+            self._items.put((item, None))
 
     @property
     def has_more(self) -> bool:
         """Whether ``take`` would return, or raise, at once."""
-        return self._first is not None or not self._queue.empty()
+        return self._first is not None or len(self._items) > 0
 
     async def close(self) -> None:
         """End it and wait until all that it held is let go of. May be called twice."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -278,8 +277,8 @@ async def _frames(
         async for event in events:
             if isinstance(event, TokenEvent):
                 value = {"token_id": event.token.token_id, "text": event.token.text}
-                yield frame(json.dumps(value, ensure_ascii=False), "token")
+                yield frame(value, "token")
             else:
                 end = _end(service, event)
                 _note(request, end)
-                yield frame(json.dumps(end, ensure_ascii=False), "end")
+                yield frame(end, "end")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -260,7 +259,7 @@ async def _frames(
     """In the order that clients count on: start, blocks one after the other, delta, stop."""
 
     def said(kind: str, **fields: Any) -> bytes:
-        return frame(json.dumps({"type": kind, **fields}, ensure_ascii=False), kind)
+        return frame({"type": kind, **fields}, kind)
 
     index, is_open, in_call = -1, False, -1
 

@@ -7,7 +7,6 @@ restart, and nothing is read again.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
@@ -396,7 +395,7 @@ async def _frames(
     def said(kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": draft.number, **fields}
         draft.number += 1
-        return frame(json.dumps(value, ensure_ascii=False), kind)
+        return frame(value, kind)
 
     writer = _Items(draft, said)
     async with contextlib.aclosing(events):
