@@ -6,9 +6,10 @@ add bytes to them. Which face a caller holds is decided by the factory that it c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+from kvcellar.bookkeeping.compaction import Compacted
 from kvcellar.bookkeeping.growth import grown_size
 from kvcellar.types import CacheConfig, CacheUsage, IntArray
 
@@ -147,6 +148,10 @@ class SeqCache(Cache, Protocol):
 
     def seq_map(self, seq_id: int, tables: Sequence[IntArray]) -> None:
         """Start a sequence on cells that are taken already; they get one more owner."""
+        ...
+
+    def compact(self, histories: Iterable[Sequence[IntArray]], max_cells: int) -> Compacted:
+        """Copy together what lies in crumbs; owners that are no sequences have to be told."""
         ...
 
     def retain_cells(self, cells: Sequence[IntArray]) -> None:

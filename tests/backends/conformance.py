@@ -479,6 +479,24 @@ class Conformance:
             d.cp(50, 51)
             d.forward((50, 1), (51, 2), (9, 1), (11, 1), (13, 1), (15, 1))
 
+    def test_short_runs_are_copied_together_and_nobody_sees_a_difference(
+        self, case: Case, kind: str
+    ) -> None:
+        with open_driver(self.adapter, case, kind, capacity=64) as d:
+            for i in range(20):
+                d.forward((i, 2))
+            for i in range(0, 20, 2):
+                d.rm(i)
+            d.forward((30, 30), (1, 3))
+            d.cp(30, 31, 0, 30)
+            for i in range(3, 20, 2):
+                d.rm(i)
+            assert d.compact()
+            d.forward((30, 2), (31, 1), (1, 1))
+            d.cancel()
+            d.forward((31, 3), (1, 1), (30, 1))
+            assert not d.compact() or not d.compact(), "at some time nothing is left to gather"
+
     def test_a_cleared_cache_is_as_new(self, case: Case, kind: str) -> None:
         with open_driver(self.adapter, case, kind) as d:
             d.run_poisoned((0, 6), (1, 9))

@@ -138,6 +138,11 @@ class SequenceWalk(Walk):
         else:
             assert isinstance(self.refused(d.begin, *batch), CacheFullError)
 
+    @rule(really=RARELY)
+    def compact(self, really):
+        if really:
+            self.d.compact()
+
     @rule(seqs=st.lists(SEQ, min_size=1, max_size=5, unique=True))
     def decode(self, seqs):
         self.forward([(seq, 1) for seq in seqs], "done", 0)

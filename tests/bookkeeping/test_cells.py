@@ -274,6 +274,34 @@ def test_a_new_sequence_leaves_room_behind_the_others():
     assert pool.claim(1, 0, 20) == [Run(20 + MIN_RUN, 20)]
 
 
+def test_a_sequence_that_is_expected_to_grow_starts_where_it_has_room_and_is_left_room():
+    pool = CellPool(2000, min_run=10)
+    pool.claim(0, 0, 900)
+    pool.seq_rm(0, 100, 160)  # room for 60
+    pool.seq_rm(0, 300, 700)  # room for 400
+    pool.expect(1, 300)
+    assert pool.claim(1, 0, 20) == [Run(300, 20)]
+    assert pool.claim(2, 0, 70) == [Run(510, 70)], "half of what the first may need is left"
+    pool.expect(1, None)
+    assert pool.claim(3, 0, 70) == [Run(330, 70)], "ten are"
+
+
+def test_a_pool_gathers_what_fits():
+    pool = CellPool(100, min_run=1)
+    pool.claim(0, 0, 60)
+    for p in range(1, 60, 3):
+        pool.seq_rm(0, p, p + 1)
+    cells = np.array(pool.seq_cells(0))
+    assert len(cells) == 40 and pool.place_for(cells[:1]) is None, "one run is not gathered"
+    whole = pool.place_for(cells)
+    assert (whole.base, len(whole.src_cells)) == (60, 40)
+    pool.claim(1, 0, 20)
+    part = pool.place_for(cells)
+    assert part.base == 60 and len(part.src_cells) == 19, "a run is not cut in two"
+    pool.claim(2, 0, pool.n_free)
+    assert pool.place_for(cells) is None
+
+
 def test_a_full_pool_hands_out_the_gaps_behind_tails_too():
     pool = CellPool(100)
     pool.claim(0, 0, 20)

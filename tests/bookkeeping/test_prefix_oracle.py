@@ -254,6 +254,18 @@ class IndexAgainstPages(RuleBasedStateMachine):
         for held, gone in zip(self.held, cells, strict=True):
             held.subtract(gone.tolist())
 
+    @rule(by=st.integers(1, 999))
+    def relocate(self, by):
+        """All cells have other numbers, in one of the groups none has."""
+        moved = [np.append((np.arange(self.n_cells) + by) % max(1, self.n_cells), -1)]
+        moved = [*(moved * (len(self.want.windows) - 1)), None if by % 2 else moved[0]]
+        self.index.relocate(moved)
+        for g, new in enumerate(moved):
+            if new is not None:
+                self.held[g] = Counter({int(new[c]): n for c, n in self.held[g].items()})
+                for page in self.want.pages.values():
+                    page.cells[g] = new[page.cells[g]].tolist()
+
     @rule(dice=st.integers(0, 9))
     def reset(self, dice):
         if dice:
@@ -280,6 +292,23 @@ class IndexAgainstPages(RuleBasedStateMachine):
             assert sorted(held.elements()) == sorted(
                 c for page in pages for c in page.cells[g] if c >= 0
             )
+
+    @invariant()
+    def nothing_branches_off_inside_a_chain(self):
+        keys = set(self.want.pages)
+        parents = Counter(key[: -self.want.size] for key in keys)
+        heads = [k for k in keys if k == k[: self.want.size] or parents[k[: -self.want.size]] > 1]
+        want = []
+        for key in heads:
+            follows = [key]
+            while follows:
+                path = follows[0]
+                follows = [k for k in keys if k[: -self.want.size] == path]
+                if len(follows) != 1:
+                    break
+            first = len(key) - self.want.size
+            want.append([cells[first:] for cells in self.want.cells(path)])
+        assert sorted(want) == sorted(chain.tolist() for chain in self.index.chains())
 
     def teardown(self):
         prefix_tree.FIRST_LOOK = self.first_look

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from kvcellar.bookkeeping.compaction import relocated
 from kvcellar.errors import (
     CacheFullError,
     PositionError,
@@ -20,6 +21,7 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
+from kvcellar.types import runs_of
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (
     SimulatedSeq,
@@ -486,6 +488,35 @@ class SeqCacheAgainstHistories(ActionMachine):
             self.cache.stored[layer][tables[group][here]] = [tokens[p] for p in here]
         self.want[seq] = History(saved.history.length, tokens)
         self.probe(seq)
+
+    @action(weight=2, seq=SEQ, n=st.sampled_from([0, 1, 20, 100, 5000]))
+    def expect(self, seq, n):
+        self.cache.expect(seq, n)
+
+    @action(weight=3, first=SEQ, n=st.sampled_from([1, 4, 30, 1000]))
+    def compact(self, first, n):
+        """Histories of sequences and of holders are copied together; nobody sees a difference."""
+        self.cache.end_step()
+        self.undo = None
+        wanted = [self.cache.seq_table(seq) for seq in sorted(self.want)]
+        wanted += [held.tables for held in self.held]
+        wanted = wanted[first:] + wanted[:first]
+        free = [pool.n_free for pool in self.cache.pools]
+        n_runs = [self.n_runs(tables) for tables in wanted]
+        done = self.cache.compact(wanted, n)
+        assert [pool.n_free for pool in self.cache.pools] == free
+        now = [relocated(tables, done.moved) for tables in wanted]
+        assert bool(done.n_cells) == any(moved is not None for moved in done.moved)
+        if done.n_cells and len(wanted) == 1:
+            assert self.n_runs(now[0]) < n_runs[0]
+        for held in self.held:
+            held.tables = relocated(held.tables, done.moved)
+        self.check()
+        for seq in sorted(self.want):
+            self.probe(seq)
+
+    def n_runs(self, tables):
+        return sum(len(runs_of(table[table >= 0])) for table in tables)
 
     def probe(self, seq):
         """One more token, taken back: what the sequence sees from where it stands now."""

@@ -183,8 +183,11 @@ class GuessAgain:
     ),
     capacity=st.integers(48, 110),
     kind=st.sampled_from(["none", "chain", "tree", "tree in chains"]),
+    tidy_every=st.sampled_from([1, 3, 10**9]),
 )
-def test_any_mixture_gives_the_tokens_of_the_plain_loop(params, arrivals, config, capacity, kind):
+def test_any_mixture_gives_the_tokens_of_the_plain_loop(
+    params, arrivals, config, capacity, kind, tidy_every
+):
     make = MovingTrees if kind in ("tree", "chain") else MovingCells
     cache = make(make_cache("seq", capacity, params).config)
     drafter: Any = None
@@ -204,6 +207,8 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(params, arrivals, config
             if at == n_steps and engine.cancel(request_id):
                 cancelled.add(request_id)
         heard.take(engine.step())
+        if n_steps % tidy_every == 0:
+            engine.tidy()
         assert n_steps < 5000, "the engine stands still"
 
     for request, pause, cancel_after in arrivals:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
-from kvcellar.types import IntArray, Run, join_runs
+from kvcellar.types import IntArray, Run, join_runs, runs_of
 
 MIN_RUN = 64
 """Cells that a new run prefers to find free, and leaves free behind another sequence's tail."""
@@ -264,12 +264,15 @@ class CellPool:
         self._adopt(seq_id, first_pos, runs)
         return runs
 
-    def expect(self, seq_id: int, length: int) -> None:
+    def expect(self, seq_id: int, length: int | None) -> None:
         """Say how long a sequence will be, so that its cells find one run and are left room.
 
-        A hint, good for as long as the sequence has cells or is about to claim its first.
+        A hint, until another one for this id; None takes it back.
         """
-        self._expected[seq_id] = length
+        if length is None:
+            self._expected.pop(seq_id, None)
+        else:
+            self._expected[seq_id] = length
 
     def _claim_runs(self, seq_id: int, first_pos: int, length: int) -> list[Run]:
         """Take the cells of a claim that continues a sequence; all or CacheFullError."""
@@ -482,7 +485,6 @@ class CellPool:
             self._spans[seq_id] = left + right
         else:
             del self._spans[seq_id]
-            self._expected.pop(seq_id, None)
         self.release(Run(s.cell, s.length) for s in gone)
 
     def clear(self) -> None:
@@ -492,6 +494,56 @@ class CellPool:
         self._free = FreeRuns(self._n_granted)
         self._spans.clear()
         self._expected.clear()
+
+    # Crumbs ------------------------------------------------------------------------------------
+
+    def place_for(self, cells: IntArray) -> CellMove | None:
+        """Where cells could lie together: what to copy, before ``gather``. Changes nothing.
+
+        Where no free run holds all of them, as many whole runs from the first on as it holds.
+
+        Args:
+            cells: ``[n]`` taken ones, in the order that they are to lie in.
+
+        Returns:
+            None where it would not leave fewer runs.
+        """
+        if not self.n_free:
+            return None
+        runs = runs_of(cells)
+        start, room = self._find(len(cells), None)
+        if room < len(cells):
+            start, stop = max(self._free, key=lambda free: free[1] - free[0])
+            room = stop - start
+        n_runs = n = 0
+        while n_runs < len(runs) and n + runs[n_runs].length <= room:
+            n += runs[n_runs].length
+            n_runs += 1
+        return CellMove(start, cells[:n]) if n_runs > 1 else None
+
+    def gather(self, move: CellMove) -> None:
+        """All owners of these cells own the copies instead, and the cells are free.
+
+        The sequences do not know yet: when all is gathered, ``relocate`` tells them. Owners that
+        are no sequences have to be told by the caller.
+        """
+        src, stop = move.src_cells, move.base + len(move.src_cells)
+        self._free.take(move.base, len(src))
+        self.refs[move.base : stop] = self.refs[src]
+        self.pos[move.base : stop] = self.pos[src]
+        self.refs[src], self.pos[src] = 0, -1
+        for run in runs_of(src):
+            self._free.give(run.start, run.length)
+
+    def relocate(self, new_cells: IntArray) -> None:
+        """Every sequence has its tokens in other cells: ``new_cells[c]`` instead of ``c``."""
+        for seq_id, spans in self._spans.items():
+            moved = [
+                Span(span.pos + at, run.start, run.length)
+                for span in spans
+                for at, run in _at(runs_of(new_cells[span.cell : span.cell + span.length]))
+            ]
+            self._spans[seq_id] = merged(moved)
 
     # Proof -------------------------------------------------------------------------------------
 
@@ -526,6 +578,14 @@ class CellPool:
 
 def _span_pos(span: Span) -> int:
     return span.pos
+
+
+def _at(runs: Iterable[Run]) -> Iterator[tuple[int, Run]]:
+    """Runs, each with the number of cells before it."""
+    at = 0
+    for run in runs:
+        yield at, run
+        at += run.length
 
 
 def merged(spans: list[Span]) -> list[Span]:

@@ -242,6 +242,10 @@ class PagePool(CellPool):
         self._token[run.start : run.stop] = np.arange(self._n_tokens, self._n_tokens + run.length)
         self._n_tokens += run.length
 
+    def place_for(self, cells: IntArray) -> CellMove | None:
+        """Nowhere: a cell's place in its block is that of its position."""
+        return None
+
     def take(self, length: int, *, after: int | None = None, wanted: int = 0) -> list[Run]:
         """Not for pages: a cell without a position has no place in a block."""
         raise NotImplementedError("a page pool takes cells for positions: call claim")

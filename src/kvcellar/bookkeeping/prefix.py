@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcellar.bookkeeping.blocks import block_digest, full_blocks
+from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.bookkeeping.prefix_tree import (
     Evicted,
     Inserted,
@@ -87,6 +88,14 @@ class PrefixIndex(Protocol):
 
     def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
         """Give up what only this history needs, down to ``keep`` tokens."""
+        ...
+
+    def chains(self) -> list[IntArray]:
+        """Stretches of stored histories in which nothing branches off: their cells."""
+        ...
+
+    def relocate(self, moved: Relocation) -> None:
+        """Cells were copied elsewhere: refer to where they are now."""
         ...
 
     def size_info(self) -> SizeInfo:
@@ -340,6 +349,13 @@ class NaiveIndex:
     def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
         """There is nothing to give up."""
         return Evicted(0, self.held_cells())
+
+    def chains(self) -> list[IntArray]:
+        """None."""
+        return []
+
+    def relocate(self, moved: Relocation) -> None:
+        """There is nothing to tell."""
 
     def size_info(self) -> SizeInfo:
         """Zeros."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcellar.bookkeeping.cells import Span
+from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.errors import CacheFullError, ConfigError, PrefixError
 from kvcellar.types import BoolArray, IntArray
 
@@ -553,6 +554,42 @@ class PathTree(ABC):
     def locked_cells(self) -> tuple[IntArray, ...]:
         """Per layer group, the cells of what is locked, in no order."""
         return self._cells_of(node for node in self._nodes() if node.is_locked)
+
+    def chains(self) -> list[IntArray]:
+        """Stretches of stored histories in which nothing branches off, those used last first.
+
+        Whoever copies the cells of one of them together leaves no other history in more runs.
+
+        Returns:
+            Of each stretch ``[n_groups, n]``: the cells of its positions, -1 for none.
+        """
+        used = {node: at for at, node in enumerate(self._lru)}
+        follows: dict[PathNode, PathNode] = {}
+        heads: list[PathNode] = []
+        for node in self._nodes():
+            assert node.parent is not None
+            if node.parent is not self._root and node.parent.n_children == 1:
+                follows[node.parent] = node
+            else:
+                heads.append(node)
+        heads.sort(key=lambda head: -used.get(head, len(used)))
+        found = []
+        for head in heads:
+            parts, node = [head.cells], head
+            while node in follows:
+                node = follows[node]
+                parts.append(node.cells)
+            found.append(np.concatenate(parts, axis=1))
+        return found
+
+    def relocate(self, moved: Relocation) -> None:
+        """Cells were copied elsewhere: refer to where they are now.
+
+        Args:
+            moved: per layer group, as ``SeqCache.compact`` says.
+        """
+        for node in self._nodes():
+            node.cells = np.stack(relocated(tuple(node.cells), moved))
 
     def _cells_of(self, nodes: Iterable[PathNode]) -> tuple[IntArray, ...]:
         cells = np.concatenate([self._no_cells(), *(node.cells for node in nodes)], axis=1)

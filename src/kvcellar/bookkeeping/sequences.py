@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN, CellMove, CellPool, Span
+from kvcellar.bookkeeping.compaction import Compacted, crumbs, nothing_moved
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.errors import (
@@ -84,7 +85,8 @@ class SeqBookkeeping(StepBookkeeping):
     def expect(self, seq_id: int, n_tokens: int) -> None:
         """Say how long a sequence will be: its cells then lie in fewer runs. A hint, no promise.
 
-        Groups with a window keep but a part of it, and are not told.
+        It is forgotten with the sequence. Groups with a window keep but a part of it and are not
+        told.
 
         Raises:
             UnknownSequenceError: ``seq_id`` is negative.
@@ -478,7 +480,8 @@ class SeqBookkeeping(StepBookkeeping):
                 let_go[seq_id] = p0
         if not self._has_tokens(seq_id):
             del self._length[seq_id]
-            for let_go in self._let_go:
+            for pool, let_go in zip(self.pools, self._let_go, strict=True):
+                pool.expect(seq_id, None)
                 let_go.pop(seq_id, None)
         elif to_end:
             self._length[seq_id] = p0
@@ -619,6 +622,45 @@ class SeqBookkeeping(StepBookkeeping):
         self._settle()
         for pool, part in zip(self.pools, cells, strict=True):
             pool.release(runs_of(part[part >= 0]))
+
+    def compact(self, histories: Iterable[Sequence[IntArray]], max_cells: int) -> Compacted:
+        """Copy together what lies in crumbs, as far as there is a free run for it. Between steps.
+
+        Sequences know afterwards where their tokens are. Other owners of cells (``retain_cells``)
+        have to be told by the caller, before the next verb: see ``relocated``.
+
+        Args:
+            histories: what is to lie together, the most important first: per layer group the cells
+                of consecutive positions, -1 for none, as ``seq_table`` gives them.
+            max_cells: about how many to copy at most, all layer groups together.
+        """
+        self._settle()
+        moved: list[IntArray | None] = [None] * len(self.pools)
+        n_cells = 0
+        is_done = True
+        for tables in histories:
+            for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+                held = table[table >= 0]
+                now = moved[group]
+                cells = held if now is None else now[held]
+                for first, stop in crumbs(cells):
+                    if n_cells and n_cells + stop - first > max_cells:
+                        is_done = False
+                        continue
+                    move = pool.place_for(cells[first:stop])
+                    if move is None:
+                        continue
+                    self._move_cells(group, move.base, move.src_cells)
+                    pool.gather(move)
+                    n = len(move.src_cells)
+                    n_cells += n
+                    if now is None:
+                        now = moved[group] = nothing_moved(pool.capacity)
+                    now[held[first : first + n]] = np.arange(move.base, move.base + n)
+        for pool, now in zip(self.pools, moved, strict=True):
+            if now is not None:
+                pool.relocate(now)
+        return Compacted(tuple(moved), n_cells, is_done)
 
     def seq_usage(self, seq_id: int) -> tuple[int, int]:
         """(cells, shared cells) that the sequence holds, over all layer groups."""

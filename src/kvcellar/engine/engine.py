@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineConfig"]
 
+TIDY_BYTES = 32 << 20
+"""Of K and V, copied between two looks at who waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -202,6 +205,14 @@ class Engine:
         if self._teller is None:
             return self.runner.forward(batch.token_ids, positions, batch.rows), None
         return self._teller.forward_with_features(batch.token_ids, positions, batch.rows)
+
+    def tidy(self) -> bool:
+        """Copy some KV that lies in crumbs together, for a moment without requests. True: again.
+
+        What is read and shared stays what it is; steps read longer runs afterwards. A call takes
+        no longer than a copy of ``TIDY_BYTES``.
+        """
+        return self.scheduler.residency.tidy(TIDY_BYTES)
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left to do; yield the events."""

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
+from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.bookkeeping.prefix import PrefixIndex
 from kvcellar.cache import SeqCache
 from kvcellar.engine.request import Sequence
@@ -46,6 +48,14 @@ class MovingCache(Protocol):
         ...
 
 
+class Holder(Protocol):
+    """Something that knows cells by their numbers from one step to another."""
+
+    def relocate(self, moved: Relocation) -> None:
+        """The cells have moved."""
+        ...
+
+
 @dataclass(slots=True)
 class MovedOut:
     """A sequence's KV in host memory."""
@@ -65,6 +75,7 @@ class ResidencyCounts:
     moved_in_tokens: int = 0
     recompute_preemptions: int = 0
     move_preemptions: int = 0
+    gathered_cells: int = 0
 
 
 @dataclass(slots=True)
@@ -93,6 +104,8 @@ class Residency:
     prefill_rate: Rate = field(default_factory=Rate)
     move_rate: Rate = field(default_factory=Rate)
     moved: dict[int, MovedOut] = field(default_factory=dict)
+    holders: WeakSet[Holder] = field(default_factory=WeakSet)
+    """Who else has to be told where cells have moved."""
     _seq_ids: itertools.count[int] = field(default_factory=itertools.count)
     _free_seq_ids: list[int] = field(default_factory=list)
 
@@ -229,6 +242,25 @@ class Residency:
         dropped = self.index.drop_path(self.index.match_prefix(tokens).handle, keep)
         self.cache.release_cells(dropped.cells)
         return dropped.n_tokens
+
+    # At rest -----------------------------------------------------------------------------------
+
+    def tidy(self, max_bytes: int) -> bool:
+        """Copy together what histories have in crumbs, in about so many bytes; true: there is more.
+
+        Between steps.
+        """
+        cell_bytes = sum(
+            group.cell_bytes(self.cache.config.kv) for group in self.cache.config.rank_groups
+        )
+        chains = [tuple(cells) for cells in self.index.chains()]
+        done = self.cache.compact(chains, max(1, max_bytes // max(1, cell_bytes)))
+        if done.n_cells:
+            self.index.relocate(done.moved)
+            for holder in list(self.holders):
+                holder.relocate(done.moved)
+            self.counts.gathered_cells += done.n_cells
+        return not done.is_done
 
     # Preemption --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.bookkeeping.prefix import PrefixHandle
 from kvcellar.engine.residency import MovingCache, Residency
 from kvcellar.models import Runner
@@ -33,7 +34,7 @@ class RowCache(MovingCache, Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Held:
     """What the cache holds of a history, protected until ``release``.
 
@@ -47,6 +48,13 @@ class Held:
     _residency: Residency
     _handle: PrefixHandle
     _is_held: bool = True
+
+    def __post_init__(self) -> None:
+        self._residency.holders.add(self)
+
+    def relocate(self, moved: Relocation) -> None:
+        """The cells have moved."""
+        self.tables = relocated(self.tables, moved)
 
     def release(self) -> None:
         """Let it be evicted again. May be called twice."""

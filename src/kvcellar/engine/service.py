@@ -21,6 +21,8 @@ __all__ = ["EngineService", "EventStream"]
 
 T = TypeVar("T")
 
+_TIDY = "tidy"
+
 REST_S = 0.1
 """An engine that had nothing to do for so long rests: who asks next will hardly ask at once."""
 
@@ -219,9 +221,16 @@ class EngineService:
             is_open = self._take_commands()
             if is_open and not self._engine.is_idle:
                 self._tell(self._engine.step())
+                if self._engine.is_idle:
+                    self.when_at_rest(_TIDY, self._tidy)
         for request_id in {*self._listeners, *self._hooks}:
             self._engine.cancel(request_id)
         self._tell(self._engine.scheduler.events())
+
+    def _tidy(self) -> None:
+        """Copy crumbs together; as much as there is, but who asks meanwhile goes first."""
+        if self._engine.tidy():
+            self.when_at_rest(_TIDY, self._tidy)
 
     def _take_commands(self) -> bool:
         """Run what callers asked for; wait for it where there is nothing else to do."""

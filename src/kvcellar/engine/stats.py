@@ -58,6 +58,7 @@ class EngineStats:
         recompute_preemptions: of these, those whose KV was left to the index.
         move_preemptions: of these, those whose KV was moved to host memory.
         moved_in_tokens: tokens whose KV came back.
+        gathered_cells: cells that were copied out of crumbs, at rest.
         queue_s: time that all requests together have waited.
         n_steps: steps that ran a batch.
         step_median_s: the middle one of the last steps.
@@ -85,6 +86,7 @@ class EngineStats:
     recompute_preemptions: int
     move_preemptions: int
     moved_in_tokens: int
+    gathered_cells: int
     queue_s: float
     n_steps: int
     step_median_s: float
@@ -124,6 +126,7 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
         recompute_preemptions=moves.recompute_preemptions,
         move_preemptions=moves.move_preemptions,
         moved_in_tokens=moves.moved_in_tokens,
+        gathered_cells=moves.gathered_cells,
         queue_s=counts.queue_s,
         n_steps=times.n_steps,
         step_median_s=times.median_s,

@@ -23,6 +23,7 @@ _COUNTERS = {
     "drafted_tokens": "Guesses that were verified.",
     "accepted_tokens": "Guesses that were right.",
     "evicted_tokens": "Tokens whose cells were taken back.",
+    "gathered_cells": "Cells that were copied into longer runs while nobody asked.",
     "preemptions": "Times that a running sequence gave way.",
     "n_steps": "Steps that ran a batch.",
     "steps_s": "Seconds in all steps.",
