@@ -172,6 +172,7 @@ class CellPool:
         self._expected: dict[int, int] = {}
         self._min_run = min_run
         self._reuse_first = reuse_first
+        self._grows_in_place = not reuse_first
 
     # What is there -----------------------------------------------------------------------------
 
@@ -260,6 +261,16 @@ class CellPool:
                 f"sequence {seq_id} holds positions up to {spans[-1].stop - 1}; asked to claim "
                 f"{first_pos}; remove the tail with seq_rm first"
             )
+        if spans and length and self._grows_in_place:  # most claims: one more token
+            last = spans[-1]
+            start = last.cell + last.length
+            if last.stop == first_pos and self._free.room_at(start) >= length:
+                self._free.take(start, length)
+                stop = start + length
+                self.refs[start:stop] = 1
+                self.pos[start:stop] = np.arange(first_pos, first_pos + length)
+                spans[-1] = Span(last.pos, last.cell, last.length + length)
+                return [Run(start, length)]
         runs = self._claim_runs(seq_id, first_pos, length)
         self._adopt(seq_id, first_pos, runs)
         return runs

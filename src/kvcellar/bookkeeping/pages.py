@@ -89,6 +89,7 @@ class PagePool(CellPool):
         min_blocks = -(-min_run // block_size)
         super().__init__(n_cells, min_run=min_blocks, reuse_first=reuse_first, n_granted=n_granted)
         self._free = FreeRuns(self._n_granted // block_size)
+        self._grows_in_place = False  # the free runs are of blocks
         self._token: IntArray = np.full(n_cells, -1, dtype=np.int64)
         self._n_tokens = 0
 

@@ -74,6 +74,8 @@ def _band(n_queries: int, n_before: int, window: int) -> BoolArray:
 
 def as_runs(spans: list[Span]) -> tuple[Run, ...]:
     """The cells of some spans, in their order, as the fewest runs."""
+    if len(spans) == 1:
+        return (Run(spans[0].cell, spans[0].length),)
     out: list[Run] = []
     start = stop = -1
     for span in spans:  # every step, for every sequence: without a Run per span
