@@ -133,7 +133,7 @@ def server() -> Iterator[int]:
 
 def measure(quick: bool) -> Mapping[str, Any]:
     """The load by turns, then the replay."""
-    rounds, alone_s, crowd_s = (2, 2.0, 5.0) if quick else (4, 8.0, 30.0)
+    rounds, alone_s, crowd_s = (2, 1.5, 3.5) if quick else (4, 8.0, 30.0)
     alone: list[Client] = []
     crowd: list[Client] = []
     with server() as port:
