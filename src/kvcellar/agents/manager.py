@@ -834,13 +834,13 @@ class AgentManager:
 
     def _find_stored(self) -> None:
         """Take in agents that are in the store and not known yet."""
-        for row in self.store.references():
-            with self._lock:
-                if row.name in self._agents or "@" not in row.name:
-                    continue
+        names = self.store.reference_names()
+        with self._lock:
+            unknown = [name for name in names if name not in self._agents and "@" in name]
+        for name in unknown:
             with contextlib.suppress(StoreError, UnknownReferenceError):
-                agent = Agent.from_reference(self.store.get(row.name))
-                if agent is not None and agent.name == row.name:
+                agent = Agent.from_reference(self.store.get(name))
+                if agent is not None and agent.name == name:
                     with self._lock:
                         self._agents.setdefault(agent.name, agent)
 

@@ -204,6 +204,10 @@ class Catalogue:
             for name, n, n_stored, parent, at, is_pinned, is_evicted, *rest in rows
         ]
 
+    def reference_names(self) -> list[str]:
+        """The names of all references, least recently used first."""
+        return [name for (name,) in self._select("SELECT name FROM refs ORDER BY last_used, name")]
+
     def stamps(self) -> dict[str, str]:
         """Per reference what its file looked like when it was listed."""
         return dict(self._select("SELECT name, stamp FROM refs"))

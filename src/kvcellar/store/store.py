@@ -252,6 +252,10 @@ class Store:
         """All published histories, the least recently used first."""
         return self._cold.ask(Catalogue.references)
 
+    def reference_names(self) -> list[str]:
+        """The names of all published histories, the least recently used first."""
+        return self._cold.ask(Catalogue.reference_names)
+
     def fork(
         self,
         name: str,
@@ -518,7 +522,7 @@ class Store:
             raise StoreError(f"there is a history {name!r} already; delete it or choose a new name")
 
     def _unknown(self, name: str) -> UnknownReferenceError:
-        names = [row.name for row in self.references()]
+        names = self.reference_names()
         shown = ", ".join(names[-5:]) + (", ..." if len(names) > 5 else "")
         return UnknownReferenceError(
             f"no history {name!r} is in {self.path}; it holds {shown or 'none'}"
