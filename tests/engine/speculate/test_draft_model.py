@@ -69,9 +69,9 @@ def slow_tree(tokens: list[int], ask: Ask, width: int, params: Any) -> dict[Any,
             for token in np.argsort(-share)[:width]:
                 before = found[path][1] if path else 1.0
                 below[*path, int(token)] = (share[token], before * share[token])
+        found |= below
         level = sorted(below, key=lambda path: -below[path][1])[:width]
         level = [path for i, path in enumerate(level) if not i or below[path][1] >= 0.01]
-        found |= {path: below[path] for path in level}
     best = sorted(found, key=lambda path: -found[path][1])[: ask.n_nodes]
     return {path: found[path][0] for path in best}
 

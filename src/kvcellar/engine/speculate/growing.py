@@ -1,7 +1,7 @@
 """Trees of guesses that grow level by level, in a draft's own cache: one forward per level.
 
-The shape is that of EAGLE-2 (Li et al., 2024, arXiv:2406.16858): the likeliest tokens behind the
-likeliest paths, and of all of them the likeliest in the end.
+The shape is that of EAGLE-2 (Li et al., 2024, arXiv:2406.16858): the likeliest few paths go on, and
+of all guesses behind them the likeliest are given in the end, whether they went on or not.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvcellar.engine.speculate.drafter import Ask
 from kvcellar.models.runner import FloatArray
 from kvcellar.types import IntArray
 
-__all__ = ["MIN_PATH", "GrowingTree", "drop_trees", "propose_levels"]
+__all__ = ["GrowingTree", "drop_trees", "propose_levels"]
 
 MIN_PATH = 0.01
-"""Paths that are held to be less likely are not guessed, but for the likeliest."""
+"""Nothing is guessed behind paths that are held to be less likely, but for a level's likeliest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,19 +32,19 @@ class GrowingTree:
     beliefs: list[float] = field(default_factory=list)
     paths: list[float] = field(default_factory=list)
     level: list[int] = field(default_factory=list)
-    """The guesses that came last."""
+    """The guesses that came last and may go on: the likeliest."""
     cached: list[int] = field(default_factory=list)
     """The guesses that the draft's cache holds, in its order."""
     n_levels: int = 0
 
     def grow(self, above: Sequence[int], tokens: IntArray, beliefs: FloatArray, width: int) -> None:
-        """One more level: the likeliest tokens behind some guesses, ``width`` in all.
+        """One more level: the likeliest tokens behind some guesses.
 
         Args:
             above: the guesses, -1 for the sequence itself.
             tokens: ``[len(above), k]``, behind each of them.
             beliefs: ``[len(above), k]``, how likely each is there.
-            width: guesses of the level, at most.
+            width: guesses that may go on, at most.
         """
         found: list[tuple[float, float, int, int]] = []
         for parent, row, weights in zip(above, tokens.tolist(), beliefs.tolist(), strict=True):
@@ -52,21 +52,26 @@ class GrowingTree:
             for token, belief in zip(row, weights, strict=True):
                 found.append((path * belief, belief, parent, token))
         found.sort(key=lambda guess: -guess[0])
-        self.level = []
-        for path, belief, parent, token in found[:width]:
-            if path >= MIN_PATH or not self.level:
-                self.level.append(len(self.tokens))
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.beliefs.append(belief)
-                self.paths.append(path)
+        first = len(self.tokens)
+        for path, belief, parent, token in found[: max(width, self.ask.n_nodes)]:
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.beliefs.append(belief)
+            self.paths.append(path)
+        others = range(first + 1, min(first + width, len(self.tokens)))
+        self.level = [first, *(node for node in others if self.paths[node] >= MIN_PATH)]
         self.n_levels += 1
+
+    @property
+    def n_wanted(self) -> int:
+        """Guesses that were asked for."""
+        return max(self.ask.n_nodes, self.ask.limit)
 
     def draft(self) -> Draft:
         """The likeliest of all guesses, as many as were asked for."""
         whole = Draft(tuple(self.tokens), self.kind, tuple(self.parents), tuple(self.beliefs))
         order = sorted(range(len(whole)), key=lambda node: (-self.paths[node], node))
-        return whole.keep(sorted(order[: max(self.ask.n_nodes, self.ask.limit)]))
+        return whole.keep(sorted(order[: self.n_wanted]))
 
 
 def propose_levels(cache: TreeCache, trees: Sequence[GrowingTree]) -> tuple[list[int], list[int]]:
