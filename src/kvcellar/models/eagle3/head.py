@@ -38,7 +38,8 @@ class Guesses:
 class Eagle3Head:
     """The weights of a head. Shared by sessions and threads; never changes.
 
-    Norms are folded into the matrices behind them, and matrices with one input are one.
+    Norms are folded into the matrices behind them, matrices with one input are one, and all lie
+    ``[in, out]``: products of two to eight rows take a third less than with torch's own order.
 
     Attributes:
         config: its shape.
@@ -57,21 +58,21 @@ class Eagle3Head:
         attention, mlp = layer.self_attn, layer.mlp
         with torch.no_grad():
             self.embedding = network.embed_tokens.weight.detach()
-            self.fc, self.fc_bias = network.fc.weight.detach(), network.fc.bias
+            self.fc, self.fc_bias = _turned(network.fc.weight), network.fc.bias
             qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
             scale = torch.cat((layer.input_layernorm.weight, layer.hidden_norm.weight))
-            self.qkv = torch.cat([part.weight for part in qkv]) * scale
+            self.qkv = _turned(torch.cat([part.weight for part in qkv]) * scale)
             self.qkv_bias = None
             if config.attention_bias:
                 self.qkv_bias = torch.cat([part.bias for part in qkv])
-            self.o = attention.o_proj.weight.detach()
-            self.gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
-            self.gate_up *= layer.post_attention_layernorm.weight
-            self.down = mlp.down_proj.weight.detach()
+            self.o = _turned(attention.o_proj.weight)
+            gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+            self.gate_up = _turned(gate_up * layer.post_attention_layernorm.weight)
+            self.down = _turned(mlp.down_proj.weight)
             self.residual_scale = None
             if config.norm_before_residual:
                 self.residual_scale = layer.hidden_norm.weight.detach()
-            self.lm_head = network.lm_head.weight * network.norm.weight
+            self.lm_head = _turned(network.lm_head.weight * network.norm.weight)
             ids = torch.arange(config.draft_vocab_size, device=network.d2t.device)
             self.target_ids: IntArray = (ids + network.d2t).cpu().numpy()
         self._rotary = network.rotary
@@ -130,7 +131,7 @@ class Eagle3Runner:
         head = self.head
         with torch.inference_mode():
             rows = torch.from_numpy(np.concatenate(features) if len(features) > 1 else features[0])
-            joined = functional.linear(rows.to(head.fc), head.fc, head.fc_bias)
+            joined = _product(rows.to(head.fc), head.fc, head.fc_bias)
             return joined if before is None else torch.cat((before, joined))
 
     def read(
@@ -198,7 +199,7 @@ class Eagle3Runner:
                 at = torch.tensor(positions, device=hidden.device)
                 tokens = torch.tensor(token_ids, device=hidden.device)
                 out = self._layer(tokens, hidden, at, max(positions) + 1, rows)
-                logits = functional.linear(self.head.normed(out), self.head.lm_head)
+                logits = torch.mm(self.head.normed(out), self.head.lm_head)
                 said, ids = torch.softmax(logits.float(), dim=-1).topk(k)
                 return Guesses(self.head.target_ids[ids.cpu().numpy()], said.cpu().numpy(), out)
         except BaseException:
@@ -214,7 +215,7 @@ class Eagle3Runner:
         both = head.normed(torch.stack((embeds, hidden), dim=1))
         if head.residual_scale is not None:
             hidden = both[:, 1] * head.residual_scale
-        qkv = functional.linear(both.flatten(1), head.qkv, head.qkv_bias)
+        qkv = _product(both.flatten(1), head.qkv, head.qkv_bias)
         n_q, n_kv = config.n_heads, config.n_kv_heads
         qkv = qkv.view(len(tokens), n_q + 2 * n_kv, config.head_dim)
         qk, v = qkv[:, : n_q + n_kv], qkv[:, n_q + n_kv :]
@@ -232,6 +233,15 @@ class Eagle3Runner:
         attended = attended[0].transpose(0, 1).flatten(1)
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]
-        hidden = torch.addmm(hidden, attended, head.o.T)
-        gate, up = functional.linear(head.normed(hidden), head.gate_up).chunk(2, dim=-1)
-        return torch.addmm(hidden, functional.silu(gate) * up, head.down.T)
+        hidden = torch.addmm(hidden, attended, head.o)
+        gate, up = torch.mm(head.normed(hidden), head.gate_up).chunk(2, dim=-1)
+        return torch.addmm(hidden, functional.silu(gate) * up, head.down)
+
+
+def _turned(weight: Tensor) -> Tensor:
+    """``[out, in]`` as ``[in, out]``, in memory too."""
+    return weight.detach().t().contiguous()
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
