@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import anthropic
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -68,12 +70,39 @@ def test_guesses_are_counted_in_metrics_and_told_with_each_answer(tmp_path):
         wrong += told["rejected_prediction_tokens"]
         server.post("/v1/agents", {"id": "guessed"})
         end = server.post("/v1/agents/guessed/generate", {"text": "Say it. ", **word})["usage"]
+        for told in told_by_other_clients(server):
+            assert told["accepted_prediction_tokens"] > 0
+            right += told["accepted_prediction_tokens"]
+            wrong += told["rejected_prediction_tokens"]
         right += end["accepted_tokens"]
         seen = metrics_of(server)
     engine = ("model", "demo")
     assert seen["kvcellar_engine_accepted_tokens_total", engine] == right
     verified = seen["kvcellar_engine_drafted_tokens_total", engine]
     assert verified == right + wrong + end["drafted_tokens"] - end["accepted_tokens"]
+
+
+def told_by_other_clients(server):
+    """What OpenAI's and Anthropic's own clients are told of guesses: whole and in a stream."""
+    text = "self.width = width; self.height = height\n" * 6
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0
+    ) as client:
+        ask = {"model": "demo", "input": text, "max_output_tokens": 40, "temperature": 0}
+        usage = client.responses.create(**ask).usage
+        assert usage.output_tokens_details.reasoning_tokens == 0
+        yield usage.output_tokens_details.model_extra
+        *_, last = client.responses.create(**ask, stream=True)
+        yield last.response.usage.output_tokens_details.model_extra
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", timeout=PATIENCE_S, max_retries=0
+    ) as client:
+        ask = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 40}
+        ask["extra_body"] = {"temperature": 0}
+        yield client.messages.create(**ask).usage.model_extra
+        with client.messages.stream(**ask) as stream:
+            deltas = [event for event in stream if event.type == "message_delta"]
+        yield deltas[-1].usage.model_extra
 
 
 def test_the_snapshot_says_whose_every_cell_is(live):
@@ -100,6 +129,9 @@ def test_the_snapshot_says_whose_every_cell_is(live):
 
 def test_to_look_is_not_to_use(live):
     """The order in which prefixes would be evicted is the same after a look."""
+    for agent_id in ("look-a", "look-b"):
+        live.post("/v1/agents", {"id": agent_id})
+        live.post(f"/v1/agents/{agent_id}/generate", {"text": f"By {agent_id}. " * 9, **SHORT})
     (host,) = live.service.models.hosts()
 
     def order():

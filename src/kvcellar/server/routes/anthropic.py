@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
-from kvcellar.server.asking import agent_of, note, service_of, usage_extra
+from kvcellar.server.asking import agent_of, note, predictions, service_of, usage_extra
 from kvcellar.server.calls import read_arguments
 from kvcellar.server.chat import (
     Ask,
@@ -221,9 +221,11 @@ def _text(block: Block) -> str:
 
 
 def _usage(end: Ended) -> dict[str, int]:
-    """Tokens that were read from the cache, put into it on request, and all others."""
-    return _counts(end.usage.prompt_tokens, end.usage.cached_tokens, end.pinned_tokens) | {
-        "output_tokens": end.usage.completion_tokens
+    """Tokens that were read from the cache, put into it on request, and all others; guesses."""
+    return {
+        **_counts(end.usage.prompt_tokens, end.usage.cached_tokens, end.pinned_tokens),
+        "output_tokens": end.usage.completion_tokens,
+        **predictions([end.usage]),
     }
 
 

@@ -17,7 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.errors import UnknownAgentError
-from kvcellar.server.asking import agent_of, note, sampling_of, service_of, usage_extra
+from kvcellar.server.asking import (
+    agent_of,
+    note,
+    predictions,
+    sampling_of,
+    service_of,
+    usage_extra,
+)
 from kvcellar.server.calls import read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
 from kvcellar.server.errors import ApiError
@@ -343,7 +350,7 @@ def _finish(draft: _Draft, end: Ended) -> None:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0, **predictions([usage])},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
     draft.status = "incomplete" if end.reason == "length" else "completed"
