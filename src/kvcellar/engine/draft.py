@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["NO_DRAFT", "Draft"]
+__all__ = ["LATER", "NO_DRAFT", "Draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +83,6 @@ class Draft:
 
 
 NO_DRAFT = Draft((), "")
+
+LATER = Draft((), "later")
+"""No guesses yet: their drafter has still to read what the sequence says."""

@@ -53,6 +53,7 @@ class EngineStats:
         sampled_tokens: tokens that were sampled.
         drafted_tokens: guesses that were verified.
         accepted_tokens: guesses that were right.
+        drafter_failures: times that who guesses raised; requests went on without guesses.
         evicted_tokens: tokens whose cells were taken back from the prefix index.
         preemptions: times that a running sequence gave way.
         recompute_preemptions: of these, those whose KV was left to the index.
@@ -81,6 +82,7 @@ class EngineStats:
     sampled_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    drafter_failures: int
     evicted_tokens: int
     preemptions: int
     recompute_preemptions: int
@@ -105,6 +107,7 @@ class EngineStats:
 
 def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
     """All counts at this moment."""
+    speculator = scheduler.speculator
     counts, moves = scheduler.counts, scheduler.residency.counts
     usage = scheduler.residency.cache.usage()
     sizes = scheduler.residency.index.size_info()
@@ -121,6 +124,7 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
         sampled_tokens=counts.sampled_tokens,
         drafted_tokens=counts.drafted_tokens,
         accepted_tokens=counts.accepted_tokens,
+        drafter_failures=speculator.n_failures if speculator is not None else 0,
         evicted_tokens=moves.evicted_tokens,
         preemptions=counts.preemptions,
         recompute_preemptions=moves.recompute_preemptions,

@@ -22,6 +22,7 @@ _COUNTERS = {
     "sampled_tokens": "Tokens that were sampled.",
     "drafted_tokens": "Guesses that were verified.",
     "accepted_tokens": "Guesses that were right.",
+    "drafter_failures": "Times that who guesses failed; requests went on without guesses.",
     "evicted_tokens": "Tokens whose cells were taken back.",
     "gathered_cells": "Cells that were copied into longer runs while nobody asked.",
     "preemptions": "Times that a running sequence gave way.",

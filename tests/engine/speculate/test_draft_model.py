@@ -7,11 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.engine import Request, SamplingParams
+from kvcellar.engine import Request, SamplingParams, generate, last
+from kvcellar.engine.draft import LATER
 from kvcellar.engine.speculate import Ask, DraftModel
 from kvcellar.errors import ConfigError
 from kvcellar.types import make_config
-from tests.engine.fakes import FULL_PARAMS, PARAMS, HashRunner, TreeCells, logits_of
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    ByteTokenizer,
+    HashRunner,
+    TreeCells,
+    logits_of,
+    make_cache,
+)
 from tests.engine.test_engine import VOCAB, make_engine, nothing_is_left, plain_loop
 
 
@@ -123,6 +132,56 @@ def test_forwards_are_no_longer_than_the_runner_takes():
     whole = draft_of(FULL_PARAMS).propose(asks)
     assert drafter.propose(asks) == whole
     assert max(map(len, runner.forwards)) <= 16
+
+
+def test_a_long_prompt_is_read_in_several_steps_and_holds_nobody_up():
+    drafter = draft_of(FULL_PARAMS)
+    tokens = np.random.default_rng(0).integers(0, 256, 1200).tolist()
+    long, short = Ask(0, tokens, 3, 9), Ask(1, [1, 2, 3], 3, 9)
+    first, second = drafter.propose([long, short])
+    assert first is LATER and second
+    assert max(map(len, drafter._runner.forwards)) == 512
+    drafter.ended(1)
+    n_before = drafter._runner.n_tokens
+    assert drafter.propose([long]) == [LATER]
+    assert drafter._runner.n_tokens - n_before == 512
+    (draft,) = drafter.propose([long])
+    want = slow_tree(tokens, long, 4, FULL_PARAMS)
+    assert sorted(draft.beliefs) == pytest.approx(sorted(want.values()), rel=1e-4)
+
+
+def test_an_engine_decodes_on_while_a_draft_model_reads():
+    cache = make_cache("tree", 4000, FULL_PARAMS)
+    drafter = draft_of(FULL_PARAMS, capacity=4000)
+    engine = make_engine(
+        params=FULL_PARAMS,
+        cache=cache,
+        drafter=drafter,
+        verify_all_drafts=True,
+        max_num_batched_tokens=2048,
+    )
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompt = tuple(np.random.default_rng(1).integers(0, 256, 1300).tolist())
+    n_read = [0]
+    engine.submit(Request(prompt, params))
+    (end,) = [e for e in stepped(engine, n_read, drafter) if hasattr(e, "reason")]
+    assert end.token_ids == plain_loop_of(prompt, params)
+    assert max(np.diff(n_read)) <= 512 + 16 * 4
+    assert end.usage.accepted_tokens > 0
+    nothing_is_left(engine)
+
+
+def stepped(engine: Any, n_read: list[int], drafter: Any) -> Any:
+    """Events of all steps, and what the draft model had read after each."""
+    while not engine.is_idle:
+        yield from engine.step()
+        n_read.append(drafter._runner.n_tokens)
+
+
+def plain_loop_of(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    cache = make_cache("seq", 2000, FULL_PARAMS)
+    runner = HashRunner(cache, VOCAB)
+    return last(generate(runner, cache, ByteTokenizer(), prompt, params)).token_ids
 
 
 def test_where_nothing_was_chosen_it_is_asked_the_same_again():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvcellar.engine import Request, SamplingParams
+from kvcellar.engine.draft import LATER
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.speculate import Ask, Eagle3Drafter
 from kvcellar.errors import ConfigError
@@ -217,15 +218,21 @@ def test_preempted_sequences_go_on_with_what_the_head_knows_of_them():
     assert drafter._cache.n_free == drafter._cache.capacity
 
 
-def test_many_pairs_are_taken_in_several_forwards():
+def test_many_pairs_are_taken_in_several_steps_and_hold_nobody_up():
     drafter = head_of(width=1)
     tokens = np.random.default_rng(0).integers(0, 256, 1300).tolist()
     features = np.array([[t, i] for i, t in enumerate(tokens)], dtype=np.float32)
     for start in range(0, 1300, 50):
         drafter.saw(4, start, features[start : start + 50])
-    (draft,) = drafter.propose([Ask(4, [*tokens, 9], 2)])
+    long, short = Ask(4, [*tokens, 9], 2), Ask(5, [5, 6, 7], 2)
+    drafter.saw(5, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
+    first, second = drafter.propose([long, short])
+    assert first is LATER and len(second) == 2, "beside it the first 510"
+    assert drafter._runner.n_forwards == 1 + 2
+    assert drafter.propose([long]) == [LATER], "510 more"
+    (draft,) = drafter.propose([long])
     assert len(draft) == 2
-    assert drafter._runner.n_forwards == 2 + 2
+    assert drafter._runner.n_forwards == 3 + 1 + 2
 
 
 def test_a_head_that_fails_leaves_nothing_behind():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import Request, SamplingParams
-from kvcellar.engine.draft import NO_DRAFT
+from kvcellar.engine.draft import LATER, NO_DRAFT
 from kvcellar.engine.speculate import Ask, Draft, NgramDrafter, Speculator, StepCosts
 from kvcellar.engine.speculate.ngram import _key, _keys
 from kvcellar.errors import ConfigError
@@ -83,7 +83,25 @@ def test_the_oldest_of_what_has_ended_is_forgotten():
     assert drafter.propose([Ask(90, [5, 0, 1], 4)])[0].tokens == ()
     assert drafter.propose([Ask(91, [5, 19_000, 19_001], 2)])[0].tokens == (19_002, 19_003)
     assert len(drafter._histories) <= 5
-    assert len(drafter._seen[2]) < 10_000
+    assert len(drafter._by_size[0][1]) < 10_000
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_keys_that_roll_on_are_those_of_their_runs(pieces):
+    """However many tokens come at a time: the keys of the last runs, and what is remembered."""
+    sizes = (5, 3, 1)
+    tokens = np.random.default_rng(0).integers(0, 1 << 31, sum(pieces)).tolist()
+    rolling, at_once = NgramDrafter(sizes), NgramDrafter(sizes)
+    said: list[int] = []
+    for n in pieces:
+        said += tokens[len(said) : len(said) + n]
+        rolling.propose([Ask(0, said, 4)])
+    at_once.propose([Ask(0, tokens, 4)])
+    assert rolling._by_size == at_once._by_size
+    keys = rolling._of_request[0].keys
+    assert [key for key, size in zip(keys, sizes, strict=True) if size <= len(tokens)] == [
+        _key(tokens[-size:]) for size in sizes if size <= len(tokens)
+    ]
 
 
 def test_one_run_and_many_have_one_key():
@@ -229,6 +247,24 @@ def test_a_new_engine_loses_little_before_it_knows_that_guesses_are_wrong():
             speculator.ran(1 + len(sequence.draft), seconds)
             n_tokens, took = n_tokens + len(chosen), took + seconds
         assert n_tokens / took > 0.96, seed
+
+
+def test_what_a_drafter_reads_before_its_first_guess_says_nothing_of_levels():
+    class Reading(Costly):
+        """Takes three calls of 5 s each before it guesses."""
+
+        def propose(self, asks: Any) -> list[Draft]:
+            if self.n_asked < 3:
+                self.n_asked += 1
+                self.now += 5.0
+                return [LATER for _ in asks]
+            return super().propose(asks)
+
+    drafter = Reading((5,) * 8)
+    speculator = Speculator(drafter, clock=drafter.clock)
+    rounds(speculator, (5,) * 9, 30, flat)
+    assert speculator.level_s == pytest.approx(0.06, rel=0.01)
+    assert rounds(speculator, (5,) * 9, 10, flat) == [8] * 10
 
 
 def test_where_two_sequences_guess_the_better_guesses_go_first():

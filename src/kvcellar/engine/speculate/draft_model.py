@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.cache import TreeSeqCache
-from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import Ask
 from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
 from kvcellar.errors import CacheFullError, ConfigError
@@ -24,7 +24,7 @@ from kvcellar.types import IntArray
 __all__ = ["DraftModel"]
 
 MAX_TOKENS = 512
-"""Tokens of one forward of the draft model."""
+"""Tokens of one forward of the draft model, and tokens of texts that it reads in one step."""
 
 MIN_SHARED = 32
 """Tokens at least that a new sequence shares with another one's."""
@@ -72,26 +72,32 @@ class DraftModel:
         """Guesses that are in the draft's cache and await what is chosen."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The likeliest continuations: one forward for what is new, then one per further level."""
+        """The likeliest continuations: one forward for what is new, then one per further level.
+
+        ``LATER`` where more is new than one step reads.
+        """
         for ask in asks:
             self._commit(ask)
         trees = {ask.request_id: GrowingTree(ask, "draft model") for ask in self._with_room(asks)}
+        drafts = dict.fromkeys((ask.request_id for ask in asks), NO_DRAFT)
         try:
-            self._catch_up(list(trees.values()))
+            for tree in self._catch_up(list(trees.values())):
+                drafts[tree.ask.request_id] = LATER
+                del trees[tree.ask.request_id]
             growing = list(trees.values())
             while growing := [t for t in growing if t.level and t.n_levels < t.ask.limit]:
                 self._next_level(growing)
         except CacheFullError:
             pass  # what was guessed so far is good
-        return [
-            trees[ask.request_id].draft() if ask.request_id in trees else NO_DRAFT for ask in asks
-        ]
+        drafts |= {request_id: tree.draft() for request_id, tree in trees.items()}
+        return [drafts[ask.request_id] for ask in asks]
 
     def ended(self, request_id: int) -> None:
         """Free its cells."""
         self._trees.pop(request_id, None)
         self._tokens.pop(request_id, None)
-        if self._known.pop(request_id, None):
+        self._known.pop(request_id, None)
+        if self._cache.has_seq(request_id):
             self._cache.seq_rm(request_id)
 
     def _commit(self, ask: Ask) -> None:
@@ -148,15 +154,31 @@ class DraftModel:
             self._known[ask.request_id] = best
             self._tokens[ask.request_id] = ask.tokens
 
-    def _catch_up(self, trees: Sequence[GrowingTree]) -> None:
-        """Compute the tokens that the draft has not seen; they give the first level."""
-        waiting = list(trees)
+    def _catch_up(self, trees: Sequence[GrowingTree]) -> list[GrowingTree]:
+        """Compute tokens that the draft has not seen; where that is all of them, the first level.
+
+        No more than ``MAX_TOKENS`` in all, those first who wait for the least: a long prompt is
+        read in several steps, and holds nobody up.
+
+        Returns:
+            The trees that have to wait.
+        """
+        stops: dict[int, int] = {}
+        left = MAX_TOKENS
+        for tree in sorted(trees, key=self._n_missing):
+            n = min(left, self._n_missing(tree))
+            left -= n
+            stops[tree.ask.request_id] = self._n_known(tree) + n
+        waiting = [
+            tree for tree in trees if self._known.get(r := tree.ask.request_id, 0) < stops[r]
+        ]
         while waiting:
             parts: list[tuple[GrowingTree, list[int]]] = []
             room = self._max_tokens
             for tree in waiting:
-                start = self._known.get(tree.ask.request_id, 0)
-                part = tree.ask.tokens[start : start + room]
+                request_id = tree.ask.request_id
+                start = self._n_known(tree)
+                part = tree.ask.tokens[start : min(start + room, stops[request_id])]
                 if part:
                     parts.append((tree, part))
                     room -= len(part)
@@ -166,12 +188,22 @@ class DraftModel:
             logits = self._forward(tokens, seq_ids, rows.tolist())
             for (tree, part), row in zip(parts, logits, strict=True):
                 request_id = tree.ask.request_id
-                known = self._known[request_id] = self._known.get(request_id, 0) + len(part)
+                known = self._known[request_id] = self._n_known(tree) + len(part)
                 self._tokens[request_id] = tree.ask.tokens
-                if known == len(tree.ask.tokens):
+                if known == stops[request_id]:
                     waiting.remove(tree)
+                if known == len(tree.ask.tokens):
                     width = self._width_of(tree.ask)
                     tree.grow([-1], *_likeliest(row[None], width), width)
+        return [tree for tree in trees if self._n_missing(tree)]
+
+    def _n_known(self, tree: GrowingTree) -> int:
+        """Tokens of its sequence that the draft has seen."""
+        return self._known.get(tree.ask.request_id, 0)
+
+    def _n_missing(self, tree: GrowingTree) -> int:
+        """Tokens of its sequence that it has not."""
+        return len(tree.ask.tokens) - self._n_known(tree)
 
     def _next_level(self, trees: Sequence[GrowingTree]) -> None:
         """Every tree's last level, as many trees in one forward as it takes."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["NO_DRAFT", "Ask", "Draft", "Drafter", "FeatureReader"]
+__all__ = ["LATER", "NO_DRAFT", "Ask", "Draft", "Drafter", "FeatureReader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,11 @@ class Drafter(Protocol):
     is_free: bool
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Guesses for some sequences, at most ``limit`` deep and ``n_nodes`` in all for each."""
+        """Guesses for some sequences, at most ``limit`` deep and ``n_nodes`` in all for each.
+
+        A call is part of a step that others wait for: where there is much to read before a
+        sequence's first guess, a drafter reads a part of it and answers ``LATER``.
+        """
         ...
 
     def ended(self, request_id: int) -> None:

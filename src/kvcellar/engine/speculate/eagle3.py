@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache import TreeSeqCache
-from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import Ask
 from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
 from kvcellar.errors import CacheFullError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Eagle3Drafter"]
 
 MAX_PAIRS = 512
-"""Pairs of one sequence in one forward of the head."""
+"""Pairs that the head takes in one step; what is more waits for the next."""
 
 MANY_FEATURES = 64
 """So many features that wait are joined: they take a third of the memory then."""
@@ -111,25 +111,50 @@ class Eagle3Drafter:
             self._join(known)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The likeliest continuations: one forward for new pairs, one per further level."""
-        trees = {ask.request_id: GrowingTree(ask, "eagle3") for ask in self._with_room(asks)}
-        growing = list(trees.values())
+        """The likeliest continuations: one forward for new pairs, one per further level.
+
+        ``LATER`` where more pairs are new than one step takes.
+        """
+        drafts = dict.fromkeys((ask.request_id for ask in asks), NO_DRAFT)
+        growing: list[GrowingTree] = []
         try:
+            going = self._caught_up(self._with_room(asks), drafts)
+            growing += [GrowingTree(ask, "eagle3") for ask in going]
             if growing:
                 self._grow(growing)
         except CacheFullError:
             pass  # what was guessed so far is good
         finally:
             drop_trees(self._cache, growing)
-        return [
-            trees[ask.request_id].draft() if ask.request_id in trees else NO_DRAFT for ask in asks
-        ]
+        drafts |= {tree.ask.request_id: tree.draft() for tree in growing}
+        return [drafts[ask.request_id] for ask in asks]
 
     def ended(self, request_id: int) -> None:
         """Free its cells."""
-        known = self._known.pop(request_id, None)
-        if known is not None and known.n_pairs:
+        self._known.pop(request_id, None)
+        if self._cache.has_seq(request_id):
             self._cache.seq_rm(request_id)
+
+    def _caught_up(self, asks: Sequence[Ask], drafts: dict[int, Draft]) -> list[Ask]:
+        """Those whose new pairs are few enough for this step; of the first other a part is taken.
+
+        Those with the fewest go first. The others' drafts are ``LATER``.
+        """
+        for ask in asks:
+            self._join(self._known[ask.request_id])
+        going = []
+        room = MAX_PAIRS
+        for ask in sorted(asks, key=lambda ask: self._known[ask.request_id].n_joined):
+            known = self._known[ask.request_id]
+            if known.n_joined <= room:
+                going.append(ask)
+                room -= known.n_joined
+                continue
+            drafts[ask.request_id] = LATER
+            if room:
+                self._compute(ask, known, room)
+                room = 0
+        return going
 
     def _grow(self, trees: Sequence[GrowingTree]) -> None:
         guesses = self._read(trees)
@@ -169,9 +194,6 @@ class Eagle3Drafter:
         parts = []
         for tree in trees:
             known = self._known[tree.ask.request_id]
-            self._join(known)
-            while known.n_joined > MAX_PAIRS:
-                self._compute(tree.ask, known, MAX_PAIRS)
             at = known.first + known.n_pairs + 1
             tokens += tree.ask.tokens[at : at + known.n_joined]
             seq_ids += [tree.ask.request_id] * known.n_joined

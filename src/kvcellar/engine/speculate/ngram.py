@@ -9,9 +9,10 @@ likewise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcellar.engine.speculate.drafter import NO_DRAFT, Ask, Draft
 from kvcellar.errors import ConfigError
@@ -19,17 +20,27 @@ from kvcellar.types import IntArray
 
 __all__ = ["NgramDrafter"]
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 _OFFSET_BITS = 40
 
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """The tokens of one sequence, as far as they are in the memory."""
+    """The tokens of one sequence, as far as they are in the memory.
+
+    Attributes:
+        number: its own.
+        tokens: all, those that are not yet in the memory too.
+        n_known: how many are.
+        keys: of the last run of each size, where it has so many tokens; longest first.
+        is_over: whether nothing is added any more.
+    """
 
     number: int
     tokens: list[int]
     n_known: int = 0
+    keys: list[int] = field(default_factory=list)
     is_over: bool = False
 
 
@@ -59,7 +70,11 @@ class NgramDrafter:
             )
         self.sizes = tuple(sizes)
         self.max_tokens = max_tokens
-        self._seen: dict[int, dict[int, int]] = {size: {} for size in self.sizes}
+        self._by_size: list[tuple[int, dict[int, int], int]] = [
+            (size, {}, pow(_MULTIPLIER, size - 1, 1 << 64)) for size in self.sizes
+        ]
+        """Per size where each run was followed the last time, by its key; and what a token counts
+        in a key that it is the first of."""
         self._histories: dict[int, _History] = {}
         self._of_request: dict[int, _History] = {}
         self._n_over = 0
@@ -67,9 +82,8 @@ class NgramDrafter:
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """For each sequence what followed its last tokens the last time."""
-        for ask in asks:
-            self._take(ask)
-        return [self._guess(ask) for ask in asks]
+        histories = [self._take(ask) for ask in asks]
+        return [self._guess(ask, history) for ask, history in zip(asks, histories, strict=True)]
 
     def ended(self, request_id: int) -> None:
         """Keep what it said, for others; forget the oldest of what is too much."""
@@ -87,7 +101,7 @@ class NgramDrafter:
                 del self._histories[number]
                 self._forget(number)
 
-    def _take(self, ask: Ask) -> None:
+    def _take(self, ask: Ask) -> _History:
         """Remember the tokens that came since the last time.
 
         A run is remembered when the token behind it is known: the last run has no follower yet.
@@ -98,35 +112,47 @@ class NgramDrafter:
             self._next += 1
             self._histories[history.number] = self._of_request[ask.request_id] = history
         n = len(ask.tokens)
-        for size in self.sizes:
-            first = max(size, history.n_known)  # positions of followers
-            if n - first == 1:
-                self._seen[size][_key(ask.tokens[first - size : first])] = (
-                    history.number << _OFFSET_BITS
-                ) + first
-            elif n > first:
-                keys = _keys(np.asarray(ask.tokens[first - size : n - 1], dtype=np.int64), size)
-                base = history.number << _OFFSET_BITS
-                self._seen[size].update(
-                    zip(keys.tolist(), range(base + first, base + n), strict=True)
-                )
+        if n == history.n_known + 1 and history.keys:
+            self._take_one(history)
+        elif n > history.n_known:
+            self._take_many(history)
         history.n_known = n
+        return history
 
-    def _guess(self, ask: Ask) -> Draft:
+    def _take_one(self, history: _History) -> None:
+        """One more token: the keys of the last runs roll on."""
+        tokens, keys = history.tokens, history.keys
+        first = len(tokens) - 1
+        token, place = tokens[first], (history.number << _OFFSET_BITS) + first
+        for i, (size, seen, power) in enumerate(self._by_size):
+            if size <= first:
+                seen[keys[i]] = place
+                keys[i] = ((keys[i] - tokens[first - size] * power) * _MULTIPLIER + token) & _MASK
+            elif size == len(tokens):
+                keys[i] = _key(tokens)
+
+    def _take_many(self, history: _History) -> None:
+        tokens, n = history.tokens, len(history.tokens)
+        base = history.number << _OFFSET_BITS
+        for size, seen, _ in self._by_size:
+            first = max(size, history.n_known)  # positions of followers
+            if n > first:
+                keys = _keys(np.asarray(tokens[first - size : n - 1], dtype=np.int64), size)
+                seen.update(zip(keys.tolist(), range(base + first, base + n), strict=True))
+        history.keys = [_key(tokens[-size:]) for size in self.sizes]
+
+    def _guess(self, ask: Ask, history: _History) -> Draft:
         tokens = ask.tokens
-        for size in self.sizes:
-            if len(tokens) < size:
+        for (size, seen, _), key in zip(self._by_size, history.keys, strict=True):
+            at = seen.get(key)
+            if at is None or len(tokens) < size:
                 continue
-            suffix = tokens[-size:]
-            at = self._seen[size].get(_key(suffix))
-            if at is None:
-                continue
-            history = self._histories.get(at >> _OFFSET_BITS)
+            found_in = self._histories.get(at >> _OFFSET_BITS)
             first = at & ((1 << _OFFSET_BITS) - 1)
-            if history is None or history.tokens[first - size : first] != suffix:
+            if found_in is None or found_in.tokens[first - size : first] != tokens[-size:]:
                 continue  # forgotten, or two runs with one key
-            found = history.tokens[first : first + ask.limit]
-            while len(found) < ask.limit and history.tokens is tokens:
+            found = found_in.tokens[first : first + ask.limit]
+            while len(found) < ask.limit and found_in.tokens is tokens:
                 # It runs into its own end: what repeats with this period goes on repeating.
                 found = (found + found)[: ask.limit]
             return Draft(tuple(found), f"{size}-gram")
@@ -135,26 +161,29 @@ class NgramDrafter:
     def _forget(self, number: int) -> None:
         """Drop what points to a history, once much does: to search all of it takes time."""
         n_alive = sum(len(history.tokens) for history in self._histories.values())
-        for size, seen in self._seen.items():
+        for _, seen, _ in self._by_size:
             if len(seen) > 2 * n_alive + 1024:
-                alive = self._histories
-                self._seen[size] = {k: at for k, at in seen.items() if at >> _OFFSET_BITS in alive}
+                gone = [k for k, at in seen.items() if at >> _OFFSET_BITS not in self._histories]
+                for key in gone:
+                    del seen[key]
 
 
-def _keys(tokens: IntArray, size: int) -> IntArray:
-    """``[len(tokens) - size + 1]``: one number per run of ``size`` tokens."""
+def _keys(tokens: IntArray, size: int) -> NDArray[np.uint64]:
+    """``[len(tokens) - size + 1]``: one number per run of ``size`` tokens, ``uint64``.
+
+    A polynomial in the multiplier modulo 2^64, so that the key of the next run follows from that of
+    the one before (Karp and Rabin, 1987).
+    """
     n = len(tokens) - size + 1
     keys = np.zeros(n, dtype=np.uint64)
     for i in range(size):
-        keys = (keys ^ tokens[i : i + n].astype(np.uint64)) * _MULTIPLIER
-        keys ^= keys >> np.uint64(29)
-    return keys.astype(np.int64, copy=False)
+        keys = keys * np.uint64(_MULTIPLIER) + tokens[i : i + n].astype(np.uint64)
+    return keys
 
 
 def _key(run: Sequence[int]) -> int:
     """``_keys`` of one run."""
-    key, mask, multiplier = 0, (1 << 64) - 1, int(_MULTIPLIER)
+    key = 0
     for token in run:
-        key = ((key ^ token) * multiplier) & mask
-        key ^= key >> 29
-    return key - (1 << 64) if key >> 63 else key
+        key = (key * _MULTIPLIER + token) & _MASK
+    return key

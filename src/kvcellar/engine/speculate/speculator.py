@@ -9,13 +9,15 @@ compared with what came instead, so it is known when they begin to pay again.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.speculate.drafter import Ask, Drafter, FeatureReader
 from kvcellar.engine.speculate.rates import Rate, Rates
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
 __all__ = ["Speculator"]
+
+log = logging.getLogger("kvcellar.engine")
 
 MARGIN = 1.02
 """Tokens per second have to be believed so many times those without guesses."""
@@ -40,6 +44,9 @@ PROBE_DEPTH = 4
 class Speculator:
     """Chooses what is guessed and verified. One per engine.
 
+    Whatever the drafter raises costs nobody more than guesses: the sequences that it was called for
+    go on without it until they end.
+
     Attributes:
         drafter: who guesses.
         max_drafted: guesses per sequence and step, at most.
@@ -49,6 +56,7 @@ class Speculator:
         clock: seconds.
         costs: what steps take.
         level_s: what it takes to guess one level for all sequences; None before the first time.
+        n_failures: times that the drafter raised.
     """
 
     drafter: Drafter
@@ -58,6 +66,7 @@ class Speculator:
     clock: Callable[[], float] = time.perf_counter
     costs: StepCosts = field(default_factory=StepCosts)
     level_s: float | None = None
+    n_failures: int = 0
     _rates: Rates = field(default_factory=Rates)
     _levels: list[Rate] = field(default_factory=list)
     """Per level how often one of its guesses was right, where one of the level above was."""
@@ -66,6 +75,8 @@ class Speculator:
     _pending: dict[int, Draft] = field(default_factory=dict)
     _asked: dict[int, int] = field(default_factory=dict)
     """Tokens of each sequence when its guesses were made the last time."""
+    _without: set[int] = field(default_factory=set)
+    """Sequences for which the drafter has failed."""
     _total_s: float = 0.0
     _probe_s: float = 0.0
     _guessing_s: float = 0.0
@@ -91,8 +102,14 @@ class Speculator:
         if not asks:
             return
         started = self.clock()
-        drafts = dict(zip(asks, self.drafter.propose(list(asks.values())), strict=True))
+        try:
+            drafts = dict(zip(asks, self.drafter.propose(list(asks.values())), strict=True))
+        except Exception as error:
+            self._failed(asks, error)
+            drafts = {}
         self._guessed(asks, drafts, self.clock() - started, is_probe)
+        if not any(drafts.values()):
+            return
         if not self.has_trees:
             drafts = {request_id: self._chain(request_id, d) for request_id, d in drafts.items()}
         kept = self._worth_it(drafts, len(sequences), n_tokens)
@@ -118,7 +135,12 @@ class Speculator:
     def saw(self, request_id: int, start: int, features: FloatArray) -> None:
         """Tell a drafter that reads features what the model's layers said of computed tokens."""
         assert self._reader is not None, "only a reader's engine computes features"
-        self._reader.saw(request_id, start, features)
+        if request_id in self._without:
+            return
+        try:
+            self._reader.saw(request_id, start, features)
+        except Exception as error:
+            self._failed((request_id,), error)
 
     def ran(self, n_tokens: int, seconds: float) -> None:
         """A step has run, in so much time from before it was proposed for."""
@@ -130,9 +152,31 @@ class Speculator:
         self._pending.pop(request_id, None)
         self._asked.pop(request_id, None)
         self._rates.ended(request_id)
-        self.drafter.ended(request_id)
+        if request_id not in self._without:
+            try:
+                self.drafter.ended(request_id)
+            except Exception as error:
+                self._failed((), error)
+        self._without.discard(request_id)
+
+    def _failed(self, request_ids: Iterable[int], error: Exception) -> None:
+        """The drafter raised: these sequences are none of its any more."""
+        if not self.n_failures:
+            log.error(
+                "%s cannot guess; the requests that it was asked for go on without guesses, and "
+                "further failures are only counted",
+                type(self.drafter).__name__,
+                exc_info=error,
+            )
+        self.n_failures += 1
+        for request_id in request_ids:
+            self._without.add(request_id)
+            with contextlib.suppress(Exception):
+                self.drafter.ended(request_id)
 
     def _ask(self, sequence: Sequence, depth: int) -> Ask | None:
+        if sequence.request_id in self._without:
+            return None
         most = sequence.request.params.max_tokens
         if most is not None:
             n_sampled = len(sequence.tokens) - sequence.n_prompt
@@ -201,7 +245,10 @@ class Speculator:
         # Sequences that decode bring a token each; those in prefill none, and take their time.
         expected = float(n_sequences)
         best, n_best = MARGIN * expected / before, 0
+        most = expected - sum(gain for gain, *_ in gains)
         for n, (gain, *_) in enumerate(gains, 1):
+            if most <= best * before:
+                break  # not even if all that are left were for nothing
             expected -= gain
             per_second = expected / self._seconds(n_tokens + n, before)
             if per_second > best:
@@ -220,15 +267,16 @@ class Speculator:
         """What guessing took. Where a drafter had to catch up first, that says little of levels."""
         if self.drafter.is_free:
             return
+        caught_up = {r: len(asks[r].tokens) for r, draft in drafts.items() if draft is not LATER}
         self._guessing_s = seconds
         if is_probe:
             self._probe_s += seconds
-        is_usual = all(
-            len(ask.tokens) - self._asked.get(request_id, 0) <= self.max_drafted + 1
-            for request_id, ask in asks.items()
+        is_usual = len(caught_up) == len(asks) and all(
+            n - self._asked.get(request_id, 0) <= self.max_drafted + 1
+            for request_id, n in caught_up.items()
         )
-        self._asked.update((request_id, len(ask.tokens)) for request_id, ask in asks.items())
-        depth = max(draft.depth for draft in drafts.values())
+        self._asked.update(caught_up)
+        depth = max((draft.depth for draft in drafts.values()), default=0)
         if depth and is_usual:
             new, old = seconds / depth, self.level_s
             self.level_s = new if old is None else old + 0.1 * (min(new, 4 * old) - old)

@@ -39,7 +39,7 @@ class Eagle3Head:
     """The weights of a head. Shared by sessions and threads; never changes.
 
     Norms are folded into the matrices behind them, matrices with one input are one, and all lie
-    ``[in, out]``: a level of four to eight guesses takes a twelfth less than with torch's own order.
+    ``[in, out]``: levels of four to eight guesses take a twelfth less than with torch's own order.
 
     Attributes:
         config: its shape.
