@@ -142,6 +142,18 @@ class HashRunner:
         return logits
 
 
+class TellingRunner(HashRunner):
+    """Tells of every token: itself and its position."""
+
+    n_features = 2
+
+    def forward_with_features(
+        self, token_ids: Sequence[int], positions: Sequence[int], rows: Any = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        logits = self.forward(token_ids, positions, rows)
+        return logits, np.stack((token_ids, positions), axis=1).astype(np.float32)
+
+
 def _seen_by_queries(cells: np.ndarray, read: AttendSpec) -> list[tuple[int, ...]]:
     tokens = np.concatenate([cells[run.start : run.stop] for run in read.runs])
     seen = []

@@ -26,6 +26,7 @@ from tests.engine.fakes import (
     HashRunner,
     PagedCells,
     SeqCells,
+    TellingRunner,
     TreeCells,
     make_cache,
 )
@@ -76,7 +77,7 @@ def make_engine(
 ) -> Engine:
     cache = cache or make_cache("seq", capacity, params)
     return Engine(
-        HashRunner(cache, VOCAB),
+        TellingRunner(cache, VOCAB),
         cache,
         ByteTokenizer(),
         eos_token_ids=EOS,

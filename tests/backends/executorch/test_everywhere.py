@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import kvcellar as kv
 from kvcellar.agents import ModelHost, open_host
+from kvcellar.backends.executorch import export_program
 from kvcellar.cli import app
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.errors import BackendError, ModelError
@@ -54,10 +55,18 @@ def test_an_engine_batches_forks_and_preempts_as_under_torch(loaded, checkpoint,
     assert len(ends[1]) == len(prompts)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "trees"])
-def test_guesses_change_nothing_under_executorch(loaded, kind):
+@pytest.mark.parametrize("kind", ["ngram", "draft model", "trees"])
+@pytest.mark.parametrize("cache", ["seq", "tree"])
+def test_guesses_change_nothing_under_executorch(loaded, cache, kind):
     """Trees are verified in one step of a program, with forks and preemption between."""
-    agrees(loaded("gemma2"), "tree", kind, 6)
+    agrees(loaded("gemma2"), cache, kind)
+
+
+def test_a_head_guesses_for_a_program_that_tells_features(checkpoint, tmp_path):
+    path = tmp_path / "telling.pte"
+    layers = (0, 1, 2)
+    export_program(checkpoint("llama"), path, max_tokens_per_step=MAX_TOKENS, feature_layers=layers)
+    agrees(load_model(path, backend="executorch"), "tree", "eagle3")
 
 
 def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path):

@@ -20,24 +20,16 @@ from tests.engine.fakes import (
     FULL_PARAMS,
     ByteTokenizer,
     HashRunner,
+    TellingRunner,
     TreeCells,
     _seen_by_queries,
     logits_of,
+    make_cache,
 )
-from tests.engine.test_engine import EOS, VOCAB, make_engine, nothing_is_left, plain_loop
+from tests.engine.test_engine import EOS, VOCAB, nothing_is_left, plain_loop
 
 OWN = VOCAB
 """In place of the features of a token that the target has not computed."""
-
-
-class Telling(HashRunner):
-    """Features are the token itself and its position."""
-
-    n_features = 2
-
-    def forward_with_features(self, token_ids: Any, positions: Any, rows: Any = None) -> Any:
-        logits = self.forward(token_ids, positions, rows)
-        return logits, np.stack((token_ids, positions), axis=1).astype(np.float32)
 
 
 @dataclass
@@ -55,8 +47,10 @@ class HashHead:
 
     feature_layers = (0,)
 
-    def __init__(self, cache: Any, rank: int | None = None) -> None:
-        self.cache, self.rank = cache, rank
+    def __init__(
+        self, cache: Any, rank: int | None = None, target: ModelCacheParams = FULL_PARAMS
+    ) -> None:
+        self.cache, self.rank, self.target = cache, rank, target
         self.n_forwards = 0
 
     def join(self, features: Sequence[np.ndarray], before: Any = None) -> np.ndarray:
@@ -92,7 +86,7 @@ class HashHead:
         kept = [histories[row] for row in rows]
         found = np.zeros((len(kept), k), dtype=np.int64)
         for i, history in enumerate(kept):
-            order = np.argsort(-logits_of(history, VOCAB, FULL_PARAMS))[:k]
+            order = np.argsort(-logits_of(history, VOCAB, self.target))[:k]
             found[i] = np.roll(order, len(history) % k if self.rank is None else self.rank)
         beliefs = np.tile(0.9 * 0.5 ** np.arange(k), (len(kept), 1)).astype(np.float32)
         return Said(found, beliefs, kept)
@@ -100,16 +94,14 @@ class HashHead:
 
 def head_of(capacity: int = 4000, **options: Any) -> Eagle3Drafter:
     cache = TreeCells(make_config(ModelCacheParams(1, 1, 4), capacity, min_chunk=16))
-    rank = options.pop("rank", None)
-    return Eagle3Drafter(
-        HashHead(cache, rank), cache, **{"min_reach": 0.0, "max_depth": 9, **options}
-    )
+    head: Any = HashHead(cache, options.pop("rank", None), options.pop("target", FULL_PARAMS))
+    return Eagle3Drafter(head, cache, **{"min_reach": 0.0, "max_depth": 9, **options})
 
 
 def engine_of(drafter: Any, kind: Any = TreeCells, capacity: int = 1500, **config: Any) -> Engine:
     cache = kind(make_config(FULL_PARAMS, capacity, min_chunk=16))
     return Engine(
-        Telling(cache, VOCAB),
+        TellingRunner(cache, VOCAB),
         cache,
         ByteTokenizer(),
         eos_token_ids=EOS,
@@ -252,9 +244,25 @@ def test_a_head_that_fails_leaves_nothing_behind():
     assert draft.depth == 3
 
 
+def test_where_nothing_was_chosen_it_is_asked_the_same_again():
+    """As when a sequence had to give way before its guesses were verified."""
+    drafter = head_of(width=2)
+    drafter.saw(1, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
+    ask = Ask(1, [5, 6, 7], 3, 6)
+    first = drafter.propose([ask])
+    n_free = drafter._cache.n_free
+    assert drafter.propose([ask]) == first and first[0].depth == 3
+    assert drafter._cache.n_free == n_free
+    drafter.saw(1, 2, np.array([[7, 2]], dtype=np.float32))
+    (draft,) = drafter.propose([Ask(1, [5, 6, 7, 8], 3, 6)])
+    want = logits_of([5, 6, 7, 8], VOCAB, FULL_PARAMS).argmax()
+    assert want in draft.tokens[:2]
+
+
 def test_a_runner_that_tells_no_features_is_refused():
+    cache = make_cache("tree")
     with pytest.raises(ConfigError, match="tells nothing"):
-        make_engine(drafter=head_of())
+        Engine(HashRunner(cache, VOCAB), cache, drafter=head_of())
 
 
 def test_features_that_come_once_more_are_those_that_are_known():

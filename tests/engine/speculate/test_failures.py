@@ -11,8 +11,15 @@ import pytest
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.speculate import Ask, Draft, DraftModel
 from kvcellar.types import make_config
-from tests.engine.fakes import FULL_PARAMS, ByteTokenizer, GuessTrees, HashRunner, TreeCells
-from tests.engine.speculate.test_eagle3 import Telling, head_of
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    ByteTokenizer,
+    GuessTrees,
+    HashRunner,
+    TellingRunner,
+    TreeCells,
+)
+from tests.engine.speculate.test_eagle3 import head_of
 from tests.engine.test_engine import EOS, VOCAB, nothing_is_left, plain_loop
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -60,7 +67,7 @@ class Failing:
 def engine_of(drafter: Any, capacity: int = 400) -> Engine:
     cache = TreeCells(make_config(FULL_PARAMS, capacity, min_chunk=16))
     return Engine(
-        Telling(cache, VOCAB),
+        TellingRunner(cache, VOCAB),
         cache,
         ByteTokenizer(),
         eos_token_ids=EOS,

@@ -1,8 +1,14 @@
-"""Whoever guesses, on whatever cache: the tokens of the plain loop, and the same reuse."""
+"""Whoever guesses, on whatever cache: the tokens of the plain loop, and the same reuse.
+
+``KVCELLAR_PROMPTS`` sets how many prompts every combination gets, besides half as many forks of
+running ones; 8 by default.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,8 +21,9 @@ import torch
 import kvcellar as kv
 from kvcellar.backends.reference import ReferenceContiguousCache, ReferenceTreeCache
 from kvcellar.engine import Engine, EngineConfig, SamplingParams, generate, last
-from kvcellar.engine.speculate import DraftModel, NgramDrafter
+from kvcellar.engine.speculate import DraftModel, Eagle3Drafter, NgramDrafter
 from kvcellar.models import LoadedModel, load_model
+from kvcellar.models.eagle3.loading import load_eagle3
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import (
     FULL_PARAMS,
@@ -27,16 +34,21 @@ from tests.engine.fakes import (
     TreeCells,
     make_cache,
 )
+from tests.engine.speculate.test_eagle3 import head_of
 from tests.engine.speculate.traces import NARROW, Doubtful, check, played
 from tests.engine.test_engine import VOCAB, MovingTrees, make_engine, nothing_is_left, plain_loop
+from tests.models.eagle3_heads import head_config, head_tensors, write_head
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_checkpoint
 
-DRAFTERS = ("ngram", "draft model", "trees")
+N_PROMPTS = int(os.environ.get("KVCELLAR_PROMPTS", "8"))
+DRAFTERS = ("ngram", "draft model", "trees", "eagle3")
 
 
 def drafter_of(kind: str, params: Any) -> Any:
     if kind == "ngram":
         return NgramDrafter((4, 2, 1))
+    if kind == "eagle3":
+        return head_of(1500, width=3, target=params)
     if kind == "trees":
         return GuessTrees(params, VOCAB)
     cache = TreeCells(kv.make_config(params, 1500, min_chunk=16))
@@ -47,7 +59,7 @@ def drafter_of(kind: str, params: Any) -> Any:
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("moved", [0, 10**9], ids=["recomputed", "moved"])
 def test_with_forks_and_preemption_between(params, kind, moved):
-    """108 prompts and their forks, of which some have to give way."""
+    """Prompts and their forks, of which some have to give way."""
     cache = MovingTrees(make_cache("tree", 110, params).config)
     engine = make_engine(
         params=params,
@@ -57,10 +69,11 @@ def test_with_forks_and_preemption_between(params, kind, moved):
         max_moved_bytes=moved,
         max_num_batched_tokens=32,
     )
-    said = played(engine, 9, VOCAB, bias=NARROW if kind == "ngram" else None)
-    assert check(said, lambda p, s: plain_loop(p, s, params).token_ids) >= 9
+    n = N_PROMPTS + 1
+    said = played(engine, n, VOCAB, bias=NARROW if kind == "ngram" else None)
+    assert check(said, lambda p, s: plain_loop(p, s, params).token_ids) >= n
     stats = engine.stats()
-    assert stats.preemptions > 0
+    assert stats.preemptions > 0 and stats.drafter_failures == 0
     assert 0 < stats.accepted_tokens <= stats.drafted_tokens
     nothing_is_left(engine)
 
@@ -123,7 +136,8 @@ def test_on_the_reference_caches(kind):
         events = generate(Attention(alone), alone, ByteTokenizer(), prompt, params)
         return last(events).token_ids
 
-    assert check(played(engine, 8, VOCAB, bias=NARROW if kind == "ngram" else None), plain) >= 8
+    said = played(engine, N_PROMPTS, VOCAB, bias=NARROW if kind == "ngram" else None)
+    assert check(said, plain) >= N_PROMPTS
     stats = engine.stats()
     assert stats.preemptions > 0
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
@@ -131,7 +145,7 @@ def test_on_the_reference_caches(kind):
 
 # On models ----------------------------------------------------------------------------------------
 
-CAPACITY = 160
+CAPACITY = 90
 """Some of the trace's requests have to give way."""
 
 SESSIONS = {
@@ -164,7 +178,13 @@ def guessing(
     with ExitStack() as stack:
         session = stack.enter_context(SESSIONS[cache](model.backend, config))
         drafter: Any = NgramDrafter((4, 2, 1))
-        if kind != "ngram":
+        layers: tuple[int, ...] = ()
+        if kind == "eagle3":
+            head = load_eagle3(narrow_head(stack), model)
+            layers, own = head.feature_layers, kv.make_config(head.params, 600)
+            other = stack.enter_context(kv.make_tree_session("torch", own))
+            drafter = Eagle3Drafter(head.bind(other), other.cache, min_reach=0.0)
+        elif kind != "ngram":
             own = kv.make_config(model.params, 600, kv_dtype)
             other = stack.enter_context(kv.make_tree_session(model.backend, own))
             drafter = DraftModel(model.bind(other), other.cache, model.vocab_size)
@@ -173,7 +193,19 @@ def guessing(
         settings = EngineConfig(
             verify_all_drafts=True, max_num_seqs=5, max_drafted=8, max_moved_bytes=1 << 30
         )
-        yield Engine(model.bind(session), session.cache, drafter=drafter, config=settings)
+        runner = model.bind(session, feature_layers=layers)
+        yield Engine(runner, session.cache, drafter=drafter, config=settings)
+
+
+def narrow_head(stack: ExitStack) -> Path:
+    """A random head that says the first four tokens alone: of ``NARROW`` it is often right."""
+    config = head_config(draft_vocab_size=4)
+    tensors = head_tensors(config)
+    tensors["d2t"] = torch.zeros(4, dtype=torch.int64)
+    drawn = torch.Generator().manual_seed(1)
+    tensors["embed_tokens.weight"] = torch.randn(VOCAB_SIZE, 64, generator=drawn)
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    return write_head(Path(folder) / "head", config, tensors)
 
 
 def plainly(model: LoadedModel, kv_dtype: str = "float32") -> Any:
@@ -189,21 +221,25 @@ def plainly(model: LoadedModel, kv_dtype: str = "float32") -> Any:
     return said
 
 
-def agrees(model: LoadedModel, cache: str, kind: str, n: int) -> None:
-    with guessing(model, cache, kind) as engine:
-        said = played(engine, n, VOCAB_SIZE, bias=NARROW if kind == "ngram" else None)
+def agrees(model: LoadedModel, cache: str, kind: str, kv_dtype: str = "float32") -> None:
+    """Prompts, forks of running ones, and some that give way: the tokens of the plain loop."""
+    is_narrow = kind in ("ngram", "eagle3")
+    with guessing(model, cache, kind, kv_dtype=kv_dtype) as engine:
+        said = played(engine, N_PROMPTS, VOCAB_SIZE, bias=NARROW if is_narrow else None)
         stats = engine.stats()
-    assert check(said, plainly(model)) >= n
+    assert check(said, plainly(model, kv_dtype)) >= N_PROMPTS
     assert 0 < stats.accepted_tokens <= stats.drafted_tokens
+    assert stats.preemptions > 0 and stats.drafter_failures == 0
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("cache", SESSIONS)
 def test_on_torch(checkpoint, cache, kind):
-    agrees(load_model(checkpoint), cache, kind, 8)
+    agrees(load_model(checkpoint), cache, kind)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="needs mlx-lm")
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_on_mlx(checkpoint, kind):
-    agrees(load_model(checkpoint, backend="mlx"), "tree", kind, 6)
+@pytest.mark.parametrize("cache", ["seq", "tree"])
+def test_on_mlx(checkpoint, cache, kind):
+    agrees(load_model(checkpoint, backend="mlx"), cache, kind)

@@ -15,7 +15,15 @@ from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.speculate import Ask, verify
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.types import ModelCacheParams, make_config
-from tests.engine.fakes import FULL_PARAMS, PARAMS, GuessTrees, HashRunner, TreeCells, make_cache
+from tests.engine.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    GuessTrees,
+    HashRunner,
+    TellingRunner,
+    TreeCells,
+    make_cache,
+)
 from tests.engine.test_engine import (
     VOCAB,
     GuessAgain,
@@ -256,16 +264,6 @@ def test_no_more_is_guessed_than_a_window_lets_be_taken_back():
 # Features -----------------------------------------------------------------------------------------
 
 
-class Telling(HashRunner):
-    """Tells of every token: itself and its position."""
-
-    n_features = 2
-
-    def forward_with_features(self, token_ids: Any, positions: Any, rows: Any = None) -> Any:
-        logits = self.forward(token_ids, positions, rows)
-        return logits, np.stack([token_ids, positions], axis=1).astype(np.float32)
-
-
 class Listening(GuessTrees):
     """Keeps what it is told, and finds at every ask that it knows all but the last token."""
 
@@ -296,7 +294,7 @@ def test_features_are_told_of_every_token_that_counts_and_no_other():
     cache = TreeCells(make_config(FULL_PARAMS, 120, min_chunk=16))
     listening = Listening()
     engine = Engine(
-        Telling(cache, VOCAB),
+        TellingRunner(cache, VOCAB),
         cache,
         drafter=listening,
         config=EngineConfig(verify_all_drafts=True, max_num_batched_tokens=24, max_num_seqs=4),
@@ -313,8 +311,9 @@ def test_features_are_told_of_every_token_that_counts_and_no_other():
 
 
 def test_a_runner_that_tells_nothing_is_refused():
+    cache = make_cache("tree")
     with pytest.raises(ConfigError, match="HashRunner tells nothing"):
-        engine_of(Listening())
+        Engine(HashRunner(cache, VOCAB), cache, drafter=Listening())
 
 
 # The distribution ---------------------------------------------------------------------------------

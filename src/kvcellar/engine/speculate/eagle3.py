@@ -41,6 +41,7 @@ class _Known:
         features: what waits: ``[n, n_features]`` each.
         n_features: rows of it in all.
         joined: what waits and came before these, joined.
+        last: the joined features of the last pair that is in the head's cache.
     """
 
     first: int
@@ -48,6 +49,7 @@ class _Known:
     features: list[FloatArray] = field(default_factory=list)
     n_features: int = 0
     joined: Any = None
+    last: Any = None
 
     @property
     def n_joined(self) -> int:
@@ -141,7 +143,10 @@ class Eagle3Drafter:
         Those with the fewest go first. The others' drafts are ``LATER``.
         """
         for ask in asks:
-            self._join(self._known[ask.request_id])
+            known = self._known[ask.request_id]
+            self._join(known)
+            if not known.n_joined:
+                self._take_back(ask.request_id, known)
         going = []
         room = MAX_PAIRS
         for ask in sorted(asks, key=lambda ask: self._known[ask.request_id].n_joined):
@@ -204,8 +209,17 @@ class Eagle3Drafter:
         for tree in trees:
             known = self._known[tree.ask.request_id]
             known.n_pairs += known.n_joined
-            known.joined = None
+            known.last, known.joined = known.joined[-1:], None
         return guesses
+
+    def _take_back(self, request_id: int, known: _Known) -> None:
+        """Drop the last pair, to take it once more: nothing was chosen since it was taken.
+
+        As when a sequence had to give way before its guesses were verified.
+        """
+        known.n_pairs -= 1
+        self._cache.seq_rm(request_id, known.n_pairs)
+        known.joined = known.last
 
     def _compute(self, ask: Ask, known: _Known, n: int) -> None:
         """Take the next ``n`` pairs of a sequence that has many."""
@@ -227,7 +241,7 @@ class Eagle3Drafter:
         asked = {ask.request_id for ask in asks}
         for ask in asks:
             known = self._known.get(ask.request_id)
-            if known is None or known.end != len(ask.tokens) - 1:
+            if known is None or not known.first < known.end == len(ask.tokens) - 1:
                 continue  # features of its last tokens are not known
             n_new = known.end - known.first - known.n_pairs
             n_new += (ask.limit - 1) * (self._width if ask.n_nodes else 1)
@@ -236,7 +250,7 @@ class Eagle3Drafter:
                     break
                 if other not in asked:
                     self.ended(other)
-            if n_new and self._cache.can_extend(need + n_new):
+            if self._cache.can_extend(need + n_new):
                 need += n_new
                 going.append(ask)
         return going
