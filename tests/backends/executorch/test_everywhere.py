@@ -59,7 +59,7 @@ def test_an_engine_batches_forks_and_preempts_as_under_torch(loaded, checkpoint,
 @pytest.mark.parametrize("cache", ["seq", "tree"])
 def test_guesses_change_nothing_under_executorch(loaded, cache, kind):
     """Trees are verified in one step of a program, with forks and preemption between."""
-    agrees(loaded("gemma2"), cache, kind)
+    agrees(loaded("gemma2"), cache, kind, capacity=70)
 
 
 def test_a_head_guesses_for_a_program_that_tells_features(checkpoint, tmp_path):

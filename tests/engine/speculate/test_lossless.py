@@ -221,10 +221,17 @@ def plainly(model: LoadedModel, kv_dtype: str = "float32") -> Any:
     return said
 
 
-def agrees(model: LoadedModel, cache: str, kind: str, kv_dtype: str = "float32") -> None:
+def agrees(
+    model: LoadedModel,
+    cache: str,
+    kind: str,
+    *,
+    capacity: int = CAPACITY,
+    kv_dtype: str = "float32",
+) -> None:
     """Prompts, forks of running ones, and some that give way: the tokens of the plain loop."""
     is_narrow = kind in ("ngram", "eagle3")
-    with guessing(model, cache, kind, kv_dtype=kv_dtype) as engine:
+    with guessing(model, cache, kind, capacity, kv_dtype) as engine:
         said = played(engine, N_PROMPTS, VOCAB_SIZE, bias=NARROW if is_narrow else None)
         stats = engine.stats()
     assert check(said, plainly(model, kv_dtype)) >= N_PROMPTS
