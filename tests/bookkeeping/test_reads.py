@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.reads import TILE, _band, causal_reads, position_mask
 from kvcellar.bookkeeping.tree import DraftTree
-from kvcellar.errors import ProposalError, StepError
+from kvcellar.errors import ProposalError
 from kvcellar.types import AttendKind, Run
 from tests.bookkeeping.byte_simulator import check_causal_masks, seen_by, visible
 
@@ -154,31 +154,8 @@ def test_commit_takes_every_chain_from_a_root_and_nothing_else(frontiers, data):
         parents[node] == above for node, above in zip(chain, [-1, *chain], strict=False)
     )
     if is_chain:
-        assert tree.commit(chain) == chain
-        assert (tree.base, tree.n_nodes, tree.is_active) == (5 + len(chain), 0, False)
-        assert (tree.frontier_size, tree.frontier_positions()) == (0, [])
+        assert tree.commit_rows(chain) == chain
     else:
         with pytest.raises(ProposalError):
-            tree.commit(chain)
-        assert (tree.base, tree.parents) == (5, parents)
-
-
-def test_plain_tokens_wait_for_the_commit_of_an_active_tree():
-    tree = DraftTree(5)
-    tree.propose([-1, 0])
-    with pytest.raises(StepError, match=r"2 proposed nodes await their commit; .* commit\(\[\]\)"):
-        tree.advance_prefix(3)
-    assert tree.base == 5
-    tree.commit([])
-    tree.advance_prefix(3)
-    assert tree.base == 8
-
-
-def test_a_dropped_frontier_takes_its_nodes_along():
-    tree = DraftTree(5)
-    tree.propose([-1, 0])
-    tree.propose([1])
-    tree.drop_frontier()
-    assert (tree.n_nodes, tree.frontier_size) == (2, 0)
-    tree.propose([1, 1])
-    assert tree.frontier_positions() == [7, 7]
+            tree.commit_rows(chain)
+    assert (tree.base, tree.parents) == (5, parents)

@@ -45,11 +45,6 @@ class DraftTree:
         self.frontier_start = 0
 
     @property
-    def is_active(self) -> bool:
-        """Whether any node is proposed and not committed."""
-        return bool(self.parents)
-
-    @property
     def n_nodes(self) -> int:
         """Nodes in all frontiers."""
         return len(self.parents)
@@ -129,42 +124,6 @@ class DraftTree:
                 )
             above = node
         return rows
-
-    def commit(self, accepted: Sequence[int]) -> list[int]:
-        """Advance the prefix by the accepted chain, forget the tree, return the row map.
-
-        Raises:
-            ProposalError: see ``commit_rows``.
-        """
-        rows = self.commit_rows(accepted)
-        self.base += len(rows)
-        self.reset()
-        return rows
-
-    def advance_prefix(self, n_tokens: int) -> None:
-        """Count ``n_tokens`` plain tokens, where no tree is active.
-
-        Raises:
-            StepError: a tree is active; nothing was changed.
-        """
-        if self.is_active:
-            raise StepError(
-                f"{self.n_nodes} proposed nodes await their commit; commit them (or commit([]) to "
-                f"drop them) before plain tokens"
-            )
-        self.base += n_tokens
-
-    def drop_frontier(self) -> None:
-        """Forget the last frontier."""
-        del self.parents[self.frontier_start :]
-        del self.depths[self.frontier_start :]
-        self.frontier_start = self.n_nodes
-
-    def reset(self) -> None:
-        """Forget every node."""
-        self.parents.clear()
-        self.depths.clear()
-        self.frontier_start = 0
 
 
 @dataclass(slots=True)
