@@ -146,3 +146,26 @@ def test_packing_goes_through_weights_in_pieces(monkeypatch):
     monkeypatch.setattr(linears, "_PACKED_AT_A_TIME", 1)
     for a, b in zip(whole, pack(weight, 4), strict=True):
         assert np.array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_results_are_those_of_inputs_rounded_by_group(level, bits):
+    """The definition, to float32's own accuracy: any scale that is off by a step shows."""
+    kernel = KernelLinear(layer(37, 5 * GROUP), bits, None)
+    x = torch.randn(11, kernel.in_features, generator=torch.Generator().manual_seed(1))
+    x *= 10 ** torch.linspace(-3, 3, kernel.in_features)
+    groups = x.unflatten(-1, (-1, GROUP))
+    most = groups.abs().amax(-1, keepdim=True)
+    numbers = (groups * (127 / most)).round()
+    rounded = (numbers.double() * (most / 127).double()).flatten(1)
+    weight = held(kernel)
+    error = 2e-6 * (rounded.abs() @ weight.abs().T)
+    assert bool(((kernel(x).double() - rounded @ weight.T).abs() <= error).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_expanded_weights_are_those_it_holds(level, bits):
+    kernel = KernelLinear(layer(37, 3 * GROUP), bits, None)
+    found = torch.empty(37, kernel.in_features, dtype=torch.bfloat16)
+    kernel._weights.unpack(0, 3, found.data_ptr())
+    assert torch.equal(found, held(kernel).bfloat16())

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
+from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
 
@@ -42,13 +43,20 @@ class Expanded:
 class KernelLinear(nn.Module):
     """``nn.Linear`` for evaluation on a CPU, with weights that the kernel reads."""
 
-    def __init__(self, linear: nn.Linear, bits: int, expanded: Expanded | None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        bits: int,
+        expanded: Expanded | None,
+        arena: Arena | None = None,
+    ) -> None:
         """Of a layer's weights: as they are (16 bits), or packed in 8 or 4, with a scale per group.
 
         Args:
             linear: the layer; in bfloat16 for 16 bits, its inputs in whole groups for others.
             bits: of a weight.
             expanded: for packed weights; None: many tokens take the kernel, too.
+            arena: where packed weights shall lie; None: anywhere.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -61,6 +69,8 @@ class KernelLinear(nn.Module):
             scales_at = 0
         else:
             packed, scales = pack(weight, bits)
+            if arena is not None:
+                packed, scales = arena.copy(packed), arena.copy(scales)
             self.register_buffer("weight", packed)
             self.register_buffer("scales", scales)
             scales_at = scales.data_ptr()
@@ -142,7 +152,8 @@ def hold_weights(model: Any, weights: str) -> None:
     """Put linear layers that the kernel reads in the place of a model's own. Other layers stay.
 
     Args:
-        model: of transformers, on a CPU, in evaluation mode; in bfloat16 for ``bf16``.
+        model: of transformers, on a CPU, in evaluation mode; in bfloat16 for ``bf16``. What it
+            keeps of its own is moved to large pages; the files that it came from are read no more.
         weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4.
 
     Raises:
@@ -158,13 +169,15 @@ def hold_weights(model: Any, weights: str) -> None:
     packed = is_packed(weights)
     expanded = Expanded(EXPANDED) if packed and model.dtype == torch.bfloat16 else None
     head = model.get_output_embeddings()
+    arena = Arena()
+    if not packed:
+        arena.move(model.parameters())
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or (packed and not can_pack(child.in_features)):
                 continue
             bits = bits_of(weights, is_head=child is head) if packed else 16
-            setattr(parent, name, KernelLinear(child, bits, expanded))
+            setattr(parent, name, KernelLinear(child, bits, expanded, arena))
     if packed:
         # What is left would keep the files mapped, with all that was read of them.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+        arena.move(model.parameters())

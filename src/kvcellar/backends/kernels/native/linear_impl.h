@@ -68,20 +68,26 @@ inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n,
   }
 }
 
-// kRows outputs of kTokens tokens, bf16. The sums do not depend on kTokens or kRows.
+// kRows outputs of kTokens tokens, bf16. The sums do not depend on kTokens or kRows. The rows behind
+// them are fetched meanwhile, if they are this piece's too: a row is hardly longer than what the
+// machine finds out by itself to be a stream.
 template <int kRows, int kTokens>
-inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float (*out)[kBlockRows]) {
+inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, bool has_more,
+                     float (*out)[kBlockRows]) {
   Vec sums[kRows][kTokens][2];
   for (auto& row : sums)
     for (auto& token : row) token[0] = token[1] = all(0.f);
   int64_t i = 0;
+  const uint16_t* ahead = has_more ? w + kRows * n : w;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes)
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r) {
+      if (kLanes > 1) __builtin_prefetch(ahead + kRows * i + r * 2 * kLanes, 0, 2);
       for (int half = 0; half < 2; ++half) {
         const Vec weight = load_bf16(w + r * n + i + half * kLanes);
         for (int t = 0; t < kTokens; ++t)
           sums[r][t][half] = fma(weight, load(x + t * n + i + half * kLanes), sums[r][t][half]);
       }
+    }
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTokens; ++t) {
       float total = sum(add(sums[r][t][0], sums[r][t][1]));
@@ -91,7 +97,8 @@ inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float (*out)[
 }
 
 template <int kTokens>
-inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block) {
+inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block,
+                       int64_t stop) {
   const int64_t n = call.weights.n_in, first = block * kBlockRows;
   const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
@@ -99,12 +106,13 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   int64_t r = 0;
   constexpr int kRows = kTokens == 1 ? 4 : 2;
   for (; r + kRows <= n_rows; r += kRows) {
-    dot_bf16<kRows, kTokens>(w + r * n, n, x, part);
+    const bool has_more = r + 2 * kRows <= n_rows || block + 1 < stop;
+    dot_bf16<kRows, kTokens>(w + r * n, n, x, has_more, part);
     for (int t = 0; t < kTokens; ++t)
       for (int i = 0; i < kRows; ++i) out[t][r + i] = part[t][i];
   }
   for (; r < n_rows; ++r) {
-    dot_bf16<1, kTokens>(w + r * n, n, x, part);
+    dot_bf16<1, kTokens>(w + r * n, n, x, false, part);
     for (int t = 0; t < kTokens; ++t) out[t][r] = part[t][0];
   }
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
@@ -203,7 +211,7 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
       block_packed<kTokens, false>(call, inputs, token, block);
     else
       block_bf16<(kTokens > 4 ? 4 : kTokens)>(call, inputs.rows + token * call.weights.n_in, token,
-                                              block);
+                                              block, stop);
   }
 }
 

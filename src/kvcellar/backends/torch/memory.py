@@ -1,0 +1,68 @@
+"""Memory for what is read whole in every step: in large pages, where the system has them.
+
+Pages of 4 KiB cost a look-up each, and the machine's own fetching ahead ends with each of them. A
+mapped file has such pages, in whatever order its bytes came from the disk: weights read from there
+took a step of a 1B model in bfloat16 from 107 to 130 ms, or to 175, from one boot of the page cache
+to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+LARGE_PAGE = 2 << 20
+"""Bytes of a large page on x86; where they are larger or smaller this costs nothing."""
+
+LINE = 64
+
+_CHUNK = 64 << 20
+
+
+class Arena:
+    """Tensors one behind the other in large pages, which are given back when all of them are gone.
+
+    The system gives pages when they are first written to. Each tensor has a storage of its own, of
+    exactly its bytes.
+    """
+
+    def __init__(self) -> None:
+        """Of no bytes yet."""
+        self._memory: mmap.mmap | None = None
+        self._at = self._stop = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same numbers, contiguous, on a cache line's boundary."""
+        n_bytes = tensor.numel() * tensor.itemsize
+        if not n_bytes:
+            return tensor.clone()
+        if self._memory is None or self._at + n_bytes > self._stop:
+            self._memory = self._map(max(n_bytes, _CHUNK))
+        to = torch.frombuffer(self._memory, dtype=torch.uint8, count=n_bytes, offset=self._at)
+        self._at += -(-n_bytes // LINE) * LINE
+        return to.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def move(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Have parameters hold a copy each; what they held is free if nothing else holds it."""
+        for parameter in parameters:
+            parameter.data = self.copy(parameter.data)
+
+    def _map(self, n_bytes: int) -> mmap.mmap:
+        """Memory to go on in; what is left of the last one stays unused, and so takes nothing."""
+        if sys.platform == "win32":
+            memory = mmap.mmap(-1, n_bytes + LARGE_PAGE)
+        else:
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, n_bytes + LARGE_PAGE, flags=private)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self._at = -address % LARGE_PAGE
+        self._stop = self._at + n_bytes
+        return memory
