@@ -12,6 +12,8 @@ namespace kvcellar {
 namespace {
 
 constexpr int64_t kPieceBytes = 1 << 17;  // weights of a piece of work: what a core's cache keeps
+constexpr int64_t kStreamBytes = 1 << 19; // where they are read once: long streams are read faster
+constexpr int64_t kReadOnce = 4;          // tokens
 constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
 
 thread_local Buffer inputs_buffer;
@@ -34,9 +36,10 @@ void spread(int64_t n, int64_t per_piece, int n_workers, const Fn& fn) {
   run_workers(static_cast<int>(std::min<int64_t>(n_workers, n_pieces)), Work::work, &work);
 }
 
-// Blocks that are a piece of work: no more than a core's cache keeps, and enough pieces for all.
-int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers) {
-  const int64_t fits = std::max<int64_t>(1, kPieceBytes / weights.block_bytes);
+// Blocks that are a piece of work: of so many bytes or less, and enough pieces for all.
+int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers,
+                        int64_t piece_bytes) {
+  const int64_t fits = std::max<int64_t>(1, piece_bytes / weights.block_bytes);
   return std::min(fits, std::max<int64_t>(1, n_blocks / (8 * n_workers)));
 }
 
@@ -70,14 +73,15 @@ void linear(const LinearCall& call, int n_threads) {
   const LinearOps& ops_now = ops().linear;
   spread(call.n_tokens, 16, workers,
          [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
-  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers), workers,
+  const int64_t piece_bytes = call.n_tokens <= kReadOnce ? kStreamBytes : kPieceBytes;
+  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes), workers,
          [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
 }
 
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads) {
   const int workers = workers_for(n_threads);
   const LinearOps& ops_now = ops().linear;
-  spread(stop - first, blocks_of_piece(weights, stop - first, workers), workers,
+  spread(stop - first, blocks_of_piece(weights, stop - first, workers, kPieceBytes), workers,
          [&](int64_t from, int64_t until) {
            ops_now.unpack(weights, first + from, first + until,
                           static_cast<uint16_t*>(to) + from * kBlockRows * weights.n_in);

@@ -8,6 +8,12 @@ namespace {
 
 constexpr int kTokensAtOnce = 8;  // of packed weights: what fits into registers
 
+// Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
+// fetches by itself ends with a page.
+inline void fetch_ahead(const void* now) {
+  if (kLanes > 1) __builtin_prefetch(static_cast<const char*>(now) + 4096, 0, 2);
+}
+
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   if (dtype == Dtype::f32) {
     std::memcpy(to, from, sizeof(float) * n);
@@ -68,53 +74,34 @@ inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n,
   }
 }
 
-// kRows outputs of kTokens tokens, bf16. The sums do not depend on kTokens or kRows. The rows behind
-// them are fetched meanwhile, if they are this piece's too: a row is hardly longer than what the
-// machine finds out by itself to be a stream.
-template <int kRows, int kTokens>
-inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, bool has_more,
-                     float (*out)[kBlockRows]) {
-  Vec sums[kRows][kTokens][2];
-  for (auto& row : sums)
-    for (auto& token : row) token[0] = token[1] = all(0.f);
+// One output of kTokens tokens, bf16, to out[token * kBlockRows]. The sums do not depend on kTokens.
+template <int kTokens>
+inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float* out) {
+  Vec sums[kTokens][2];
+  for (auto& token : sums) token[0] = token[1] = all(0.f);
   int64_t i = 0;
-  const uint16_t* ahead = has_more ? w + kRows * n : w;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes)
-    for (int r = 0; r < kRows; ++r) {
-      if (kLanes > 1) __builtin_prefetch(ahead + kRows * i + r * 2 * kLanes, 0, 2);
-      for (int half = 0; half < 2; ++half) {
-        const Vec weight = load_bf16(w + r * n + i + half * kLanes);
-        for (int t = 0; t < kTokens; ++t)
-          sums[r][t][half] = fma(weight, load(x + t * n + i + half * kLanes), sums[r][t][half]);
-      }
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    fetch_ahead(w + i);
+    for (int half = 0; half < 2; ++half) {
+      const Vec weight = load_bf16(w + i + half * kLanes);
+      for (int t = 0; t < kTokens; ++t)
+        sums[t][half] = fma(weight, load(x + t * n + i + half * kLanes), sums[t][half]);
     }
-  for (int r = 0; r < kRows; ++r)
-    for (int t = 0; t < kTokens; ++t) {
-      float total = sum(add(sums[r][t][0], sums[r][t][1]));
-      for (int64_t j = i; j < n; ++j) total += bf16_to_float(w[r * n + j]) * x[t * n + j];
-      out[t][r] = total;
-    }
+  }
+  for (int t = 0; t < kTokens; ++t) {
+    float total = sum(add(sums[t][0], sums[t][1]));
+    for (int64_t j = i; j < n; ++j) total += bf16_to_float(w[j]) * x[t * n + j];
+    out[t * kBlockRows] = total;
+  }
 }
 
 template <int kTokens>
-inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block,
-                       int64_t stop) {
+inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block) {
   const int64_t n = call.weights.n_in, first = block * kBlockRows;
   const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
-  float out[kTokens][kBlockRows], part[kTokens][kBlockRows];
-  int64_t r = 0;
-  constexpr int kRows = kTokens == 1 ? 4 : 2;
-  for (; r + kRows <= n_rows; r += kRows) {
-    const bool has_more = r + 2 * kRows <= n_rows || block + 1 < stop;
-    dot_bf16<kRows, kTokens>(w + r * n, n, x, has_more, part);
-    for (int t = 0; t < kTokens; ++t)
-      for (int i = 0; i < kRows; ++i) out[t][r + i] = part[t][i];
-  }
-  for (; r < n_rows; ++r) {
-    dot_bf16<1, kTokens>(w + r * n, n, x, false, part);
-    for (int t = 0; t < kTokens; ++t) out[t][r] = part[t][0];
-  }
+  float out[kTokens][kBlockRows];
+  for (int64_t r = 0; r < n_rows; ++r) dot_bf16<kTokens>(w + r * n, n, x, out[0] + r);
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
@@ -145,6 +132,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
     int64_t at = g * kGroupInputs;
     if constexpr (is_int4) {
       for (int v = 0; v < 4; ++v, at += 8, w += 64) {
+        fetch_ahead(w);
         const __m512i both = _mm512_loadu_si512(w);
         const __m512i first = _mm512_and_si512(both, low);
         const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
@@ -155,6 +143,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
       }
     } else {
       for (int v = 0; v < 8; ++v, at += 4, w += 64) {
+        fetch_ahead(w);
         const __m512i weight = _mm512_loadu_si512(w);
         for (int t = 0; t < kTokens; ++t)
           sums[t] = _mm512_dpbusd_epi32(sums[t], weight, four(t, at));
@@ -211,7 +200,7 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
       block_packed<kTokens, false>(call, inputs, token, block);
     else
       block_bf16<(kTokens > 4 ? 4 : kTokens)>(call, inputs.rows + token * call.weights.n_in, token,
-                                              block, stop);
+                                              block);
   }
 }
 
