@@ -151,13 +151,13 @@ class Matrix {
     // store, so what depends on each other is kept apart.
     KTiles tiles;
     for (int64_t c = 0; c < n; c += 16) {
-      ahead.some(4);
+      ahead.some(2);
       const int64_t m = n - c < 16 ? n - c : 16;
       tiles.from[tiles.n] = tile_of(rows + c, m, staged_ + c * k_.dim * 2, tiles.stride[tiles.n]);
       ++tiles.n;
     }
     for (int64_t block = 0; block < blocks_; ++block)
-      k_.dtype == Dtype::bf16 ? float_logits(block, tiles, s)
+      k_.dtype == Dtype::bf16 ? float_logits(block, tiles, s, ahead)
       : is_packed_            ? packed_logits(tiles, s)
                               : int_logits(block, tiles, s);
   }
@@ -169,7 +169,7 @@ class Matrix {
       for (int64_t c = n; c < kTile; ++c) s[r * kTile + c] = 0.f;
     if (v_.dtype == Dtype::bf16) {
       interleave_floats(rows, n, ahead);
-      float_values(s, n, acc);
+      float_values(s, n, acc, ahead);
     } else {
       load_affine(v_, affine, n, affine_);
       int_weights(s, n);
@@ -309,9 +309,10 @@ class Matrix {
     return staged;
   }
 
-  void float_logits(int64_t block, const KTiles& tiles, float* s) const {
+  void float_logits(int64_t block, const KTiles& tiles, float* s, Ahead& ahead) const {
     const int64_t chunks = k_.dim / 32;
     for (int64_t i = 0; i < tiles.n; ++i) {
+      ahead.some(2);
       _tile_zero(KVC_TS0);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         _tile_loadd(KVC_TK, tiles.from[i] + 64 * chunk, tiles.stride[i]);
@@ -326,6 +327,7 @@ class Matrix {
     }
     const int64_t n_rows = rows_ - block * 16 < 16 ? rows_ - block * 16 : 16;
     for (int64_t i = 0; i < tiles.n; ++i) {
+      ahead.some(2);
       __m512 x[16];
       width_ == 4 ? transpose4(tile_ + 256 * i, x) : transpose16(tile_ + 256 * i, x);
       for (int64_t r = 0; r < n_rows; ++r)
@@ -427,7 +429,7 @@ class Matrix {
   void interleave_floats(const char* const* rows, int64_t n, Ahead& ahead) const {
     const int64_t pairs = (n + 31) / 32 * 16;
     for (int64_t i = 0; i < pairs; ++i) {
-      ahead.some(1);
+      if (i % 2) ahead.some(1);
       const char* a = 2 * i < n ? rows[2 * i] : nullptr;
       const char* b = 2 * i + 1 < n ? rows[2 * i + 1] : nullptr;
       for (int64_t d = 0; d < v_.dim; d += 32) {
@@ -440,7 +442,7 @@ class Matrix {
     }
   }
 
-  void float_values(const float* s, int64_t n, float* acc) const {
+  void float_values(const float* s, int64_t n, float* acc, Ahead& ahead) const {
     const int64_t steps = (n + 31) / 32;
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -450,6 +452,7 @@ class Matrix {
       auto* high = reinterpret_cast<uint16_t*>(weights_);
       uint16_t* low = high + (stacked_ ? n_rows : 16) * kTile;
       for (int64_t r = 0; r < n_rows; ++r) {
+        ahead.some(2);
         const float* p = s + (block * 16 + r) * kTile;
         for (int64_t c = 0; c < steps * 32; c += 16) {
           const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(p + c));
@@ -466,6 +469,7 @@ class Matrix {
         std::memset(low + n_rows * kTile, 0, 2 * kTile * (v_rows_ - n_rows));
       }
       for (int64_t d = 0; d < v_.dim; d += 32) {
+        ahead.some(3);
         const char* v = values_ + (d / 16) * (kTile / 2 * 64);
         _tile_zero(KVC_TA0);
         _tile_zero(KVC_TA1);
