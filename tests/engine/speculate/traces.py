@@ -63,7 +63,8 @@ def played(
     said = []
     for request_id, request in submitted.items():
         end = ends[request_id]
-        assert end.usage is not None and end.error is None, end
+        assert end.usage is not None and end.finish is not None, end
+        assert end.finish.cause != "cache_full", "each has to fit alone"
         before: tuple[int, ...] = ()
         if request.parent is not None:
             before = whole[request.parent][: end.usage.prompt_tokens - len(request.prompt_ids)]
