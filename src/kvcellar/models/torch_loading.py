@@ -30,6 +30,9 @@ _TEXT_KEYS = {
 
 _OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
+_MOST_TURNED = 1 << 21
+"""Numbers of a matrix that is turned."""
+
 _PAGE = 4096
 """The smallest page of memory in use."""
 
@@ -118,7 +121,26 @@ def load_weights(
             f"{folder} has {len(strangers)} tensors that a {class_name} does not know: "
             f"{few(strangers)}; its config.json is of another architecture"
         )
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    if device.type == "cpu":
+        turn_small(model)
+    return model
+
+
+def turn_small(model: Any) -> None:
+    """Have small float32 matrices of linear layers lie as products of a few rows want them.
+
+    ``[in, out]``, behind the same shape: 4 to 24 tokens take a third to a half less, as when some
+    answers go on together or guesses are verified; one token and many take the same. Matrices that
+    do not fit into a core's cache gain nothing, and those that are embeddings too stay.
+    """
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) is not torch.nn.Linear or module.weight is embedding:
+            continue
+        weight = module.weight.data
+        if weight.dtype == torch.float32 and weight.numel() <= _MOST_TURNED:
+            module.weight.data = weight.t().contiguous().t()
 
 
 def touch_weights(model: Any) -> int:
