@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -291,9 +292,21 @@ def test_guesses_that_take_time_are_asked_for_seldom_where_they_do_not_pay():
     assert rounds(speculator, (5,) * 9, 10, flat) == [8] * 10, "they pay, and are back"
 
 
-def test_guesses_that_take_time_go_as_deep_as_pays():
-    """Every level costs a half of a step here and is right half of the time: one pays, two not."""
-    drafter = Costly((5,) * 8, level_s=0.3)
+class Doubting(Costly):
+    """It holds each of its guesses to be right as often as not, and stops when told to."""
+
+    def propose(self, asks: Any) -> list[Draft]:
+        worth = [
+            next(n for n in range(1, 99) if 0.5**n < ask.min_reach or n == ask.limit)
+            for ask in asks
+        ]
+        return super().propose([replace(ask, limit=n) for ask, n in zip(asks, worth, strict=True)])
+
+
+@pytest.mark.parametrize("level_s, depth", [(0.3, 1), (0.05, 3)])
+def test_guesses_that_take_time_go_as_deep_as_pays(level_s, depth):
+    """A level is right half of the time: of a third of a step one pays, of a twentieth three."""
+    drafter = Doubting((5,) * 8, level_s=level_s)
     speculator = Speculator(drafter, clock=drafter.clock)
     sequence: Any = Sequenced(0)
     rng = np.random.default_rng(0)
@@ -304,7 +317,7 @@ def test_guesses_that_take_time_go_as_deep_as_pays():
         truth = [5 if rng.random() < 0.5 else 6 for _ in range(9)]
         speculator.learn(0, truth[: len(sequence.draft.follow(truth)) + 1])
         speculator.ran(1, 1.0 + drafter.spent())
-    assert Counter(depths[-300:]).most_common(1)[0][0] == 1
+    assert Counter(depths[-300:]).most_common(1)[0][0] == depth
 
 
 # Trees --------------------------------------------------------------------------------------------

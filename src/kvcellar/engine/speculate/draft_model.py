@@ -85,7 +85,7 @@ class DraftModel:
                 drafts[tree.ask.request_id] = LATER
                 del trees[tree.ask.request_id]
             growing = list(trees.values())
-            while growing := [t for t in growing if t.level and t.n_levels < t.ask.limit]:
+            while growing := [t for t in growing if _is_worth_more(t)]:
                 self._next_level(growing)
         except CacheFullError:
             pass  # what was guessed so far is good
@@ -244,6 +244,11 @@ class DraftModel:
     def _width_of(self, ask: Ask) -> int:
         """Guesses per level."""
         return self._width if ask.n_nodes else 1
+
+
+def _is_worth_more(tree: GrowingTree) -> bool:
+    """Whether a level behind the last one may be of use."""
+    return bool(tree.level) and tree.n_levels < tree.ask.limit and tree.reach >= tree.ask.min_reach
 
 
 def _likeliest(logits: FloatArray, n: int) -> tuple[IntArray, FloatArray]:

@@ -23,12 +23,15 @@ class Ask:
         tokens: all that is known of it; not to be changed, and it grows by itself.
         limit: guesses behind each other that can be of use at most; at least 1.
         n_nodes: guesses in all, at most; 0: as many as ``limit``, and only in one chain.
+        min_reach: how likely one of a level's guesses has to be right for a further level to be
+            worth its time.
     """
 
     request_id: int
     tokens: list[int]
     limit: int
     n_nodes: int = 0
+    min_reach: float = 0.0
 
 
 class Drafter(Protocol):

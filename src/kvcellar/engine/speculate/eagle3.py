@@ -187,9 +187,8 @@ class Eagle3Drafter:
 
     def _is_worth_more(self, tree: GrowingTree) -> bool:
         """Whether a level behind the last one may be of use."""
-        reach = sum(tree.paths[node] for node in tree.level)
         most = min(tree.ask.limit, self._max_depth)
-        return tree.n_levels < most and reach >= self._min_reach
+        return tree.n_levels < most and tree.reach >= max(self._min_reach, tree.ask.min_reach)
 
     def _read(self, trees: Sequence[GrowingTree]) -> Guesses:
         """Take all pairs that are new; what the head says behind the last of each sequence."""

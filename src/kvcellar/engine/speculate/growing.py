@@ -63,6 +63,11 @@ class GrowingTree:
         self.n_levels += 1
 
     @property
+    def reach(self) -> float:
+        """How likely it is held to be that one of the last level's guesses is right."""
+        return sum(self.paths[node] for node in self.level)
+
+    @property
     def n_wanted(self) -> int:
         """Guesses that were asked for."""
         return max(self.ask.n_nodes, self.ask.limit)

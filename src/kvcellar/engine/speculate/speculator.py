@@ -77,6 +77,7 @@ class Speculator:
     """Tokens of each sequence when its guesses were made the last time."""
     _without: set[int] = field(default_factory=set)
     """Sequences for which the drafter has failed."""
+    _min_reach: float = 0.0
     _total_s: float = 0.0
     _probe_s: float = 0.0
     _guessing_s: float = 0.0
@@ -182,10 +183,17 @@ class Speculator:
             n_sampled = len(sequence.tokens) - sequence.n_prompt
             depth = min(depth, most - n_sampled - 1)
         n_nodes = self.max_drafted if self.has_trees else 0
-        return Ask(sequence.request_id, sequence.tokens, depth, n_nodes) if depth > 0 else None
+        if depth <= 0:
+            return None
+        return Ask(sequence.request_id, sequence.tokens, depth, n_nodes, self._min_reach)
 
     def _depth(self, n_sequences: int, n_tokens: int) -> tuple[int, bool]:
-        """Levels of guesses worth the time to make them; and whether that is only to learn."""
+        """Levels of guesses worth the time to make them; and whether that is only to learn.
+
+        Where some are, they may be twice as many: how sure a drafter is of its guesses says better
+        than any mean when to stop, and what a level's time is worth says how sure it has to be.
+        """
+        self._min_reach = 0.0
         if not self.is_adaptive or self.drafter.is_free:
             return self.max_drafted, False
         before = self.costs.seconds(n_tokens)
@@ -205,8 +213,11 @@ class Speculator:
             per_second = expected / seconds
             if per_second > best:
                 best, n_best = per_second, depth
-        if n_best or self._probe_s >= PROBE_SHARE * self._total_s:
-            return n_best, False
+        if n_best:
+            self._min_reach = best * self.level_s / (n_sequences * rate)
+            return min(2 * n_best, self.max_drafted), False
+        if self._probe_s >= PROBE_SHARE * self._total_s:
+            return 0, False
         return min(PROBE_DEPTH, self.max_drafted), True
 
     def _chain(self, request_id: int, draft: Draft) -> Draft:
