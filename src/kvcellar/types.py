@@ -135,12 +135,32 @@ def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
 
 def runs_of(cells: Sequence[int] | IntArray) -> list[Run]:
     """The fewest runs that give these cells in this order."""
+    if isinstance(cells, list) and len(cells) <= FEW_CELLS:
+        return _runs_of_few(cells)
     array = np.asarray(cells, dtype=np.int64)
     if not array.size:
         return []
     starts = [0, *(np.flatnonzero(np.diff(array) != 1) + 1).tolist()]
     lengths = np.diff([*starts, array.size]).tolist()
     return [Run(int(array[at]), n) for at, n in zip(starts, lengths, strict=True)]
+
+
+FEW_CELLS = 64
+"""So many in a list are looked at one by one: arrays take longer to make."""
+
+
+def _runs_of_few(cells: list[int]) -> list[Run]:
+    out: list[Run] = []
+    first = stop = -1
+    for cell in cells:
+        if cell != stop:
+            if stop > first:
+                out.append(Run(first, stop - first))
+            first = cell
+        stop = cell + 1
+    if stop > first:
+        out.append(Run(first, stop - first))
+    return out
 
 
 @dataclass(frozen=True, slots=True)

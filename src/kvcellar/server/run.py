@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import uvicorn
 
@@ -237,11 +238,25 @@ class _Lines(logging.Formatter):
         return json.dumps({"level": record.levelname.lower(), **line})
 
 
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """To what is standard error when there is something to say. One for the whole process."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(_Lines())
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+_HANDLER = _ToStderr()
+
+
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """One line of JSON per request, and for what else there is to say."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines())
-    for logger, least in ((log, level), (logging.getLogger("uvicorn"), logging.WARNING)):
-        logger.addHandler(handler)
+    """One line of JSON per request, and for what else there is to say. May be called twice."""
+    others = (logging.getLogger(name) for name in ("uvicorn", "kvcellar.engine"))
+    for logger, least in ((log, level), *((other, logging.WARNING) for other in others)):
+        logger.addHandler(_HANDLER)
         logger.setLevel(least)
         logger.propagate = False
