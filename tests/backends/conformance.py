@@ -491,7 +491,7 @@ class Conformance:
             d.cp(30, 31, 0, 30)
             for i in range(3, 20, 2):
                 d.rm(i)
-            assert d.compact()
+            assert d.compact() or d.cache.block_size > 1, "a block's cells stay where they are"
             d.forward((30, 2), (31, 1), (1, 1))
             d.cancel()
             d.forward((31, 3), (1, 1), (30, 1))
