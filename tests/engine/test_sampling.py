@@ -45,7 +45,10 @@ def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> list
     if params.temperature == 0.0 or params.top_k == 1:
         first = list(logits).index(top)
         return [1.0 if i == first else 0.0 for i in range(len(logits))]
-    scaled = [(value - top) / params.temperature for value in logits]
+    # In float32, as logits are: what is no more than a rounding apart ties.
+    with np.errstate(over="ignore"):
+        differences = np.array(logits, dtype=np.float32) - np.float32(top)
+        scaled = (differences / np.float32(params.temperature)).astype(float).tolist()
     kept = [i for i in range(len(logits)) if scaled[i] > -math.inf]
     if params.top_k:
         ranked = sorted((scaled[i] for i in range(len(logits))), reverse=True)
