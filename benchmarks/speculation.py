@@ -10,6 +10,7 @@ neither was trained on. Greedy outputs have to be the same.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
@@ -94,7 +95,9 @@ def misled(model: LoadedModel, prompt: list[int], script: list[int], n_first: in
         engines = {False: a, True: b}
         for engine in engines.values():
             engine.submit(request)
-        for i in range(len(script)):
+        for i in itertools.count():
+            if len(ends) == len(engines):
+                break
             for has_drafts in (False, True) if i % 2 else (True, False):
                 started = time.perf_counter()
                 events = engines[has_drafts].step()
