@@ -50,9 +50,9 @@ class Publisher:
             if ticket.reference is not None:
                 agent.revision = max(agent.revision, ticket.reference.revision)
                 agent.n_stored = ticket.reference.n_stored
-        if not self.store.has_reference(agent.name):
-            return
         with contextlib.suppress(StoreError, UnknownReferenceError, KeyError, TypeError):
+            if not self.store.has_reference(agent.name):
+                return
             ref = self.store.get(agent.name)
             if ref.revision > agent.revision and key_of(ref) == agent.key:
                 agent.take(ref)

@@ -136,7 +136,8 @@ def turn_small(model: Any) -> None:
     layer that is the embedding too. No file stays mapped for what was copied out of it.
     """
     parameters = list(model.parameters())
-    if sum(parameter.numel() for parameter in parameters) > _MOST_TURNED:
+    is_small = sum(parameter.numel() for parameter in parameters) <= _MOST_TURNED
+    if model.dtype != torch.float32 or not is_small:
         return
     embedding = model.get_input_embeddings().weight
     turned = {
@@ -146,7 +147,7 @@ def turn_small(model: Any) -> None:
     }
     for parameter in parameters:
         data = parameter.data
-        if id(parameter) in turned and data.dtype == torch.float32:
+        if id(parameter) in turned:
             parameter.data = data.t().contiguous().t()
         else:
             parameter.data = data.clone()
