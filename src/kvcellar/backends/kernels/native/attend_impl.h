@@ -1,7 +1,7 @@
 // The kernel, once for each instruction set that includes it.
 //
 // A job is some query rows over some cells of one KV head. It goes through the cells in tiles of
-// kTile: logits of all rows, online softmax, values. Rows whose layout has a direct loop are read
+// kTile at most: logits of all rows, online softmax, values. Rows whose layout has a direct loop are read
 // where they lie; all others are decoded into scratch first, a tile at a time.
 
 #include "isa.h"
@@ -13,14 +13,48 @@ namespace {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Cells that are attended at a time. The matrix unit has a start and an end for each.
+#if defined(KVC_AMX)
+constexpr int64_t kTile = kMaxTile;
+#else
+constexpr int64_t kTile = kRound;
+#endif
+
+// Where a tile's rows lie: K, V, and their scales and biases. 16 cells that follow on each other
+// have one address, so that the core's first cache is left to what the addresses lead to.
+enum Part { kKRows = 0, kVRows = 1, kKAffine = 2, kVAffine = 3 };
+
+struct Rows {
+  const Pool* pool;  // whose rows they are: the job's, or its exact one
+  bool is_run;       // whether all cells follow on each other
+  bool is_whole[kTile / 16];
+  int64_t stride[4];
+  const char* first[4][kTile / 16];  // of 16 that are whole
+  const char* at[4][kTile];          // of the others
+
+  const char* row(Part part, int64_t c) const {
+    return is_whole[c / 16] ? first[part][c / 16] + c % 16 * stride[part] : at[part][c];
+  }
+  // 16 addresses from cell c on, a multiple of 16; `room` is for those that are not listed.
+  const char* const* sixteen(Part part, int64_t c, const char** room) const {
+    if (!is_whole[c / 16]) return at[part] + c;
+    const char* from = first[part][c / 16];
+    const int64_t step = stride[part];
+    for (int64_t i = 0; i < 16; ++i) room[i] = from + i * step;
+    return room;
+  }
+  // All addresses, which the caller may change.
+  const char** list(Part part, int64_t n) {
+    for (int64_t c = 0; c + 16 <= n; c += 16)
+      if (is_whole[c / 16]) sixteen(part, c, at[part] + c);
+    return at[part];
+  }
+};
+
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
-  float *q, *k, *v, *s, *acc, *max, *sum, *factor;
-  struct Rows {
-    const char *k[kTile], *v[kTile], *k_affine[kTile], *v_affine[kTile];
-    const Pool* pool;  // whose rows they are: the job's, or its exact one
-  };
-  Rows* rows;  // of this tile and of the next
+  float *q, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most;
+  Rows* rows;  // of three tiles
   char* extra;
 };
 
@@ -35,13 +69,15 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.q = take(rows * k_pad);
   s.k = take(kTile * k_pad);
   s.v = take(kTile * v_pad);
-  s.s = take(rows * kTile);
+  s.s = take(2 * rows * kTile);
   s.acc = take(rows * v_pad);
   s.max = take(rows);
-  s.sum = take(rows);
+  s.base = take(rows);
   s.factor = take(rows);
-  s.rows = reinterpret_cast<Scratch::Rows*>(at);
-  s.extra = reinterpret_cast<char*>(s.rows + 2);
+  s.most = take(rows);
+  s.sum = take(rows * kLanes);
+  s.rows = reinterpret_cast<Rows*>(at);
+  s.extra = reinterpret_cast<char*>(s.rows + 3);
   return s;
 }
 
@@ -124,17 +160,25 @@ struct Walk {
   explicit Walk(const Job& from) : job(from), run(from.run), offset(from.run_offset) {}
 
   // Addresses of up to n next cells of one pool; how many they are.
-  int64_t next(int64_t n, Scratch::Rows& to) {
+  int64_t next(int64_t n, Rows& to) {
     const bool is_exact = job.runs[run].start >= kExactBase;
     const int64_t base = is_exact ? kExactBase : 0;
     const Pool& pool = is_exact ? *job.pool->exact : *job.pool;
     const Side &k = pool.k, &v = pool.v;
-    const char* k_base = k.data + job.kv_head * k.head_stride;
-    const char* v_base = v.data + job.kv_head * v.head_stride;
-    const char* k_affine_base = k.affine ? k.affine + job.kv_head * k.affine_head_stride : nullptr;
-    const char* v_affine_base = v.affine ? v.affine + job.kv_head * v.affine_head_stride : nullptr;
+    const char* data[4] = {k.data + job.kv_head * k.head_stride, v.data + job.kv_head * v.head_stride,
+                           k.affine, v.affine};
+    if (k.affine) data[kKAffine] += job.kv_head * k.affine_head_stride;
+    if (v.affine) data[kVAffine] += job.kv_head * v.affine_head_stride;
+    const int64_t strides[4] = {k.cell_stride, v.cell_stride, k.affine_cell_stride,
+                                v.affine_cell_stride};
+    const int64_t block_strides[4] = {k.block_stride, v.block_stride, k.affine_block_stride,
+                                      v.affine_block_stride};
+    const int n_parts = k.affine || v.affine ? 4 : 2;
     const int64_t block_size = pool.block_size;
     to.pool = &pool;
+    to.is_run = true;
+    for (bool& is_whole : to.is_whole) is_whole = false;
+    std::memcpy(to.stride, strides, sizeof strides);
     int64_t i = 0;
     while (i < n) {
       const CellRun& cells = job.runs[run];
@@ -153,21 +197,20 @@ struct Walk {
           inside = cell - block * block_size;
           piece = smaller(length, block_size - inside);
         }
-        const char* kp = k_base + block * k.block_stride + inside * k.cell_stride;
-        const char* vp = v_base + block * v.block_stride + inside * v.cell_stride;
-        for (int64_t j = 0; j < piece; ++j) {
-          to.k[i + j] = kp + j * k.cell_stride;
-          to.v[i + j] = vp + j * v.cell_stride;
-        }
-        if (k_affine_base) {
-          const char* p = k_affine_base + block * k.affine_block_stride +
-                          inside * k.affine_cell_stride;
-          for (int64_t j = 0; j < piece; ++j) to.k_affine[i + j] = p + j * k.affine_cell_stride;
-        }
-        if (v_affine_base) {
-          const char* p = v_affine_base + block * v.affine_block_stride +
-                          inside * v.affine_cell_stride;
-          for (int64_t j = 0; j < piece; ++j) to.v_affine[i + j] = p + j * v.affine_cell_stride;
+        to.is_run &= i == 0;
+        for (int part = 0; part < n_parts; ++part) {
+          if (!data[part]) continue;
+          const char* from = data[part] + block * block_strides[part] + inside * strides[part];
+          for (int64_t j = 0; j < piece;) {
+            if ((i + j) % 16 == 0 && j + 16 <= piece) {
+              to.first[part][(i + j) / 16] = from + j * strides[part];
+              to.is_whole[(i + j) / 16] = true;
+              j += 16;
+            } else {
+              to.at[part][i + j] = from + j * strides[part];
+              ++j;
+            }
+          }
         }
         i += piece;
         cell += piece;
@@ -178,35 +221,101 @@ struct Walk {
   }
 };
 
-// The next tile's rows, fetched a few at a time while this tile is worked on: their addresses are
-// known, a loop that computes for long between its loads leaves the memory idle, and many at once
-// would stop the core until they have come.
+// Rows that the next turn reads, fetched a few at a time during this one: their addresses are known,
+// a loop that computes for long between its loads leaves the memory idle, and many at once would
+// stop the core until they have come.
 struct Ahead {
-  const Scratch::Rows* rows = nullptr;
-  int64_t n = 0, k_bytes = 0, v_bytes = 0;
-  bool has_k_affine = false, has_v_affine = false;
-  int64_t next = 0;
-
-  void start(const Scratch::Rows& from, int64_t count) {
-    const Side &k = from.pool->k, &v = from.pool->v;
-    rows = &from;
-    n = count;
-    next = 0;
-    k_bytes = k.packed_bytes();
-    v_bytes = v.packed_bytes();
-    has_k_affine = k.affine != nullptr;
-    has_v_affine = v.affine != nullptr;
+  // `turns`: how often some will be asked for.
+  void start(int64_t turns) {
+    n_ = next_ = lines_ = n_streams_ = 0;
+    turns_ = turns;
   }
 
-  void some(int64_t count) {
-    const int64_t stop = smaller(n, next + count);
-    for (; next < stop; ++next) {
-      for (int64_t i = 0; i < k_bytes; i += 64) __builtin_prefetch(rows->k[next] + i, 0, 2);
-      for (int64_t i = 0; i < v_bytes; i += 64) __builtin_prefetch(rows->v[next] + i, 0, 2);
-      if (has_k_affine) __builtin_prefetch(rows->k_affine[next], 0, 2);
-      if (has_v_affine) __builtin_prefetch(rows->v_affine[next], 0, 2);
+  // K or V of the first `count` cells of `rows`.
+  void add(const Rows& rows, int64_t count, bool is_v) {
+    if (!count) return;
+    n_ = n_ < count ? count : n_;
+    const Side& side = is_v ? rows.pool->v : rows.pool->k;
+    add(rows, count, is_v ? kVRows : kKRows, side.packed_bytes());
+    if (side.affine) add(rows, count, is_v ? kVAffine : kKAffine, side.affine_bytes());
+    // Some lines at a time: one by one would cost more than it brings.
+    every_ = lines_ ? smaller(turns_, turns_ * 12 / lines_ + 1) : turns_;
+    count_ = (n_ * every_ + turns_ - 1) / turns_;
+    wait_ = 1;
+  }
+
+  void some() {
+    if (--wait_) return;
+    wait_ = every_;
+    fetch(count_);
+  }
+
+  void rest() { fetch(n_); }
+
+ private:
+  // The rows of one part, as pieces of memory of which one line each is fetched in turns: the
+  // hardware fetches ahead within a page, and so in several. Without pieces row by row.
+  struct Stream {
+    const Rows* rows;
+    int64_t n;
+    Part part;
+    int64_t bytes, n_pieces, lines;  // of a piece
+    const char* pieces[kTile / 16];
+    int64_t done, line;
+  };
+
+  void add(const Rows& rows, int64_t count, Part part, int64_t bytes) {
+    Stream& stream = streams_[n_streams_++];
+    stream.rows = &rows;
+    stream.n = count;
+    stream.part = part;
+    stream.bytes = bytes;
+    stream.n_pieces = stream.done = stream.line = 0;
+    const int64_t lines = (count * bytes + 63) / 64;
+    lines_ += lines;
+    if (rows.stride[part] != bytes) return;
+    if (rows.is_run) {
+      stream.n_pieces = lines < 128 ? 1 : smaller(lines / 64, kTile / 16);
+      stream.lines = (lines + stream.n_pieces - 1) / stream.n_pieces;
+      for (int64_t i = 0; i < stream.n_pieces; ++i)
+        stream.pieces[i] = rows.row(part, 0) + i * stream.lines * 64;
+    } else if (count % 16 == 0) {
+      for (int64_t i = 0; i < count / 16; ++i) {
+        if (!rows.is_whole[i]) return;
+        stream.pieces[i] = rows.first[part][i];
+      }
+      stream.n_pieces = count / 16;
+      stream.lines = (16 * bytes + 63) / 64;
     }
   }
+
+  void fetch(int64_t count) {
+    if (next_ >= n_) return;
+    const int64_t first = next_;
+    next_ += count;
+    for (int i = 0; i < n_streams_; ++i) {
+      Stream& stream = streams_[i];
+      const int64_t last = smaller(next_, stream.n), n_pieces = stream.n_pieces;
+      if (n_pieces) {
+        const int64_t stop = (last * stream.bytes + 63) / 64;
+        int64_t done = stream.done, line = stream.line;
+        for (; done < stop && line < stream.lines; done += n_pieces, ++line)
+          for (int64_t j = 0; j < n_pieces; ++j)
+            __builtin_prefetch(stream.pieces[j] + line * 64, 0, 2);
+        stream.done = done;
+        stream.line = line;
+      } else {
+        for (int64_t c = first; c < last; ++c) {
+          const char* row = stream.rows->row(stream.part, c);
+          for (int64_t j = 0; j < stream.bytes; j += 64) __builtin_prefetch(row + j, 0, 2);
+        }
+      }
+    }
+  }
+
+  Stream streams_[8];
+  int n_streams_ = 0;
+  int64_t n_ = 0, next_ = 0, lines_ = 0, turns_ = 1, every_ = 1, count_ = 1, wait_ = 1;
 };
 
 // Logits and values in float32 --------------------------------------------------------------------
@@ -296,57 +405,124 @@ class Attention {
     const bool is_worth = job_.n_cells > 24 || rows_ > 8;
     const bool has_k = is_worth && fits_matrix(k_), has_v = is_worth && fits_matrix(v_);
     load_queries(has_k ? 1.f : factor);
-    const Matrix matrix(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor,
-                        scratch_.extra);
+    Matrix matrix(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
+    // Of integers, which are small, more cells at a time.
+    const bool is_long = (has_k || has_v) && rows_ <= 16 && k_.dtype != Dtype::bf16;
+    const int64_t longest = is_long ? kTile : kRound;
 #else
     load_queries(factor);
+    const int64_t longest = kTile;
 #endif
-    for (int64_t r = 0; r < rows_pad_; ++r) {
-      scratch_.max[r] = kMinusInfinity;
-      scratch_.sum[r] = 0.f;
+    for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
+      scratch_.max[r] = scratch_.most[r] = kMinusInfinity;
+    for (int64_t r = 0; r < rows_; ++r) {
+      store(scratch_.sum + r * kLanes, all(0.f));
     }
     std::memset(scratch_.acc, 0, sizeof(float) * rows_pad_ * v_pad_);
+    // Three tiles at a time: one is attended, of the next the logits are made meanwhile, and the
+    // third is fetched.
     Walk walk(job_);
-    const int64_t stop = job_.first_cell + job_.n_cells;
-    int64_t n = walk.next(smaller(kTile, job_.n_cells), scratch_.rows[0]), n_next = 0;
-    for (int64_t first = job_.first_cell, turn = 0; first < stop; first += n, n = n_next, turn ^= 1) {
-      rows_of_tile_ = scratch_.rows + turn;
-      ahead_.next = ahead_.n = n_next = 0;
-      if (first + n < stop) {
-        Scratch::Rows& rows = scratch_.rows[turn ^ 1];
-        n_next = walk.next(smaller(kTile, stop - first - n), rows);
-        ahead_.start(rows, n_next);
+    int64_t left = job_.n_cells, length = kRound;  // the first two are short: they may not be fetched
+    const auto take = [&](Rows& rows) {
+      const int64_t n = left ? walk.next(smaller(length, left), rows) : 0;
+      left -= n;
+      if (left < job_.n_cells - kRound) length = longest;
+      return n;
+    };
+    Walk following(job_.following ? *job_.following : job_);
+    int64_t following_left = following.job.n_cells;
+    Rows *rows = scratch_.rows, *next = rows + 1, *third = next + 1;
+    int64_t n = take(*rows), n_next = take(*next), n_third = 0;
+    s_ = scratch_.s;
+    float* next_s = s_ + rows_pad_ * kTile;
+#if defined(KVC_AMX)
+    bool is_staged = matrix.has_k && rows->pool == job_.pool;
+    if (is_staged) {
+      matrix.stage(*rows, n);
+      matrix.multiply(ahead_);
+      matrix.logits(s_, ahead_);
+    }
+#endif
+    for (int64_t first = job_.first_cell; n; first += n, n = n_next, n_next = n_third) {
+      n_third = take(*third);
+      ahead_.start(turns(n));
+      ahead_.add(*third, n_third, false);
+      ahead_.add(*next, n_next, true);
+      if (!n_third && job_.following && following_left) {  // its first tiles, in the free room
+        const int64_t n_following = following.next(smaller(kRound, following_left), *third);
+        following_left -= n_following;
+        ahead_.add(*third, n_following, false);
+        ahead_.add(*third, n_following, true);
       }
       const Seen seen = what_is_seen(first, n);
-      if (seen == Seen::nothing) continue;
 #if defined(KVC_AMX)
-      const bool fits = rows_of_tile_->pool == job_.pool;
-      if (matrix.has_k && fits) {
-        matrix.logits(rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.s, ahead_);
-      } else {
-        logits(n);
+      const bool has_logits = is_staged;
+      is_staged = n_next && matrix.has_k && next->pool == job_.pool;
+      if (is_staged) matrix.stage(*next, n_next);
+      if (!has_logits && seen != Seen::nothing) {
+        logits(*rows, n);
         if (matrix.has_k) multiply_logits(n, factor);
       }
 #else
-      logits(n);
+      if (seen != Seen::nothing) logits(*rows, n);
 #endif
       if (job_.args->softcap > 0.f) cap(n);
       if (seen == Seen::some) hide(first, n);
-      softmax(n);
 #if defined(KVC_AMX)
-      if (matrix.has_v && fits &&
-          (seen == Seen::everything ||
-           matrix.is_finite(rows_of_tile_->v, rows_of_tile_->v_affine, n)))
-        matrix.values(scratch_.s, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.acc,
-                      ahead_);
-      else
+      matrix.settle(scratch_.acc);
+      const bool by_matrix = matrix.has_v && rows->pool == job_.pool && seen != Seen::nothing &&
+                             (seen == Seen::everything || matrix.is_finite(*rows, n));
+      if (by_matrix) {
+        matrix.prepare(*rows, n);
+        softmax(n, 64, [&](int64_t r, const float* s, float base, float factor, float top) {
+          return matrix.weigh(r, s, base, factor, top, n, ahead_);
+        });
+      }
+      if (is_staged) matrix.multiply(ahead_);
+      if (by_matrix) matrix.interleave(*rows, n, ahead_);
+      if (by_matrix) next_s = s_;  // its logits are weights by now, and elsewhere
+      if (is_staged) matrix.logits(next_s, ahead_);
+      if (by_matrix) matrix.sum_values(n, scratch_.acc, ahead_);
+      const bool is_done = by_matrix || seen == Seen::nothing;
+#else
+      const bool is_done = seen == Seen::nothing;
 #endif
-        values(n, first, seen);
+      if (!is_done) {
+        softmax(n, kLanes, [&](int64_t r, float* s, float base, float factor, float) {
+#if defined(KVC_AMX)
+          matrix.scale_biases(r, factor);
+#else
+          static_cast<void>(r), static_cast<void>(factor);
+#endif
+          Vec total = all(0.f);
+          for (int64_t c = 0; c < n; c += kLanes) {
+            if (c % 32 == 0) ahead_.some();
+            const Vec p = exp2_below_1(sub(load(s + c), all(base)));
+            store(s + c, p);
+            total = add(total, p);
+          }
+          return total;
+        });
+        values(*rows, first, n, seen);
+      }
+      ahead_.rest();
+      Rows* const done = rows;
+      rows = next;
+      next = third;
+      third = done;
+      s_ = next_s;
+      next_s = s_ == scratch_.s ? s_ + rows_pad_ * kTile : scratch_.s;
     }
+#if defined(KVC_AMX)
+    matrix.finish(scratch_.acc);
+#endif
     finish();
   }
 
  private:
+  // How often `ahead_` is asked for some during a tile of n cells.
+  int64_t turns(int64_t n) const { return (n + 31) / 32 * (12 + rows_); }
+
   int64_t head_of(int64_t row) const {
     const int64_t group = job_.layout->n_heads / job_.pool->n_kv_heads;
     return job_.kv_head * group + job_.first_head + row % job_.n_heads;
@@ -405,25 +581,25 @@ class Attention {
                  int64_t n, float* to) {
     const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad;
     for (int64_t c = 0; c < n; ++c) {
-      if (c % 2) ahead_.some(1);
+      if (c % 2) ahead_.some();
       if (lies_ready) continue;
       decode_row(side, rows[c], affine[c], pad, to + c * pad);
       rows[c] = reinterpret_cast<const char*>(to + c * pad);
     }
   }
 
-  void logits(int64_t n) {
-    as_floats(rows_of_tile_->pool->k, k_pad_, rows_of_tile_->k, rows_of_tile_->k_affine, n, scratch_.k);
+  void logits(Rows& rows, int64_t n) {
+    const char** k = rows.list(kKRows, n);
+    as_floats(rows.pool->k, k_pad_, k, rows.list(kKAffine, n), n, scratch_.k);
     for (int64_t r = 0; r < rows_pad_; r += kLogitRows)
-      logits_of<kLogitRows>(scratch_.q + r * k_pad_, k_pad_, rows_of_tile_->k, n,
-                            scratch_.s + r * kTile);
+      logits_of<kLogitRows>(scratch_.q + r * k_pad_, k_pad_, k, n, s_ + r * kTile);
   }
 
 #if defined(KVC_AMX)
   // The matrix unit's queries come without the factor.
   void multiply_logits(int64_t n, float factor) {
     for (int64_t r = 0; r < rows_; ++r)
-      for (int64_t c = 0; c < n; ++c) scratch_.s[r * kTile + c] *= factor;
+      for (int64_t c = 0; c < n; ++c) s_[r * kTile + c] *= factor;
   }
 #endif
 
@@ -431,76 +607,86 @@ class Attention {
   void cap(int64_t n) {
     const float softcap = job_.args->softcap * kLog2e;
     for (int64_t r = 0; r < rows_; ++r) {
-      float* s = scratch_.s + r * kTile;
+      float* s = s_ + r * kTile;
       for (int64_t c = 0; c < n; ++c) s[c] = softcap * __builtin_tanhf(s[c]);
     }
   }
 
   void hide(int64_t first, int64_t n) {
     for (int64_t r = 0; r < rows_; ++r) {
-      float* s = scratch_.s + r * kTile;
+      float* s = s_ + r * kTile;
       const int64_t token = token_index(r);
       for (int64_t c = 0; c < n; ++c)
         if (!is_seen(token, first + c)) s[c] = kMinusInfinity;
     }
   }
 
-  void softmax(int64_t n) {
-    const int64_t wide = (n + kLanes - 1) / kLanes * kLanes;
+  // Logits up to a multiple of `multiple` become weights: `weigh` is given a row, its logits, what
+  // to take from each, what earlier weights are multiplied by and what the largest will be, and
+  // gives their sums.
+  template <class Weigh>
+  void softmax(int64_t n, int64_t multiple, const Weigh& weigh) {
+    const int64_t wide = (n + multiple - 1) / multiple * multiple;
+    float *base = scratch_.base, *factor = scratch_.factor, *most = scratch_.most;
     for (int64_t r = 0; r < rows_; ++r) {
-      float* s = scratch_.s + r * kTile;
-      ahead_.some(3);
+      float* s = s_ + r * kTile;
       for (int64_t c = n; c < wide; ++c) s[c] = kMinusInfinity;
-      Vec top = all(scratch_.max[r]);
-      for (int64_t c = 0; c < wide; c += kLanes) top = max(top, load(s + c));
-      const float new_max = highest(top), old_max = scratch_.max[r];
-      const float base = new_max == kMinusInfinity ? 0.f : new_max;
-      Vec total = all(0.f);
-      for (int64_t c = 0; c < wide; c += kLanes) {
-        const Vec x = sub(load(s + c), all(base));
-        Vec p = exp2_below_1(x);
-        store(s + c, p);
-        total = add(total, p);
-      }
-      const float factor = old_max == new_max ? 1.f : exp2_or_0(old_max - base);
-      scratch_.sum[r] = scratch_.sum[r] * factor + sum(total);
-      scratch_.max[r] = new_max;
-      if (factor != 1.f) {
-        float* acc = scratch_.acc + r * v_pad_;
-        for (int64_t d = 0; d < v_pad_; d += kLanes) store(acc + d, mul(load(acc + d), all(factor)));
-      }
+      Vec tops = load(s);
+      for (int64_t c = kLanes; c < wide; c += kLanes) tops = max(tops, load(s + c));
+      most[r] = highest(tops);
+    }
+    // All rows at once, up to a multiple of the lanes.
+    for (int64_t r = 0; r < rows_; r += kLanes) {
+      const Vec top = load(most + r), old = load(scratch_.max + r), now = max(old, top);
+      const Vec from = max(all(-3e38f), now);  // where nothing is seen, x - from is minus infinity
+      store(scratch_.max + r, now);
+      store(base + r, from);
+      store(factor + r, exp2_below_1(sub(old, from)));
+      store(most + r, exp2_below_1(sub(top, from)));
+    }
+    for (int64_t r = 0; r < rows_; ++r) {
+      if (factor[r] == 1.f) continue;
+      float* acc = scratch_.acc + r * v_pad_;
+      for (int64_t d = 0; d < v_pad_; d += kLanes)
+        store(acc + d, mul(load(acc + d), all(factor[r])));
+    }
+    for (int64_t r = 0; r < rows_; ++r) {
+      float* sums = scratch_.sum + r * kLanes;
+      const Vec total = weigh(r, s_ + r * kTile, base[r], factor[r], most[r]);
+      store(sums, fma(load(sums), all(factor[r]), total));
     }
   }
 
-  void values(int64_t n, int64_t first, Seen seen) {
-    as_floats(rows_of_tile_->pool->v, v_pad_, rows_of_tile_->v, rows_of_tile_->v_affine, n, scratch_.v);
-    if (seen == Seen::some) leave_no_trace(first, n);
+  void values(Rows& rows, int64_t first, int64_t n, Seen seen) {
+    const char** v = rows.list(kVRows, n);
+    as_floats(rows.pool->v, v_pad_, v, rows.list(kVAffine, n), n, scratch_.v);
+    if (seen == Seen::some) leave_no_trace(v, first, n);
     for (int64_t r = 0; r < rows_pad_; r += 4) {
-      const float* s = scratch_.s + r * kTile;
+      const float* s = s_ + r * kTile;
       float* acc = scratch_.acc + r * v_pad_;
       int64_t d = 0;
       for (; d + 4 * kLanes <= v_pad_; d += 4 * kLanes)
-        values_of_4<4>(s, rows_of_tile_->v, n, v_pad_, d, acc);
-      for (; d < v_pad_; d += kLanes) values_of_4<1>(s, rows_of_tile_->v, n, v_pad_, d, acc);
+        values_of_4<4>(s, v, n, v_pad_, d, acc);
+      for (; d < v_pad_; d += kLanes) values_of_4<1>(s, v, n, v_pad_, d, acc);
     }
   }
 
   // A weight of 0 does not silence a value that is not finite: where a tile has a mask, rows with
   // such values are taken out and given to those alone who see them.
-  void leave_no_trace(int64_t first, int64_t n) {
+  void leave_no_trace(const char** rows, int64_t first, int64_t n) {
     for (int64_t c = 0; c < n; ++c) {
-      const float* v = reinterpret_cast<const float*>(rows_of_tile_->v[c]);
+      const float* v = reinterpret_cast<const float*>(rows[c]);
       float doubt = 0.f;
       for (int64_t d = 0; d < v_.dim; ++d) doubt += v[d] * 0.f;
       if (doubt == 0.f) continue;
       for (int64_t r = 0; r < rows_; ++r) {
         if (!is_seen(token_index(r), first + c)) continue;
-        const float p = scratch_.s[r * kTile + c];
+        const float p = s_[r * kTile + c];
         for (int64_t d = 0; d < v_.dim; ++d) scratch_.acc[r * v_pad_ + d] += p * v[d];
       }
       float* zeros = scratch_.v + c * v_pad_;
       std::memset(zeros, 0, sizeof(float) * v_pad_);
-      rows_of_tile_->v[c] = reinterpret_cast<const char*>(zeros);
+      rows[c] = reinterpret_cast<const char*>(zeros);
     }
   }
 
@@ -510,7 +696,7 @@ class Attention {
   const Side &k_, &v_;
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   Scratch scratch_;
-  Scratch::Rows* rows_of_tile_ = nullptr;
+  float* s_ = nullptr;  // the tile's logits, then weights
   Ahead ahead_;
 
  public:
@@ -540,6 +726,7 @@ inline void write_result(const Job& job, int64_t token, int64_t head, float max,
 }
 
 inline void Attention::finish() {
+  for (int64_t r = 0; r < rows_; ++r) scratch_.sum[r] = sum(load(scratch_.sum + r * kLanes));
   if (job_.partial) {
     std::memcpy(job_.partial, scratch_.max, sizeof(float) * rows_);
     std::memcpy(job_.partial + rows_, scratch_.sum, sizeof(float) * rows_);

@@ -40,7 +40,7 @@ bool has_amx() {
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   const unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // amx-bf16, amx-tile, amx-int8
-  if ((edx & wanted) != wanted) return false;
+  if ((edx & wanted) != wanted || !(ecx & 1u << 1)) return false;  // avx512-vbmi
   if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & 1u << 5)) return false;  // bf16
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -114,11 +114,13 @@ bool set_level(const char* name) {
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
-      rows * (k_pad + v_pad + kTile) + kTile * (k_pad + v_pad) + 3 * (rows + 16) + 8 * 16;
-  // What the matrix unit wants beside it: see amx.h.
+      rows * (k_pad + v_pad + 2 * kMaxTile) + kMaxTile * (k_pad + v_pad) + (rows + 16) * 20 + 8 * 16;
+  // What the matrix unit wants beside it: see amx.h. Integers have two groups in 64 numbers at most.
   const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;
-  const int64_t matrix = 8 * r * k + 2 * kTile * (k + v) + 96 * (k + v) + r * (6 * kTile + 8 * v) + 65536;
-  return 4 * floats + 8 * kTile * 8 + 64 + matrix;
+  const int64_t matrix = 512 * kMaxTile + 8 * kMaxTile * (k + v) / 32 + 2 * kMaxTile * (k + v) +
+                         r * (4 * k + k / 8 + 8) + r * kMaxTile * (v / 16 + 4) + 16384 +
+                         r * (4 + 64) * (v / 32) + 16 * 64;
+  return 4 * floats + 3 * (4 * 9 * kMaxTile + 256) + 64 + matrix;
 }
 
 }  // namespace kvcellar

@@ -7,7 +7,8 @@
 
 namespace kvcellar {
 
-constexpr int64_t kTile = 64;      // cells that are attended at a time
+constexpr int64_t kRound = 64;     // a job's cells are a multiple of this, but the last one's
+constexpr int64_t kMaxTile = 128;  // cells that are attended at a time, at most
 constexpr int64_t kMaxRows = 64;   // query rows of a job: tokens x heads of one KV head
 constexpr int64_t kPad = 16;       // rows in scratch are padded to this many numbers
 
@@ -29,6 +30,7 @@ struct Job {
   int64_t first_head, n_heads;    // query heads within the KV head's group
   int64_t first_cell, n_cells;    // of the list
   int64_t run, run_offset;        // where first_cell lies
+  const Job* following;  // what this worker does next, or nullptr: its first cells are fetched
   float* partial;  // [rows] max, [rows] sum, [rows, v_pad]; nullptr: write the result itself
 };
 

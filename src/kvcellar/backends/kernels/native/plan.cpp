@@ -13,7 +13,7 @@
 namespace kvcellar {
 namespace {
 
-constexpr int64_t kWantedJobs = 48;    // so that the last ones end together
+constexpr int64_t kWantedJobs = 24;    // so that the last ones end together
 constexpr int64_t kLeastCells = 256;   // a job's cells: below, merging costs too much
 constexpr int64_t kLeastShared = 64;   // cells that are worth a list of their own
 constexpr double kAloneNs = 12000;     // below, waking a thread costs more than it brings
@@ -251,7 +251,7 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
     work += (n + tokens - 1) / tokens * ((group + heads - 1) / heads) * list.n_cells;
   }
   int64_t target = std::max(kLeastCells, work * n_kv_heads / kWantedJobs);
-  target = (target + kTile - 1) / kTile * kTile;
+  target = (target + kRound - 1) / kRound * kRound;
 
   std::vector<int32_t> n_parts(static_cast<size_t>(input_.n_tokens * group), 0);
   for (size_t i = 0; i < lists_.size(); ++i) {
@@ -270,7 +270,7 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
             list.kind == Kind::causal ? list.n_free + t + job.n_tokens : list.n_cells;
         const int64_t n_pieces = std::max<int64_t>(1, (n_cells + target / 2) / target);
         int64_t piece = (n_cells + n_pieces - 1) / n_pieces;
-        piece = (piece + kTile - 1) / kTile * kTile;
+        piece = (piece + kRound - 1) / kRound * kRound;
         for (int64_t c = 0; c < n_cells; c += piece) {
           job.first_cell = c;
           job.n_cells = std::min(piece, n_cells - c);
@@ -486,11 +486,16 @@ namespace {
 
 struct AttendCall : Shared {
   const Plan* plan;
-  void (*run_job)(const AttendCall&, int64_t);
+  void (*run_job)(const AttendCall&, int64_t, int64_t);
+  // A worker knows its next job before it begins one, and can fetch what that begins with.
   static void work(void* data, int) {
     auto* call = static_cast<AttendCall*>(data);
-    for (int64_t i; (i = call->next.fetch_add(1, std::memory_order_relaxed)) < call->n;)
-      call->run_job(*call, i);
+    int64_t i = call->next.fetch_add(1, std::memory_order_relaxed);
+    while (i < call->n) {
+      const int64_t following = call->next.fetch_add(1, std::memory_order_relaxed);
+      call->run_job(*call, i, following);
+      i = following;
+    }
   }
 };
 
@@ -537,6 +542,7 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
       job.n_cells = spec.n_cells;
       job.run = spec.run;
       job.run_offset = spec.run_offset;
+      job.following = nullptr;
       job.partial = spec.slot < 0 ? nullptr : partials + kv_head * made->n_floats + spec.slot;
       return job;
     }
@@ -581,11 +587,15 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
     made.remaining[static_cast<size_t>(h)].store(static_cast<int>(n_jobs),
                                                  std::memory_order_relaxed);
   call.n = n_jobs * pool.n_kv_heads;
-  call.run_job = [](const AttendCall& raw, int64_t i) {
+  call.run_job = [](const AttendCall& raw, int64_t i, int64_t following) {
     const auto& self = static_cast<const Call&>(raw);
     const auto n = static_cast<int64_t>(self.made->jobs.size());
     const int64_t kv_head = i / n;
-    const Job job = self.job_of(self.made->jobs[static_cast<size_t>(i % n)], kv_head);
+    Job job = self.job_of(self.made->jobs[static_cast<size_t>(i % n)], kv_head), next;
+    if (following < self.n) {
+      next = self.job_of(self.made->jobs[static_cast<size_t>(following % n)], following / n);
+      job.following = &next;
+    }
     self.ops->attend(job, scratch_buffer.get(self.scratch_size));
     auto& left = self.made->remaining[static_cast<size_t>(kv_head)];
     if (!self.made->merged_rows.empty() && left.fetch_sub(1, std::memory_order_acq_rel) == 1)

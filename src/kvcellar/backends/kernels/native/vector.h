@@ -93,10 +93,6 @@ inline float highest(Vec x) { return _mm512_reduce_max_ps(x); }
 inline Vec nearest(Vec x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-inline Vec times_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-inline Vec zero_far_below(Vec x, Vec y) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ), y);
-}
 inline Vec load_bf16(const uint16_t* p) {
   const __m512i wide =
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -314,6 +310,19 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
 // 2**x for x <= 0 with a relative error of some 1e-7; 0 far below, NaN for NaN.
+#if defined(KVC_AVX512)
+inline Vec exp2_below_1(Vec x) {
+  const Vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  Vec y = all(1.8671302e-3f);
+  y = fma(y, f, all(9.0170301e-3f));
+  y = fma(y, f, all(5.5799913e-2f));
+  y = fma(y, f, all(2.4016445e-1f));
+  y = fma(y, f, all(6.9315131e-1f));
+  y = fma(y, f, all(1.f));
+  // Numbers below the normal ones would cost hundreds of cycles.
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.f), _CMP_NLT_UQ), y, x);
+}
+#else
 inline Vec exp2_below_1(Vec x) {
   // A number below the normal ones would cost hundreds of cycles. On x86 max gives its second
   // argument where one is NaN.
@@ -328,6 +337,7 @@ inline Vec exp2_below_1(Vec x) {
   y = fma(y, f, all(1.f));
   return zero_far_below(x, times_power_of_2(y, whole));
 }
+#endif
 
 inline float exp2_one(float x) {
   float lanes[kLanes];
