@@ -245,6 +245,13 @@ def test_on_torch(checkpoint, cache, kind):
     agrees(load_model(checkpoint), cache, kind)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("cache", SESSIONS)
+def test_on_quantised_pools(checkpoint, cache, kv_dtype, kind):
+    agrees(load_model(checkpoint), cache, kind, kv_dtype=kv_dtype)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="needs mlx-lm")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("cache", ["seq", "tree"])
