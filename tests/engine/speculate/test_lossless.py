@@ -244,6 +244,10 @@ def test_on_torch(checkpoint, cache, kind):
     agrees(load_model(checkpoint), cache, kind)
 
 
+TIES = {"int8": 0.05, "int4": 0.1}
+"""How far logits are moved where a few numbers of K and V are rounded the other way."""
+
+
 def next_logits(model: LoadedModel, kv_dtype: str, prompt: Any, said: Any) -> np.ndarray:
     """What the plain loop chooses from, behind a prompt and what it has said."""
     tokens = [*prompt, *said]
@@ -282,7 +286,7 @@ def test_on_quantised_pools(checkpoint, cache, kv_dtype, kind):
         at = next(i for i, (a, b) in enumerate(zip(tokens, want, strict=True)) if a != b)
         logits = next_logits(model, kv_dtype, prompt, want[:at])
         if params.is_greedy:
-            assert logits[want[at]] - logits[tokens[at]] < 0.02, "no tie"
+            assert logits[want[at]] - logits[tokens[at]] < TIES[kv_dtype], "no tie"
     assert n_other <= len(said) // 100
 
 
