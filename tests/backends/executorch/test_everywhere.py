@@ -18,7 +18,7 @@ from kvcellar.errors import BackendError, ModelError
 from kvcellar.models import load_model
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.backends.executorch.programs import MAX_TOKENS
-from tests.engine.speculate.test_lossless import agrees
+from tests.engine.speculate.test_lossless import CAPACITY, agrees
 from tests.models.players import text
 
 RUNNER = CliRunner()
@@ -59,7 +59,7 @@ def test_an_engine_batches_forks_and_preempts_as_under_torch(loaded, checkpoint,
 @pytest.mark.parametrize("cache", ["seq", "tree"])
 def test_guesses_change_nothing_under_executorch(loaded, cache, kind):
     """Trees are verified in one step of a program, with forks and preemption between."""
-    agrees(loaded("gemma2"), cache, kind, capacity=70)
+    agrees(loaded("gemma2"), cache, kind, capacity=CAPACITY - 20)
 
 
 def test_a_head_guesses_for_a_program_that_tells_features(checkpoint, tmp_path):

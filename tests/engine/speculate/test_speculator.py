@@ -137,6 +137,20 @@ def test_a_size_that_was_never_tried_is_believed_to_cost_little_more():
     assert costs.seconds(1) < 1.3, "one step that was held up says little"
 
 
+def test_no_size_costs_more_than_a_larger_one():
+    costs = StepCosts()
+    for n, seconds in ((1, 1.0), (8, 1.4), (4, 50.0), (2, 1.1)):
+        costs.learn(n, seconds)
+    assert [costs.seconds(n) for n in (1, 2, 4, 8)] == [1.0, 1.1, 1.4, 1.4]
+    costs.learn(8, 1.6)
+    assert costs.seconds(4) == costs.seconds(8) > 1.4
+    costs.learn(4, 1.2)
+    assert costs.seconds(4) == costs.seconds(8), "twice what it took is what is left of the first"
+    for _ in range(9):
+        costs.learn(4, 1.2)
+    assert 1.2 < costs.seconds(4) < 1.21
+
+
 class Always:
     """Guesses the same tokens every time."""
 
@@ -290,6 +304,19 @@ def test_guesses_that_take_time_are_asked_for_seldom_where_they_do_not_pay():
     assert 70 < drafter.n_asked - n_first < 90, "a hundredth of the time: 20 s of 0.24 s each"
     rounds(speculator, (5,) * 9, 400, flat)
     assert rounds(speculator, (5,) * 9, 10, flat) == [8] * 10, "they pay, and are back"
+
+
+@pytest.mark.parametrize("kind", [Always, Costly])
+def test_a_machine_that_was_held_up_for_a_while_is_found_to_be_free_again(kind):
+    """Whatever is tried at first takes fifty times as long: nothing pays, or so it seems."""
+    drafter = kind((5,) * 8)
+    speculator = Speculator(drafter, clock=getattr(drafter, "clock", lambda: 0.0))
+    drafter.level_s = 3.0
+    rounds(speculator, (5,) * 9, 12, lambda n: 50.0 if n > 1 else flat(n))
+    drafter.level_s = 0.06
+    found = rounds(speculator, (5,) * 9, 8000, flat)
+    assert 0 in found[:5], "it has to be off before it can come back"
+    assert found[-10:] == [8] * 10
 
 
 class Doubting(Costly):

@@ -28,9 +28,16 @@ from kvcellar.errors import ConfigError
 from kvcellar.types import AttendKind, StepPlan
 
 if TYPE_CHECKING:
-    from kvcellar.backends.kernels._native import Layout, LinearWeights, Plan, Pool
+    from kvcellar.backends.kernels._native import (
+        Eagle3Weights,
+        Layout,
+        LinearWeights,
+        Plan,
+        Pool,
+    )
 
 __all__ = [
+    "Eagle3Weights",
     "Layout",
     "LinearWeights",
     "Plan",
@@ -40,6 +47,7 @@ __all__ = [
     "is_available",
     "level",
     "levels",
+    "make_eagle3_weights",
     "make_layout",
     "make_linear_weights",
     "make_pool",
@@ -69,7 +77,13 @@ else:
         from kvcellar.backends.kernels import _native
 
         if not TYPE_CHECKING:
-            from kvcellar.backends.kernels._native import Layout, LinearWeights, Plan, Pool
+            from kvcellar.backends.kernels._native import (
+                Eagle3Weights,
+                Layout,
+                LinearWeights,
+                Plan,
+                Pool,
+            )
     except ImportError as error:
         _reason = (
             f"the kvcellar CPU kernel is not built here ({error}); attention falls back to the "
@@ -215,6 +229,51 @@ def make_linear_weights(
         scales: address of the float16 scales of packed weights.
     """
     return _native.LinearWeights({16: 0, 8: 1, 4: 2}[bits], n_in, n_out, data, scales)
+
+
+def make_eagle3_weights(
+    *,
+    hidden: int,
+    inner: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    n_vocab: int,
+    n_said: int,
+    eps: float,
+    qkv: LinearWeights,
+    o: LinearWeights,
+    gate_up: LinearWeights,
+    down: LinearWeights,
+    lm_head: LinearWeights,
+    embedding: int,
+    qkv_bias: int = 0,
+    residual_scale: int = 0,
+) -> Eagle3Weights:
+    """Describe an EAGLE-3 head, for one call per level; ``native/eagle3.h`` says what it is given.
+
+    Args:
+        hidden: width of its hidden states.
+        inner: of its MLP.
+        n_heads: of its attention.
+        n_kv_heads: of its attention.
+        head_dim: of its attention.
+        n_vocab: tokens that it reads.
+        n_said: tokens that it can say.
+        eps: of all norms, which have no weights: those are folded into the matrices.
+        qkv: those of q, k and v in one.
+        o: behind the attention.
+        gate_up: both in one.
+        down: the last one of the MLP.
+        lm_head: from hidden states to what it can say.
+        embedding: address of float32 ``[n_vocab, hidden]``.
+        qkv_bias: address of float32; 0: none.
+        residual_scale: address of float32 ``[hidden]``, where the residual is the normed hidden
+            state times it; 0: where it is the hidden state.
+    """
+    shape = hidden, inner, n_heads, n_kv_heads, head_dim, n_vocab, n_said
+    matrices = qkv, o, gate_up, down, lm_head
+    return _native.Eagle3Weights(*shape, eps, *matrices, embedding, qkv_bias, residual_scale)
 
 
 def compile_plan(plan: StepPlan) -> Plan:

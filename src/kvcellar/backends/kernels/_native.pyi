@@ -1,5 +1,7 @@
 """The compiled kernel. Addresses are integers; nothing keeps what they point to alive."""
 
+from collections.abc import Sequence
+
 from kvcellar.types import AttendKind, StepPlan
 
 class Side:
@@ -56,6 +58,48 @@ class LinearWeights:
     def __init__(self, format: int, n_in: int, n_out: int, data: int, scales: int, /) -> None: ...
     def linear(self, x: int, n_tokens: int, dtype: int, out: int, out_dtype: int, /) -> None: ...
     def unpack(self, first: int, stop: int, to: int, /) -> None: ...
+
+class Eagle3Weights:
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        n_vocab: int,
+        n_said: int,
+        eps: float,
+        qkv: LinearWeights,
+        o: LinearWeights,
+        gate_up: LinearWeights,
+        down: LinearWeights,
+        lm_head: LinearWeights,
+        embedding: int,
+        qkv_bias: int,
+        residual_scale: int,
+        /,
+    ) -> None: ...
+    def level(
+        self,
+        plan: Plan,
+        pool: Pool,
+        exact_plan: Plan | None,
+        exact_pool: Pool | None,
+        rope: int,
+        n_rope: int,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        hidden: int,
+        n_hidden: int,
+        above: Sequence[int],
+        rows: Sequence[int],
+        k: int,
+        out: int,
+        ids: int,
+        beliefs: int,
+        /,
+    ) -> None: ...
 
 class Plan:
     def __init__(self, plan: StepPlan, causal: AttendKind, explicit: AttendKind, /) -> None: ...

@@ -10,6 +10,7 @@ from kvcellar.backends.torch.caches import (
     TorchSeqCache,
     TorchTreeCache,
 )
+from kvcellar.backends.torch.eagle3 import make_eagle3_kernel
 from kvcellar.backends.torch.linears import hold_weights
 from kvcellar.registry import CacheBuilderRegistry
 
@@ -19,6 +20,7 @@ __all__ = [
     "TorchSeqCache",
     "TorchTreeCache",
     "hold_weights",
+    "make_eagle3_kernel",
 ]
 
 _builders = CacheBuilderRegistry.instance()

@@ -393,7 +393,10 @@ class TorchBytes(StepBookkeeping):
             pool = self.pools_of_layer[layer]
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
-                pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
+                if kernel.takes(pool.device):
+                    kernels.move_cells(pool.for_kernel(), base, src_cells)
+                else:
+                    pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
                 if copies is not None:
                     assert isinstance(pool, ExactPool)
                     pool.move_exact(*copies)

@@ -21,7 +21,7 @@ from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.request import Sequence
 from kvcellar.engine.speculate.drafter import Ask, Drafter, FeatureReader
 from kvcellar.engine.speculate.rates import Rate, Rates
-from kvcellar.engine.speculate.step_costs import StepCosts
+from kvcellar.engine.speculate.step_costs import StepCosts, blend
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
@@ -34,10 +34,16 @@ MARGIN = 1.02
 """Tokens per second have to be believed so many times those without guesses."""
 
 PROBE_SHARE = 0.01
-"""Of all time: what guesses that are made only to learn may take, where to guess takes time."""
+"""Of all time: what guesses that are made, or verified, only to learn may take."""
 
 PROBE_DEPTH = 4
 """Levels of guesses that are made only to learn."""
+
+PROBE_GAIN = 0.3
+"""Guesses that are right so often are verified now and then, whatever steps seem to cost."""
+
+LEVEL_WEIGHTS = (0.1, 0.2)
+"""Of one more time that guesses were made: where a level took longer than believed, and less."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +87,10 @@ class Speculator:
     _total_s: float = 0.0
     _probe_s: float = 0.0
     _guessing_s: float = 0.0
+    _is_probe: bool = False
+    """Whether this step's guesses were made only to learn."""
+    _plain_s: float | None = None
+    """What this step is believed to take without the guesses that it verifies only to learn."""
     _reader: FeatureReader | None = None
 
     def __post_init__(self) -> None:
@@ -94,11 +104,11 @@ class Speculator:
             n_others: tokens that the next step computes besides theirs.
         """
         self._pending.clear()
-        self._guessing_s = 0.0
+        self._guessing_s, self._plain_s = 0.0, None
         for sequence in sequences:
             sequence.draft = NO_DRAFT
         n_tokens = len(sequences) + n_others
-        depth, is_probe = self._depth(len(sequences), n_tokens)
+        depth, self._is_probe = self._depth(len(sequences), n_tokens)
         asks = {s.request_id: ask for s in sequences if (ask := self._ask(s, depth)) is not None}
         if not asks:
             return
@@ -108,7 +118,7 @@ class Speculator:
         except Exception as error:
             self._failed(asks, error)
             drafts = {}
-        self._guessed(asks, drafts, self.clock() - started, is_probe)
+        self._guessed(asks, drafts, self.clock() - started)
         if not any(drafts.values()):
             return
         if not self.has_trees:
@@ -146,7 +156,10 @@ class Speculator:
     def ran(self, n_tokens: int, seconds: float) -> None:
         """A step has run, in so much time from before it was proposed for."""
         self._total_s += seconds
-        self.costs.learn(n_tokens, max(0.0, seconds - self._guessing_s))
+        seconds = max(0.0, seconds - self._guessing_s)
+        if self._plain_s is not None:
+            self._probe_s += max(0.0, seconds - self._plain_s)
+        self.costs.learn(n_tokens, seconds)
 
     def ended(self, request_id: int) -> None:
         """A sequence goes on no more."""
@@ -216,7 +229,7 @@ class Speculator:
         if n_best:
             self._min_reach = best * self.level_s / (n_sequences * rate)
             return min(2 * n_best, self.max_drafted), False
-        if self._probe_s >= PROBE_SHARE * self._total_s:
+        if not self._may_probe:
             return 0, False
         return min(PROBE_DEPTH, self.max_drafted), True
 
@@ -236,6 +249,8 @@ class Speculator:
         """Guesses to verify per sequence, in a step that has ``n_tokens`` without them.
 
         The likeliest first, of all sequences; a guess is never likelier than the one before it.
+        Likely ones that do not pay by what steps have cost are verified now and then all the same:
+        those steps may have been held up, and no other would tell.
         """
         if not self.is_adaptive:
             return {request_id: list(range(len(draft))) for request_id, draft in drafts.items()}
@@ -264,23 +279,31 @@ class Speculator:
             per_second = expected / self._seconds(n_tokens + n, before)
             if per_second > best:
                 best, n_best = per_second, n
+        n_likely = sum(-gain >= PROBE_GAIN for gain, *_ in gains)
+        if n_best < n_likely and (self._is_probe or self._may_probe):
+            self._plain_s = self._seconds(n_tokens + n_best, before)
+            n_best = n_likely
         for _, node, request_id in gains[:n_best]:
             kept[request_id].append(node)
         return {request_id: sorted(nodes) for request_id, nodes in kept.items()}
+
+    @property
+    def _may_probe(self) -> bool:
+        return self._probe_s < PROBE_SHARE * self._total_s
 
     def _seconds(self, n_tokens: int, before: float) -> float:
         """What a step with guesses takes: no less than without, whatever chance has measured."""
         return max(before, self.costs.seconds(n_tokens) or before)
 
     def _guessed(
-        self, asks: Mapping[int, Ask], drafts: Mapping[int, Draft], seconds: float, is_probe: bool
+        self, asks: Mapping[int, Ask], drafts: Mapping[int, Draft], seconds: float
     ) -> None:
         """What guessing took. Where a drafter had to catch up first, that says little of levels."""
         if self.drafter.is_free:
             return
         caught_up = {r: len(asks[r].tokens) for r, draft in drafts.items() if draft is not LATER}
         self._guessing_s = seconds
-        if is_probe:
+        if self._is_probe:
             self._probe_s += seconds
         is_usual = len(caught_up) == len(asks) and all(
             n - self._asked.get(request_id, 0) <= self.max_drafted + 1
@@ -290,4 +313,4 @@ class Speculator:
         depth = max((draft.depth for draft in drafts.values()), default=0)
         if depth and is_usual:
             new, old = seconds / depth, self.level_s
-            self.level_s = new if old is None else old + 0.1 * (min(new, 4 * old) - old)
+            self.level_s = new if old is None else blend(old, new, *LEVEL_WEIGHTS)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.checkpoint import check_weights, read_config, stored_bytes
-from kvcellar.models.eagle3.config import read_eagle3_config
+from kvcellar.models.eagle3.config import MOST_HELD_TWICE, read_eagle3_config
 from kvcellar.models.loading import DEMO, DEMO_FOLDER, find_checkpoint
+from kvcellar.models.weights import BLOCK, GROUP, packed_bytes
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
 from kvcellar.types import ModelCacheParams
 
@@ -64,13 +65,16 @@ def size_eagle3(
     stored = stored_bytes(folder, _MAPS) or 0
     width = next((_STORED_BYTES[kind] for kind, _ in dtypes.most_common() if kind in _STORED_BYTES))
     n_params = stored // width
+    weight_bytes = n_params * DTYPE_BYTES[dtype]
+    if dtype == "float32" and n_params <= MOST_HELD_TWICE:
+        weight_bytes += packed_bytes(1, n_params // GROUP * GROUP, 8) // BLOCK
     return ModelCacheSpec(
         name=str(folder),
         family="eagle3",
         params=ModelCacheParams(1, config.n_kv_heads, config.head_dim),
         max_positions=config.max_positions,
         stored_bytes=stored,
-        weight_bytes=n_params * DTYPE_BYTES[dtype],
+        weight_bytes=weight_bytes,
         dtype=dtype,
         counted=f"{n_params:,} parameters, sizes from its files",
         n_heads=config.n_heads,

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcellar.cache import Cache
-from kvcellar.models.eagle3.config import Eagle3Config
+from kvcellar.models.eagle3.config import MOST_HELD_TWICE, Eagle3Config
 from kvcellar.models.eagle3.network import Eagle3Network
 from kvcellar.models.runner import FloatArray
 from kvcellar.op import eager_update_and_attend
-from kvcellar.registry import CacheSession, use_cache
+from kvcellar.registry import CacheSession, load_backend, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
 
@@ -46,6 +46,8 @@ class Eagle3Head:
         feature_layers: whose inputs it reads of its target.
         params: what a cache for it must know.
         kv_dtype: how its cache stores K and V: as the weights.
+        kernel: runs levels of a few tokens of a small head, see ``backends.torch.eagle3``; None
+            where torch runs them all.
     """
 
     def __init__(self, network: Eagle3Network, feature_layers: tuple[int, ...]) -> None:
@@ -78,6 +80,9 @@ class Eagle3Head:
         self._rotary = network.rotary
         self._eps = torch.tensor(config.rms_norm_eps, device=self.fc.device)
         self._rope = torch.empty(2, 0, config.head_dim)
+        self.kernel: Any = None
+        if sum(matrix.numel() for matrix in self.matrices) <= MOST_HELD_TWICE:
+            self.kernel = load_backend("torch").make_eagle3_kernel(self)
 
     def bind(self, session: CacheSession[Any]) -> Eagle3Runner:
         """Join it with an open session, whose cache was made with its ``params``.
@@ -88,6 +93,11 @@ class Eagle3Head:
         """
         return Eagle3Runner(self, session)
 
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """All of them, ``[in, out]``."""
+        return (self.fc, self.qkv, self.o, self.gate_up, self.down, self.lm_head)
+
     def normed(self, x: Tensor) -> Tensor:
         """An RMS norm of rows, in few operators: torch's own takes as long as a small product."""
         if x.dtype != torch.float32:
@@ -96,19 +106,25 @@ class Eagle3Head:
         return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
     def rope(self, positions: Tensor, n: int) -> Tensor:
-        """Cosine and signed sine ``[2, T, 1, head_dim]``, from a table that grows.
+        """Cosine and signed sine ``[2, T, 1, head_dim]``.
 
         Args:
             positions: ``[T]``.
             n: more than the highest of them.
         """
-        if n > self._rope.shape[1]:
-            at = torch.arange(max(n, 2 * self._rope.shape[1], 1024), device=positions.device)
-            cos, sin = self._rotary(self.embedding, at[None])
-            half = sin.shape[2] // 2
-            sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-            self._rope = torch.cat((cos, sin))
-        return self._rope[:, positions, None]
+        return self.rope_table(n)[:, positions, None]
+
+    def rope_table(self, n: int) -> Tensor:
+        """Cosine and signed sine of at least ``n`` positions ``[2, n, head_dim]``; it grows."""
+        table = self._rope
+        if n > table.shape[1]:
+            at = torch.arange(max(n, 2 * table.shape[1], 1024), device=self.embedding.device)
+            with torch.inference_mode():
+                cos, sin = self._rotary(self.embedding, at[None])
+                half = sin.shape[2] // 2
+                sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+                table = self._rope = torch.cat((cos, sin))
+        return table
 
 
 class Eagle3Runner:
@@ -131,7 +147,10 @@ class Eagle3Runner:
         head = self.head
         with torch.inference_mode():
             rows = torch.from_numpy(np.concatenate(features) if len(features) > 1 else features[0])
-            joined = _product(rows.to(head.fc), head.fc, head.fc_bias)
+            if head.kernel is not None and head.kernel.takes(self._session.cache, len(rows)):
+                joined = head.kernel.join(rows)
+            else:
+                joined = _product(rows.to(head.fc), head.fc, head.fc_bias)
             return joined if before is None else torch.cat((before, joined))
 
     def read(
@@ -156,10 +175,7 @@ class Eagle3Runner:
                 stays claimed for this step.
         """
         hidden = torch.cat(tuple(joined)) if len(joined) > 1 else joined[0]
-        chosen = None
-        if list(rows) != list(range(len(token_ids))):
-            chosen = torch.tensor(rows, dtype=torch.int64)
-        return self._forward(token_ids, hidden, positions, chosen, k)
+        return self._forward(token_ids, hidden, range(len(token_ids)), positions, rows, k)
 
     def go_on(
         self,
@@ -181,30 +197,56 @@ class Eagle3Runner:
         Raises:
             As ``read``.
         """
-        return self._forward(token_ids, above.hidden[torch.tensor(rows)], positions, None, k)
+        return self._forward(token_ids, above.hidden, rows, positions, range(len(token_ids)), k)
 
     def _forward(
         self,
         token_ids: Sequence[int],
         hidden: Tensor,
+        above: Sequence[int],
         positions: Sequence[int],
-        rows: Tensor | None,
+        rows: Sequence[int],
         k: int,
     ) -> Guesses:
+        """Of tokens that go on from some rows of ``hidden``, what is said behind some of them."""
+        head = self.head
         cache: Cache = self._session.cache
         if not cache.is_step_open:
             cache.end_step()  # from here on cancel_step can only mean this forward's step
         try:
-            with use_cache(cache), torch.inference_mode():
-                at = torch.tensor(positions, device=hidden.device)
-                tokens = torch.tensor(token_ids, device=hidden.device)
-                out = self._layer(tokens, hidden, at, max(positions) + 1, rows)
-                logits = torch.mm(self.head.normed(out), self.head.lm_head)
-                said, ids = torch.softmax(logits.float(), dim=-1).topk(k)
-                return Guesses(self.head.target_ids[ids.cpu().numpy()], said.cpu().numpy(), out)
+            with torch.inference_mode():
+                if head.kernel is not None and head.kernel.takes(cache, len(token_ids)):
+                    level = head.kernel.level
+                    out, ids, said = level(cache, token_ids, hidden, above, positions, rows, k)
+                else:
+                    with use_cache(cache):
+                        out, ids, said = self._level(token_ids, hidden, above, positions, rows, k)
+                return Guesses(head.target_ids[ids.cpu().numpy()], said.cpu().numpy(), out)
         except BaseException:
             cache.cancel_step()
             raise
+
+    def _level(
+        self,
+        token_ids: Sequence[int],
+        hidden: Tensor,
+        above: Sequence[int],
+        positions: Sequence[int],
+        rows: Sequence[int],
+        k: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """By torch, on any device, and what the kernel is held to."""
+        at = torch.tensor(positions, device=hidden.device)
+        tokens = torch.tensor(token_ids, device=hidden.device)
+        if list(above) != list(range(len(hidden))):
+            hidden = hidden[torch.tensor(above)]
+        chosen = None
+        if list(rows) != list(range(len(tokens))):
+            chosen = torch.tensor(rows, dtype=torch.int64)
+        out = self._layer(tokens, hidden, at, max(positions) + 1, chosen)
+        logits = torch.mm(self.head.normed(out), self.head.lm_head)
+        said, ids = torch.softmax(logits.float(), dim=-1).topk(k)
+        return out, ids, said
 
     def _layer(
         self, tokens: Tensor, hidden: Tensor, at: Tensor, n_positions: int, rows: Tensor | None

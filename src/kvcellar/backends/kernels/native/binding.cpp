@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "eagle3.h"
 #include "kernel.h"
 #include "linear.h"
 #include "step.h"
@@ -236,6 +237,54 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
       });
+
+  nb::class_<Eagle3Weights>(m, "Eagle3Weights")
+      .def("__init__",
+           [](Eagle3Weights* self, int64_t hidden, int64_t inner, int64_t n_heads,
+              int64_t n_kv_heads, int64_t head_dim, int64_t n_vocab, int64_t n_said, float eps,
+              const LinearWeights& qkv, const LinearWeights& o, const LinearWeights& gate_up,
+              const LinearWeights& down, const LinearWeights& lm_head, uintptr_t embedding,
+              uintptr_t qkv_bias, uintptr_t residual_scale) {
+             const auto floats = [](uintptr_t from) { return static_cast<const float*>(at(from)); };
+             new (self) Eagle3Weights{hidden,  inner,  n_heads, n_kv_heads,
+                                      head_dim, n_vocab, n_said, eps,
+                                      qkv,     o,      gate_up, down,
+                                      lm_head, floats(embedding), floats(qkv_bias),
+                                      floats(residual_scale)};
+           })
+      .def("level",
+           [](const Eagle3Weights& weights, Plan& plan, const Pool& pool, Plan* exact_plan,
+              const Pool* exact_pool, uintptr_t rope, int64_t n_rope,
+              const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions,
+              uintptr_t hidden, int64_t n_hidden, const std::vector<int64_t>& above,
+              const std::vector<int64_t>& rows, int64_t k, uintptr_t out, uintptr_t ids,
+              uintptr_t beliefs) {
+             if (positions.size() != tokens.size() || above.size() != tokens.size())
+               throw nb::value_error("a level needs a position and a hidden row for each token");
+             const Eagle3Call call{&plan,
+                                   &pool,
+                                   exact_plan,
+                                   exact_pool,
+                                   static_cast<const float*>(at(rope)),
+                                   n_rope,
+                                   static_cast<int64_t>(tokens.size()),
+                                   tokens.data(),
+                                   positions.data(),
+                                   static_cast<const float*>(at(hidden)),
+                                   n_hidden,
+                                   above.data(),
+                                   static_cast<int64_t>(rows.size()),
+                                   rows.data(),
+                                   k,
+                                   reinterpret_cast<float*>(out),
+                                   reinterpret_cast<int64_t*>(ids),
+                                   reinterpret_cast<float*>(beliefs)};
+             nb::gil_scoped_release release;
+             eagle3_level(weights, call, 0);
+           },
+           nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg());
 
   m.def("levels", [] {
     std::vector<std::string> names;

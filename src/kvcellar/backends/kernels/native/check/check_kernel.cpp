@@ -6,9 +6,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
 
+#include "../eagle3.h"
 #include "../kernel.h"
 #include "../linear.h"
 
@@ -237,6 +239,73 @@ double one_linear() {
   return worst / most;
 }
 
+// A level of an EAGLE-3 head over memory of exact sizes: whether all that it says is in range.
+bool one_level() {
+  const int64_t n_kv_heads = between(1, 2), n_heads = n_kv_heads * between(1, 3);
+  const int64_t dim = 32 * between(1, 2), hidden = 32 * between(1, 4), inner = 32 * between(1, 4);
+  const int64_t n_vocab = between(1, 90), n_said = between(1, 90), n_rope = between(20, 40);
+  const int64_t n = between(1, 6), n_cells = between(n, 20), n_hidden = between(1, 4);
+  std::vector<std::unique_ptr<Memory>> held;
+  const auto memory = [&](int64_t n_bytes, Dtype dtype) {
+    held.push_back(std::make_unique<Memory>(n_bytes));
+    fill(*held.back(), dtype);
+    return held.back()->data;
+  };
+  const auto floats = [&](int64_t size) {
+    return reinterpret_cast<float*>(memory(4 * size, Dtype::f32));
+  };
+  const auto matrix = [&](int64_t n_in, int64_t n_out) {
+    LinearWeights weights = make_linear_weights(WeightFormat::int8, n_in, n_out, nullptr, nullptr);
+    weights.data = memory(weights.n_blocks * weights.block_bytes, Dtype::int8);
+    weights.scales = reinterpret_cast<const uint16_t*>(
+        memory(weights.n_blocks * weights.n_groups * kBlockRows * 2, Dtype::f16));
+    return weights;
+  };
+  const int64_t width = (n_heads + 2 * n_kv_heads) * dim;
+  const Eagle3Weights weights{hidden, inner, n_heads, n_kv_heads, dim, n_vocab, n_said, 1e-5f,
+                              matrix(2 * hidden, width), matrix(n_heads * dim, hidden),
+                              matrix(hidden, 2 * inner), matrix(inner, hidden),
+                              matrix(hidden, n_said), floats(n_vocab * hidden),
+                              rng() % 2 ? floats(width) : nullptr,
+                              rng() % 2 ? floats(hidden) : nullptr};
+  Side side;
+  side.dim = dim;
+  side.cell_stride = side.packed_bytes();
+  side.head_stride = side.cell_stride * n_cells;
+  const SideMemory k(side, n_kv_heads, n_cells), v(side, n_kv_heads, n_cells);
+  const Pool pool{n_kv_heads, n_cells, 0, k.side, v.side, nullptr};
+  StepInput input;
+  input.n_tokens = n;
+  input.n_cells = n_cells;
+  input.writes.push_back({0, n_cells - n, n});
+  input.runs.push_back({0, n_cells});
+  input.reads.push_back({0, n, 0, 1, Kind::causal, 0, 0});
+  Plan plan(input);
+  const auto indices = [&](int64_t size, int64_t stop) {
+    std::vector<int64_t> found(static_cast<size_t>(size));
+    for (int64_t& index : found) index = between(0, stop - 1);
+    return found;
+  };
+  const std::vector<int64_t> tokens = indices(n, n_vocab), positions = indices(n, n_rope);
+  const std::vector<int64_t> above = indices(n, n_hidden), rows = indices(between(0, n), n);
+  const auto n_rows = static_cast<int64_t>(rows.size());
+  const int64_t most = between(1, n_said);
+  float *out = floats(n_rows * hidden), *beliefs = floats(n_rows * most);
+  auto* ids = reinterpret_cast<int64_t*>(memory(n_rows * most * 8, Dtype::int8));
+  const Eagle3Call call{&plan, &pool, nullptr, nullptr, floats(2 * n_rope * dim), n_rope,
+                        n, tokens.data(), positions.data(), floats(n_hidden * hidden), n_hidden,
+                        above.data(), n_rows, rows.data(), most, out, ids, beliefs};
+  for (const char* name : levels()) {
+    set_level(name);
+    eagle3_level(weights, call, 2);
+    for (int64_t i = 0; i < n_rows * hidden; ++i)
+      if (!std::isfinite(out[i])) return false;
+    for (int64_t i = 0; i < n_rows * most; ++i)
+      if (ids[i] < 0 || ids[i] >= n_said || !(beliefs[i] >= 0.f && beliefs[i] <= 1.f)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -251,6 +320,10 @@ int main(int argc, char** argv) {
     const double apart = one_linear();
     if (!(apart < 1e-4)) {
       std::printf("linear layer %d: levels differ by %g\n", i, apart);
+      return 1;
+    }
+    if (!one_level()) {
+      std::printf("level %d: out of range\n", i);
       return 1;
     }
   }

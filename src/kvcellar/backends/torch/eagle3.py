@@ -1,0 +1,152 @@
+"""Levels of an EAGLE-3 head by the CPU kernel: one call each, its matrices in 8 bits.
+
+A level of a few guesses is some thirty small operators in torch, and what they take besides their
+arithmetic is most of it. Guesses are verified, so what 8 bits round away costs nothing but a guess
+now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcellar.backends import kernels
+from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
+from kvcellar.backends.torch.linears import pack
+from kvcellar.models.weights import can_pack
+
+if TYPE_CHECKING:
+    from kvcellar.models.eagle3.head import Eagle3Head
+
+MOST_TOKENS = 32
+"""Of one level; torch's matrix products are faster for more."""
+
+_F32 = kernels.DTYPES["float32"]
+
+
+class Eagle3Kernel:
+    """The weights of a head as the kernel reads them. Shared, and never changed."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        """Of a head that ``takes``."""
+        config = head.config
+        self._head = head
+        self.size_bytes = 0
+        """Of the matrices, held besides the head's own."""
+        self._held: list[Tensor] = []
+        self._fc = self._packed(head.fc)
+        self._level = kernels.make_eagle3_weights(
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            n_vocab=len(head.embedding),
+            n_said=config.draft_vocab_size,
+            eps=config.rms_norm_eps,
+            qkv=self._packed(head.qkv),
+            o=self._packed(head.o),
+            gate_up=self._packed(head.gate_up),
+            down=self._packed(head.down),
+            lm_head=self._packed(head.lm_head),
+            embedding=self._address(head.embedding),
+            qkv_bias=self._address(head.qkv_bias),
+            residual_scale=self._address(head.residual_scale),
+        )
+
+    def takes(self, cache: object, n_tokens: int) -> bool:
+        """Whether a level of so many tokens over this cache is the kernel's."""
+        return n_tokens <= MOST_TOKENS and can_plan(cache)
+
+    def join(self, features: Tensor) -> Tensor:
+        """``[T, n_features] -> [T, hidden]`` in float32, for a few tokens."""
+        out = torch.empty(len(features), self._head.config.hidden_size)
+        features = features.contiguous()
+        self._fc.linear(features.data_ptr(), len(features), _F32, out.data_ptr(), _F32)
+        return out if self._head.fc_bias is None else out.add_(self._head.fc_bias)
+
+    def level(
+        self,
+        cache: TorchBytes,
+        tokens: Sequence[int],
+        hidden: Tensor,
+        above: Sequence[int],
+        positions: Sequence[int],
+        rows: Sequence[int],
+        k: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One pass of the head.
+
+        Args:
+            cache: one that it ``takes``; the step is complete afterwards.
+            tokens: ``[T]``.
+            hidden: ``[n, hidden]``, in float32.
+            above: ``[T]``: which of its rows each token goes on from.
+            positions: ``[T]``.
+            rows: ``[R]``: the tokens behind which to guess.
+            k: guesses for each.
+
+        Returns:
+            Hidden states ``[R, hidden]``, the head's ids ``[R, k]`` and beliefs ``[R, k]``.
+
+        Raises:
+            StepError, PositionError: as ``plan``; the step is open still.
+        """
+        (step,) = plan_forward(cache, len(tokens), positions)
+        ((pool, exact),) = pools_of(cache)
+        rope = self._head.rope_table(max(positions) + 1)
+        out = torch.empty(len(rows), self._head.config.hidden_size)
+        ids = torch.empty(len(rows), k, dtype=torch.int64)
+        beliefs = torch.empty(len(rows), k)
+        hidden = hidden.contiguous()
+        self._level.level(
+            step.plan,
+            pool,
+            step.to_exact,
+            exact,
+            rope.data_ptr(),
+            rope.shape[1],
+            tokens,
+            positions,
+            hidden.data_ptr(),
+            len(hidden),
+            above,
+            rows,
+            k,
+            out.data_ptr(),
+            ids.data_ptr(),
+            beliefs.data_ptr(),
+        )
+        finish_forward(cache)
+        return out, ids, beliefs
+
+    def _packed(self, matrix: Tensor) -> kernels.LinearWeights:
+        """A matrix ``[in, out]`` in 8 bits."""
+        n_in, n_out = matrix.shape
+        packed, scales = pack(matrix.t(), 8)
+        self._held += (packed, scales)
+        self.size_bytes += packed.nbytes + scales.nbytes
+        return kernels.make_linear_weights(8, n_in, n_out, packed.data_ptr(), scales.data_ptr())
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+
+def make_eagle3_kernel(head: Eagle3Head) -> Eagle3Kernel | None:
+    """The kernel's own weights of a head; None for one that is torch's alone.
+
+    A head in float32 on a CPU whose matrices have inputs in whole groups.
+    """
+    is_usual = head.fc.is_cpu and head.fc.dtype == torch.float32
+    is_packable = all(can_pack(matrix.shape[0]) for matrix in head.matrices)
+    if is_usual and is_packable and kernels.is_available():
+        return Eagle3Kernel(head)
+    return None
