@@ -37,6 +37,7 @@ __all__ = [
     "Pool",
     "SideLayout",
     "compile_plan",
+    "gate",
     "is_available",
     "level",
     "levels",
@@ -44,7 +45,9 @@ __all__ = [
     "make_linear_weights",
     "make_pool",
     "move_cells",
+    "norm",
     "num_threads",
+    "rotate",
     "set_level",
     "set_num_threads",
     "set_parallel_for",
@@ -215,6 +218,63 @@ def make_linear_weights(
         scales: address of the float16 scales of packed weights.
     """
     return _native.LinearWeights({16: 0, 8: 1, 4: 2}[bits], n_in, n_out, data, scales)
+
+
+def norm(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    weight: int,
+    eps: float,
+    out: int,
+) -> None:
+    """``x / sqrt(mean(x^2) + eps) * weight`` of each row; bfloat16 is rounded before it too.
+
+    Args:
+        x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.
+        n_tokens: tokens.
+        n_rows: rows of a token.
+        dim: numbers of a row.
+        token_stride: numbers from token to token.
+        dtype: number in ``DTYPES`` of float32 or bfloat16, of all three.
+        weight: address of ``[dim]``.
+        eps: what is added to the mean.
+        out: address of the result, without gaps.
+    """
+    _native.norm(x, n_tokens, n_rows, dim, token_stride, dtype, weight, eps, out)
+
+
+def rotate(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    cos: int,
+    sin: int,
+) -> None:
+    """Rotate the halves of each row against each other, in place: RoPE.
+
+    Args:
+        x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.
+        n_tokens: tokens.
+        n_rows: rows of a token.
+        dim: numbers of a row, an even number.
+        token_stride: numbers from token to token.
+        dtype: number in ``DTYPES`` of float32 or bfloat16, of all three.
+        cos: address of ``[n_tokens, dim]``.
+        sin: the same.
+    """
+    _native.rotate(x, n_tokens, n_rows, dim, token_stride, dtype, cos, sin)
+
+
+def gate(x: int, n_tokens: int, dim: int, dtype: int, out: int) -> None:
+    """``[n_tokens, 2, dim] -> silu(x[:, 0]) * x[:, 1]``, in float32 or bfloat16, at addresses."""
+    _native.gate(x, n_tokens, dim, dtype, out)
 
 
 def compile_plan(plan: StepPlan) -> Plan:

@@ -95,6 +95,30 @@ class Plan:
         /,
     ) -> None: ...
 
+def norm(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    weight: int,
+    eps: float,
+    out: int,
+    /,
+) -> None: ...
+def rotate(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    cos: int,
+    sin: int,
+    /,
+) -> None: ...
+def gate(x: int, n_tokens: int, dim: int, dtype: int, out: int, /) -> None: ...
 def levels() -> list[str]: ...
 def level() -> str: ...
 def set_level(name: str, /) -> bool: ...

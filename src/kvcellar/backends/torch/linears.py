@@ -8,13 +8,14 @@ packed weights are expanded for it, some millions at a time.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
+from kvcellar.backends.torch.layers import kernel_layer
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
@@ -56,7 +57,7 @@ class KernelLinear(nn.Module):
             linear: the layer; in bfloat16 for 16 bits, its inputs in whole groups for others.
             bits: of a weight.
             expanded: for packed weights; None: many tokens take the kernel, too.
-            arena: where packed weights shall lie; None: anywhere.
+            arena: where weights shall lie; None: packed ones anywhere, others where they are.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -65,6 +66,8 @@ class KernelLinear(nn.Module):
         self._expanded = expanded
         weight = linear.weight.detach()
         if bits == 16:
+            if arena is not None:
+                weight = arena.copy(weight)
             self.weight = nn.Parameter(weight, requires_grad=False)
             scales_at = 0
         else:
@@ -168,16 +171,35 @@ def hold_weights(model: Any, weights: str) -> None:
         )
     packed = is_packed(weights)
     expanded = Expanded(EXPANDED) if packed and model.dtype == torch.bfloat16 else None
-    head = model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     arena = Arena()
-    if not packed:
-        arena.move(model.parameters())
-    for parent in list(model.modules()):
+
+    def can_hold(module: nn.Module) -> bool:
+        return type(module) is nn.Linear and (not packed or can_pack(module.in_features))
+
+    def make(linear: nn.Linear) -> KernelLinear:
+        bits = bits_of(weights, is_head=linear is head) if packed else 16
+        is_moved = not packed and linear.weight is embedding.weight
+        return KernelLinear(linear, bits, expanded, None if is_moved else arena)
+
+    def replace_in(parent: nn.Module) -> None:
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or (packed and not can_pack(child.in_features)):
-                continue
-            bits = bits_of(weights, is_head=child is head) if packed else 16
-            setattr(parent, name, KernelLinear(child, bits, expanded, arena))
-    if packed:
-        # What is left would keep the files mapped, with all that was read of them.
-        arena.move(model.parameters())
+            linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
+            found: nn.Module | None = None
+            if can_hold(child):
+                found = make(cast(nn.Linear, child))
+            elif all(can_hold(linear) for linear in linears):
+                found = kernel_layer(child, make)
+            if found is not None:
+                setattr(parent, name, found)
+            replace_in(found or child)
+
+    if not packed:
+        arena.move(embedding.parameters())
+    replace_in(model)
+    # What is left would keep the files mapped, with all that was read of them.
+    there = [module.weight for module in model.modules() if isinstance(module, KernelLinear)]
+    if not packed:
+        there.append(embedding.weight)
+    ids = {id(weight) for weight in there}
+    arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)

@@ -22,6 +22,12 @@ constexpr double kReleaseNs = 50000;
 
 const void* at(uintptr_t address) { return reinterpret_cast<const void*>(address); }
 
+Rows rows_at(uintptr_t data, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
+             int dtype) {
+  return {reinterpret_cast<void*>(data), n_tokens,     n_rows, dim,
+          token_stride,                  static_cast<Dtype>(dtype)};
+}
+
 // Attribute names, made once.
 struct Names {
   PyObject *n_tokens, *n_cells, *writes, *reads, *q_start, *q_len, *runs, *kind, *mask;
@@ -236,6 +242,22 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
       });
+
+  m.def("norm", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
+                   int dtype, uintptr_t weight, float eps, uintptr_t out) {
+    const nb::gil_scoped_release release;
+    norm(rows_at(x, n_tokens, n_rows, dim, token_stride, dtype), at(weight), eps,
+         reinterpret_cast<void*>(out), 0);
+  });
+  m.def("rotate", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim,
+                     int64_t token_stride, int dtype, uintptr_t cos, uintptr_t sin) {
+    const nb::gil_scoped_release release;
+    rotate(rows_at(x, n_tokens, n_rows, dim, token_stride, dtype), at(cos), at(sin), 0);
+  });
+  m.def("gate", [](uintptr_t x, int64_t n_tokens, int64_t dim, int dtype, uintptr_t out) {
+    const nb::gil_scoped_release release;
+    gate(rows_at(x, n_tokens, 2, dim, 2 * dim, dtype), reinterpret_cast<void*>(out), 0);
+  });
 
   m.def("levels", [] {
     std::vector<std::string> names;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel.h"
+#include "rows.h"
 
 namespace kvcellar {
 
@@ -53,6 +54,7 @@ struct LinearOps {
   void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
   // Packed blocks [first, stop) as bf16 [outputs, n_in].
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
+  RowOps rows;  // what comes between linear layers
 };
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it.
