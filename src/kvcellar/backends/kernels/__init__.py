@@ -28,9 +28,10 @@ from kvcellar.errors import ConfigError
 from kvcellar.types import AttendKind, StepPlan
 
 if TYPE_CHECKING:
-    from kvcellar.backends.kernels._native import Layout, LinearWeights, Plan, Pool
+    from kvcellar.backends.kernels._native import DecoderLayer, Layout, LinearWeights, Plan, Pool
 
 __all__ = [
+    "DecoderLayer",
     "Layout",
     "LinearWeights",
     "Plan",
@@ -41,6 +42,7 @@ __all__ = [
     "is_available",
     "level",
     "levels",
+    "make_decoder_layer",
     "make_layout",
     "make_linear_weights",
     "make_pool",
@@ -72,7 +74,13 @@ else:
         from kvcellar.backends.kernels import _native
 
         if not TYPE_CHECKING:
-            from kvcellar.backends.kernels._native import Layout, LinearWeights, Plan, Pool
+            from kvcellar.backends.kernels._native import (
+                DecoderLayer,
+                Layout,
+                LinearWeights,
+                Plan,
+                Pool,
+            )
     except ImportError as error:
         _reason = (
             f"the kvcellar CPU kernel is not built here ({error}); attention falls back to the "
@@ -218,6 +226,32 @@ def make_linear_weights(
         scales: address of the float16 scales of packed weights.
     """
     return _native.LinearWeights({16: 0, 8: 1, 4: 2}[bits], n_in, n_out, data, scales)
+
+
+def make_decoder_layer(
+    linears: Sequence[tuple[LinearWeights, int]],
+    norms: Sequence[tuple[int, float]],
+    heads: tuple[int, int, int],
+    dtype: int,
+) -> DecoderLayer:
+    """Describe a decoder layer, which for a few tokens is two calls around its attention.
+
+    ``before(x, n_tokens, cos, sin, qkv)``: x ``[n_tokens, hidden]`` is normed, a joined product
+    makes q, k and v of it, and q and k are normed and rotated. ``after(x, attended, n_tokens,
+    out)``: what was attended is projected and added to x, and the gated MLP of its norm to that.
+    All of them lie without gaps, at addresses.
+
+    Args:
+        linears: q, k and v joined; what follows attention; gate and up joined; down: their weights
+            and the address of a bias, or 0.
+        norms: of x, of what comes after attention, of q's heads and of k's: the address of the
+            weight, or 0 for none of the latter two, and what is added to the mean.
+        heads: of q, of k, and numbers of each.
+        dtype: number in ``DTYPES`` of float32 or bfloat16, of everything but packed weights.
+    """
+    qkv, o, gate_up, down = (_native.LinearLayer(*linear) for linear in linears)
+    before, between, q, k = (_native.Norm(*norm) for norm in norms)
+    return _native.DecoderLayer(qkv, o, gate_up, down, before, between, q, k, *heads, dtype)
 
 
 def norm(

@@ -95,6 +95,32 @@ class Plan:
         /,
     ) -> None: ...
 
+class LinearLayer:
+    def __init__(self, weights: LinearWeights, bias: int, /) -> None: ...
+
+class Norm:
+    def __init__(self, weight: int, eps: float, /) -> None: ...
+
+class DecoderLayer:
+    def __init__(
+        self,
+        qkv: LinearLayer,
+        o: LinearLayer,
+        gate_up: LinearLayer,
+        down: LinearLayer,
+        before: Norm,
+        between: Norm,
+        q: Norm,
+        k: Norm,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: int,
+        /,
+    ) -> None: ...
+    def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int, /) -> None: ...
+    def after(self, x: int, attended: int, n_tokens: int, out: int, /) -> None: ...
+
 def norm(
     x: int,
     n_tokens: int,

@@ -8,14 +8,17 @@ norms, rotations and gates one pass each. What is computed, and where it is roun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
+
+if TYPE_CHECKING:
+    from kvcellar.backends.torch.linears import KernelLinear
 
 NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 """Classes of transformers that compute ``x / sqrt(mean(x^2) + eps) * weight``."""
@@ -26,7 +29,12 @@ MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"})
 """That rotate q and k by position, halves of a head against each other; Qwen3 norms them before."""
 
-MakeLinear = Callable[[nn.Linear], nn.Module]
+LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}) | {
+    "Qwen3DecoderLayer"
+}
+"""That add to x what attention makes of its norm, and to that what the MLP makes of its."""
+
+MakeLinear = Callable[[nn.Linear], "KernelLinear"]
 
 
 class KernelNorm(nn.Module):
@@ -88,11 +96,14 @@ class KernelAttention(nn.Module):
         self.layer_idx = attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._ends = [0, *accumulate(part.out_features for part in parts)]
+        self.n_heads, self.n_kv_heads = (part.out_features // self.head_dim for part in parts[:2])
         self.qkv_proj = make(join(parts))
+        self.n_joined = self.qkv_proj.out_features
         self.o_proj = make(attention.o_proj)
-        self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
-        self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        self.q_norm, self.k_norm = (
+            KernelNorm(norm) if (norm := getattr(attention, name, None)) is not None else None
+            for name in ("q_norm", "k_norm")
+        )
 
     def forward(
         self,
@@ -105,30 +116,130 @@ class KernelAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """``[1, T, hidden] -> [1, T, hidden]``, and no weights."""
-        from kvcellar.models.torch_attention import attention
-
         assert past_key_values is None, "the cache is behind the op"
-        joined = self.qkv_proj(hidden_states)
-        n_tokens, dim = joined.shape[1], self.head_dim
-        heads = joined.view(1, n_tokens, -1, dim)
-        first_k, first_v = self._ends[1] // dim, self._ends[2] // dim
-        q, k, v = heads[:, :, :first_k], heads[:, :, first_k:first_v], heads[:, :, first_v:]
+        cos, sin = position_embeddings
+        heads, n_q, n_k = self._heads(self.qkv_proj(hidden_states))
         if self.q_norm is None or self.k_norm is None:
-            rotate(heads[:, :, :first_v], *position_embeddings)
+            rotate(heads[:, :, : n_q + n_k], cos, sin)
+            q, k = heads[:, :, :n_q], heads[:, :, n_q : n_q + n_k]
         else:
-            q, k = self.q_norm(q), self.k_norm(k)
-            rotate(q, *position_embeddings)
-            rotate(k, *position_embeddings)
-        out, _ = attention(
+            q, k = self.q_norm(heads[:, :, :n_q]), self.k_norm(heads[:, :, n_q : n_q + n_k])
+            rotate(q, cos, sin)
+            rotate(k, cos, sin)
+        attended = self._attend(q, k, heads[:, :, n_q + n_k :], attention_mask, position_ids)
+        return self.o_proj(attended), None
+
+    def attend(self, joined: Tensor, position_ids: Tensor) -> Tensor:
+        """``[1, T, q, k and v]``, rotated ``-> [1, T, n_heads * head_dim]``."""
+        heads, n_q, n_k = self._heads(joined)
+        q, k, v = heads[:, :, :n_q], heads[:, :, n_q : n_q + n_k], heads[:, :, n_q + n_k :]
+        return self._attend(q, k, v, None, position_ids)
+
+    def _heads(self, joined: Tensor) -> tuple[Tensor, int, int]:
+        """``[1, T, heads of q, k and v, head_dim]``; how many are q's, and how many k's."""
+        heads = joined.view(1, joined.shape[1], -1, self.head_dim)
+        return heads, self.n_heads, self.n_kv_heads
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_ids: Tensor
+    ) -> Tensor:
+        out, _ = _attention()(
             self,
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attention_mask,
+            mask,
             scaling=self.scaling,
             position_ids=position_ids,
         )
-        return self.o_proj(out.reshape(1, n_tokens, -1)), None
+        return out.reshape(1, q.shape[1], -1)
+
+
+class KernelLayer(nn.Module):
+    """A decoder layer; for a few tokens two calls of the kernel and one of the op."""
+
+    def __init__(self, layer: Any, make: MakeLinear) -> None:
+        """Of a module's parts."""
+        super().__init__()
+        self.input_layernorm = KernelNorm(layer.input_layernorm)
+        self.self_attn = KernelAttention(layer.self_attn, make)
+        self.post_attention_layernorm = KernelNorm(layer.post_attention_layernorm)
+        self.mlp = KernelMlp(layer.mlp, make)
+        self._dtype = self.input_layernorm.weight.dtype
+        self._few = min(
+            linear.few
+            for linear in (
+                self.self_attn.qkv_proj,
+                self.self_attn.o_proj,
+                self.mlp.gate_up_proj,
+                self.mlp.down_proj,
+            )
+        )
+        self._native: kernels.DecoderLayer | None = None
+
+    def take_addresses(self) -> None:
+        """Of all weights, which stay where they are from now on."""
+        attention, mlp = self.self_attn, self.mlp
+        self._native = kernels.make_decoder_layer(
+            [
+                linear.for_kernel()
+                for linear in (
+                    attention.qkv_proj,
+                    attention.o_proj,
+                    mlp.gate_up_proj,
+                    mlp.down_proj,
+                )
+            ],
+            [
+                (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.variance_epsilon)
+                for norm in (
+                    self.input_layernorm,
+                    self.post_attention_layernorm,
+                    attention.q_norm,
+                    attention.k_norm,
+                )
+            ],
+            (attention.n_heads, attention.n_kv_heads, attention.head_dim),
+            _NUMBERS[self._dtype],
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> Tensor:
+        """``[1, T, hidden] -> [1, T, hidden]``."""
+        x, native, n_tokens = hidden_states, self._native, hidden_states.shape[1]
+        cos, sin = position_embeddings
+        fits = x.dtype == self._dtype and x.is_contiguous() and cos.shape[1] == n_tokens
+        if native is None or not fits or n_tokens > self._few:
+            attended, _ = self.self_attn(
+                self.input_layernorm(x),
+                position_embeddings,
+                attention_mask,
+                position_ids=position_ids,
+                **kwargs,
+            )
+            x = x + attended
+            whole: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+            return whole
+        joined = x.new_empty((1, n_tokens, self.self_attn.n_joined))
+        native.before(x.data_ptr(), n_tokens, cos.data_ptr(), sin.data_ptr(), joined.data_ptr())
+        attended = self.self_attn.attend(joined, position_ids)
+        out = torch.empty_like(x)
+        native.after(x.data_ptr(), attended.data_ptr(), n_tokens, out.data_ptr())
+        return out
+
+
+@functools.cache
+def _attention() -> Callable[..., tuple[Tensor, None]]:
+    from kvcellar.models.torch_attention import attention  # it imports all of transformers
+
+    return attention
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -178,13 +289,25 @@ def kernel_layer(module: Any, make: MakeLinear) -> nn.Module | None:
         make: what to hold the weights of linear layers in.
     """
     name = type(module).__name__
+    if name in LAYERS and _is_silu(module.mlp) and _is_known(module):
+        return KernelLayer(module, make)
     if name in NORMS:
         return KernelNorm(module)
-    if name in MLPS and module.config.hidden_act == "silu":
+    if name in MLPS and _is_silu(module):
         return KernelMlp(module, make)
     if name in ATTENTIONS:
         return KernelAttention(module, make)
     return None
+
+
+def _is_known(layer: Any) -> bool:
+    parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn, layer.mlp)
+    kinds = (NORMS, NORMS, ATTENTIONS, MLPS)
+    return all(type(part).__name__ in kind for part, kind in zip(parts, kinds, strict=True))
+
+
+def _is_silu(mlp: Any) -> bool:
+    return bool(mlp.config.hidden_act == "silu")
 
 
 def _number(x: Tensor) -> int:

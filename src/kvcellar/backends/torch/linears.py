@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
-from kvcellar.backends.torch.layers import kernel_layer
+from kvcellar.backends.torch.layers import KernelLayer, kernel_layer
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
@@ -80,6 +80,15 @@ class KernelLinear(nn.Module):
         self._weights = kernels.make_linear_weights(
             bits, self.in_features, self.out_features, self.weight.data_ptr(), scales_at
         )
+
+    @property
+    def few(self) -> int:
+        """Tokens up to which the kernel reads the weights."""
+        return FEW_BF16 if self.bits == 16 else FEW_PACKED
+
+    def for_kernel(self) -> tuple[kernels.LinearWeights, int]:
+        """What the kernel reads: the weights, and the address of the bias, or 0."""
+        return self._weights, 0 if self.bias is None else self.bias.data_ptr()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]``, in the type of x."""
@@ -203,3 +212,6 @@ def hold_weights(model: Any, weights: str) -> None:
         there.append(embedding.weight)
     ids = {id(weight) for weight in there}
     arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)
+    for module in model.modules():
+        if isinstance(module, KernelLayer):
+            module.take_addresses()

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "decoder.h"
 #include "kernel.h"
 #include "linear.h"
 #include "step.h"
@@ -243,11 +244,42 @@ NB_MODULE(_native, m) {
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
       });
 
+  nb::class_<LinearLayer>(m, "LinearLayer")
+      .def("__init__", [](LinearLayer* self, const LinearWeights& weights, uintptr_t bias) {
+        new (self) LinearLayer{weights, at(bias)};
+      });
+
+  nb::class_<Norm>(m, "Norm").def("__init__", [](Norm* self, uintptr_t weight, float eps) {
+    new (self) Norm{at(weight), eps};
+  });
+
+  nb::class_<DecoderLayer>(m, "DecoderLayer")
+      .def("__init__",
+           [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o,
+              const LinearLayer& gate_up, const LinearLayer& down, const Norm& before,
+              const Norm& between, const Norm& q, const Norm& k, int64_t n_heads,
+              int64_t n_kv_heads, int64_t head_dim, int dtype) {
+             new (self) DecoderLayer{qkv, o, gate_up, down, before, between, q, k,
+                                     n_heads, n_kv_heads, head_dim, static_cast<Dtype>(dtype)};
+           })
+      .def("before",
+           [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos,
+              uintptr_t sin, uintptr_t qkv) {
+             const nb::gil_scoped_release release;
+             before_attention(layer, at(x), n_tokens, at(cos), at(sin),
+                              reinterpret_cast<void*>(qkv), 0);
+           })
+      .def("after", [](const DecoderLayer& layer, uintptr_t x, uintptr_t attended,
+                       int64_t n_tokens, uintptr_t out) {
+        const nb::gil_scoped_release release;
+        after_attention(layer, at(x), at(attended), n_tokens, reinterpret_cast<void*>(out), 0);
+      });
+
   m.def("norm", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
                    int dtype, uintptr_t weight, float eps, uintptr_t out) {
     const nb::gil_scoped_release release;
     norm(rows_at(x, n_tokens, n_rows, dim, token_stride, dtype), at(weight), eps,
-         reinterpret_cast<void*>(out), 0);
+         reinterpret_cast<void*>(out), n_rows * dim, 0);
   });
   m.def("rotate", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim,
                      int64_t token_stride, int dtype, uintptr_t cos, uintptr_t sin) {

@@ -20,9 +20,10 @@ void over_tokens(const Rows& x, int n_threads, const Fn& fn) {
 
 }  // namespace
 
-void norm(const Rows& x, const void* weight, float eps, void* out, int n_threads) {
+void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
+          int n_threads) {
   over_tokens(x, n_threads, [&](int64_t first, int64_t stop) {
-    ops().linear.rows.norm(x, weight, eps, out, first, stop);
+    ops().linear.rows.norm(x, weight, eps, out, out_token_stride, first, stop);
   });
 }
 

@@ -32,15 +32,15 @@ struct Halves {
 };
 
 template <typename T>
-void norm_rows(const Rows& x, const void* weight, float eps, void* out, int64_t first,
-               int64_t stop) {
+void norm_rows(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
+               int64_t first, int64_t stop) {
   using Number = typename T::Number;
   const auto* w = static_cast<const Number*>(weight);
   const int64_t n = x.dim;
   for (int64_t i = first * x.n_rows; i < stop * x.n_rows; ++i) {
-    const Number* row = static_cast<const Number*>(x.data) + i / x.n_rows * x.token_stride +
-                        i % x.n_rows * n;
-    Number* to = static_cast<Number*>(out) + i * n;
+    const int64_t token = i / x.n_rows, at = i % x.n_rows * n;
+    const Number* row = static_cast<const Number*>(x.data) + token * x.token_stride + at;
+    Number* to = static_cast<Number*>(out) + token * out_token_stride + at;
     Vec sums[4] = {all(0.f), all(0.f), all(0.f), all(0.f)};
     int64_t j = 0;
     for (; j + 4 * kLanes <= n; j += 4 * kLanes)
@@ -112,8 +112,20 @@ void gate_rows(const Rows& x, void* out, int64_t first, int64_t stop) {
   }
 }
 
-void norm(const Rows& x, const void* weight, float eps, void* out, int64_t first, int64_t stop) {
-  (x.dtype == Dtype::f32 ? norm_rows<Floats> : norm_rows<Halves>)(x, weight, eps, out, first, stop);
+template <typename T>
+void add_numbers(void* to, const void* x, int64_t n) {
+  using Number = typename T::Number;
+  auto* sums = static_cast<Number*>(to);
+  const auto* more = static_cast<const Number*>(x);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) T::put(sums + i, add(T::get(sums + i), T::get(more + i)));
+  for (; i < n; ++i) T::put_one(sums + i, T::get_one(sums + i) + T::get_one(more + i));
+}
+
+void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
+          int64_t first, int64_t stop) {
+  (x.dtype == Dtype::f32 ? norm_rows<Floats> : norm_rows<Halves>)(x, weight, eps, out,
+                                                                  out_token_stride, first, stop);
 }
 
 void rotate(const Rows& x, const void* cos, const void* sin, int64_t first, int64_t stop) {
@@ -124,7 +136,11 @@ void gate(const Rows& x, void* out, int64_t first, int64_t stop) {
   (x.dtype == Dtype::f32 ? gate_rows<Floats> : gate_rows<Halves>)(x, out, first, stop);
 }
 
-constexpr RowOps kRowOps = {norm, rotate, gate};
+void add_to(void* to, const void* x, int64_t n, Dtype dtype) {
+  (dtype == Dtype::f32 ? add_numbers<Floats> : add_numbers<Halves>)(to, x, n);
+}
+
+constexpr RowOps kRowOps = {norm, rotate, gate, add_to};
 
 }  // namespace
 }  // namespace KVC_NAMESPACE
