@@ -216,7 +216,9 @@ def make_linear_weights(
     Its ``linear(x, n_tokens, dtype, out, out_dtype)`` reads rows ``[n_tokens, n_in]`` and writes
     ``[n_tokens, n_out]``, at addresses, in float32 or bfloat16 (numbers of ``DTYPES``). For 8 and 4
     bits each group of 32 inputs is rounded to 8 bits for it; a token's result does not depend on
-    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16.
+    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16. Where
+    ``can_multiply``, ``multiply(x, n_tokens, out)`` does the same on the matrix unit, for many
+    tokens: all in bfloat16, packed weights rounded to it, inputs as they are.
 
     Args:
         bits: 16 (bfloat16 ``[n_out, n_in]``), 8 or 4.

@@ -1,8 +1,9 @@
 """Linear layers whose weights the CPU kernel reads: bfloat16 as it is, int8 and int4 packed.
 
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
-speed; for many, arithmetic is what counts, and torch's matrix product has the fastest there is:
-packed weights are expanded for it, some millions at a time.
+speed; for many, arithmetic is what counts. In bfloat16 torch's matrix product is as fast as any.
+Packed weights are expanded as they are needed, tile by tile where the kernel has a matrix unit,
+else some millions at a time for torch's product.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ FEW_BF16 = 4
 """Tokens up to which the kernel reads bfloat16 weights faster than torch does."""
 
 FEW_PACKED = 48
-"""Tokens up to which packed weights are multiplied as they are."""
+"""Tokens up to which packed weights are multiplied as they are, where torch multiplies more."""
+
+FEW_PACKED_AMX = 32
+"""The same where the kernel multiplies more, on the matrix unit."""
 
 EXPANDED = 1 << 24
 """Numbers that are expanded at a time, in 32 MiB."""
@@ -84,7 +88,9 @@ class KernelLinear(nn.Module):
     @property
     def few(self) -> int:
         """Tokens up to which the kernel reads the weights."""
-        return FEW_BF16 if self.bits == 16 else FEW_PACKED
+        if self.bits == 16:
+            return FEW_BF16
+        return FEW_PACKED_AMX if self._weights.can_multiply else FEW_PACKED
 
     def for_kernel(self) -> tuple[kernels.LinearWeights, int]:
         """What the kernel reads: the weights, and the address of the bias, or 0."""
@@ -95,12 +101,17 @@ class KernelLinear(nn.Module):
         n_tokens = x.numel() // self.in_features
         if n_tokens > FEW_BF16 and self.bits == 16:
             return F.linear(x, self.weight, self.bias)
-        if n_tokens > FEW_PACKED and self._expanded is not None:
+        is_many = n_tokens > FEW_PACKED_AMX and self._expanded is not None
+        by_matrix = is_many and x.dtype == torch.bfloat16 and self._weights.can_multiply
+        if n_tokens > FEW_PACKED and self._expanded is not None and not by_matrix:
             return self._by_expanding(x, self._expanded)
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
-        self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
+        if by_matrix:
+            self._weights.multiply(x.data_ptr(), n_tokens, out.data_ptr())
+        else:
+            dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
+            self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
         return out if self.bias is None else out.add_(self.bias)
 
     def _by_expanding(self, x: Tensor, expanded: Expanded) -> Tensor:

@@ -239,6 +239,12 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         linear(call, 0);
       })
+      .def_prop_ro("can_multiply", &can_multiply)
+      .def("multiply", [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens,
+                          uintptr_t out) {
+        nb::gil_scoped_release release;
+        multiply(weights, at(x), n_tokens, reinterpret_cast<void*>(out), 0);
+      })
       .def("unpack", [](const LinearWeights& weights, int64_t first, int64_t stop, uintptr_t to) {
         nb::gil_scoped_release release;
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);

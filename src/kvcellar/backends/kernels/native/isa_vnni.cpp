@@ -8,6 +8,6 @@
 
 namespace kvcellar {
 extern const LinearOps linear_vnni;
-const LinearOps linear_vnni = {vnni::prepare_linear, vnni::run_linear, vnni::unpack_linear,
-                                vnni::kRowOps};
+const LinearOps linear_vnni = {vnni::prepare_linear, vnni::run_linear, vnni::unpack_linear, nullptr,
+                     nullptr, vnni::kRowOps};
 }  // namespace kvcellar

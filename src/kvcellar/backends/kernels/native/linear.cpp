@@ -17,7 +17,11 @@ constexpr int64_t kLeastBytes = 1 << 16;  // of the last pieces
 constexpr int64_t kReadOnce = 4;          // tokens
 constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
 
-thread_local Buffer inputs_buffer;
+constexpr int64_t kTokensOfBlock = 256, kInputsOfBlock = 2048;  // for the matrix unit: 1 MiB
+constexpr int64_t kPanel = 32;          // outputs that the matrix unit takes at a time
+constexpr int64_t kPanelsOfPiece = 8;
+
+thread_local Buffer inputs_buffer, tokens_buffer, sums_buffer, panel_buffer;
 
 // Blocks that are a piece of work: of so many bytes or less, and enough pieces for all.
 int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers,
@@ -64,6 +68,37 @@ void linear(const LinearCall& call, int n_threads) {
   spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
          least_blocks(weights), workers,
          [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
+}
+
+bool can_multiply(const LinearWeights& weights) {
+  return ops().linear.multiply && weights.n_in % kGroupInputs == 0;
+}
+
+void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
+              int n_threads) {
+  const int64_t n_in = weights.n_in, n_pairs = (n_tokens + 31) / 32;
+  const int64_t n_panels = (weights.n_out + kPanel - 1) / kPanel;
+  const int workers = workers_for(n_threads);
+  const LinearOps& ops_now = ops().linear;
+  ManyTokens call{weights, static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), n_tokens,
+                  nullptr, nullptr, n_pairs, 0, 0, 0, 0};
+  call.tokens = reinterpret_cast<uint16_t*>(tokens_buffer.get(n_pairs * 32 * n_in * 2));
+  if (n_in > kInputsOfBlock)
+    call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
+  spread(2 * n_pairs, 2, 1, workers,
+         [&](int64_t first, int64_t stop) { ops_now.pack_tokens(call, first, stop); });
+  const int64_t scratch = std::min(n_in, kInputsOfBlock) * kPanel * 2 + 4096;
+  for (int64_t pair = 0; pair < n_pairs; pair = call.stop_pair) {
+    call.first_pair = pair;
+    call.stop_pair = std::min(pair + kTokensOfBlock / 32, n_pairs);
+    for (int64_t input = 0; input < n_in; input = call.stop_input) {
+      call.first_input = input;
+      call.stop_input = std::min(input + kInputsOfBlock, n_in);
+      spread(n_panels, kPanelsOfPiece, 1, workers, [&](int64_t first, int64_t stop) {
+        ops_now.multiply(call, panel_buffer.get(scratch), first, stop);
+      });
+    }
+  }
 }
 
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads) {

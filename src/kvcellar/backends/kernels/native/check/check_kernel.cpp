@@ -223,6 +223,11 @@ double one_linear() {
     linear({weights, x.data, out.data, n_tokens, in, Dtype::f32}, 2);
     const auto* from = reinterpret_cast<const float*>(out.data);
     results.emplace_back(from, from + n_tokens * n_out);
+    if (can_multiply(weights)) {
+      Memory many_x(17 * n_tokens * n_in * 2), many_out(17 * n_tokens * n_out * 2);
+      fill(many_x, Dtype::bf16);
+      multiply(weights, many_x.data, 17 * n_tokens, many_out.data, 2);
+    }
     if (!weights.is_packed) continue;
     unpack(weights, 0, weights.n_blocks, expanded.data, 2);
     rows.emplace_back(expanded.data, expanded.data + expanded.size);
