@@ -1,9 +1,9 @@
 """Linear layers whose weights the CPU kernel reads: bfloat16 as it is, int8 and int4 packed.
 
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
-speed; for many, arithmetic is what counts. In bfloat16 torch's matrix product is as fast as any.
-Packed weights are expanded as they are needed, tile by tile where the kernel has a matrix unit,
-else some millions at a time for torch's product.
+speed; for many, arithmetic is what counts. From some hundreds on torch's matrix product of bfloat16
+is as fast as any. Packed weights are expanded as they are needed, tile by tile where the kernel has
+a matrix unit, else some millions at a time for torch's product.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
 
 FEW_BF16 = 4
 """Tokens up to which the kernel reads bfloat16 weights faster than torch does."""
+
+SOME_BF16 = range(64, 257)
+"""Tokens for which the kernel's matrix unit is faster than torch with bfloat16 weights: a tenth."""
 
 FEW_PACKED = 48
 """Tokens up to which packed weights are multiplied as they are, where torch multiplies more."""
@@ -99,10 +102,9 @@ class KernelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]``, in the type of x."""
         n_tokens = x.numel() // self.in_features
-        if n_tokens > FEW_BF16 and self.bits == 16:
+        by_matrix = x.dtype == torch.bfloat16 and self._is_for_matrix(n_tokens)
+        if n_tokens > FEW_BF16 and self.bits == 16 and not by_matrix:
             return F.linear(x, self.weight, self.bias)
-        is_many = n_tokens > FEW_PACKED_AMX and self._expanded is not None
-        by_matrix = is_many and x.dtype == torch.bfloat16 and self._weights.can_multiply
         if n_tokens > FEW_PACKED and self._expanded is not None and not by_matrix:
             return self._by_expanding(x, self._expanded)
         x = x.contiguous()
@@ -113,6 +115,12 @@ class KernelLinear(nn.Module):
             dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
             self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
         return out if self.bias is None else out.add_(self.bias)
+
+    def _is_for_matrix(self, n_tokens: int) -> bool:
+        """Whether the kernel's matrix unit is the fastest for so many tokens in bfloat16."""
+        if n_tokens <= FEW_PACKED_AMX or not self._weights.can_multiply:
+            return False
+        return n_tokens in SOME_BF16 if self.bits == 16 else self._expanded is not None
 
     def _by_expanding(self, x: Tensor, expanded: Expanded) -> Tensor:
         """Through torch's matrix product, some rows of the weights at a time."""
