@@ -173,27 +173,31 @@ void gomp_entry(void* raw) {
 
 // Whether OpenMP's workers get the cores. A pause costs up to half its length where they would have
 // got them after all: the first one is as long as to lose what the wait did, and only waits that
-// follow on each other make it longer. One that comes alone is a process that has just gone to rest,
-// whose threads spin a little longer: it happens whenever several take turns.
+// follow on each other make it longer.
 class Crowd {
  public:
   bool is_quiet(int64_t at_ns) const { return at_ns >= until_ns_.load(std::memory_order_relaxed); }
 
   // A call worked for `worked_ns` and then waited for others.
   void note(int64_t at_ns, int64_t worked_ns, int64_t waited_ns) {
-    if (waited_ns <= kWaitNs || waited_ns <= worked_ns / 2) return;
-    const bool follows = at_ns - until_ns_.load(std::memory_order_relaxed) < kApartNs;
-    const int64_t last = follows ? pause_ns_.load(std::memory_order_relaxed) : 0;
-    const int64_t pause = std::min(std::max(2 * last, kTimesTheWait * waited_ns), kLongestNs);
-    until_ns_.store(at_ns + pause, std::memory_order_relaxed);
-    pause_ns_.store(pause, std::memory_order_relaxed);
+    if (waited_ns > kWaitNs && waited_ns > worked_ns / 2) {
+      const int64_t pause =
+          std::max(pause_ns_.load(std::memory_order_relaxed), kTimesTheWait * waited_ns);
+      n_good_.store(0, std::memory_order_relaxed);
+      until_ns_.store(at_ns + pause, std::memory_order_relaxed);
+      pause_ns_.store(std::min(2 * pause, kLongestNs), std::memory_order_relaxed);
+    } else if (++n_good_ >= kGoodCalls) {
+      n_good_.store(0, std::memory_order_relaxed);
+      pause_ns_.store(0, std::memory_order_relaxed);
+    }
   }
 
  private:
   static constexpr int64_t kWaitNs = 1000000;  // far more than the last piece of work takes
   static constexpr int64_t kLongestNs = 800000000, kTimesTheWait = 2;
-  static constexpr int64_t kApartNs = 20000000;  // some time slices
+  static constexpr int kGoodCalls = 1000;
   std::atomic<int64_t> until_ns_{0}, pause_ns_{0};
+  std::atomic<int> n_good_{0};
 };
 
 Crowd crowd;
