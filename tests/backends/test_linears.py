@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,20 @@ def level(request):
     kernels.set_level(request.param)
     yield request.param
     kernels.set_level(before)
+
+
+@contextlib.contextmanager
+def matrix_unit():
+    """The instruction set that has one."""
+    before = kernels.level()
+    kernels.set_level("amx")
+    try:
+        yield
+    finally:
+        kernels.set_level(before)
+
+
+needs_matrix_unit = pytest.mark.skipif("amx" not in LEVELS, reason="there is no matrix unit here")
 
 
 def layer(n_out: int, n_in: int, *, seed: int = 0, bias: bool = False) -> nn.Linear:
@@ -169,3 +185,42 @@ def test_expanded_weights_are_those_it_holds(level, bits):
     found = torch.empty(37, kernel.in_features, dtype=torch.bfloat16)
     kernel._weights.unpack(0, 3, found.data_ptr())
     assert torch.equal(found, held(kernel).bfloat16())
+
+
+@needs_matrix_unit
+@settings(max_examples=40, deadline=None)
+@given(
+    bits=st.sampled_from([16, 8, 4]),
+    n_groups=st.sampled_from([1, 2, 5, 65, 129]),
+    n_out=st.sampled_from([1, 16, 31, 33, 70, 96]),
+    n_tokens=st.sampled_from([1, 15, 33, 64, 257, 300]),
+    seed=st.integers(0, 99),
+)
+def test_the_matrix_unit_multiplies_what_the_layer_holds(bits, n_groups, n_out, n_tokens, seed):
+    kernel = KernelLinear(layer(n_out, GROUP * n_groups, seed=seed), bits, None)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n_tokens, kernel.in_features, generator=generator).bfloat16()
+    out = torch.full((n_tokens + 1, n_out), 7.0, dtype=torch.bfloat16)
+    alone = torch.empty(1, n_out, dtype=torch.bfloat16)
+    with matrix_unit():
+        assert kernel._weights.can_multiply
+        kernel._weights.multiply(x.data_ptr(), n_tokens, out.data_ptr())
+        kernel._weights.multiply(x[-1:].contiguous().data_ptr(), 1, alone.data_ptr())
+    weight = held(kernel).bfloat16().double()
+    want = x.double() @ weight.T
+    error = want.abs() / 256 + 1e-5 * (x.double().abs() @ weight.abs().T)
+    assert ((out[:-1].double() - want).abs() <= error + 1e-6).all()
+    assert (out[-1] == 7).all()
+    assert torch.equal(alone[0], out[n_tokens - 1])
+
+
+@needs_matrix_unit
+@pytest.mark.parametrize("bits", [8, 4])
+def test_many_tokens_take_the_matrix_unit_and_say_what_expanding_says(monkeypatch, bits):
+    kernel = KernelLinear(layer(85, 3 * GROUP, bias=True), bits, Expanded(1 << 20))
+    x = torch.randn(2, linears.FEW_PACKED, kernel.in_features).bfloat16()
+    want = kernel._by_expanding(x, kernel._expanded)
+    monkeypatch.setattr(KernelLinear, "_by_expanding", None)
+    with matrix_unit():
+        got = kernel(x)
+    torch.testing.assert_close(got, want, rtol=1 / 64, atol=1e-2)

@@ -29,6 +29,7 @@ from kvcellar.types import AttendKind, StepPlan
 
 if TYPE_CHECKING:
     from kvcellar.backends.kernels._native import (
+        DecoderLayer,
         Eagle3Weights,
         Layout,
         LinearWeights,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DecoderLayer",
     "Eagle3Weights",
     "Layout",
     "LinearWeights",
@@ -44,15 +46,19 @@ __all__ = [
     "Pool",
     "SideLayout",
     "compile_plan",
+    "gate",
     "is_available",
     "level",
     "levels",
+    "make_decoder_layer",
     "make_eagle3_weights",
     "make_layout",
     "make_linear_weights",
     "make_pool",
     "move_cells",
+    "norm",
     "num_threads",
+    "rotate",
     "set_level",
     "set_num_threads",
     "set_parallel_for",
@@ -78,6 +84,7 @@ else:
 
         if not TYPE_CHECKING:
             from kvcellar.backends.kernels._native import (
+                DecoderLayer,
                 Eagle3Weights,
                 Layout,
                 LinearWeights,
@@ -219,7 +226,9 @@ def make_linear_weights(
     Its ``linear(x, n_tokens, dtype, out, out_dtype)`` reads rows ``[n_tokens, n_in]`` and writes
     ``[n_tokens, n_out]``, at addresses, in float32 or bfloat16 (numbers of ``DTYPES``). For 8 and 4
     bits each group of 32 inputs is rounded to 8 bits for it; a token's result does not depend on
-    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16.
+    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16. Where
+    ``can_multiply``, ``multiply(x, n_tokens, out)`` does the same on the matrix unit, for many
+    tokens: all in bfloat16, packed weights rounded to it, inputs as they are.
 
     Args:
         bits: 16 (bfloat16 ``[n_out, n_in]``), 8 or 4.
@@ -274,6 +283,89 @@ def make_eagle3_weights(
     shape = hidden, inner, n_heads, n_kv_heads, head_dim, n_vocab, n_said
     matrices = qkv, o, gate_up, down, lm_head
     return _native.Eagle3Weights(*shape, eps, *matrices, embedding, qkv_bias, residual_scale)
+
+
+def make_decoder_layer(
+    linears: Sequence[tuple[LinearWeights, int]],
+    norms: Sequence[tuple[int, float]],
+    heads: tuple[int, int, int],
+    dtype: int,
+) -> DecoderLayer:
+    """Describe a decoder layer, which for a few tokens is two calls around its attention.
+
+    ``before(x, n_tokens, cos, sin, qkv)``: x ``[n_tokens, hidden]`` is normed, a joined product
+    makes q, k and v of it, and q and k are normed and rotated. ``after(x, attended, n_tokens,
+    out)``: what was attended is projected and added to x, and the gated MLP of its norm to that.
+    All of them lie without gaps, at addresses.
+
+    Args:
+        linears: q, k and v joined; what follows attention; gate and up joined; down: their weights
+            and the address of a bias, or 0.
+        norms: of x, of what comes after attention, of q's heads and of k's: the address of the
+            weight, or 0 for none of the latter two, and what is added to the mean.
+        heads: of q, of k, and numbers of each.
+        dtype: number in ``DTYPES`` of float32 or bfloat16, of everything but packed weights.
+    """
+    qkv, o, gate_up, down = (_native.LinearLayer(*linear) for linear in linears)
+    before, between, q, k = (_native.Norm(*norm) for norm in norms)
+    return _native.DecoderLayer(qkv, o, gate_up, down, before, between, q, k, *heads, dtype)
+
+
+def norm(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    weight: int,
+    eps: float,
+    out: int,
+) -> None:
+    """``x / sqrt(mean(x^2) + eps) * weight`` of each row; bfloat16 is rounded before it too.
+
+    Args:
+        x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.
+        n_tokens: tokens.
+        n_rows: rows of a token.
+        dim: numbers of a row.
+        token_stride: numbers from token to token.
+        dtype: number in ``DTYPES`` of float32 or bfloat16, of all three.
+        weight: address of ``[dim]``.
+        eps: what is added to the mean.
+        out: address of the result, without gaps.
+    """
+    _native.norm(x, n_tokens, n_rows, dim, token_stride, dtype, weight, eps, out)
+
+
+def rotate(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    cos: int,
+    sin: int,
+) -> None:
+    """Rotate the halves of each row against each other, in place: RoPE.
+
+    Args:
+        x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.
+        n_tokens: tokens.
+        n_rows: rows of a token.
+        dim: numbers of a row, an even number.
+        token_stride: numbers from token to token.
+        dtype: number in ``DTYPES`` of float32 or bfloat16, of all three.
+        cos: address of ``[n_tokens, dim]``.
+        sin: the same.
+    """
+    _native.rotate(x, n_tokens, n_rows, dim, token_stride, dtype, cos, sin)
+
+
+def gate(x: int, n_tokens: int, dim: int, dtype: int, out: int) -> None:
+    """``[n_tokens, 2, dim] -> silu(x[:, 0]) * x[:, 1]``, in float32 or bfloat16, at addresses."""
+    _native.gate(x, n_tokens, dim, dtype, out)
 
 
 def compile_plan(plan: StepPlan) -> Plan:

@@ -57,6 +57,9 @@ class Layout:
 class LinearWeights:
     def __init__(self, format: int, n_in: int, n_out: int, data: int, scales: int, /) -> None: ...
     def linear(self, x: int, n_tokens: int, dtype: int, out: int, out_dtype: int, /) -> None: ...
+    @property
+    def can_multiply(self) -> bool: ...
+    def multiply(self, x: int, n_tokens: int, out: int, /) -> None: ...
     def unpack(self, first: int, stop: int, to: int, /) -> None: ...
 
 class Eagle3Weights:
@@ -139,6 +142,56 @@ class Plan:
         /,
     ) -> None: ...
 
+class LinearLayer:
+    def __init__(self, weights: LinearWeights, bias: int, /) -> None: ...
+
+class Norm:
+    def __init__(self, weight: int, eps: float, /) -> None: ...
+
+class DecoderLayer:
+    def __init__(
+        self,
+        qkv: LinearLayer,
+        o: LinearLayer,
+        gate_up: LinearLayer,
+        down: LinearLayer,
+        before: Norm,
+        between: Norm,
+        q: Norm,
+        k: Norm,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: int,
+        /,
+    ) -> None: ...
+    def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int, /) -> None: ...
+    def after(self, x: int, attended: int, n_tokens: int, out: int, /) -> None: ...
+
+def norm(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    weight: int,
+    eps: float,
+    out: int,
+    /,
+) -> None: ...
+def rotate(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: int,
+    cos: int,
+    sin: int,
+    /,
+) -> None: ...
+def gate(x: int, n_tokens: int, dim: int, dtype: int, out: int, /) -> None: ...
 def levels() -> list[str]: ...
 def level() -> str: ...
 def set_level(name: str, /) -> bool: ...

@@ -1,20 +1,22 @@
 """Linear layers whose weights the CPU kernel reads: bfloat16 as it is, int8 and int4 packed.
 
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
-speed; for many, arithmetic is what counts, and torch's matrix product has the fastest there is:
-packed weights are expanded for it, some millions at a time.
+speed; for many, arithmetic is what counts. From some hundreds on torch's matrix product of bfloat16
+is as fast as any. Packed weights are expanded as they are needed, tile by tile where the kernel has
+a matrix unit, else some millions at a time for torch's product.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
+from kvcellar.backends.torch.layers import KernelLayer, kernel_layer
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
@@ -22,8 +24,14 @@ from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
 FEW_BF16 = 4
 """Tokens up to which the kernel reads bfloat16 weights faster than torch does."""
 
+SOME_BF16 = range(64, 257)
+"""Tokens for which the kernel's matrix unit is faster than torch with bfloat16 weights: a tenth."""
+
 FEW_PACKED = 48
-"""Tokens up to which packed weights are multiplied as they are."""
+"""Tokens up to which packed weights are multiplied as they are, where torch multiplies more."""
+
+FEW_PACKED_AMX = 32
+"""The same where the kernel multiplies more, on the matrix unit."""
 
 EXPANDED = 1 << 24
 """Numbers that are expanded at a time, in 32 MiB."""
@@ -56,7 +64,7 @@ class KernelLinear(nn.Module):
             linear: the layer; in bfloat16 for 16 bits, its inputs in whole groups for others.
             bits: of a weight.
             expanded: for packed weights; None: many tokens take the kernel, too.
-            arena: where packed weights shall lie; None: anywhere.
+            arena: where weights shall lie; None: packed ones anywhere, others where they are.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -65,6 +73,8 @@ class KernelLinear(nn.Module):
         self._expanded = expanded
         weight = linear.weight.detach()
         if bits == 16:
+            if arena is not None:
+                weight = arena.copy(weight)
             self.weight = nn.Parameter(weight, requires_grad=False)
             scales_at = 0
         else:
@@ -78,18 +88,39 @@ class KernelLinear(nn.Module):
             bits, self.in_features, self.out_features, self.weight.data_ptr(), scales_at
         )
 
+    @property
+    def few(self) -> int:
+        """Tokens up to which the kernel reads the weights."""
+        if self.bits == 16:
+            return FEW_BF16
+        return FEW_PACKED_AMX if self._weights.can_multiply else FEW_PACKED
+
+    def for_kernel(self) -> tuple[kernels.LinearWeights, int]:
+        """What the kernel reads: the weights, and the address of the bias, or 0."""
+        return self._weights, 0 if self.bias is None else self.bias.data_ptr()
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]``, in the type of x."""
         n_tokens = x.numel() // self.in_features
-        if n_tokens > FEW_BF16 and self.bits == 16:
+        by_matrix = x.dtype == torch.bfloat16 and self._is_for_matrix(n_tokens)
+        if n_tokens > FEW_BF16 and self.bits == 16 and not by_matrix:
             return F.linear(x, self.weight, self.bias)
-        if n_tokens > FEW_PACKED and self._expanded is not None:
+        if n_tokens > FEW_PACKED and self._expanded is not None and not by_matrix:
             return self._by_expanding(x, self._expanded)
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
-        self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
+        if by_matrix:
+            self._weights.multiply(x.data_ptr(), n_tokens, out.data_ptr())
+        else:
+            dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
+            self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
         return out if self.bias is None else out.add_(self.bias)
+
+    def _is_for_matrix(self, n_tokens: int) -> bool:
+        """Whether the kernel's matrix unit is the fastest for so many tokens in bfloat16."""
+        if n_tokens <= FEW_PACKED_AMX or not self._weights.can_multiply:
+            return False
+        return n_tokens in SOME_BF16 if self.bits == 16 else self._expanded is not None
 
     def _by_expanding(self, x: Tensor, expanded: Expanded) -> Tensor:
         """Through torch's matrix product, some rows of the weights at a time."""
@@ -168,16 +199,38 @@ def hold_weights(model: Any, weights: str) -> None:
         )
     packed = is_packed(weights)
     expanded = Expanded(EXPANDED) if packed and model.dtype == torch.bfloat16 else None
-    head = model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     arena = Arena()
-    if not packed:
-        arena.move(model.parameters())
-    for parent in list(model.modules()):
+
+    def can_hold(module: nn.Module) -> bool:
+        return type(module) is nn.Linear and (not packed or can_pack(module.in_features))
+
+    def make(linear: nn.Linear) -> KernelLinear:
+        bits = bits_of(weights, is_head=linear is head) if packed else 16
+        is_moved = not packed and linear.weight is embedding.weight
+        return KernelLinear(linear, bits, expanded, None if is_moved else arena)
+
+    def replace_in(parent: nn.Module) -> None:
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or (packed and not can_pack(child.in_features)):
-                continue
-            bits = bits_of(weights, is_head=child is head) if packed else 16
-            setattr(parent, name, KernelLinear(child, bits, expanded, arena))
-    if packed:
-        # What is left would keep the files mapped, with all that was read of them.
-        arena.move(model.parameters())
+            linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
+            found: nn.Module | None = None
+            if can_hold(child):
+                found = make(cast(nn.Linear, child))
+            elif all(can_hold(linear) for linear in linears):
+                found = kernel_layer(child, make)
+            if found is not None:
+                setattr(parent, name, found)
+            replace_in(found or child)
+
+    if not packed:
+        arena.move(embedding.parameters())
+    replace_in(model)
+    # What is left would keep the files mapped, with all that was read of them.
+    there = [module.weight for module in model.modules() if isinstance(module, KernelLinear)]
+    if not packed:
+        there.append(embedding.weight)
+    ids = {id(weight) for weight in there}
+    arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)
+    for module in model.modules():
+        if isinstance(module, KernelLayer):
+            module.take_addresses()

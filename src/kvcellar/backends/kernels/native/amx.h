@@ -158,7 +158,7 @@ class Matrix {
 
   // Logits in three steps, for the n <= kTile cells of `rows`. First their K rows to where tiles can
   // be loaded from: the pool itself, if they have one stride.
-  void stage(const Rows& rows, int64_t n) {
+  void stage(const TileRows& rows, int64_t n) {
     const int64_t row_bytes = k_.dtype == Dtype::bf16 ? k_.dim * 2 : k_.dim;
     if (k_.dtype != Dtype::bf16) load_affine(k_, rows, kKAffine, n, k_affine_);
     char* to = staged_;
@@ -207,7 +207,7 @@ class Matrix {
   }
 
   // Before `weigh`: what it needs of these V rows.
-  void prepare(const Rows& rows, int64_t n) {
+  void prepare(const TileRows& rows, int64_t n) {
     if (v_.dtype == Dtype::bf16) return;
     load_affine(v_, rows, kVAffine, n, v_affine_);
     for (int64_t g = 0; g < groups(v_); ++g) {
@@ -240,7 +240,7 @@ class Matrix {
   }
 
   // Values in three steps: V rows as operands, for all numbers [64 numbers][32 or 64 cells].
-  void interleave(const Rows& rows, int64_t n, Ahead& ahead) const {
+  void interleave(const TileRows& rows, int64_t n, Ahead& ahead) const {
     const bool is_float = v_.dtype == Dtype::bf16;
     const int64_t cells = is_float ? 32 : 64, width = is_float ? 32 : 64;
     char* to = values_;
@@ -283,7 +283,7 @@ class Matrix {
   }
 
   // Whether a weight of 0 silences all of these V rows.
-  bool is_finite(const Rows& rows, int64_t n) const {
+  bool is_finite(const TileRows& rows, int64_t n) const {
     const bool is_float = v_.dtype == Dtype::bf16;
     const int64_t length = is_float ? v_.dim : 2 * groups(v_);
     const uint16_t mask = is_float ? 0x7F80 : 0x7C00;
@@ -553,7 +553,7 @@ class Matrix {
 
   // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the
   // next multiple of 64.
-  static void load_affine(const Side& side, const Rows& rows, Part part, int64_t n, float* to) {
+  static void load_affine(const Side& side, const TileRows& rows, Part part, int64_t n, float* to) {
     const int64_t n_groups = groups(side), stop = (n + 63) / 64 * 64;
     const auto put = [](float* at, __m512i pairs) {
       const __m512i uppers = _mm512_srli_epi32(pairs, 16);
@@ -578,7 +578,8 @@ class Matrix {
       }
       for (int64_t g = 0; g < n_groups; ++g) {
         alignas(64) uint32_t pairs[16] = {};
-        for (int64_t i = 0; i < 16 && c + i < n; ++i) std::memcpy(pairs + i, rows.row(part, c + i) + 4 * g, 4);
+        for (int64_t i = 0; i < 16 && c + i < n; ++i)
+          std::memcpy(pairs + i, rows.row(part, c + i) + 4 * g, 4);
         put(to + g * 2 * kTile + c, _mm512_load_si512(pairs));
       }
     }
@@ -586,7 +587,7 @@ class Matrix {
 
   // 32 cells of 32 numbers: two tiles [pair of cells][16 numbers x 2 cells], the first has those at
   // 0-3, 8-11, 16-19, 24-27.
-  void interleave_floats(const Rows& rows, int64_t first, int64_t n, int64_t d, char* to,
+  void interleave_floats(const TileRows& rows, int64_t first, int64_t n, int64_t d, char* to,
                          Ahead& ahead) const {
     for (int64_t c = first; c < first + 32; c += 16) {
       const char* room[16];
@@ -602,7 +603,7 @@ class Matrix {
 
   // Where to read 64 bytes or less of 16 V rows, `offset` bytes from their starts; zeros behind the
   // n-th.
-  const char* const* sixteen_values(const Rows& rows, int64_t c, int64_t n, int64_t offset,
+  const char* const* sixteen_values(const TileRows& rows, int64_t c, int64_t n, int64_t offset,
                                     const char** room) const {
     alignas(64) static const char zeros[64] = {};
     if (c < n && rows.is_whole[c / 16]) {
@@ -617,7 +618,7 @@ class Matrix {
 
   // 64 cells of 64 numbers: tile [16 numbers'][four of cells][16 numbers x 4 cells]. Fours are in
   // the order of `int_weights`.
-  void interleave_ints(const Rows& rows, int64_t first, int64_t n, int64_t d, char* to,
+  void interleave_ints(const TileRows& rows, int64_t first, int64_t n, int64_t d, char* to,
                        Ahead& ahead) const {
     const int64_t at = v_.dtype == Dtype::int8 ? d : d / 2;
     for (int64_t k = 0; k < 4; ++k) {

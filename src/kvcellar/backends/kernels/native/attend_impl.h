@@ -1,8 +1,8 @@
 // The kernel, once for each instruction set that includes it.
 //
 // A job is some query rows over some cells of one KV head. It goes through the cells in tiles of
-// kTile at most: logits of all rows, online softmax, values. Rows whose layout has a direct loop are read
-// where they lie; all others are decoded into scratch first, a tile at a time.
+// kTile at most: logits of all rows, online softmax, values. Rows whose layout has a direct loop are
+// read where they lie; all others are decoded into scratch first, a tile at a time.
 
 #include "isa.h"
 #include "vector.h"
@@ -24,7 +24,7 @@ constexpr int64_t kTile = kRound;
 // have one address, so that the core's first cache is left to what the addresses lead to.
 enum Part { kKRows = 0, kVRows = 1, kKAffine = 2, kVAffine = 3 };
 
-struct Rows {
+struct TileRows {
   const Pool* pool;  // whose rows they are: the job's, or its exact one
   bool is_run;       // whether all cells follow on each other
   bool is_whole[kTile / 16];
@@ -54,7 +54,7 @@ struct Rows {
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
   float *q, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most;
-  Rows* rows;  // of three tiles
+  TileRows* rows;  // of three tiles
   char* extra;
 };
 
@@ -76,7 +76,7 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.factor = take(rows);
   s.most = take(rows);
   s.sum = take(rows * kLanes);
-  s.rows = reinterpret_cast<Rows*>(at);
+  s.rows = reinterpret_cast<TileRows*>(at);
   s.extra = reinterpret_cast<char*>(s.rows + 3);
   return s;
 }
@@ -160,13 +160,13 @@ struct Walk {
   explicit Walk(const Job& from) : job(from), run(from.run), offset(from.run_offset) {}
 
   // Addresses of up to n next cells of one pool; how many they are.
-  int64_t next(int64_t n, Rows& to) {
+  int64_t next(int64_t n, TileRows& to) {
     const bool is_exact = job.runs[run].start >= kExactBase;
     const int64_t base = is_exact ? kExactBase : 0;
     const Pool& pool = is_exact ? *job.pool->exact : *job.pool;
     const Side &k = pool.k, &v = pool.v;
-    const char* data[4] = {k.data + job.kv_head * k.head_stride, v.data + job.kv_head * v.head_stride,
-                           k.affine, v.affine};
+    const char* data[4] = {k.data + job.kv_head * k.head_stride,
+                           v.data + job.kv_head * v.head_stride, k.affine, v.affine};
     if (k.affine) data[kKAffine] += job.kv_head * k.affine_head_stride;
     if (v.affine) data[kVAffine] += job.kv_head * v.affine_head_stride;
     const int64_t strides[4] = {k.cell_stride, v.cell_stride, k.affine_cell_stride,
@@ -232,7 +232,7 @@ struct Ahead {
   }
 
   // K or V of the first `count` cells of `rows`.
-  void add(const Rows& rows, int64_t count, bool is_v) {
+  void add(const TileRows& rows, int64_t count, bool is_v) {
     if (!count) return;
     n_ = n_ < count ? count : n_;
     const Side& side = is_v ? rows.pool->v : rows.pool->k;
@@ -256,7 +256,7 @@ struct Ahead {
   // The rows of one part, as pieces of memory of which one line each is fetched in turns: the
   // hardware fetches ahead within a page, and so in several. Without pieces row by row.
   struct Stream {
-    const Rows* rows;
+    const TileRows* rows;
     int64_t n;
     Part part;
     int64_t bytes, n_pieces, lines;  // of a piece
@@ -264,7 +264,7 @@ struct Ahead {
     int64_t done, line;
   };
 
-  void add(const Rows& rows, int64_t count, Part part, int64_t bytes) {
+  void add(const TileRows& rows, int64_t count, Part part, int64_t bytes) {
     Stream& stream = streams_[n_streams_++];
     stream.rows = &rows;
     stream.n = count;
@@ -422,8 +422,9 @@ class Attention {
     // Three tiles at a time: one is attended, of the next the logits are made meanwhile, and the
     // third is fetched.
     Walk walk(job_);
-    int64_t left = job_.n_cells, length = kRound;  // the first two are short: they may not be fetched
-    const auto take = [&](Rows& rows) {
+    // The first two are short: they may not be fetched.
+    int64_t left = job_.n_cells, length = kRound;
+    const auto take = [&](TileRows& rows) {
       const int64_t n = left ? walk.next(smaller(length, left), rows) : 0;
       left -= n;
       if (left < job_.n_cells - kRound) length = longest;
@@ -431,7 +432,7 @@ class Attention {
     };
     Walk following(job_.following ? *job_.following : job_);
     int64_t following_left = following.job.n_cells;
-    Rows *rows = scratch_.rows, *next = rows + 1, *third = next + 1;
+    TileRows *rows = scratch_.rows, *next = rows + 1, *third = next + 1;
     int64_t n = take(*rows), n_next = take(*next), n_third = 0;
     s_ = scratch_.s;
     float* next_s = s_ + rows_pad_ * kTile;
@@ -506,7 +507,7 @@ class Attention {
         values(*rows, first, n, seen);
       }
       ahead_.rest();
-      Rows* const done = rows;
+      TileRows* const done = rows;
       rows = next;
       next = third;
       third = done;
@@ -588,7 +589,7 @@ class Attention {
     }
   }
 
-  void logits(Rows& rows, int64_t n) {
+  void logits(TileRows& rows, int64_t n) {
     const char** k = rows.list(kKRows, n);
     as_floats(rows.pool->k, k_pad_, k, rows.list(kKAffine, n), n, scratch_.k);
     for (int64_t r = 0; r < rows_pad_; r += kLogitRows)
@@ -657,7 +658,7 @@ class Attention {
     }
   }
 
-  void values(Rows& rows, int64_t first, int64_t n, Seen seen) {
+  void values(TileRows& rows, int64_t first, int64_t n, Seen seen) {
     const char** v = rows.list(kVRows, n);
     as_floats(rows.pool->v, v_pad_, v, rows.list(kVAffine, n), n, scratch_.v);
     if (seen == Seen::some) leave_no_trace(v, first, n);

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "decoder.h"
 #include "eagle3.h"
 #include "kernel.h"
 #include "linear.h"
@@ -22,6 +23,12 @@ namespace {
 constexpr double kReleaseNs = 50000;
 
 const void* at(uintptr_t address) { return reinterpret_cast<const void*>(address); }
+
+Rows rows_at(uintptr_t data, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
+             int dtype) {
+  return {reinterpret_cast<void*>(data), n_tokens,     n_rows, dim,
+          token_stride,                  static_cast<Dtype>(dtype)};
+}
 
 // Attribute names, made once.
 struct Names {
@@ -233,6 +240,12 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         linear(call, 0);
       })
+      .def_prop_ro("can_multiply", &can_multiply)
+      .def("multiply", [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens,
+                          uintptr_t out) {
+        nb::gil_scoped_release release;
+        multiply(weights, at(x), n_tokens, reinterpret_cast<void*>(out), 0);
+      })
       .def("unpack", [](const LinearWeights& weights, int64_t first, int64_t stop, uintptr_t to) {
         nb::gil_scoped_release release;
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
@@ -285,6 +298,53 @@ NB_MODULE(_native, m) {
            nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg());
+
+  nb::class_<LinearLayer>(m, "LinearLayer")
+      .def("__init__", [](LinearLayer* self, const LinearWeights& weights, uintptr_t bias) {
+        new (self) LinearLayer{weights, at(bias)};
+      });
+
+  nb::class_<Norm>(m, "Norm").def("__init__", [](Norm* self, uintptr_t weight, float eps) {
+    new (self) Norm{at(weight), eps};
+  });
+
+  nb::class_<DecoderLayer>(m, "DecoderLayer")
+      .def("__init__",
+           [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o,
+              const LinearLayer& gate_up, const LinearLayer& down, const Norm& before,
+              const Norm& between, const Norm& q, const Norm& k, int64_t n_heads,
+              int64_t n_kv_heads, int64_t head_dim, int dtype) {
+             new (self) DecoderLayer{qkv, o, gate_up, down, before, between, q, k,
+                                     n_heads, n_kv_heads, head_dim, static_cast<Dtype>(dtype)};
+           })
+      .def("before",
+           [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos,
+              uintptr_t sin, uintptr_t qkv) {
+             const nb::gil_scoped_release release;
+             before_attention(layer, at(x), n_tokens, at(cos), at(sin),
+                              reinterpret_cast<void*>(qkv), 0);
+           })
+      .def("after", [](const DecoderLayer& layer, uintptr_t x, uintptr_t attended,
+                       int64_t n_tokens, uintptr_t out) {
+        const nb::gil_scoped_release release;
+        after_attention(layer, at(x), at(attended), n_tokens, reinterpret_cast<void*>(out), 0);
+      });
+
+  m.def("norm", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
+                   int dtype, uintptr_t weight, float eps, uintptr_t out) {
+    const nb::gil_scoped_release release;
+    norm(rows_at(x, n_tokens, n_rows, dim, token_stride, dtype), at(weight), eps,
+         reinterpret_cast<void*>(out), n_rows * dim, 0);
+  });
+  m.def("rotate", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim,
+                     int64_t token_stride, int dtype, uintptr_t cos, uintptr_t sin) {
+    const nb::gil_scoped_release release;
+    rotate(rows_at(x, n_tokens, n_rows, dim, token_stride, dtype), at(cos), at(sin), 0);
+  });
+  m.def("gate", [](uintptr_t x, int64_t n_tokens, int64_t dim, int dtype, uintptr_t out) {
+    const nb::gil_scoped_release release;
+    gate(rows_at(x, n_tokens, 2, dim, 2 * dim, dtype), reinterpret_cast<void*>(out), 0);
+  });
 
   m.def("levels", [] {
     std::vector<std::string> names;

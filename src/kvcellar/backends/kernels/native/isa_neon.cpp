@@ -3,9 +3,11 @@
 
 #include "attend_impl.h"
 #include "linear_impl.h"
+#include "rows_impl.h"
 
 namespace kvcellar {
 extern const Ops ops_neon;
 const Ops ops_neon = {"neon", neon::attend, neon::merge, neon::write, neon::sum_of,
-                     {neon::prepare_linear, neon::run_linear, neon::unpack_linear}};
+                     {neon::prepare_linear, neon::run_linear, neon::unpack_linear, nullptr,
+                     nullptr, neon::kRowOps}};
 }  // namespace kvcellar

@@ -4,8 +4,10 @@
 
 #include "vector.h"
 #include "linear_impl.h"
+#include "rows_impl.h"
 
 namespace kvcellar {
 extern const LinearOps linear_vnni;
-const LinearOps linear_vnni = {vnni::prepare_linear, vnni::run_linear, vnni::unpack_linear};
+const LinearOps linear_vnni = {vnni::prepare_linear, vnni::run_linear, vnni::unpack_linear, nullptr,
+                     nullptr, vnni::kRowOps};
 }  // namespace kvcellar

@@ -13,34 +13,25 @@ namespace {
 
 constexpr int64_t kPieceBytes = 1 << 17;  // weights of a piece of work: what a core's cache keeps
 constexpr int64_t kStreamBytes = 1 << 19; // where they are read once: long streams are read faster
+constexpr int64_t kLeastBytes = 1 << 16;  // of the last pieces
 constexpr int64_t kReadOnce = 4;          // tokens
 constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
 
-thread_local Buffer inputs_buffer;
+constexpr int64_t kTokensOfBlock = 256, kInputsOfBlock = 2048;  // for the matrix unit: 1 MiB
+constexpr int64_t kPanel = 32;          // outputs that the matrix unit takes at a time
+constexpr int64_t kPanelsOfPiece = 8;
 
-// fn(first, stop) for pieces of [0, n), on some threads.
-template <typename Fn>
-void spread(int64_t n, int64_t per_piece, int n_workers, const Fn& fn) {
-  struct Work {
-    const Fn* fn;
-    int64_t n, per_piece;
-    std::atomic<int64_t> next;
-    static void work(void* raw, int) {
-      auto* self = static_cast<Work*>(raw);
-      for (int64_t i;
-           (i = self->next.fetch_add(self->per_piece, std::memory_order_relaxed)) < self->n;)
-        (*self->fn)(i, std::min(i + self->per_piece, self->n));
-    }
-  } work{&fn, n, per_piece, {0}};
-  const int64_t n_pieces = (n + per_piece - 1) / per_piece;
-  run_workers(static_cast<int>(std::min<int64_t>(n_workers, n_pieces)), Work::work, &work);
-}
+thread_local Buffer inputs_buffer, tokens_buffer, sums_buffer, panel_buffer;
 
 // Blocks that are a piece of work: of so many bytes or less, and enough pieces for all.
 int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers,
                         int64_t piece_bytes) {
   const int64_t fits = std::max<int64_t>(1, piece_bytes / weights.block_bytes);
   return std::min(fits, std::max<int64_t>(1, n_blocks / (8 * n_workers)));
+}
+
+int64_t least_blocks(const LinearWeights& weights) {
+  return std::max<int64_t>(1, kLeastBytes / weights.block_bytes);
 }
 
 }  // namespace
@@ -71,17 +62,49 @@ void linear(const LinearCall& call, int n_threads) {
   const int64_t all_bytes = weights.n_blocks * weights.block_bytes;
   const int workers = all_bytes * call.n_tokens > kAloneBytes ? workers_for(n_threads) : 1;
   const LinearOps& ops_now = ops().linear;
-  spread(call.n_tokens, 16, workers,
+  spread(call.n_tokens, 16, 16, workers,
          [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
   const int64_t piece_bytes = call.n_tokens <= kReadOnce ? kStreamBytes : kPieceBytes;
-  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes), workers,
+  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
+         least_blocks(weights), workers,
          [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
+}
+
+bool can_multiply(const LinearWeights& weights) {
+  return ops().linear.multiply && weights.n_in % kGroupInputs == 0;
+}
+
+void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
+              int n_threads) {
+  const int64_t n_in = weights.n_in, n_pairs = (n_tokens + 31) / 32;
+  const int64_t n_panels = (weights.n_out + kPanel - 1) / kPanel;
+  const int workers = workers_for(n_threads);
+  const LinearOps& ops_now = ops().linear;
+  ManyTokens call{weights, static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), n_tokens,
+                  nullptr, nullptr, n_pairs, 0, 0, 0, 0};
+  call.tokens = reinterpret_cast<uint16_t*>(tokens_buffer.get(n_pairs * 32 * n_in * 2));
+  if (n_in > kInputsOfBlock)
+    call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
+  spread(2 * n_pairs, 2, 1, workers,
+         [&](int64_t first, int64_t stop) { ops_now.pack_tokens(call, first, stop); });
+  const int64_t scratch = std::min(n_in, kInputsOfBlock) * kPanel * 2 + 4096;
+  for (int64_t pair = 0; pair < n_pairs; pair = call.stop_pair) {
+    call.first_pair = pair;
+    call.stop_pair = std::min(pair + kTokensOfBlock / 32, n_pairs);
+    for (int64_t input = 0; input < n_in; input = call.stop_input) {
+      call.first_input = input;
+      call.stop_input = std::min(input + kInputsOfBlock, n_in);
+      spread(n_panels, kPanelsOfPiece, 1, workers, [&](int64_t first, int64_t stop) {
+        ops_now.multiply(call, panel_buffer.get(scratch), first, stop);
+      });
+    }
+  }
 }
 
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads) {
   const int workers = workers_for(n_threads);
   const LinearOps& ops_now = ops().linear;
-  spread(stop - first, blocks_of_piece(weights, stop - first, workers, kPieceBytes), workers,
+  spread(stop - first, blocks_of_piece(weights, stop - first, workers, kPieceBytes), 1, workers,
          [&](int64_t from, int64_t until) {
            ops_now.unpack(weights, first + from, first + until,
                           static_cast<uint16_t*>(to) + from * kBlockRows * weights.n_in);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel.h"
+#include "rows.h"
 
 namespace kvcellar {
 
@@ -43,6 +44,18 @@ struct LinearCall {
   Dtype in, result;  // f32 or bf16
 };
 
+// Many tokens in bfloat16, for the matrix unit: a block of them and of inputs at a time.
+struct ManyTokens {
+  LinearWeights weights;  // n_in a multiple of 32
+  const uint16_t* x;      // [n_tokens, n_in]
+  uint16_t* out;          // [n_tokens, n_out]
+  int64_t n_tokens;
+  uint16_t* tokens;  // as tiles: [tokens / 16, n_in / 32, 16 pairs of inputs, 16 tokens, 2]
+  float* sums;       // [panels, n_pairs, 4 tiles]: between blocks of inputs
+  int64_t n_pairs;   // of 32 tokens each
+  int64_t first_pair, stop_pair, first_input, stop_input;
+};
+
 LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
                                   const uint16_t* scales);
 
@@ -53,10 +66,20 @@ struct LinearOps {
   void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
   // Packed blocks [first, stop) as bf16 [outputs, n_in].
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
+  // Tiles of 16 tokens, then panels of 32 outputs. None where there is no matrix unit.
+  void (*pack_tokens)(const ManyTokens& call, int64_t first, int64_t stop);
+  void (*multiply)(const ManyTokens& call, char* scratch, int64_t first, int64_t stop);
+  RowOps rows;  // what comes between linear layers
 };
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it.
 void linear(const LinearCall& call, int n_threads);
+
+// The same for any number of tokens in bfloat16, where can_multiply: weights are rounded to bfloat16,
+// and inputs are not rounded.
+bool can_multiply(const LinearWeights& weights);
+void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
+              int n_threads);
 
 // Packed blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads);

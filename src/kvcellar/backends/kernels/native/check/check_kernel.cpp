@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "../decoder.h"
 #include "../eagle3.h"
 #include "../kernel.h"
 #include "../linear.h"
@@ -224,6 +225,11 @@ double one_linear() {
     linear({weights, x.data, out.data, n_tokens, in, Dtype::f32}, 2);
     const auto* from = reinterpret_cast<const float*>(out.data);
     results.emplace_back(from, from + n_tokens * n_out);
+    if (can_multiply(weights)) {
+      Memory many_x(17 * n_tokens * n_in * 2), many_out(17 * n_tokens * n_out * 2);
+      fill(many_x, Dtype::bf16);
+      multiply(weights, many_x.data, 17 * n_tokens, many_out.data, 2);
+    }
     if (!weights.is_packed) continue;
     unpack(weights, 0, weights.n_blocks, expanded.data, 2);
     rows.emplace_back(expanded.data, expanded.data + expanded.size);
@@ -306,6 +312,69 @@ bool one_level() {
   return true;
 }
 
+// A layer's weights, of exactly their size, in bfloat16.
+struct LayerMemory {
+  LayerMemory(int64_t n_in, int64_t n_out, Dtype dtype)
+      : data(2 * n_in * n_out), bias(rng() % 2 ? n_out * (dtype == Dtype::f32 ? 4 : 2) : 0) {
+    fill(data, Dtype::bf16);
+    fill(bias, dtype);
+    layer = {make_linear_weights(WeightFormat::bf16, n_in, n_out, data.data, nullptr),
+             bias.size ? bias.data : nullptr};
+  }
+  Memory data, bias;
+  LinearLayer layer;
+};
+
+// A decoder layer around an attention that says what came in; how far levels are apart.
+double one_decoder() {
+  const Dtype dtype = rng() % 2 ? Dtype::f32 : Dtype::bf16;
+  const int64_t size = dtype == Dtype::f32 ? 4 : 2, n_tokens = between(1, 40);
+  const int64_t hidden = between(1, 90), inner = between(1, 70), dim = 2 * between(1, 40);
+  const int64_t n_kv_heads = between(1, 3), n_heads = n_kv_heads * between(1, 3);
+  const int64_t n_joined = (n_heads + 2 * n_kv_heads) * dim;
+  LayerMemory qkv(hidden, n_joined, dtype), o(n_heads * dim, hidden, dtype);
+  LayerMemory gate_up(hidden, 2 * inner, dtype), down(inner, hidden, dtype);
+  Memory norms[4] = {Memory(hidden * size), Memory(hidden * size), Memory(dim * size),
+                     Memory(dim * size)};
+  Memory x(n_tokens * hidden * size), cos(n_tokens * dim * size), sin(n_tokens * dim * size);
+  for (Memory* memory : {&norms[0], &norms[1], &norms[2], &norms[3], &x, &cos, &sin})
+    fill(*memory, dtype);
+  const bool has_norms = rng() % 2;
+  const DecoderLayer layer{qkv.layer, o.layer, gate_up.layer, down.layer,
+                           {norms[0].data, 1e-5f}, {norms[1].data, 1e-5f},
+                           {has_norms ? norms[2].data : nullptr, 1e-5f},
+                           {has_norms ? norms[3].data : nullptr, 1e-5f},
+                           n_heads, n_kv_heads, dim, dtype};
+  Memory joined(n_tokens * n_joined * size), attended(n_tokens * n_heads * dim * size);
+  Memory out(n_tokens * hidden * size);
+  std::vector<std::vector<float>> results;
+  for (const char* name : levels()) {
+    set_level(name);
+    before_attention(layer, x.data, n_tokens, cos.data, sin.data, joined.data, 2);
+    for (int64_t t = 0; t < n_tokens; ++t)
+      std::memcpy(attended.data + t * n_heads * dim * size, joined.data + t * n_joined * size,
+                  static_cast<size_t>(n_heads * dim * size));
+    after_attention(layer, x.data, attended.data, n_tokens, out.data, 2);
+    results.emplace_back();
+    for (int64_t i = 0; i < n_tokens * hidden; ++i) {
+      uint32_t bits = 0;
+      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, out.data + i * size,
+                  static_cast<size_t>(size));
+      float value;
+      std::memcpy(&value, &bits, 4);
+      results.back().push_back(value);
+    }
+  }
+  double worst = 0, most = 1;
+  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) {
+      const double d = std::fabs(result[i] - results.back()[i]);
+      worst = d <= worst ? worst : d;
+    }
+  return worst / most / (dtype == Dtype::f32 ? 1 : 100);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -324,6 +393,11 @@ int main(int argc, char** argv) {
     }
     if (!one_level()) {
       std::printf("level %d: out of range\n", i);
+      return 1;
+    }
+    const double far = one_decoder();
+    if (!(far < 1e-3)) {
+      std::printf("decoder layer %d: levels differ by %g\n", i, far);
       return 1;
     }
   }

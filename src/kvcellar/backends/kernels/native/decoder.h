@@ -1,0 +1,38 @@
+// A decoder layer for a few tokens, without its attention: what comes before and after it, in one call
+// each. From Python the same is a dozen calls, and each of them finds its code and data gone from the
+// caches: a layer's weights are larger.
+
+#pragma once
+
+#include "linear.h"
+#include "rows.h"
+
+namespace kvcellar {
+
+struct LinearLayer {
+  LinearWeights weights;
+  const void* bias = nullptr;  // in the layer's type, or none
+};
+
+struct Norm {
+  const void* weight = nullptr;  // none: no norm
+  float eps = 0.f;
+};
+
+// x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))).
+struct DecoderLayer {
+  LinearLayer qkv, o, gate_up, down;
+  Norm before, between, q, k;
+  int64_t n_heads, n_kv_heads, head_dim;
+  Dtype dtype;  // f32 or bf16, of everything but packed weights
+};
+
+// x [n_tokens, hidden] -> q, k and v [n_tokens, n_heads + 2 n_kv_heads, head_dim], rotated.
+void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
+                      const void* sin, void* qkv, int n_threads);
+
+// x and attended [n_tokens, n_heads * head_dim] -> the layer's result [n_tokens, hidden].
+void after_attention(const DecoderLayer& layer, const void* x, const void* attended,
+                     int64_t n_tokens, void* out, int n_threads);
+
+}  // namespace kvcellar
