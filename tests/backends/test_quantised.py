@@ -149,6 +149,7 @@ def test_a_process_holds_half_and_a_third_of_bfloat16s_bytes_for_the_same_tokens
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         sizes[kv_dtype] = [int(size) for size in out.split()]
     print(sizes)
-    for at, what in enumerate(("counted", "resident")):
-        assert sizes["int8"][at] <= 0.55 * sizes["bfloat16"][at], what
-        assert sizes["int4"][at] <= 0.32 * sizes["bfloat16"][at], what
+    for at, (what, room) in enumerate((("counted", 0), ("resident", 8 << 20))):
+        # What the allocator keeps for itself differs from run to run by some megabytes.
+        assert sizes["int8"][at] <= 0.55 * sizes["bfloat16"][at] + room, what
+        assert sizes["int4"][at] <= 0.32 * sizes["bfloat16"][at] + room, what
