@@ -723,9 +723,14 @@ class Matrix {
     const Vec inverse = all(top > 0.f ? 65535.f / top : 0.f);
     Vec total = all(0.f);
     Vec bias[kMaxGroups];
+    char *high[kMaxGroups], *low[kMaxGroups];
     float* biases = biases_ + r * n_groups * 16;
-    for (int64_t g = 0; g < n_groups; ++g) bias[g] = load(biases + 16 * g);
-    for (int64_t c = 0, step = 0; c < n; c += 64, ++step) {
+    for (int64_t g = 0; g < n_groups; ++g) {
+      bias[g] = load(biases + 16 * g);
+      high[g] = weight(r / 16, g, 0, 0, r % 16);
+      low[g] = weight(r / 16, g, 1, 0, r % 16);
+    }
+    for (int64_t c = 0, step = 0; c < n; c += 64, step += 1024) {
       Vec p[4];
       for (int i = 0; i < 4; ++i) {
         p[i] = exp2_below_1(sub(_mm512_load_ps(s + c + 16 * i), all(base)));
@@ -744,11 +749,10 @@ class Matrix {
         const __m512i a = _mm512_packus_epi32(whole[0], whole[1]);
         const __m512i b = _mm512_packus_epi32(whole[2], whole[3]);
         const __m512i bytes = _mm512_set1_epi16(255);
-        _mm512_store_si512(weight(r / 16, g, 0, step, r % 16),
-                           _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
-        _mm512_store_si512(
-            weight(r / 16, g, 1, step, r % 16),
-            _mm512_packus_epi16(_mm512_and_si512(a, bytes), _mm512_and_si512(b, bytes)));
+        _mm512_store_si512(high[g] + step, _mm512_packus_epi16(_mm512_srli_epi16(a, 8),
+                                                               _mm512_srli_epi16(b, 8)));
+        _mm512_store_si512(low[g] + step, _mm512_packus_epi16(_mm512_and_si512(a, bytes),
+                                                              _mm512_and_si512(b, bytes)));
       }
     }
     for (int64_t g = 0; g < n_groups; ++g) {

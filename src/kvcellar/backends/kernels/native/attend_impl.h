@@ -238,7 +238,10 @@ struct Ahead {
     const Side& side = is_v ? rows.pool->v : rows.pool->k;
     add(rows, count, is_v ? kVRows : kKRows, side.packed_bytes());
     if (side.affine) add(rows, count, is_v ? kVAffine : kKAffine, side.affine_bytes());
-    // Some lines at a time: one by one would cost more than it brings.
+  }
+
+  // Behind the last `add`. Some lines at a time: one by one would cost more than it brings.
+  void pace() {
     every_ = lines_ ? smaller(turns_, turns_ * 12 / lines_ + 1) : turns_;
     count_ = (n_ * every_ + turns_ - 1) / turns_;
     wait_ = 1;
@@ -276,7 +279,7 @@ struct Ahead {
     if (rows.stride[part] != bytes) return;
     if (rows.is_run) {
       stream.n_pieces = lines < 128 ? 1 : smaller(lines / 64, kTile / 16);
-      stream.lines = (lines + stream.n_pieces - 1) / stream.n_pieces;
+      stream.lines = lines < 128 ? lines : 64;  // what is left over comes without
       for (int64_t i = 0; i < stream.n_pieces; ++i)
         stream.pieces[i] = rows.row(part, 0) + i * stream.lines * 64;
     } else if (count % 16 == 0) {
@@ -455,6 +458,7 @@ class Attention {
         ahead_.add(*third, n_following, false);
         ahead_.add(*third, n_following, true);
       }
+      ahead_.pace();
       const Seen seen = what_is_seen(first, n);
 #if defined(KVC_AMX)
       const bool has_logits = is_staged;
