@@ -17,6 +17,7 @@
 #include <immintrin.h>
 
 #include "isa.h"
+#include "tiles.h"
 
 namespace kvcellar {
 namespace KVC_NAMESPACE {
@@ -33,46 +34,6 @@ namespace {
 #define KVC_TA3 7
 
 constexpr int64_t kMaxGroups = 16;  // of a row
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// The compiler does not know what tile loads and stores touch: it moves no access across this.
-inline void keep_order() { __asm__ volatile("" : : : "memory"); }
-
-// 16 vectors of 16: rows to columns.
-inline void transpose16(__m512* x) {
-  __m512 t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_castpd_ps(
-        _mm512_unpacklo_pd(_mm512_castps_pd(t[i]), _mm512_castps_pd(t[i + 2])));
-    x[i + 1] = _mm512_castpd_ps(
-        _mm512_unpackhi_pd(_mm512_castps_pd(t[i]), _mm512_castps_pd(t[i + 2])));
-    x[i + 2] = _mm512_castpd_ps(
-        _mm512_unpacklo_pd(_mm512_castps_pd(t[i + 1]), _mm512_castps_pd(t[i + 3])));
-    x[i + 3] = _mm512_castpd_ps(
-        _mm512_unpackhi_pd(_mm512_castps_pd(t[i + 1]), _mm512_castps_pd(t[i + 3])));
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
-    t[8 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
-    x[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
-    x[4 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88);
-    x[12 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xdd);
-  }
-}
 
 // 16 cells of 4 numbers each to 4 vectors of 16 cells.
 inline void transpose4(__m512* x) {
@@ -147,8 +108,7 @@ class Matrix {
     set(KVC_TS, 16, 4 * width_);
     set(KVC_TP, v_rows, 64);
     for (int tile = KVC_TA0; tile <= KVC_TA3; ++tile) set(tile, v_rows, 64);
-    __asm__ volatile("" : : "r"(&shapes) : "memory");
-    _tile_loadconfig(&shapes);
+    load_shapes(shapes);
     if (has_k) k.dtype == Dtype::bf16 ? load_float_queries(q, k_pad) : load_int_queries(q, k_pad);
   }
 
@@ -513,14 +473,7 @@ class Matrix {
       each = _mm512_add_epi32(each, _mm512_set1_epi32(4));
     }
     transpose4(x);
-    for (int64_t r = 0; r < rows_; ++r) {
-      float* to = s + r * kTile + 16 * i;
-      const float* sums = q_sums_ + r * (k_.dim / 32) + chunk * 2;
-      __m512 y = _mm512_mul_ps(_mm512_load_ps(affine[0] + kTile), all(sums[0]));
-      if (subs == 2) y = _mm512_fmadd_ps(_mm512_load_ps(affine[1] + kTile), all(sums[1]), y);
-      y = _mm512_fmadd_ps(x[r], all(q_steps_[r]), y);
-      _mm512_store_ps(to, chunk ? _mm512_add_ps(y, _mm512_load_ps(to)) : y);
-    }
+    for (int64_t r = 0; r < rows_; ++r) put_logits(r, chunk, x[r], affine, s + r * kTile + 16 * i);
   }
 
   void int_logits(int64_t block, int64_t chunk, int64_t i, const float* from, float* s) const {
@@ -542,13 +495,19 @@ class Matrix {
     transpose16(x);
     for (int64_t r = 0; r < n_rows; ++r) {
       const int64_t row = block * 16 + r;
-      float* to = s + row * kTile + 16 * i;
-      const float* sums = q_sums_ + row * (k_.dim / 32) + chunk * 2;
-      __m512 y = _mm512_mul_ps(_mm512_load_ps(affine[0] + kTile), all(sums[0]));
-      if (subs == 2) y = _mm512_fmadd_ps(_mm512_load_ps(affine[1] + kTile), all(sums[1]), y);
-      y = _mm512_fmadd_ps(x[r], all(q_steps_[row]), y);
-      _mm512_store_ps(to, chunk ? _mm512_add_ps(y, _mm512_load_ps(to)) : y);
+      put_logits(row, chunk, x[r], affine, s + row * kTile + 16 * i);
     }
+  }
+
+  // 16 cells' scaled products of a chunk, with their biases, into a row of logits.
+  void put_logits(int64_t row, int64_t chunk, __m512 products, const float* const* affine,
+                  float* to) const {
+    const float* sums = q_sums_ + row * (k_.dim / 32) + chunk * 2;
+    __m512 y = _mm512_mul_ps(_mm512_load_ps(affine[0] + kTile), all(sums[0]));
+    if (k_.group_size == 32)
+      y = _mm512_fmadd_ps(_mm512_load_ps(affine[1] + kTile), all(sums[1]), y);
+    y = _mm512_fmadd_ps(products, all(q_steps_[row]), y);
+    _mm512_store_ps(to, chunk ? _mm512_add_ps(y, _mm512_load_ps(to)) : y);
   }
 
   // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the

@@ -8,42 +8,18 @@
 #include <immintrin.h>
 
 #include "linear.h"
+#include "tiles.h"
 
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-struct alignas(64) LinearTiles {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// 16 rows of 16 numbers of 4 bytes.
+// 16 rows of 16 pairs: rows to columns.
 inline void turn_16(__m512i* x) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
-    t[8 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-    x[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-    x[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-    x[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
-  }
+  __m512 rows[16];
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_castsi512_ps(x[i]);
+  transpose16(rows);
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_castps_si512(rows[i]);
 }
 
 void pack_tokens(const ManyTokens& call, int64_t first, int64_t stop) {
@@ -166,11 +142,15 @@ void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64
   const bool is_first = call.first_input == 0, is_last = call.stop_input == n;
   auto* panel_data = reinterpret_cast<uint16_t*>(scratch);
   auto* tiles = reinterpret_cast<float*>(scratch + steps * 2048);
-  static const LinearTiles shapes;
-  __asm__ volatile("" : : "r"(&shapes) : "memory");
-  _tile_loadconfig(&shapes);
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    shapes.rows[tile] = 16;
+    shapes.bytes[tile] = 64;
+  }
+  load_shapes(shapes);
   for (int64_t panel = first; panel < stop; ++panel) {
     pack_panel(weights, panel, call.first_input, call.stop_input, panel_data);
+    keep_order();
     PanelAhead ahead;
     if (panel + 1 < stop && 32 * (panel + 2) <= weights.n_out) {
       const char* data = static_cast<const char*>(weights.data) + 2 * (panel + 1) * weights.block_bytes;
@@ -215,6 +195,7 @@ void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64
       _tile_stored(1, sums + 256, 64);
       _tile_stored(2, sums + 512, 64);
       _tile_stored(3, sums + 768, 64);
+      keep_order();
       if (is_last) put_tiles(call, sums, panel, pair);
     }
   }
