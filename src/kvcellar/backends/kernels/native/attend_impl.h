@@ -51,9 +51,12 @@ struct TileRows {
   }
 };
 
+// Logits of so many rows are sums in one vector.
+constexpr int64_t kRowsAtOnce = kLanes / 4;
+
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
-  float *q, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most;
+  float *q, *fours, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most;
   TileRows* rows;  // of three tiles
   char* extra;
 };
@@ -67,7 +70,8 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
     return piece;
   };
   s.q = take(rows * k_pad);
-  s.k = take(kTile * k_pad);
+  s.fours = take(rows * k_pad);
+  s.k = take(16 * k_pad);
   s.v = take(kTile * v_pad);
   s.s = take(2 * rows * kTile);
   s.acc = take(rows * v_pad);
@@ -139,7 +143,7 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
           store(to + i, fma(load_u8(bytes + i), all(scale), all(bias)));
         for (; i < stop; ++i) to[i] = static_cast<float>(bytes[i]) * scale + bias;
       } else {
-        for (; kLanes > 1 && i % 2 == 0 && i + kLanes <= stop; i += kLanes)
+        for (; i % 2 == 0 && i + kLanes <= stop; i += kLanes)
           store(to + i, fma(load_nibbles(bytes + i / 2), all(scale), all(bias)));
         for (; i < stop; ++i) {
           const uint8_t byte = bytes[i / 2];
@@ -149,6 +153,38 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
     }
   }
   for (int64_t i = dim; i < pad; ++i) to[i] = 0.f;
+}
+
+// Rows of bfloat16 are cheapest to read as their numbers at even places and those at odd ones: so
+// they stay within each 2 * kLanes, and queries and results are put in that order instead.
+inline bool is_split(const Side& side) {
+#if defined(KVC_AMX)
+  return false;
+#endif
+  return side.dtype == Dtype::bf16 && side.dim % (2 * kLanes) == 0;
+}
+
+inline void split_row(const char* row, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+    Vec even, odd;
+    load_split(reinterpret_cast<const uint16_t*>(row) + d, even, odd);
+    store(to + d, even);
+    store(to + d + kLanes, odd);
+  }
+}
+
+// The same for numbers, there and back, in place.
+inline void split_floats(float* row, int64_t dim, bool is_back) {
+  for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+    float was[2 * kLanes];
+    std::memcpy(was, row + d, sizeof was);
+    for (int i = 0; i < kLanes; ++i) {
+      for (int odd = 0; odd < 2; ++odd) {
+        const int apart = odd * kLanes + i, together = 2 * i + odd;
+        row[d + (is_back ? together : apart)] = was[is_back ? apart : together];
+      }
+    }
+  }
 }
 
 // Walking runs ----------------------------------------------------------------------------------
@@ -323,54 +359,58 @@ struct Ahead {
 
 // Logits and values in float32 --------------------------------------------------------------------
 
-// s[r][c] = q[r] . k[c] for kRows rows, 4 cells at a time; q rows are k_pad apart. Writes up to 3
-// numbers behind the n-th, of the last cell again.
-template <int kRows>
-inline void logits_of(const float* q, int64_t k_pad, const char* const* k_rows, int64_t n,
-                      float* s) {
-  for (int64_t c = 0; c < n; c += 4) {
-    const float* k[4];
-    for (int j = 0; j < 4; ++j)
-      k[j] = reinterpret_cast<const float*>(k_rows[smaller(c + j, n - 1)]);
-    Vec a[kRows][4];
+// s[r][c] = q[r] . k[c] for kVecs * kRowsAtOnce rows and 16 cells, kCells at a time. A vector of the
+// queries is 4 numbers of each of its rows, [vector][k_pad / 4][row][4]; those of a cell meet them
+// all, and only 4 sums of each product are left to add up.
+template <int kVecs, int kCells>
+inline void logits_of(const float* fours, int64_t k_pad, const float* const* k, float* s) {
+  for (int64_t c = 0; c < 16; c += kCells) {
+    Vec a[kVecs][kCells];
     for (auto& row : a)
       for (Vec& x : row) x = all(0.f);
-    for (int64_t d = 0; d < k_pad; d += kLanes) {
-      Vec x[kRows];
-      for (int r = 0; r < kRows; ++r) x[r] = load(q + r * k_pad + d);
-      for (int j = 0; j < 4; ++j) {
-        const Vec y = load(k[j] + d);
-        for (int r = 0; r < kRows; ++r) a[r][j] = fma(x[r], y, a[r][j]);
+    for (int64_t d = 0; d < k_pad; d += 4) {
+      Vec x[kVecs];
+      for (int i = 0; i < kVecs; ++i) x[i] = load(fours + (i * k_pad + d) * kRowsAtOnce);
+      for (int j = 0; j < kCells; ++j) {
+        const Vec y = all_fours(k[c + j] + d);
+        for (int i = 0; i < kVecs; ++i) a[i][j] = fma(x[i], y, a[i][j]);
       }
     }
-    for (int r = 0; r < kRows; ++r) sum_4(a[r][0], a[r][1], a[r][2], a[r][3], s + r * kTile + c);
+    for (int i = 0; i < kVecs; ++i)
+      for (int j = 0; j < kCells; j += 4)
+        store_fours(sum_fours(a[i][j], a[i][j + 1], a[i][j + 2], a[i][j + 3]),
+                    s + i * kRowsAtOnce * kTile + c + j, kTile);
   }
 }
 
-#if defined(KVC_AVX2)
-constexpr int kLogitRows = 2;  // as many sums as there are registers for
+// As many sums as there are registers for.
+#if defined(KVC_AVX512)
+constexpr int kAlone = 16, kMostVecs = 4, kWide = 4;
+#elif defined(KVC_NEON)
+constexpr int kAlone = 8, kMostVecs = 4, kWide = 4;
 #else
-constexpr int kLogitRows = 4;
+constexpr int kAlone = 8, kMostVecs = 2, kWide = 2;
 #endif
 
-// acc[r][d .. d + kWide vectors) += s[r][c] * v[c], for 4 rows.
-template <int kWide>
-inline void values_of_4(const float* s, const char* const* v_rows, int64_t n, int64_t v_pad,
-                        int64_t d, float* acc) {
-  Vec a[4][kWide];
+// acc[r][d .. d + n_vecs vectors) += s[r][c] * v[c], for 4 rows and n cells. `read` gives a cell's
+// vectors.
+template <int n_vecs, class Read>
+inline void values_of_4(const float* s, int64_t n, int64_t v_pad, float* acc, Ahead& ahead,
+                        const Read& read) {
+  Vec a[4][n_vecs];
   for (int r = 0; r < 4; ++r)
-    for (int j = 0; j < kWide; ++j) a[r][j] = load(acc + r * v_pad + d + j * kLanes);
+    for (int j = 0; j < n_vecs; ++j) a[r][j] = load(acc + r * v_pad + j * kLanes);
   for (int64_t c = 0; c < n; ++c) {
-    const float* v = reinterpret_cast<const float*>(v_rows[c]) + d;
-    Vec x[kWide];
-    for (int j = 0; j < kWide; ++j) x[j] = load(v + j * kLanes);
+    if (c % 4 == 0) ahead.some();
+    Vec x[n_vecs];
+    read(c, x);
     for (int r = 0; r < 4; ++r) {
       const Vec p = all(s[r * kTile + c]);
-      for (int j = 0; j < kWide; ++j) a[r][j] = fma(p, x[j], a[r][j]);
+      for (int j = 0; j < n_vecs; ++j) a[r][j] = fma(p, x[j], a[r][j]);
     }
   }
   for (int r = 0; r < 4; ++r)
-    for (int j = 0; j < kWide; ++j) store(acc + r * v_pad + d + j * kLanes, a[r][j]);
+    for (int j = 0; j < n_vecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
 }
 
 #if defined(KVC_AMX)
@@ -385,6 +425,12 @@ namespace {
 
 // The job ---------------------------------------------------------------------------------------
 
+// A number that is known when this is compiled.
+template <int value>
+struct Number {
+  static constexpr int of = value;
+};
+
 enum class Seen { nothing, some, everything };
 
 class Attention {
@@ -397,6 +443,8 @@ class Attention {
         rows_pad_((rows_ + 3) / 4 * 4),
         k_pad_(padded(k_.dim)),
         v_pad_(padded(v_.dim)),
+        is_k_split_(is_split(k_)),
+        is_v_split_(is_split(v_)),
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
@@ -526,7 +574,7 @@ class Attention {
 
  private:
   // How often `ahead_` is asked for some during a tile of n cells.
-  int64_t turns(int64_t n) const { return (n + 31) / 32 * (12 + rows_); }
+  int64_t turns(int64_t n) const { return (n + 31) / 32 * (16 + rows_); }
 
   int64_t head_of(int64_t row) const {
     const int64_t group = job_.layout->n_heads / job_.pool->n_kv_heads;
@@ -547,6 +595,19 @@ class Attention {
     }
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
+  }
+
+  // The queries as `logits_of` reads them, when it first does.
+  void order_queries() {
+    if (has_fours_) return;
+    has_fours_ = true;
+    for (int64_t r = 0; r < rows_pad_; ++r) {
+      float* q = scratch_.q + r * k_pad_;
+      if (is_k_split_) split_floats(q, k_.dim, false);
+      float* to = scratch_.fours + r / kRowsAtOnce * kRowsAtOnce * k_pad_ + r % kRowsAtOnce * 4;
+      for (int64_t d = 0; d < k_pad_; d += 4)
+        std::memcpy(to + d * kRowsAtOnce, q + d, 4 * sizeof(float));
+    }
   }
 
   // How many of the list's cells, from the first on, a token may see (causal), by its index.
@@ -581,23 +642,49 @@ class Attention {
     return mask_row(token)[cell - job_.n_free] != 0;
   }
 
-  // Rows as padded float32: where they lie if they are that already, else decoded into scratch.
-  void as_floats(const Side& side, int64_t pad, const char** rows, const char* const* affine,
-                 int64_t n, float* to) {
-    const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad;
+  // Up to 16 rows as padded float32: where they lie if they are that already, else decoded to `to`;
+  // behind the last of them the last again.
+  void as_floats(const Side& side, bool is_split, int64_t pad, const char* const* rows,
+                 const char* const* affine, int64_t n, float* to, const float** floats) {
+    const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad && !is_split;
     for (int64_t c = 0; c < n; ++c) {
-      if (c % 2) ahead_.some();
-      if (lies_ready) continue;
-      decode_row(side, rows[c], affine[c], pad, to + c * pad);
-      rows[c] = reinterpret_cast<const char*>(to + c * pad);
+      if (c % 4 == 0) ahead_.some();
+      if (lies_ready) {
+        floats[c] = reinterpret_cast<const float*>(rows[c]);
+        continue;
+      }
+      floats[c] = to + c * pad;
+      if (is_split && side.dtype == Dtype::bf16) {
+        split_row(rows[c], side.dim, to + c * pad);
+        continue;
+      }
+      decode_row(side, rows[c], affine ? affine[c] : nullptr, pad, to + c * pad);
+      if (is_split) split_floats(to + c * pad, side.dim, false);
     }
+    for (int64_t c = n; c < 16; ++c) floats[c] = floats[n - 1];
   }
 
-  void logits(TileRows& rows, int64_t n) {
-    const char** k = rows.list(kKRows, n);
-    as_floats(rows.pool->k, k_pad_, k, rows.list(kKAffine, n), n, scratch_.k);
-    for (int64_t r = 0; r < rows_pad_; r += kLogitRows)
-      logits_of<kLogitRows>(scratch_.q + r * k_pad_, k_pad_, k, n, s_ + r * kTile);
+  void logits(const TileRows& rows, int64_t n) {
+    order_queries();
+    const Side& side = rows.pool->k;
+    for (int64_t c = 0; c < n; c += 16) {
+      const char *room[16], *affine_room[16];
+      const float* k[16];
+      as_floats(side, is_k_split_, k_pad_, rows.sixteen(kKRows, c, room),
+                side.affine ? rows.sixteen(kKAffine, c, affine_room) : nullptr, smaller(n - c, 16),
+                scratch_.k, k);
+      const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
+        constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
+        logits_of<kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k, s_ + row * kTile + c);
+        return kVecs * kRowsAtOnce;
+      };
+      int64_t r = 0;
+      while (r + kMostVecs * kRowsAtOnce <= rows_pad_)
+        r += part(Number<kMostVecs>(), Number<4>(), r);
+      if (kMostVecs > 2 && r + 2 * kRowsAtOnce <= rows_pad_)
+        r += part(Number<2>(), Number<kAlone / 2>(), r);
+      while (r < rows_pad_) r += part(Number<1>(), Number<kAlone>(), r);
+    }
   }
 
 #if defined(KVC_AMX)
@@ -662,25 +749,60 @@ class Attention {
     }
   }
 
-  void values(TileRows& rows, int64_t first, int64_t n, Seen seen) {
-    const char** v = rows.list(kVRows, n);
-    as_floats(rows.pool->v, v_pad_, v, rows.list(kVAffine, n), n, scratch_.v);
+  void values(const TileRows& rows, int64_t first, int64_t n, Seen seen) {
+    const Side& side = rows.pool->v;
+    // For few rows there is nothing to gain from decoding them once.
+    if (is_v_split_ && side.dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
+      add_values(n, [&](int64_t c, int64_t d, auto* x) {
+        constexpr int n_vecs = sizeof(*x) / sizeof((*x)[0]);
+        const auto* row = reinterpret_cast<const uint16_t*>(rows.row(kVRows, c)) + d;
+        static_assert(kWide % 2 == 0);
+        if (n_vecs == 1) (*x)[0] = load_bf16(row);  // never: such rows have pairs of vectors
+        for (int j = 0; j + 1 < n_vecs; j += 2) load_split(row + j * kLanes, (*x)[j], (*x)[j + 1]);
+      });
+      return;
+    }
+    const float* v[kTile];
+    for (int64_t c = 0; c < n; c += 16) {
+      const char *room[16], *affine_room[16];
+      const float* sixteen[16];
+      as_floats(side, is_v_split_, v_pad_, rows.sixteen(kVRows, c, room),
+                side.affine ? rows.sixteen(kVAffine, c, affine_room) : nullptr, smaller(n - c, 16),
+                scratch_.v + c * v_pad_, sixteen);
+      std::memcpy(v + c, sixteen, sizeof sixteen);
+    }
     if (seen == Seen::some) leave_no_trace(v, first, n);
+    add_values(n, [&](int64_t c, int64_t d, auto* x) {
+      constexpr int n_vecs = sizeof(*x) / sizeof((*x)[0]);
+      for (int j = 0; j < n_vecs; ++j) (*x)[j] = load(v[c] + d + j * kLanes);
+    });
+  }
+
+  // `read(c, d, x)` gives the vectors *x of cell c from its number d on.
+  template <class Read>
+  void add_values(int64_t n, const Read& read) {
     for (int64_t r = 0; r < rows_pad_; r += 4) {
       const float* s = s_ + r * kTile;
       float* acc = scratch_.acc + r * v_pad_;
       int64_t d = 0;
-      for (; d + 4 * kLanes <= v_pad_; d += 4 * kLanes)
-        values_of_4<4>(s, v, n, v_pad_, d, acc);
-      for (; d < v_pad_; d += kLanes) values_of_4<1>(s, v, n, v_pad_, d, acc);
+      const auto part = [&](auto n_vecs) {
+        constexpr int kVecs = decltype(n_vecs)::of;
+        values_of_4<kVecs>(s, n, v_pad_, acc + d, ahead_, [&](int64_t c, Vec* x) {
+          read(c, d, reinterpret_cast<Vec(*)[kVecs]>(x));
+        });
+        d += kVecs * kLanes;
+      };
+      while (d + kWide * kLanes <= v_pad_) part(Number<kWide>());
+      if (kWide > 2 && d + 2 * kLanes <= v_pad_) part(Number<2>());
+      while (d < v_pad_) part(Number<1>());
     }
   }
 
   // A weight of 0 does not silence a value that is not finite: where a tile has a mask, rows with
   // such values are taken out and given to those alone who see them.
-  void leave_no_trace(const char** rows, int64_t first, int64_t n) {
+  void leave_no_trace(const float** rows, int64_t first, int64_t n) {
     for (int64_t c = 0; c < n; ++c) {
-      const float* v = reinterpret_cast<const float*>(rows[c]);
+      const float* v = rows[c];
       float doubt = 0.f;
       for (int64_t d = 0; d < v_.dim; ++d) doubt += v[d] * 0.f;
       if (doubt == 0.f) continue;
@@ -691,7 +813,7 @@ class Attention {
       }
       float* zeros = scratch_.v + c * v_pad_;
       std::memset(zeros, 0, sizeof(float) * v_pad_);
-      rows[c] = reinterpret_cast<const char*>(zeros);
+      rows[c] = zeros;
     }
   }
 
@@ -700,7 +822,9 @@ class Attention {
   const Job& job_;
   const Side &k_, &v_;
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
+  const bool is_k_split_, is_v_split_;
   Scratch scratch_;
+  bool has_fours_ = false;
   float* s_ = nullptr;  // the tile's logits, then weights
   Ahead ahead_;
 
@@ -731,7 +855,10 @@ inline void write_result(const Job& job, int64_t token, int64_t head, float max,
 }
 
 inline void Attention::finish() {
-  for (int64_t r = 0; r < rows_; ++r) scratch_.sum[r] = sum(load(scratch_.sum + r * kLanes));
+  for (int64_t r = 0; r < rows_; ++r) {
+    scratch_.sum[r] = sum(load(scratch_.sum + r * kLanes));
+    if (is_v_split_) split_floats(scratch_.acc + r * v_pad_, v_.dim, true);
+  }
   if (job_.partial) {
     std::memcpy(job_.partial, scratch_.max, sizeof(float) * rows_);
     std::memcpy(job_.partial + rows_, scratch_.sum, sizeof(float) * rows_);
@@ -774,7 +901,7 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
   if (side.dtype == Dtype::int4) std::memset(packed, 0, (side.dim + 1) / 2);
   for (int64_t g = 0; g * group < side.dim; ++g) {
     const float* x = row + g * group;
-    const bool is_wide = kLanes > 1 && group % kLanes == 0;
+    const bool is_wide = group % kLanes == 0;
     float low = x[0], high = x[0];
     bool has_nan = false, is_found = false;
     if (is_wide) {

@@ -11,7 +11,7 @@ constexpr int kTokensAtOnce = 8;  // of packed weights: what fits into registers
 // Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
 // fetches by itself ends with a page.
 inline void fetch_ahead(const void* now) {
-  if (kLanes > 1) __builtin_prefetch(static_cast<const char*>(now) + 4096, 0, 2);
+  __builtin_prefetch(static_cast<const char*>(now) + 4096, 0, 2);
 }
 
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {

@@ -112,13 +112,22 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
-inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  const __m512i both = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
+}
+inline Vec all_fours(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
   const Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const Vec all_4 = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  const __m256 half =
-      _mm256_add_ps(_mm512_castps512_ps256(all_4), _mm512_extractf32x8_ps(all_4, 1));
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+inline void store_fours(Vec x, float* to, int64_t step) {
+  _mm_storeu_ps(to, _mm512_castps512_ps128(x));
+  _mm_storeu_ps(to + step, _mm512_extractf32x4_ps(x, 1));
+  _mm_storeu_ps(to + 2 * step, _mm512_extractf32x4_ps(x, 2));
+  _mm_storeu_ps(to + 3 * step, _mm512_extractf32x4_ps(x, 3));
 }
 inline void store_u8(uint8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
@@ -192,9 +201,20 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
-inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
-  const Vec all_4 = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all_4), _mm256_extractf128_ps(all_4, 1)));
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)));
+}
+inline Vec all_fours(const float* p) {
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+}
+inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+}
+inline void store_fours(Vec x, float* to, int64_t step) {
+  _mm_storeu_ps(to, _mm256_castps256_ps128(x));
+  _mm_storeu_ps(to + step, _mm256_extractf128_ps(x, 1));
 }
 inline void store_u8(uint8_t* p, Vec x) {
   const __m256i whole = _mm256_cvtps_epi32(x);
@@ -252,9 +272,16 @@ inline Vec load_nibbles(const uint8_t* p) {
                              static_cast<uint8_t>(p[1] & 15), static_cast<uint8_t>(p[1] >> 4)};
   return load_u8(spread);
 }
-inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
-  vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(p));
+  even = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
+  odd = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xFFFF0000)));
 }
+inline Vec all_fours(const float* p) { return vld1q_f32(p); }
+inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
+  return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+}
+inline void store_fours(Vec x, float* to, int64_t) { vst1q_f32(to, x); }
 inline void store_u8(uint8_t* p, Vec x) {
   const uint16x4_t words = vmovn_u32(vcvtq_u32_f32(x));
   const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
@@ -272,11 +299,16 @@ inline void store_bf16(uint16_t* p, Vec x) {
 
 #else
 
-constexpr int kLanes = 1;
-using Vec = float;
-inline Vec load(const float* p) { return *p; }
-inline void store(float* p, Vec x) { *p = x; }
-inline Vec all(float x) { return x; }
+constexpr int kLanes = 4;  // the compiler makes of it what the processor has in any case
+using Vec = float __attribute__((vector_size(16)));
+using Whole = int32_t __attribute__((vector_size(16)));
+inline Vec load(const float* p) {
+  Vec x;
+  std::memcpy(&x, p, 16);
+  return x;
+}
+inline void store(float* p, Vec x) { std::memcpy(p, &x, 16); }
+inline Vec all(float x) { return Vec{x, x, x, x}; }
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
@@ -284,31 +316,59 @@ inline Vec div(Vec a, Vec b) { return a / b; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
-inline float sum(Vec x) { return x; }
-inline float highest(Vec x) { return x; }
-inline Vec nearest(Vec x) { return __builtin_rintf(x); }
+inline float sum(Vec x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+inline float highest(Vec x) {
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+inline Vec nearest(Vec x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_rintf(x[i]);
+  return x;
+}
 inline Vec times_power_of_2(Vec x, Vec n) {  // -126 <= n <= 127
-  const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
+  const Whole bits = (__builtin_convertvector(n, Whole) + 127) << 23;
+  Vec power;
+  std::memcpy(&power, &bits, 16);
   return x * power;
 }
-inline Vec zero_far_below(Vec x, Vec y) { return x < -126.f ? 0.f : y; }
-inline Vec load_bf16(const uint16_t* p) { return bf16_to_float(*p); }
-inline Vec load_half(const uint16_t* p) { return half_to_float(*p); }
-inline Vec load_u8(const uint8_t* p) { return static_cast<float>(*p); }
-inline Vec load_nibbles(const uint8_t* p) { return static_cast<float>(*p & 15); }  // not used
-inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
-  to[0] = a;
-  to[1] = b;
-  to[2] = c;
-  to[3] = d;
+inline Vec zero_far_below(Vec x, Vec y) { return x < -126.f ? all(0.f) : y; }
+inline Vec load_bf16(const uint16_t* p) {
+  return Vec{bf16_to_float(p[0]), bf16_to_float(p[1]), bf16_to_float(p[2]), bf16_to_float(p[3])};
 }
-inline void store_u8(uint8_t* p, Vec x) { *p = static_cast<uint8_t>(x); }
-inline void store_half(uint16_t* p, Vec x) { *p = float_to_half(x); }
-inline void store_bf16(uint16_t* p, Vec x) { *p = float_to_bf16(x); }
+inline Vec load_half(const uint16_t* p) {
+  return Vec{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+inline Vec load_u8(const uint8_t* p) {
+  return __builtin_convertvector(Whole{p[0], p[1], p[2], p[3]}, Vec);
+}
+inline Vec load_nibbles(const uint8_t* p) {
+  return __builtin_convertvector(Whole{p[0] & 15, p[0] >> 4, p[1] & 15, p[1] >> 4}, Vec);
+}
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  Whole both;
+  std::memcpy(&both, p, 16);
+  const Whole low = both << 16, high = both & -65536;
+  std::memcpy(&even, &low, 16);
+  std::memcpy(&odd, &high, 16);
+}
+inline Vec all_fours(const float* p) { return load(p); }
+inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
+inline void store_fours(Vec x, float* to, int64_t) { store(to, x); }
+inline void store_u8(uint8_t* p, Vec x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(x[i]);
+}
+inline void store_half(uint16_t* p, Vec x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
+}
+inline void store_bf16(uint16_t* p, Vec x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(x[i]);
+}
 
 #endif
+
+// Of all: load_split gives 2 * kLanes numbers, those at even places and those at odd ones. Fours are
+// the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
+// each the sums in a, b, c and d, store_fours puts them `step` numbers apart.
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
