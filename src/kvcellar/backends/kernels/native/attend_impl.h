@@ -13,12 +13,8 @@ namespace {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Cells that are attended at a time. The matrix unit has a start and an end for each.
-#if defined(KVC_AMX)
+// Cells that are attended at a time, at most: each such tile has a start and an end.
 constexpr int64_t kTile = kMaxTile;
-#else
-constexpr int64_t kTile = kRound;
-#endif
 
 // Where a tile's rows lie: K, V, and their scales and biases. 16 cells that follow on each other
 // have one address, so that the core's first cache is left to what the addresses lead to.
@@ -43,12 +39,6 @@ struct TileRows {
     for (int64_t i = 0; i < 16; ++i) room[i] = from + i * step;
     return room;
   }
-  // All addresses, which the caller may change.
-  const char** list(Part part, int64_t n) {
-    for (int64_t c = 0; c + 16 <= n; c += 16)
-      if (is_whole[c / 16]) sixteen(part, c, at[part] + c);
-    return at[part];
-  }
 };
 
 // Logits of so many rows are sums in one vector.
@@ -71,7 +61,7 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   };
   s.q = take(rows * k_pad);
   s.fours = take(rows * k_pad);
-  s.k = take(16 * k_pad);
+  s.k = take(16 * k_pad);  // a tile's, 16 at a time
   s.v = take(kTile * v_pad);
   s.s = take(2 * rows * kTile);
   s.acc = take(rows * v_pad);
@@ -284,9 +274,10 @@ struct Ahead {
   }
 
   void some() {
-    if (--wait_) return;
-    wait_ = every_;
-    fetch(count_);
+    if (--wait_ == 0) {
+      wait_ = every_;
+      fetch(count_);
+    }
   }
 
   void rest() { fetch(n_); }
@@ -328,7 +319,7 @@ struct Ahead {
     }
   }
 
-  void fetch(int64_t count) {
+  __attribute__((noinline)) void fetch(int64_t count) {
     if (next_ >= n_) return;
     const int64_t first = next_;
     next_ += count;
@@ -337,12 +328,9 @@ struct Ahead {
       const int64_t last = smaller(next_, stream.n), n_pieces = stream.n_pieces;
       if (n_pieces) {
         const int64_t stop = (last * stream.bytes + 63) / 64;
-        int64_t done = stream.done, line = stream.line;
-        for (; done < stop && line < stream.lines; done += n_pieces, ++line)
-          for (int64_t j = 0; j < n_pieces; ++j)
-            __builtin_prefetch(stream.pieces[j] + line * 64, 0, 2);
-        stream.done = done;
-        stream.line = line;
+        n_pieces == 1   ? lines<1>(stream, stop)
+        : n_pieces == 2 ? lines<2>(stream, stop)
+        : n_pieces == 4 ? lines<4>(stream, stop) : lines<0>(stream, stop);
       } else {
         for (int64_t c = first; c < last; ++c) {
           const char* row = stream.rows->row(stream.part, c);
@@ -350,6 +338,17 @@ struct Ahead {
         }
       }
     }
+  }
+
+  // The next lines of all pieces, until the stop-th of the stream is among them.
+  template <int kPieces>
+  static void lines(Stream& stream, int64_t stop) {
+    const int64_t n_pieces = kPieces ? kPieces : stream.n_pieces;
+    int64_t done = stream.done, line = stream.line;
+    for (; done < stop && line < stream.lines; done += n_pieces, ++line)
+      for (int64_t j = 0; j < n_pieces; ++j) __builtin_prefetch(stream.pieces[j] + line * 64, 0, 2);
+    stream.done = done;
+    stream.line = line;
   }
 
   Stream streams_[8];
@@ -362,17 +361,20 @@ struct Ahead {
 // s[r][c] = q[r] . k[c] for kVecs * kRowsAtOnce rows and 16 cells, kCells at a time. A vector of the
 // queries is 4 numbers of each of its rows, [vector][k_pad / 4][row][4]; those of a cell meet them
 // all, and only 4 sums of each product are left to add up.
-template <int kVecs, int kCells>
-inline void logits_of(const float* fours, int64_t k_pad, const float* const* k, float* s) {
-  for (int64_t c = 0; c < 16; c += kCells) {
+// `kPad`: k_pad where it is known, else 0.
+template <int kPad, int kVecs, int kCells>
+inline void logits_of(const float* fours, int64_t any_pad, const float* k, float* s) {
+  const int64_t k_pad = kPad ? kPad : any_pad;
+  for (int64_t c = 0; c < 16; c += kCells, k += kCells * k_pad) {
     Vec a[kVecs][kCells];
     for (auto& row : a)
       for (Vec& x : row) x = all(0.f);
+#pragma GCC unroll 4
     for (int64_t d = 0; d < k_pad; d += 4) {
       Vec x[kVecs];
       for (int i = 0; i < kVecs; ++i) x[i] = load(fours + (i * k_pad + d) * kRowsAtOnce);
       for (int j = 0; j < kCells; ++j) {
-        const Vec y = all_fours(k[c + j] + d);
+        const Vec y = all_fours(k + j * k_pad + d);
         for (int i = 0; i < kVecs; ++i) a[i][j] = fma(x[i], y, a[i][j]);
       }
     }
@@ -392,18 +394,17 @@ constexpr int kAlone = 8, kMostVecs = 4, kWide = 4;
 constexpr int kAlone = 8, kMostVecs = 2, kWide = 2;
 #endif
 
-// acc[r][d .. d + n_vecs vectors) += s[r][c] * v[c], for 4 rows and n cells. `read` gives a cell's
-// vectors.
+// acc[r][0 .. n_vecs vectors) += s[r][c] * v[c], for 4 rows and n cells whose V rows lie `step` bytes
+// apart; `read` gives a row's vectors.
 template <int n_vecs, class Read>
-inline void values_of_4(const float* s, int64_t n, int64_t v_pad, float* acc, Ahead& ahead,
-                        const Read& read) {
+inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n, int64_t v_pad,
+                        float* acc, const Read& read) {
   Vec a[4][n_vecs];
   for (int r = 0; r < 4; ++r)
     for (int j = 0; j < n_vecs; ++j) a[r][j] = load(acc + r * v_pad + j * kLanes);
-  for (int64_t c = 0; c < n; ++c) {
-    if (c % 4 == 0) ahead.some();
+  for (int64_t c = 0; c < n; ++c, row += step) {
     Vec x[n_vecs];
-    read(c, x);
+    read(row, x);
     for (int r = 0; r < 4; ++r) {
       const Vec p = all(s[r * kTile + c]);
       for (int j = 0; j < n_vecs; ++j) a[r][j] = fma(p, x[j], a[r][j]);
@@ -462,7 +463,7 @@ class Attention {
     const int64_t longest = is_long ? kTile : kRound;
 #else
     load_queries(factor);
-    const int64_t longest = kTile;
+    const int64_t longest = rows_ <= 16 ? kTile : kRound;
 #endif
     for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
       scratch_.max[r] = scratch_.most[r] = kMinusInfinity;
@@ -642,49 +643,51 @@ class Attention {
     return mask_row(token)[cell - job_.n_free] != 0;
   }
 
-  // Up to 16 rows as padded float32: where they lie if they are that already, else decoded to `to`;
-  // behind the last of them the last again.
-  void as_floats(const Side& side, bool is_split, int64_t pad, const char* const* rows,
-                 const char* const* affine, int64_t n, float* to, const float** floats) {
-    const bool lies_ready = side.dtype == Dtype::f32 && side.dim == pad && !is_split;
-    for (int64_t c = 0; c < n; ++c) {
-      if (c % 4 == 0) ahead_.some();
-      if (lies_ready) {
-        floats[c] = reinterpret_cast<const float*>(rows[c]);
-        continue;
+  // 16 rows from cell c on, or those up to the n-th, as padded float32.
+  void as_floats(const Side& side, bool is_split, int64_t pad, const TileRows& rows, Part part,
+                 Part affine, int64_t c, int64_t n, float* to) {
+    const char *room[16], *affine_room[16];
+    const char* const* from = rows.sixteen(part, c, room);
+    const int64_t m = smaller(n - c, 16);
+    if (is_split && side.dtype == Dtype::bf16) {
+      for (int64_t i = 0; i < m; i += 4) {
+        ahead_.some();
+        for (int64_t j = i; j < smaller(i + 4, m); ++j) split_row(from[j], pad, to + j * pad);
       }
-      floats[c] = to + c * pad;
-      if (is_split && side.dtype == Dtype::bf16) {
-        split_row(rows[c], side.dim, to + c * pad);
-        continue;
-      }
-      decode_row(side, rows[c], affine ? affine[c] : nullptr, pad, to + c * pad);
-      if (is_split) split_floats(to + c * pad, side.dim, false);
+      return;
     }
-    for (int64_t c = n; c < 16; ++c) floats[c] = floats[n - 1];
+    const char* const* scales = side.affine ? rows.sixteen(affine, c, affine_room) : nullptr;
+    for (int64_t i = 0; i < m; ++i) {
+      if (i % 4 == 0) ahead_.some();
+      decode_row(side, from[i], scales ? scales[i] : nullptr, pad, to + i * pad);
+      if (is_split) split_floats(to + i * pad, side.dim, false);
+    }
   }
 
   void logits(const TileRows& rows, int64_t n) {
     order_queries();
-    const Side& side = rows.pool->k;
     for (int64_t c = 0; c < n; c += 16) {
-      const char *room[16], *affine_room[16];
-      const float* k[16];
-      as_floats(side, is_k_split_, k_pad_, rows.sixteen(kKRows, c, room),
-                side.affine ? rows.sixteen(kKAffine, c, affine_room) : nullptr, smaller(n - c, 16),
-                scratch_.k, k);
-      const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
-        constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
-        logits_of<kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k, s_ + row * kTile + c);
-        return kVecs * kRowsAtOnce;
-      };
-      int64_t r = 0;
-      while (r + kMostVecs * kRowsAtOnce <= rows_pad_)
-        r += part(Number<kMostVecs>(), Number<4>(), r);
-      if (kMostVecs > 2 && r + 2 * kRowsAtOnce <= rows_pad_)
-        r += part(Number<2>(), Number<kAlone / 2>(), r);
-      while (r < rows_pad_) r += part(Number<1>(), Number<kAlone>(), r);
+      as_floats(rows.pool->k, is_k_split_, k_pad_, rows, kKRows, kKAffine, c, n, scratch_.k);
+      k_pad_ == 64 ? logits_of_16<64>(s_ + c)
+      : k_pad_ == 128 ? logits_of_16<128>(s_ + c) : logits_of_16<0>(s_ + c);
     }
+  }
+
+  // All rows' logits of the 16 cells in scratch.
+  template <int kPad>
+  void logits_of_16(float* s) const {
+    const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
+      constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
+      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, scratch_.k,
+                                     s + row * kTile);
+      return kVecs * kRowsAtOnce;
+    };
+    int64_t r = 0;
+    while (r + kMostVecs * kRowsAtOnce <= rows_pad_)
+      r += part(Number<kMostVecs>(), Number<4>(), r);
+    if (kMostVecs > 2 && r + 2 * kRowsAtOnce <= rows_pad_)
+      r += part(Number<2>(), Number<kAlone / 2>(), r);
+    while (r < rows_pad_) r += part(Number<1>(), Number<kAlone>(), r);
   }
 
 #if defined(KVC_AMX)
@@ -751,45 +754,42 @@ class Attention {
 
   void values(const TileRows& rows, int64_t first, int64_t n, Seen seen) {
     const Side& side = rows.pool->v;
-    // For few rows there is nothing to gain from decoding them once.
-    if (is_v_split_ && side.dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
-      add_values(n, [&](int64_t c, int64_t d, auto* x) {
-        constexpr int n_vecs = sizeof(*x) / sizeof((*x)[0]);
-        const auto* row = reinterpret_cast<const uint16_t*>(rows.row(kVRows, c)) + d;
-        static_assert(kWide % 2 == 0);
-        if (n_vecs == 1) (*x)[0] = load_bf16(row);  // never: such rows have pairs of vectors
-        for (int j = 0; j + 1 < n_vecs; j += 2) load_split(row + j * kLanes, (*x)[j], (*x)[j + 1]);
-      });
+    bool is_direct = is_v_split_ && side.dtype == Dtype::bf16 && rows_ <= 4;  // decoding once is no gain
+    for (int64_t c = 0; c < n; c += 16) is_direct &= rows.is_whole[c / 16] && seen == Seen::everything;
+    if (is_direct) {
+      for (int64_t c = 0; c < n; c += 16)
+        add_values(c, smaller(n - c, 16), rows.first[kVRows][c / 16], rows.stride[kVRows],
+                   [](const char* row, int64_t d, Vec* x, auto n_vecs) {
+                     const auto* from = reinterpret_cast<const uint16_t*>(row) + d;
+                     if (n_vecs.of == 1) x[0] = load_bf16(from);  // not so: they come in pairs
+                     for (int j = 0; j + 1 < n_vecs.of; j += 2)
+                       load_split(from + j * kLanes, x[j], x[j + 1]);
+                   });
       return;
     }
-    const float* v[kTile];
-    for (int64_t c = 0; c < n; c += 16) {
-      const char *room[16], *affine_room[16];
-      const float* sixteen[16];
-      as_floats(side, is_v_split_, v_pad_, rows.sixteen(kVRows, c, room),
-                side.affine ? rows.sixteen(kVAffine, c, affine_room) : nullptr, smaller(n - c, 16),
-                scratch_.v + c * v_pad_, sixteen);
-      std::memcpy(v + c, sixteen, sizeof sixteen);
-    }
-    if (seen == Seen::some) leave_no_trace(v, first, n);
-    add_values(n, [&](int64_t c, int64_t d, auto* x) {
-      constexpr int n_vecs = sizeof(*x) / sizeof((*x)[0]);
-      for (int j = 0; j < n_vecs; ++j) (*x)[j] = load(v[c] + d + j * kLanes);
-    });
+    for (int64_t c = 0; c < n; c += 16)
+      as_floats(side, is_v_split_, v_pad_, rows, kVRows, kVAffine, c, n, scratch_.v + c * v_pad_);
+    if (seen == Seen::some) leave_no_trace(first, n);
+    for (int64_t c = 0; c < n; c += 64)
+      add_values(c, smaller(n - c, 64), reinterpret_cast<const char*>(scratch_.v + c * v_pad_),
+                 v_pad_ * 4, [](const char* row, int64_t d, Vec* x, auto n_vecs) {
+                   const float* from = reinterpret_cast<const float*>(row) + d;
+                   for (int j = 0; j < n_vecs.of; ++j) x[j] = load(from + j * kLanes);
+                 });
   }
 
-  // `read(c, d, x)` gives the vectors *x of cell c from its number d on.
+  // V rows from `row` on times the weights of n cells from c on, of all rows.
   template <class Read>
-  void add_values(int64_t n, const Read& read) {
+  void add_values(int64_t c, int64_t n, const char* row, int64_t step, const Read& read) {
     for (int64_t r = 0; r < rows_pad_; r += 4) {
-      const float* s = s_ + r * kTile;
+      ahead_.some();
+      const float* s = s_ + r * kTile + c;
       float* acc = scratch_.acc + r * v_pad_;
       int64_t d = 0;
       const auto part = [&](auto n_vecs) {
         constexpr int kVecs = decltype(n_vecs)::of;
-        values_of_4<kVecs>(s, n, v_pad_, acc + d, ahead_, [&](int64_t c, Vec* x) {
-          read(c, d, reinterpret_cast<Vec(*)[kVecs]>(x));
-        });
+        values_of_4<kVecs>(s, row, step, n, v_pad_, acc + d,
+                           [&](const char* from, Vec* x) { read(from, d, x, n_vecs); });
         d += kVecs * kLanes;
       };
       while (d + kWide * kLanes <= v_pad_) part(Number<kWide>());
@@ -800,9 +800,9 @@ class Attention {
 
   // A weight of 0 does not silence a value that is not finite: where a tile has a mask, rows with
   // such values are taken out and given to those alone who see them.
-  void leave_no_trace(const float** rows, int64_t first, int64_t n) {
+  void leave_no_trace(int64_t first, int64_t n) {
     for (int64_t c = 0; c < n; ++c) {
-      const float* v = rows[c];
+      float* v = scratch_.v + c * v_pad_;
       float doubt = 0.f;
       for (int64_t d = 0; d < v_.dim; ++d) doubt += v[d] * 0.f;
       if (doubt == 0.f) continue;
@@ -811,9 +811,7 @@ class Attention {
         const float p = s_[r * kTile + c];
         for (int64_t d = 0; d < v_.dim; ++d) scratch_.acc[r * v_pad_ + d] += p * v[d];
       }
-      float* zeros = scratch_.v + c * v_pad_;
-      std::memset(zeros, 0, sizeof(float) * v_pad_);
-      rows[c] = zeros;
+      std::memset(v, 0, sizeof(float) * v_pad_);
     }
   }
 
