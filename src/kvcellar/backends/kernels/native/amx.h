@@ -16,6 +16,7 @@
 
 #include <immintrin.h>
 
+#include "affine.h"
 #include "isa.h"
 #include "tiles.h"
 
@@ -33,26 +34,8 @@ namespace {
 #define KVC_TA2 6
 #define KVC_TA3 7
 
-constexpr int64_t kMaxGroups = 16;  // of a row
-
-// 16 cells of 4 numbers each to 4 vectors of 16 cells.
-inline void transpose4(__m512* x) {
-  const __m512i low = _mm512_set_epi32(29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
-  const __m512i high = _mm512_set_epi32(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2);
-  const __m512 a = x[0], b = x[1], c = x[2], d = x[3];
-  const __m512 ab0 = _mm512_permutex2var_ps(a, low, b), ab1 = _mm512_permutex2var_ps(a, high, b);
-  const __m512 cd0 = _mm512_permutex2var_ps(c, low, d), cd1 = _mm512_permutex2var_ps(c, high, d);
-  x[0] = _mm512_shuffle_f32x4(ab0, cd0, 0x44);
-  x[1] = _mm512_shuffle_f32x4(ab0, cd0, 0xee);
-  x[2] = _mm512_shuffle_f32x4(ab1, cd1, 0x44);
-  x[3] = _mm512_shuffle_f32x4(ab1, cd1, 0xee);
-}
-
 inline bool fits_matrix(const Side& side) {
-  if (side.dtype == Dtype::bf16) return side.dim % 32 == 0;
-  if (!is_quantised(side.dtype) || side.dim % 64) return false;
-  if (side.dim / side.group_size > kMaxGroups) return false;
-  return side.group_size == 32 || side.group_size % 64 == 0;
+  return side.dtype == Dtype::bf16 ? side.dim % 32 == 0 : fits_chunks(side);
 }
 
 class Matrix {
@@ -170,16 +153,7 @@ class Matrix {
   void prepare(const TileRows& rows, int64_t n) {
     if (v_.dtype == Dtype::bf16) return;
     load_affine(v_, rows, kVAffine, n, v_affine_);
-    for (int64_t g = 0; g < groups(v_); ++g) {
-      float* scales = v_affine_ + g * 2 * kTile;
-      __m512 most = _mm512_setzero_ps();
-      for (int64_t c = 0; c < n; c += 16) most = _mm512_max_ps(most, _mm512_load_ps(scales + c));
-      const float top = _mm512_reduce_max_ps(most);
-      const __m512 inverse = all(top > 0.f ? 1.f / top : 0.f);
-      for (int64_t c = 0; c < n; c += 16)
-        _mm512_store_ps(scales + c, _mm512_mul_ps(_mm512_load_ps(scales + c), inverse));
-      top_scale_[g] = top;
-    }
+    share_scales(v_, n, v_affine_, top_scale_);
   }
 
   // A row's logits to weights, 2**(s[c] - base), as operands; their sums. The largest of them is
@@ -244,14 +218,11 @@ class Matrix {
 
   // Whether a weight of 0 silences all of these V rows.
   bool is_finite(const TileRows& rows, int64_t n) const {
-    const bool is_float = v_.dtype == Dtype::bf16;
-    const int64_t length = is_float ? v_.dim : 2 * groups(v_);
-    const uint16_t mask = is_float ? 0x7F80 : 0x7C00;
+    if (v_.dtype != Dtype::bf16) return has_finite_affine(v_, rows, kVAffine, n);
     bool found = false;
     for (int64_t c = 0; c < n; ++c) {
-      const char* row = rows.row(is_float ? kVRows : kVAffine, c);
-      const auto* bits = reinterpret_cast<const uint16_t*>(row);
-      for (int64_t d = 0; d < length; ++d) found |= (bits[d] & mask) == mask;
+      const auto* bits = reinterpret_cast<const uint16_t*>(rows.row(kVRows, c));
+      for (int64_t d = 0; d < v_.dim; ++d) found |= (bits[d] & 0x7F80) == 0x7F80;
     }
     return !found;
   }
@@ -262,10 +233,6 @@ class Matrix {
     int64_t n = 0, stride[kTile / 16];
     const char* from[kTile / 16];
   };
-
-  static int64_t groups(const Side& side) {
-    return is_quantised(side.dtype) ? side.dim / side.group_size : 0;
-  }
 
   // Queries as operands: for each block of 16 rows, chunk of K and term one tile of pairs (bf16) or
   // fours (int8) along the dimension.
@@ -510,40 +477,6 @@ class Matrix {
     _mm512_store_ps(to, chunk ? _mm512_add_ps(y, _mm512_load_ps(to)) : y);
   }
 
-  // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the
-  // next multiple of 64.
-  static void load_affine(const Side& side, const TileRows& rows, Part part, int64_t n, float* to) {
-    const int64_t n_groups = groups(side), stop = (n + 63) / 64 * 64;
-    const auto put = [](float* at, __m512i pairs) {
-      const __m512i uppers = _mm512_srli_epi32(pairs, 16);
-      _mm512_store_ps(at, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs)));
-      _mm512_store_ps(at + kTile, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(uppers)));
-    };
-    const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
-    const bool is_dense = side.affine_cell_stride == 4 * n_groups;
-    for (int64_t c = 0; c < stop; c += 16) {
-      if (is_dense && n_groups <= 2 && c < n && rows.is_whole[c / 16]) {
-        const char* from = rows.first[part][c / 16];
-        const __m512i a = _mm512_loadu_si512(from);
-        if (n_groups == 1) {
-          put(to + c, a);
-        } else {
-          const __m512i b = _mm512_loadu_si512(from + 64);
-          put(to + c, _mm512_permutex2var_epi32(a, evens, b));
-          put(to + 2 * kTile + c, _mm512_permutex2var_epi32(a, odds, b));
-        }
-        continue;
-      }
-      for (int64_t g = 0; g < n_groups; ++g) {
-        alignas(64) uint32_t pairs[16] = {};
-        for (int64_t i = 0; i < 16 && c + i < n; ++i)
-          std::memcpy(pairs + i, rows.row(part, c + i) + 4 * g, 4);
-        put(to + g * 2 * kTile + c, _mm512_load_si512(pairs));
-      }
-    }
-  }
-
   // 32 cells of 32 numbers: two tiles [pair of cells][16 numbers x 2 cells], the first has those at
   // 0-3, 8-11, 16-19, 24-27.
   void interleave_floats(const TileRows& rows, int64_t first, int64_t n, int64_t d, char* to,
@@ -613,13 +546,7 @@ class Matrix {
       }
     };
     alignas(64) static constexpr Order order;
-    const auto two = [](const char* a, const char* b) {
-      const auto* low = reinterpret_cast<const __m256i*>(a);
-      const auto* high = reinterpret_cast<const __m256i*>(b);
-      return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(low)),
-                                _mm256_loadu_si256(high), 1);
-    };
-    const __m512i wx = two(from[0], from[1]), yz = two(from[2], from[3]);
+    const __m512i wx = two_halves(from[0], from[1]), yz = two_halves(from[2], from[3]);
     const __m512i first = _mm512_load_si512(order.of), low = _mm512_set1_epi8(15);
     const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi8(16));
     const __m512i a = _mm512_permutex2var_epi8(wx, first, yz);

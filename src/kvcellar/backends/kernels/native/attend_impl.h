@@ -39,6 +39,16 @@ struct TileRows {
     for (int64_t i = 0; i < 16; ++i) room[i] = from + i * step;
     return room;
   }
+  // The first of 16 rows from cell c on, a multiple of 16, that lie `step` bytes apart: in the pool,
+  // or m of them copied to `room`.
+  const char* together(Part part, int64_t c, int64_t m, int64_t n_bytes, char* room,
+                       int64_t& step) const {
+    step = is_whole[c / 16] ? stride[part] : n_bytes;
+    if (is_whole[c / 16]) return first[part][c / 16];
+    for (int64_t i = 0; i < m; ++i)
+      std::memcpy(room + i * n_bytes, at[part][c + i], static_cast<size_t>(n_bytes));
+    return room;
+  }
 };
 
 // Logits of so many rows are sums in one vector.
@@ -422,6 +432,14 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
+#elif defined(KVC_AVX512)
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
+#include "words.h"
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
 #endif
 
 // The job ---------------------------------------------------------------------------------------
@@ -462,7 +480,13 @@ class Attention {
     const bool is_long = (has_k || has_v) && rows_ <= 16 && k_.dtype != Dtype::bf16;
     const int64_t longest = is_long ? kTile : kRound;
 #else
+#if defined(KVC_AVX512)
+    const bool has_k = fits_chunks(k_), has_v = fits_chunks(v_);
+    load_queries(has_k ? 1.f : factor);
+    Words words(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
+#else
     load_queries(factor);
+#endif
     const int64_t longest = rows_ <= 16 ? kTile : kRound;
 #endif
     for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
@@ -517,6 +541,14 @@ class Attention {
         logits(*rows, n);
         if (matrix.has_k) multiply_logits(n, factor);
       }
+#elif defined(KVC_AVX512)
+      const bool is_main = rows->pool == job_.pool;
+      if (seen != Seen::nothing && words.has_k && is_main) {
+        words.logits(*rows, n, s_, ahead_);
+      } else if (seen != Seen::nothing) {
+        logits(*rows, n);
+        if (words.has_k) multiply_logits(n, factor);
+      }
 #else
       if (seen != Seen::nothing) logits(*rows, n);
 #endif
@@ -538,6 +570,17 @@ class Attention {
       if (is_staged) matrix.logits(next_s, ahead_);
       if (by_matrix) matrix.sum_values(n, scratch_.acc, ahead_);
       const bool is_done = by_matrix || seen == Seen::nothing;
+#elif defined(KVC_AVX512)
+      const bool by_words = words.has_v && is_main && seen != Seen::nothing &&
+                            (seen == Seen::everything || words.is_finite(*rows, n));
+      if (by_words) {
+        words.prepare(*rows, n);
+        softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {
+          return words.weigh(r, s, base, factor, top, n, ahead_);
+        });
+        words.values(*rows, n, scratch_.acc, ahead_);
+      }
+      const bool is_done = by_words || seen == Seen::nothing;
 #else
       const bool is_done = seen == Seen::nothing;
 #endif
@@ -545,6 +588,8 @@ class Attention {
         softmax(n, kLanes, [&](int64_t r, float* s, float base, float factor, float) {
 #if defined(KVC_AMX)
           matrix.scale_biases(r, factor);
+#elif defined(KVC_AVX512)
+          words.scale_biases(r, factor);
 #else
           static_cast<void>(r), static_cast<void>(factor);
 #endif
@@ -569,6 +614,8 @@ class Attention {
     }
 #if defined(KVC_AMX)
     matrix.finish(scratch_.acc);
+#elif defined(KVC_AVX512)
+    words.finish(scratch_.acc);
 #endif
     finish();
   }
@@ -690,8 +737,8 @@ class Attention {
     while (r < rows_pad_) r += part(Number<1>(), Number<kAlone>(), r);
   }
 
-#if defined(KVC_AMX)
-  // The matrix unit's queries come without the factor.
+#if defined(KVC_AVX512)
+  // Queries for products of another kind come without the factor.
   void multiply_logits(int64_t n, float factor) {
     for (int64_t r = 0; r < rows_; ++r)
       for (int64_t c = 0; c < n; ++c) s_[r * kTile + c] *= factor;

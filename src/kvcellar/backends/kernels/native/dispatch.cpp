@@ -23,7 +23,7 @@ extern const Ops ops_avx2;
 extern const Ops ops_avx512;
 #endif
 #if defined(KVC_WITH_VNNI)
-extern const LinearOps linear_vnni;
+extern const Ops ops_vnni;
 #endif
 #if defined(KVC_WITH_AMX)
 extern const Ops ops_amx;
@@ -56,11 +56,10 @@ std::vector<const Ops*> find_levels() {
 #if defined(KVC_WITH_AMX)
     if (has_amx()) found.push_back(&ops_amx);
 #endif
-    static Ops avx512 = ops_avx512;
 #if defined(KVC_WITH_VNNI)
-    if (__builtin_cpu_supports("avx512vnni")) avx512.linear = linear_vnni;
+    if (__builtin_cpu_supports("avx512vnni")) found.push_back(&ops_vnni);
 #endif
-    found.push_back(&avx512);
+    found.push_back(&ops_avx512);
   }
 #endif
 #if defined(KVC_WITH_AVX2)

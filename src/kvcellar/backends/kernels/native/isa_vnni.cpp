@@ -2,12 +2,13 @@
 #define KVC_AVX512
 #define KVC_VNNI
 
-#include "vector.h"
+#include "attend_impl.h"
 #include "linear_impl.h"
 #include "rows_impl.h"
 
 namespace kvcellar {
-extern const LinearOps linear_vnni;
-const LinearOps linear_vnni = {vnni::prepare_linear, vnni::run_linear, vnni::unpack_linear, nullptr,
-                     nullptr, vnni::kRowOps};
+extern const Ops ops_vnni;
+const Ops ops_vnni = {"vnni", vnni::attend, vnni::merge, vnni::write, vnni::sum_of,
+                     {vnni::prepare_linear, vnni::run_linear, vnni::unpack_linear, nullptr,
+                     nullptr, vnni::kRowOps}};
 }  // namespace kvcellar

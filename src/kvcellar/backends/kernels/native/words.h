@@ -1,0 +1,478 @@
+// The same two products for rows of int8 and int4 without a matrix unit: numbers of 16 bits, two to a
+// lane, whose products a lane adds up.
+//
+// Logits: a cell's 64 numbers come apart into words by shifts alone, so that those of one vector are
+// 2 or 4 places apart; queries are 16 bits of about the largest one, in the same order, 4 rows to a
+// vector. Scale and bias come in afterwards.
+// Values: two cells' numbers lie side by side, for the weights of both: 16 bits of about the largest
+// one, times the cell's scale. Biases are added up by themselves.
+//
+// Only included by attend_impl.h.
+
+#include "affine.h"
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
+// The same pointer. The compiler then adds known distances to it, and keeps no pointer for each.
+template <class T>
+inline T* one_base(T* pointer) {
+  __asm__("" : "+r"(pointer));
+  return pointer;
+}
+
+// a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
+inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
+#if defined(KVC_VNNI)
+  // For the intrinsic function GCC copies every sum there and back.
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(x), "v"(y));
+  return a;
+#else
+  return _mm512_add_epi32(a, _mm512_madd_epi16(x, y));
+#endif
+}
+
+inline __m512i sum_whole_fours(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+class Words {
+ public:
+  const bool has_k, has_v;
+
+  // `with_k`, `with_v`: only for sides that fit. `q`: rows of k_pad floats. Logits are multiplied
+  // by `factor`.
+  Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
+        int64_t v_pad, const float* q, float factor, char* memory)
+      : has_k(with_k),
+        has_v(with_v),
+        k_(k),
+        v_(v),
+        rows_(rows),
+        quads_((rows + 3) / 4),
+        v_pad_(v_pad),
+        factor_(factor) {
+    auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
+    const auto take = [&address](auto*& piece, int64_t n) {
+      piece = reinterpret_cast<std::remove_reference_t<decltype(piece)>>(address);
+      address += static_cast<uintptr_t>((n * static_cast<int64_t>(sizeof *piece) + 63) / 64 * 64);
+    };
+    if (has_k || has_v) take(gathered_, 32 * (k.dim > v.dim ? k.dim : v.dim));
+    if (has_k) {
+      take(staged_, 16 * k.dim);
+      take(queries_, quads_ * 4 * k.dim);
+      take(q_steps_, quads_ * 16);
+      take(q_sums_, quads_ * 16 * (k.dim / 64) * subs(k));
+      take(k_affine_, 2 * kTile * groups(k));
+      load_queries(q, k_pad);
+    }
+    if (has_v) {
+      take(values_, kTile * 64);
+      take(weights_, quads_ * 4 * groups(v) * kTile);
+      take(sums_, 16 * 16);
+      take(v_affine_, 2 * kTile * groups(v));
+      take(steps_, quads_ * 4 * groups(v));
+      take(biases_, rows * groups(v) * 16);
+      std::memset(biases_, 0, 64 * rows * groups(v));
+      std::memset(weights_, 0, 2 * quads_ * 4 * groups(v) * kTile);
+    }
+  }
+
+  // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16.
+  void logits(const TileRows& rows, int64_t n, float* s, Ahead& ahead) {
+    load_affine(k_, rows, kKAffine, n, k_affine_);
+    const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
+    for (int64_t c = 0; c < n; c += 16) {
+      is_4 ? stage<true>(rows, c, n, ahead) : stage<false>(rows, c, n, ahead);
+      is_4 && is_halved ? logits_of_16<true, 2>(c, s, ahead)
+      : is_4            ? logits_of_16<true, 1>(c, s, ahead)
+      : is_halved       ? logits_of_16<false, 2>(c, s, ahead)
+                        : logits_of_16<false, 1>(c, s, ahead);
+    }
+  }
+
+  // Before `weigh`: what it needs of these V rows.
+  void prepare(const TileRows& rows, int64_t n) {
+    load_affine(v_, rows, kVAffine, n, v_affine_);
+    share_scales(v_, n, v_affine_, largest_);
+  }
+
+  // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
+  // weights are multiplied by `factor`. Logits up to the next multiple of 32 are minus infinity.
+  Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n,
+            Ahead& ahead) {
+    scale_biases(r, factor);
+    const int64_t n_groups = groups(v_);
+    for (int64_t g = 0; g < n_groups; ++g) steps_[r * n_groups + g] = top / 32767.f * largest_[g];
+    ahead.some();
+    return n_groups == 1   ? weights_of<1>(r, s, base, top, n)
+           : n_groups == 2 ? weights_of<2>(r, s, base, top, n)
+                           : weights_of<kMaxGroups>(r, s, base, top, n);
+  }
+
+  void scale_biases(int64_t r, float factor) {
+    if (!has_v || factor == 1.f) return;
+    for (int64_t g = 0; g < groups(v_); ++g) {
+      float* bias = biases_ + (r * groups(v_) + g) * 16;
+      store(bias, mul(load(bias), all(factor)));
+    }
+  }
+
+  // acc[row] += weight[row][c] * V[c], but for the biases.
+  void values(const TileRows& rows, int64_t n, float* acc, Ahead& ahead) {
+    const bool is_4 = v_.dtype == Dtype::int4, is_halved = subs(v_) == 2;
+    for (int64_t chunk = 0; chunk < v_.dim / 64; ++chunk)
+      is_4 && is_halved ? values_of_chunk<true, 2>(rows, chunk, n, acc, ahead)
+      : is_4            ? values_of_chunk<true, 1>(rows, chunk, n, acc, ahead)
+      : is_halved       ? values_of_chunk<false, 2>(rows, chunk, n, acc, ahead)
+                        : values_of_chunk<false, 1>(rows, chunk, n, acc, ahead);
+  }
+
+  // Behind the last tile.
+  void finish(float* acc) {
+    for (int64_t i = 0; has_v && i < rows_ * groups(v_); ++i) {
+      const int64_t r = i / groups(v_), g = i % groups(v_);
+      const Vec bias = all(sum(load(biases_ + i * 16)));
+      for (int64_t d = g * v_.group_size; d < (g + 1) * v_.group_size; d += 16) {
+        float* to = acc + r * v_pad_ + d;
+        store(to, add(load(to), bias));
+      }
+    }
+  }
+
+  // Whether a weight of 0 silences all of these V rows.
+  bool is_finite(const TileRows& rows, int64_t n) const {
+    return has_finite_affine(v_, rows, kVAffine, n);
+  }
+
+ private:
+  // Groups of a chunk of 64 numbers.
+  static int64_t subs(const Side& side) { return side.group_size == 32 ? 2 : 1; }
+
+  // Where 8 words of a staged chunk are, of 16 cells: eighth `i` of cell `c`. int8: numbers at even
+  // places, then at odd ones. int4: every fourth, then those one behind, and so on; and cells within.
+  template <bool is_4>
+  static constexpr int64_t eighth(int64_t i, int64_t c) {
+    return is_4 ? i / 2 * 256 + c * 16 + i % 2 * 8 : c * 64 + i * 8;
+  }
+  // Which half of the chunk its numbers are from.
+  template <bool is_4>
+  static constexpr int half_of(int i) {
+    return is_4 ? i % 2 : i % 4 / 2;
+  }
+
+  // For kGroups, or up to as many if these are the most.
+  template <int kGroups>
+  Vec weights_of(int64_t r, const float* s, float base, float top, int64_t n) const {
+    const int64_t n_groups = kGroups == kMaxGroups ? groups(v_) : kGroups;
+    const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
+    const Vec inverse = all(top > 0.f ? 32767.f / top : 0.f);
+    Vec total = all(0.f), bias[kGroups];
+    float* biases = biases_ + r * n_groups * 16;
+    int16_t* to = weight(r, 0);
+    const float* affine = v_affine_;
+    for (int64_t g = 0; g < n_groups; ++g) bias[g] = load(biases + g * 16);
+    for (int64_t c = 0; c < n; c += 32) {
+      const Vec p = exp2_below_1(sub(_mm512_load_ps(s + c), all(base)));
+      const Vec q = exp2_below_1(sub(_mm512_load_ps(s + c + 16), all(base)));
+      const Vec wide_p = mul(p, inverse), wide_q = mul(q, inverse);
+      total = add(total, add(p, q));
+      for (int64_t g = 0; g < n_groups; ++g) {
+        const float* scales = affine + g * 2 * kTile + c;
+        const __m512i x = _mm512_cvtps_epi32(mul(wide_p, _mm512_load_ps(scales)));
+        const __m512i y = _mm512_cvtps_epi32(mul(wide_q, _mm512_load_ps(scales + 16)));
+        _mm512_store_si512(to + g * kTile + c,
+                           _mm512_permutexvar_epi64(order, _mm512_packs_epi32(x, y)));
+        bias[g] = fma(p, _mm512_load_ps(scales + kTile), bias[g]);
+        bias[g] = fma(q, _mm512_load_ps(scales + kTile + 16), bias[g]);
+      }
+    }
+    for (int64_t g = 0; g < n_groups; ++g) store(biases + g * 16, bias[g]);
+    return total;
+  }
+
+  void load_queries(const float* q, int64_t k_pad) {
+    const bool is_4 = k_.dtype == Dtype::int4;
+    std::memset(queries_, 0, 2 * quads_ * 4 * k_.dim);
+    std::memset(q_steps_, 0, 64 * quads_);
+    std::memset(q_sums_, 0, 64 * quads_ * (k_.dim / 64) * subs(k_));
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float* row = q + r * k_pad;
+      const int64_t quad = r / 4, lane = r % 4;
+      __m512 most = _mm512_setzero_ps();
+      for (int64_t d = 0; d < k_.dim; d += 16)
+        most = _mm512_max_ps(most, _mm512_abs_ps(load(row + d)));
+      const float top = _mm512_reduce_max_ps(most);
+      const __m512 inverse = all(top > 0.f ? 32767.f / top : 0.f);
+      for (int i = 0; i < 4; ++i) q_steps_[quad * 16 + lane * 4 + i] = factor_ * (top / 32767.f);
+      for (int64_t d = 0; d < k_.dim; d += 16) {
+        const int64_t chunk = d / 64, sub = subs(k_) == 2 ? d / 32 % 2 : 0;
+        alignas(64) int32_t whole[16];
+        _mm512_store_si512(whole, _mm512_cvtps_epi32(_mm512_mul_ps(load(row + d), inverse)));
+        int16_t* to = queries_ + (chunk * quads_ + quad) * 256 + lane * 8;
+        for (int64_t j = 0; j < 16; ++j) {
+          const int64_t at = d % 64 + j;
+          const int64_t place = is_4 ? at % 4 * 16 + at / 4 : at % 2 * 32 + at / 2;
+          to[place / 8 * 32 + place % 8] = static_cast<int16_t>(whole[j]);
+        }
+        const float more = factor_ * _mm512_reduce_add_ps(load(row + d));
+        float* sums = q_sums_ + ((chunk * subs(k_) + sub) * quads_ + quad) * 16 + lane * 4;
+        for (int i = 0; i < 4; ++i) sums[i] += more;
+      }
+    }
+  }
+
+  // K rows of 16 cells from c on as words, [chunk][1024].
+  template <bool is_4>
+  void stage(const TileRows& rows, int64_t c, int64_t n, Ahead& ahead) const {
+    const int64_t m = smaller(n - c, 16);
+    int64_t step;
+    const char* from = rows.together(kKRows, c, m, k_.packed_bytes(), gathered_, step);
+    const __m512i low = _mm512_set1_epi16(is_4 ? 15 : 255);
+    int16_t* to = staged_;
+    for (int64_t d = 0; d < k_.packed_bytes(); d += is_4 ? 32 : 64, to += 1024) {
+      ahead.some();
+      const char* row = one_base(from + d);
+      for (int64_t i = 0; i < 16; i += 2, row += 2 * step) {
+        if (is_4) {
+          int16_t* at = one_base(to + eighth<true>(0, i));
+          const __m512i x = two_halves(row, row + step);
+          _mm512_store_si512(at + eighth<true>(0, 0), _mm512_and_si512(x, low));
+          _mm512_store_si512(at + eighth<true>(2, 0),
+                             _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
+          _mm512_store_si512(at + eighth<true>(4, 0),
+                             _mm512_and_si512(_mm512_srli_epi16(x, 8), low));
+          _mm512_store_si512(at + eighth<true>(6, 0), _mm512_srli_epi16(x, 12));
+        } else {
+          for (int j = 0; j < 2; ++j) {
+            const __m512i x = _mm512_loadu_si512(row + j * step);
+            _mm512_store_si512(to + eighth<false>(0, i + j), _mm512_and_si512(x, low));
+            _mm512_store_si512(to + eighth<false>(4, i + j), _mm512_srli_epi16(x, 8));
+          }
+        }
+      }
+    }
+  }
+
+  template <bool is_4, int kSubs>
+  void logits_of_16(int64_t c, float* s, Ahead& ahead) const {
+    constexpr int kAlone = kSubs == 2 ? 8 : 16;
+    int64_t quad = 0;
+    for (; quad + 2 <= quads_; quad += 2) {
+      ahead.some();
+      logits_of<is_4, kSubs, 2, kAlone / 2>(quad, c, s);
+    }
+    if (quad < quads_) logits_of<is_4, kSubs, 1, kAlone>(quad, c, s);
+  }
+
+  template <bool is_4, int kSubs, int kQuads, int kCells>
+  void logits_of(int64_t quad, int64_t first, float* s) const {
+    for (int64_t c = 0; c < 16; c += kCells) {
+      __m512 result[kQuads][kCells / 4];
+      const float* affine = k_affine_ + first + c;  // of the chunk's first group
+      for (int64_t chunk = 0, done = 0; chunk < k_.dim / 64; ++chunk) {
+        const int16_t* staged = one_base(staged_ + chunk * 1024 + eighth<is_4>(0, c));
+        const int16_t* q = one_base(queries_ + (chunk * quads_ + quad) * 256);
+        __m512i a[kQuads][kCells][kSubs];
+        for (auto& of_quad : a)
+          for (auto& of_cell : of_quad)
+            for (__m512i& x : of_cell) x = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+          __m512i x[kQuads];
+          for (int j = 0; j < kQuads; ++j) x[j] = _mm512_load_si512(q + j * 256 + i * 32);
+          for (int j = 0; j < kCells; ++j) {
+            const auto* from = reinterpret_cast<const __m128i*>(staged + eighth<is_4>(i, j));
+            const __m512i y = _mm512_broadcast_i32x4(_mm_load_si128(from));
+            for (int k = 0; k < kQuads; ++k) {
+              __m512i& sum = a[k][j][kSubs == 2 ? half_of<is_4>(i) : 0];
+              sum = dot_pairs(sum, x[k], y);
+            }
+          }
+        }
+        for (int j = 0; j < kCells / 4; ++j) {
+          __m512 scale[kSubs], bias[kSubs];
+          for (int sub = 0; sub < kSubs; ++sub) {
+            scale[sub] = all_fours(affine + sub * 2 * kTile + 4 * j);
+            bias[sub] = all_fours(affine + (sub * 2 + 1) * kTile + 4 * j);
+          }
+          for (int k = 0; k < kQuads; ++k) {
+            __m512 dots = _mm512_setzero_ps(), more = chunk ? result[k][j] : _mm512_setzero_ps();
+            for (int sub = 0; sub < kSubs; ++sub) {
+              const __m512 dot = _mm512_cvtepi32_ps(
+                  sum_whole_fours(a[k][4 * j][sub], a[k][4 * j + 1][sub], a[k][4 * j + 2][sub],
+                                  a[k][4 * j + 3][sub]));
+              dots = sub ? fma(dot, scale[sub], dots) : mul(dot, scale[sub]);
+              const float* sums = q_sums_ + ((chunk * kSubs + sub) * quads_ + quad + k) * 16;
+              more = fma(bias[sub], _mm512_load_ps(sums), more);
+            }
+            result[k][j] = fma(dots, _mm512_load_ps(q_steps_ + (quad + k) * 16), more);
+          }
+        }
+        if ((done += 64) >= k_.group_size) {
+          done = 0;
+          affine += kSubs * 2 * kTile;
+        }
+      }
+      for (int k = 0; k < kQuads; ++k)
+        for (int j = 0; j < kCells / 4; ++j)
+          store_fours(result[k][j], s + (quad + k) * 4 * kTile + first + c + 4 * j, kTile);
+    }
+  }
+
+  int16_t* weight(int64_t r, int64_t g) const { return weights_ + (r * groups(v_) + g) * kTile; }
+
+  // Numbers of two cells side by side: dims 16 l + 4 i .. + 3 of int8 are lane l of vector i, dim
+  // 16 l + 4 j + i of int4 is the j-th of lane l of it.
+  template <bool is_4>
+  static void interleave(const char* a, const char* b, __m512i* x) {
+    if (is_4) {
+      struct Order {
+        uint16_t of[32];
+        constexpr Order() : of{} {
+          for (int i = 0; i < 16; ++i) {
+            of[2 * i] = static_cast<uint16_t>(i);
+            of[2 * i + 1] = static_cast<uint16_t>(16 + i);
+          }
+        }
+      };
+      alignas(64) static constexpr Order order;
+      const __m512i both = _mm512_permutexvar_epi16(_mm512_load_si512(order.of), two_halves(a, b));
+      const __m512i low = _mm512_set1_epi16(15);
+      x[0] = _mm512_and_si512(both, low);
+      x[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      x[2] = _mm512_and_si512(_mm512_srli_epi16(both, 8), low);
+      x[3] = _mm512_srli_epi16(both, 12);
+    } else {
+      const __m512i y = _mm512_loadu_si512(a), z = _mm512_loadu_si512(b);
+      const __m512i zero = _mm512_setzero_si512();
+      const __m512i low = _mm512_unpacklo_epi8(y, z), high = _mm512_unpackhi_epi8(y, z);
+      x[0] = _mm512_unpacklo_epi8(low, zero);
+      x[1] = _mm512_unpackhi_epi8(low, zero);
+      x[2] = _mm512_unpacklo_epi8(high, zero);
+      x[3] = _mm512_unpackhi_epi8(high, zero);
+    }
+  }
+
+  template <bool is_4, int kSubs>
+  void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, float* acc,
+                       Ahead& ahead) const {
+    const int64_t n_bytes = v_.packed_bytes(), row = groups(v_) * kTile;
+    const int64_t group = chunk * 64 / v_.group_size;  // the chunk's first
+    for (int64_t quad = 0; quad < quads_; ++quad) {
+      const int16_t* weights = weights_ + quad * 4 * row + group * kTile;
+      for (int64_t c = 0; c < n; c += 32) {
+        ahead.some();
+        Pairs pairs;
+        for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
+          const int64_t first = c + 16 * i, m = smaller(n - first, 16);
+          pairs.n[i] = (m + 1) / 2;
+          if (quad) continue;
+          pairs.from[i] = rows.together(kVRows, first, m, n_bytes, gathered_ + i * 16 * n_bytes,
+                                        pairs.step[i]) +
+                          chunk * (is_4 ? 32 : 64);
+        }
+        __m512i* staged = reinterpret_cast<__m512i*>(values_) + c * 2;
+        quads_ == 1 ? add_pairs<is_4, kSubs, Place::pool>(pairs, weights + c, row, c, staged)
+        : !quad     ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, weights + c, row, c, staged)
+                    : add_pairs<is_4, kSubs, Place::stage>(pairs, weights + c, row, c, staged);
+      }
+      add_sums<is_4>(quad, chunk, group, acc);
+    }
+  }
+
+  // Rows of twice 16 cells, pair by pair.
+  struct Pairs {
+    int64_t n[2] = {0, 0}, step[2];
+    const char* from[2];
+  };
+  // Where interleaved numbers come from: all of them are kept if other rows' weights want them too.
+  enum class Place { pool, to_stage, stage };
+
+  // sums_ += weights * V for 4 rows, whose weights are `row` words apart; from the 0-th cell on they
+  // begin with 0.
+  template <bool is_4, int kSubs, Place place>
+  void add_pairs(const Pairs& pairs, const int16_t* weights, int64_t row, int64_t c,
+                 __m512i* staged) const {
+    constexpr __mmask16 kSecond = 0xFF00;  // the chunk's second group
+    int32_t* sums = one_base(sums_);
+    __m512i a[4][4];
+    for (int r = 0; r < 4; ++r)
+      for (int j = 0; j < 4; ++j)
+        a[r][j] = c ? _mm512_load_si512(sums + (r * 4 + j) * 16) : _mm512_setzero_si512();
+    for (int64_t half = 0; half < 2; ++half) {
+      const char* from = pairs.from[half];
+      const int64_t step = pairs.step[half];
+      const int16_t* at = weights + 16 * half;
+      __m512i* numbers = staged + 32 * half;
+      for (int64_t i = 0; i < pairs.n[half]; ++i, from += 2 * step, at += 2, numbers += 4) {
+        __m512i x[4];
+        if (place == Place::stage) {
+          for (int j = 0; j < 4; ++j) x[j] = _mm512_load_si512(numbers + j);
+        } else {
+          interleave<is_4>(from, from + step, x);
+        }
+        if (place == Place::to_stage)
+          for (int j = 0; j < 4; ++j) _mm512_store_si512(numbers + j, x[j]);
+        for (int r = 0; r < 4; ++r) {
+          __m512i w = _mm512_broadcastd_epi32(_mm_loadu_si32(at + r * row));
+          if (kSubs == 2)
+            w = _mm512_mask_broadcastd_epi32(w, kSecond, _mm_loadu_si32(at + r * row + kTile));
+          for (int j = 0; j < 4; ++j) a[r][j] = dot_pairs(a[r][j], x[j], w);
+        }
+      }
+    }
+    for (int r = 0; r < 4; ++r)
+      for (int j = 0; j < 4; ++j) _mm512_store_si512(sums + (r * 4 + j) * 16, a[r][j]);
+  }
+
+  template <bool is_4>
+  void add_sums(int64_t quad, int64_t chunk, int64_t group, float* acc) const {
+    const int64_t n_groups = groups(v_);
+    const bool is_halved = subs(v_) == 2;
+    for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
+      __m512 x[4], y[4];
+      for (int j = 0; j < 4; ++j)
+        x[j] = _mm512_cvtepi32_ps(_mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16));
+      if (is_4) {  // lane l of all four, by turns
+        const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+        const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+        x[0] = _mm512_shuffle_ps(a, c, 0x44);
+        x[1] = _mm512_shuffle_ps(a, c, 0xee);
+        x[2] = _mm512_shuffle_ps(b, d, 0x44);
+        x[3] = _mm512_shuffle_ps(b, d, 0xee);
+      }
+      {  // lane l of all four, one after the other
+        const __m512 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44);
+        const __m512 b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+        const __m512 c = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+        const __m512 d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+        y[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+        y[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        y[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+        y[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+      }
+      float* to = acc + r * v_pad_ + chunk * 64;
+      const float* steps = steps_ + r * n_groups + group;
+      for (int j = 0; j < 4; ++j)
+        store(to + 16 * j, fma(y[j], all(steps[is_halved && j > 1]), load(to + 16 * j)));
+    }
+  }
+
+  const Side &k_, &v_;
+  const int64_t rows_, quads_, v_pad_;
+  const float factor_;
+  float largest_[kMaxGroups];  // scales of the tile, of each group
+  char* gathered_ = nullptr;  // rows of 16 cells
+  int16_t *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
+  int32_t* sums_ = nullptr;
+  float *q_steps_ = nullptr, *q_sums_ = nullptr, *k_affine_ = nullptr;
+  float *v_affine_ = nullptr, *steps_ = nullptr, *biases_ = nullptr;
+};
+
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
