@@ -58,6 +58,7 @@ constexpr int64_t kRowsAtOnce = kLanes / 4;
 struct Scratch {
   float *q, *fours, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most;
   TileRows* rows;  // of three tiles
+  char* gathered;  // rows of 16 cells
   char* extra;
 };
 
@@ -71,7 +72,8 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   };
   s.q = take(rows * k_pad);
   s.fours = take(rows * k_pad);
-  s.k = take(16 * k_pad);  // a tile's, 16 at a time
+  s.k = take(16 * k_pad);
+  s.gathered = reinterpret_cast<char*>(take(16 * (k_pad > v_pad ? k_pad : v_pad)));
   s.v = take(kTile * v_pad);
   s.s = take(2 * rows * kTile);
   s.acc = take(rows * v_pad);
@@ -164,12 +166,15 @@ inline bool is_split(const Side& side) {
   return side.dtype == Dtype::bf16 && side.dim % (2 * kLanes) == 0;
 }
 
-inline void split_row(const char* row, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += 2 * kLanes) {
-    Vec even, odd;
-    load_split(reinterpret_cast<const uint16_t*>(row) + d, even, odd);
-    store(to + d, even);
-    store(to + d + kLanes, odd);
+// n rows `step` bytes apart, to rows of dim floats.
+inline void split_rows(const char* rows, int64_t step, int64_t n, int64_t dim, float* to) {
+  for (int64_t i = 0; i < n; ++i, rows += step, to += dim) {
+    for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+      Vec even, odd;
+      load_split(reinterpret_cast<const uint16_t*>(rows) + d, even, odd);
+      store(to + d, even);
+      store(to + d + kLanes, odd);
+    }
   }
 }
 
@@ -234,19 +239,18 @@ struct Walk {
           piece = smaller(length, block_size - inside);
         }
         to.is_run &= i == 0;
+        const int64_t head = smaller(piece, -i & 15), tail = piece - (piece - head) % 16;
+        for (int64_t j = head; j < tail; j += 16) to.is_whole[(i + j) / 16] = true;
         for (int part = 0; part < n_parts; ++part) {
           if (!data[part]) continue;
-          const char* from = data[part] + block * block_strides[part] + inside * strides[part];
-          for (int64_t j = 0; j < piece;) {
-            if ((i + j) % 16 == 0 && j + 16 <= piece) {
-              to.first[part][(i + j) / 16] = from + j * strides[part];
-              to.is_whole[(i + j) / 16] = true;
-              j += 16;
-            } else {
-              to.at[part][i + j] = from + j * strides[part];
-              ++j;
-            }
-          }
+          const int64_t step = strides[part];
+          const char* from = data[part] + block * block_strides[part] + inside * step;
+          const char** at = to.at[part] + i;
+          const char** first = to.first[part] + (i + 15) / 16;
+          int64_t j = 0;
+          for (; j < head; ++j, from += step) at[j] = from;
+          for (; j < tail; j += 16, from += 16 * step) *first++ = from;
+          for (; j < piece; ++j, from += step) at[j] = from;
         }
         i += piece;
         cell += piece;
@@ -690,43 +694,50 @@ class Attention {
     return mask_row(token)[cell - job_.n_free] != 0;
   }
 
-  // 16 rows from cell c on, or those up to the n-th, as padded float32.
-  void as_floats(const Side& side, bool is_split, int64_t pad, const TileRows& rows, Part part,
-                 Part affine, int64_t c, int64_t n, float* to) {
-    const char *room[16], *affine_room[16];
-    const char* const* from = rows.sixteen(part, c, room);
-    const int64_t m = smaller(n - c, 16);
+  // Rows from cell c on, of 16 cells or those up to the n-th, as padded float32: where they lie, if
+  // they are that already, or at `to`.
+  const float* as_floats(const TileRows& rows, bool is_v, int64_t c, int64_t n, float* to) {
+    const Side& side = is_v ? rows.pool->v : rows.pool->k;
+    const bool is_split = is_v ? is_v_split_ : is_k_split_;
+    const int64_t pad = is_v ? v_pad_ : k_pad_, m = smaller(n - c, 16);
+    int64_t step;
+    const char* row = rows.together(is_v ? kVRows : kKRows, c, m, side.packed_bytes(),
+                                    scratch_.gathered, step);
+    if (side.dtype == Dtype::f32 && !is_split && step == 4 * pad)
+      return reinterpret_cast<const float*>(row);
     if (is_split && side.dtype == Dtype::bf16) {
-      for (int64_t i = 0; i < m; i += 4) {
+      for (int64_t i = 0; i < m; i += 8) {
         ahead_.some();
-        for (int64_t j = i; j < smaller(i + 4, m); ++j) split_row(from[j], pad, to + j * pad);
+        split_rows(row + i * step, step, smaller(m - i, 8), pad, to + i * pad);
       }
-      return;
+      return to;
     }
-    const char* const* scales = side.affine ? rows.sixteen(affine, c, affine_room) : nullptr;
-    for (int64_t i = 0; i < m; ++i) {
+    const char* affine = nullptr;
+    for (int64_t i = 0; i < m; ++i, row += step) {
       if (i % 4 == 0) ahead_.some();
-      decode_row(side, from[i], scales ? scales[i] : nullptr, pad, to + i * pad);
+      if (side.affine) affine = rows.row(is_v ? kVAffine : kKAffine, c + i);
+      decode_row(side, row, affine, pad, to + i * pad);
       if (is_split) split_floats(to + i * pad, side.dim, false);
     }
+    return to;
   }
 
   void logits(const TileRows& rows, int64_t n) {
     order_queries();
     for (int64_t c = 0; c < n; c += 16) {
-      as_floats(rows.pool->k, is_k_split_, k_pad_, rows, kKRows, kKAffine, c, n, scratch_.k);
-      k_pad_ == 64 ? logits_of_16<64>(s_ + c)
-      : k_pad_ == 128 ? logits_of_16<128>(s_ + c) : logits_of_16<0>(s_ + c);
+      const float* k = as_floats(rows, false, c, n, scratch_.k);
+      k_pad_ == 64    ? logits_of_16<64>(k, s_ + c)
+      : k_pad_ == 128 ? logits_of_16<128>(k, s_ + c)
+                      : logits_of_16<0>(k, s_ + c);
     }
   }
 
-  // All rows' logits of the 16 cells in scratch.
+  // All rows' logits of 16 cells.
   template <int kPad>
-  void logits_of_16(float* s) const {
+  void logits_of_16(const float* k, float* s) const {
     const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
       constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
-      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, scratch_.k,
-                                     s + row * kTile);
+      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k, s + row * kTile);
       return kVecs * kRowsAtOnce;
     };
     int64_t r = 0;
@@ -800,29 +811,40 @@ class Attention {
   }
 
   void values(const TileRows& rows, int64_t first, int64_t n, Seen seen) {
-    const Side& side = rows.pool->v;
-    bool is_direct = is_v_split_ && side.dtype == Dtype::bf16 && rows_ <= 4;  // decoding once is no gain
-    for (int64_t c = 0; c < n; c += 16) is_direct &= rows.is_whole[c / 16] && seen == Seen::everything;
-    if (is_direct) {
-      for (int64_t c = 0; c < n; c += 16)
-        add_values(c, smaller(n - c, 16), rows.first[kVRows][c / 16], rows.stride[kVRows],
-                   [](const char* row, int64_t d, Vec* x, auto n_vecs) {
-                     const auto* from = reinterpret_cast<const uint16_t*>(row) + d;
-                     if (n_vecs.of == 1) x[0] = load_bf16(from);  // not so: they come in pairs
-                     for (int j = 0; j + 1 < n_vecs.of; j += 2)
-                       load_split(from + j * kLanes, x[j], x[j + 1]);
-                   });
+    const Dtype dtype = rows.pool->v.dtype;
+    // For few rows there is nothing to gain from decoding once.
+    if (is_v_split_ && dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
+      for (int64_t c = 0; c < n; c += 16) {
+        const int64_t m = smaller(n - c, 16);
+        int64_t step;
+        const char* row = rows.together(kVRows, c, m, v_.packed_bytes(), scratch_.gathered, step);
+        add_values(c, m, row, step, [](const char* from, int64_t d, Vec* x, auto n_vecs) {
+          const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
+          if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
+          for (int i = 0; i + 1 < n_vecs.of; i += 2)
+            load_split(numbers + i * kLanes, x[i], x[i + 1]);
+        });
+      }
       return;
     }
-    for (int64_t c = 0; c < n; c += 16)
-      as_floats(side, is_v_split_, v_pad_, rows, kVRows, kVAffine, c, n, scratch_.v + c * v_pad_);
+    const auto read = [](const char* from, int64_t d, Vec* x, auto n_vecs) {
+      for (int i = 0; i < n_vecs.of; ++i)
+        x[i] = load(reinterpret_cast<const float*>(from) + d + i * kLanes);
+    };
+    const bool is_at_once = rows_ <= 4 && seen == Seen::everything;
+    for (int64_t c = 0; c < n; c += 16) {
+      float* to = scratch_.v + c * v_pad_;
+      const float* v = as_floats(rows, true, c, n, to);
+      const int64_t m = smaller(n - c, 16);
+      if (is_at_once)
+        add_values(c, m, reinterpret_cast<const char*>(v), 4 * v_pad_, read);
+      else if (v != to)
+        std::memcpy(to, v, sizeof(float) * m * v_pad_);
+    }
     if (seen == Seen::some) leave_no_trace(first, n);
-    for (int64_t c = 0; c < n; c += 64)
+    for (int64_t c = 0; c < n && !is_at_once; c += 64)
       add_values(c, smaller(n - c, 64), reinterpret_cast<const char*>(scratch_.v + c * v_pad_),
-                 v_pad_ * 4, [](const char* row, int64_t d, Vec* x, auto n_vecs) {
-                   const float* from = reinterpret_cast<const float*>(row) + d;
-                   for (int j = 0; j < n_vecs.of; ++j) x[j] = load(from + j * kLanes);
-                 });
+                 4 * v_pad_, read);
   }
 
   // V rows from `row` on times the weights of n cells from c on, of all rows.

@@ -33,10 +33,20 @@ inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
 #endif
 }
 
-inline __m512i sum_whole_fours(__m512i a, __m512i b, __m512i c, __m512i d) {
-  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+// For 4 cells, of each four the sum, or of two groups the sum of the first two and of the others.
+template <int kSubs>
+inline void sum_fours_by_group(const __m512i* x, __m512i* sums) {
+  const __m512i ab = _mm512_unpacklo_epi32(x[0], x[1]), ab2 = _mm512_unpackhi_epi32(x[0], x[1]);
+  const __m512i cd = _mm512_unpacklo_epi32(x[2], x[3]), cd2 = _mm512_unpackhi_epi32(x[2], x[3]);
+  const auto sum = [](__m512i y, __m512i z) {
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(y, z), _mm512_unpackhi_epi64(y, z));
+  };
+  if (kSubs == 1) {
+    sums[0] = sum(_mm512_add_epi32(ab, ab2), _mm512_add_epi32(cd, cd2));
+  } else {
+    sums[0] = sum(ab, cd);
+    sums[1] = sum(ab2, cd2);
+  }
 }
 
 class Words {
@@ -86,11 +96,10 @@ class Words {
     load_affine(k_, rows, kKAffine, n, k_affine_);
     const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
     for (int64_t c = 0; c < n; c += 16) {
-      is_4 ? stage<true>(rows, c, n, ahead) : stage<false>(rows, c, n, ahead);
-      is_4 && is_halved ? logits_of_16<true, 2>(c, s, ahead)
-      : is_4            ? logits_of_16<true, 1>(c, s, ahead)
-      : is_halved       ? logits_of_16<false, 2>(c, s, ahead)
-                        : logits_of_16<false, 1>(c, s, ahead);
+      is_4 && is_halved ? logits_of_16<true, 2>(rows, c, n, s, ahead)
+      : is_4            ? logits_of_16<true, 1>(rows, c, n, s, ahead)
+      : is_halved       ? logits_of_16<false, 2>(rows, c, n, s, ahead)
+                        : logits_of_16<false, 1>(rows, c, n, s, ahead);
     }
   }
 
@@ -154,14 +163,17 @@ class Words {
 
   // Where 8 words of a staged chunk are, of 16 cells: eighth `i` of cell `c`. int8: numbers at even
   // places, then at odd ones. int4: every fourth, then those one behind, and so on; and cells within.
+  // Of two groups each eighth has 4 words.
   template <bool is_4>
   static constexpr int64_t eighth(int64_t i, int64_t c) {
     return is_4 ? i / 2 * 256 + c * 16 + i % 2 * 8 : c * 64 + i * 8;
   }
-  // Which half of the chunk its numbers are from.
-  template <bool is_4>
-  static constexpr int half_of(int i) {
-    return is_4 ? i % 2 : i % 4 / 2;
+  // Which word of a chunk, by eighths, is its number at `d`.
+  static int64_t place_of(bool is_4, bool is_halved, int64_t d) {
+    const int64_t n = is_4 ? 16 : 32, first = is_4 ? d % 4 * 16 : d % 2 * 32;
+    const int64_t word = is_4 ? d / 4 : d / 2;
+    if (!is_halved) return first + word;
+    return first + word % (n / 2) / 4 * 8 + word / (n / 2) * 4 + word % 4;
   }
 
   // For kGroups, or up to as many if these are the most.
@@ -214,24 +226,28 @@ class Words {
         _mm512_store_si512(whole, _mm512_cvtps_epi32(_mm512_mul_ps(load(row + d), inverse)));
         int16_t* to = queries_ + (chunk * quads_ + quad) * 256 + lane * 8;
         for (int64_t j = 0; j < 16; ++j) {
-          const int64_t at = d % 64 + j;
-          const int64_t place = is_4 ? at % 4 * 16 + at / 4 : at % 2 * 32 + at / 2;
+          const int64_t place = place_of(is_4, subs(k_) == 2, d % 64 + j);
           to[place / 8 * 32 + place % 8] = static_cast<int16_t>(whole[j]);
         }
         const float more = factor_ * _mm512_reduce_add_ps(load(row + d));
-        float* sums = q_sums_ + ((chunk * subs(k_) + sub) * quads_ + quad) * 16 + lane * 4;
+        float* sums = q_sums_ + ((chunk * quads_ + quad) * subs(k_) + sub) * 16 + lane * 4;
         for (int i = 0; i < 4; ++i) sums[i] += more;
       }
     }
   }
 
   // K rows of 16 cells from c on as words, [chunk][1024].
-  template <bool is_4>
+  template <bool is_4, bool is_halved>
   void stage(const TileRows& rows, int64_t c, int64_t n, Ahead& ahead) const {
     const int64_t m = smaller(n - c, 16);
     int64_t step;
     const char* from = rows.together(kKRows, c, m, k_.packed_bytes(), gathered_, step);
     const __m512i low = _mm512_set1_epi16(is_4 ? 15 : 255);
+    const __m512i by_turns = is_4 ? _mm512_set_epi64(7, 5, 6, 4, 3, 1, 2, 0)
+                                  : _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+    const auto in_order = [&](__m512i x) {
+      return is_halved ? _mm512_permutexvar_epi64(by_turns, x) : x;
+    };
     int16_t* to = staged_;
     for (int64_t d = 0; d < k_.packed_bytes(); d += is_4 ? 32 : 64, to += 1024) {
       ahead.some();
@@ -239,7 +255,7 @@ class Words {
       for (int64_t i = 0; i < 16; i += 2, row += 2 * step) {
         if (is_4) {
           int16_t* at = one_base(to + eighth<true>(0, i));
-          const __m512i x = two_halves(row, row + step);
+          const __m512i x = in_order(two_halves(row, row + step));
           _mm512_store_si512(at + eighth<true>(0, 0), _mm512_and_si512(x, low));
           _mm512_store_si512(at + eighth<true>(2, 0),
                              _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
@@ -248,7 +264,7 @@ class Words {
           _mm512_store_si512(at + eighth<true>(6, 0), _mm512_srli_epi16(x, 12));
         } else {
           for (int j = 0; j < 2; ++j) {
-            const __m512i x = _mm512_loadu_si512(row + j * step);
+            const __m512i x = in_order(_mm512_loadu_si512(row + j * step));
             _mm512_store_si512(to + eighth<false>(0, i + j), _mm512_and_si512(x, low));
             _mm512_store_si512(to + eighth<false>(4, i + j), _mm512_srli_epi16(x, 8));
           }
@@ -258,16 +274,17 @@ class Words {
   }
 
   template <bool is_4, int kSubs>
-  void logits_of_16(int64_t c, float* s, Ahead& ahead) const {
-    constexpr int kAlone = kSubs == 2 ? 8 : 16;
+  void logits_of_16(const TileRows& rows, int64_t c, int64_t n, float* s, Ahead& ahead) const {
+    stage<is_4, kSubs == 2>(rows, c, n, ahead);
     int64_t quad = 0;
     for (; quad + 2 <= quads_; quad += 2) {
       ahead.some();
-      logits_of<is_4, kSubs, 2, kAlone / 2>(quad, c, s);
+      logits_of<is_4, kSubs, 2, 8>(quad, c, s);
     }
-    if (quad < quads_) logits_of<is_4, kSubs, 1, kAlone>(quad, c, s);
+    if (quad < quads_) logits_of<is_4, kSubs, 1, 16>(quad, c, s);
   }
 
+  // s[row][first ..] of the 16 cells that are staged, for the rows of kQuads quads.
   template <bool is_4, int kSubs, int kQuads, int kCells>
   void logits_of(int64_t quad, int64_t first, float* s) const {
     for (int64_t c = 0; c < 16; c += kCells) {
@@ -276,38 +293,31 @@ class Words {
       for (int64_t chunk = 0, done = 0; chunk < k_.dim / 64; ++chunk) {
         const int16_t* staged = one_base(staged_ + chunk * 1024 + eighth<is_4>(0, c));
         const int16_t* q = one_base(queries_ + (chunk * quads_ + quad) * 256);
-        __m512i a[kQuads][kCells][kSubs];
+        __m512i a[kQuads][kCells];
         for (auto& of_quad : a)
-          for (auto& of_cell : of_quad)
-            for (__m512i& x : of_cell) x = _mm512_setzero_si512();
+          for (__m512i& x : of_quad) x = _mm512_setzero_si512();
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
           __m512i x[kQuads];
-          for (int j = 0; j < kQuads; ++j) x[j] = _mm512_load_si512(q + j * 256 + i * 32);
+          for (int k = 0; k < kQuads; ++k) x[k] = _mm512_load_si512(q + k * 256 + i * 32);
           for (int j = 0; j < kCells; ++j) {
             const auto* from = reinterpret_cast<const __m128i*>(staged + eighth<is_4>(i, j));
             const __m512i y = _mm512_broadcast_i32x4(_mm_load_si128(from));
-            for (int k = 0; k < kQuads; ++k) {
-              __m512i& sum = a[k][j][kSubs == 2 ? half_of<is_4>(i) : 0];
-              sum = dot_pairs(sum, x[k], y);
-            }
+            for (int k = 0; k < kQuads; ++k) a[k][j] = dot_pairs(a[k][j], x[k], y);
           }
         }
+        const float* sums = one_base(q_sums_ + (chunk * quads_ + quad) * kSubs * 16);
         for (int j = 0; j < kCells / 4; ++j) {
-          __m512 scale[kSubs], bias[kSubs];
-          for (int sub = 0; sub < kSubs; ++sub) {
-            scale[sub] = all_fours(affine + sub * 2 * kTile + 4 * j);
-            bias[sub] = all_fours(affine + (sub * 2 + 1) * kTile + 4 * j);
-          }
           for (int k = 0; k < kQuads; ++k) {
-            __m512 dots = _mm512_setzero_ps(), more = chunk ? result[k][j] : _mm512_setzero_ps();
+            __m512i dot[2];
+            sum_fours_by_group<kSubs>(a[k] + 4 * j, dot);
+            __m512 dots, more = chunk ? result[k][j] : _mm512_setzero_ps();
             for (int sub = 0; sub < kSubs; ++sub) {
-              const __m512 dot = _mm512_cvtepi32_ps(
-                  sum_whole_fours(a[k][4 * j][sub], a[k][4 * j + 1][sub], a[k][4 * j + 2][sub],
-                                  a[k][4 * j + 3][sub]));
-              dots = sub ? fma(dot, scale[sub], dots) : mul(dot, scale[sub]);
-              const float* sums = q_sums_ + ((chunk * kSubs + sub) * quads_ + quad + k) * 16;
-              more = fma(bias[sub], _mm512_load_ps(sums), more);
+              const float* scales = affine + sub * 2 * kTile + 4 * j;
+              const __m512 scale = all_fours(scales), bias = all_fours(scales + kTile);
+              dots = sub ? fma(_mm512_cvtepi32_ps(dot[sub]), scale, dots)
+                         : mul(_mm512_cvtepi32_ps(dot[sub]), scale);
+              more = fma(bias, _mm512_load_ps(sums + (k * kSubs + sub) * 16), more);
             }
             result[k][j] = fma(dots, _mm512_load_ps(q_steps_ + (quad + k) * 16), more);
           }
