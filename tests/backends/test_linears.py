@@ -100,6 +100,40 @@ def test_results_are_those_of_the_weights_it_holds(level, bits, n_groups, n_out,
     assert bool(((kernel(x).double() - want).abs() <= bound(x, weight, bits) + rounding).all())
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    n_in=st.sampled_from([1, 15, 32, 33, 100, 1024, 1500, 2112]),
+    n_out=st.integers(1, 70),
+    n_tokens=st.integers(linears.FEW_BF16 + 1, 60),
+    seed=st.integers(0, 99),
+)
+def test_the_kernel_multiplies_bfloat16_for_many_tokens(level, n_in, n_out, n_tokens, seed):
+    """Where the processor does not; and a token's result does not depend on how many they are."""
+    kernel = KernelLinear(layer(n_out, n_in, seed=seed), 16, None)
+    x = torch.randn(n_tokens, n_in, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    got, fewer = torch.empty(n_tokens, n_out).bfloat16(), torch.empty(5, n_out).bfloat16()
+    dtype = kernels.DTYPES["bfloat16"]
+    kernel._weights.linear(x.data_ptr(), n_tokens, dtype, got.data_ptr(), dtype)
+    weight = held(kernel)
+    want = x.double() @ weight.T
+    error = bound(x, weight, 16) + 2**-8 * want.abs()
+    assert bool(((got.double() - want).abs() <= error).all())
+    last = x[-5:].contiguous()
+    kernel._weights.linear(last.data_ptr(), 5, dtype, fewer.data_ptr(), dtype)
+    assert torch.equal(fewer, got[-5:])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_who_multiplies_many_tokens_depends_on_the_processor(monkeypatch, bf16):
+    kernel = KernelLinear(layer(40, 2 * GROUP), 16, None)
+    x = torch.randn(linears.SOME_BF16.stop, kernel.in_features).bfloat16()
+    asked = []
+    monkeypatch.setattr(linears, "torch_multiplies_bf16", lambda: bf16)
+    monkeypatch.setattr(linears.F, "linear", lambda *_: asked.append(1) or x.new_zeros(1))
+    kernel(x)
+    assert len(asked) == bf16
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_weights_are_within_a_step_of_the_model_s(bits):
     linear = layer(37, 3 * GROUP)

@@ -1,13 +1,17 @@
 """Linear layers whose weights the CPU kernel reads: bfloat16 as it is, int8 and int4 packed.
 
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
-speed; for many, arithmetic is what counts. From some hundreds on torch's matrix product of bfloat16
-is as fast as any. Packed weights are expanded as they are needed, tile by tile where the kernel has
-a matrix unit, else some millions at a time for torch's product.
+speed; for many, arithmetic is what counts. Where the processor multiplies bfloat16, torch's matrix
+product is as fast as any from some hundreds on; elsewhere it is slow, and the kernel's, in float32,
+is not. Packed weights meet any number of tokens as they are where the processor multiplies bytes
+(VNNI); else they are expanded as they are needed, tile by tile for the kernel's matrix unit or some
+millions at a time.
 """
 
 from __future__ import annotations
 
+import functools
+import platform
 import threading
 from typing import Any, cast
 
@@ -39,6 +43,14 @@ EXPANDED = 1 << 24
 _PACKED_AT_A_TIME = 1 << 22
 
 
+@functools.cache
+def torch_multiplies_bf16() -> bool:
+    """Whether this processor multiplies bfloat16; elsewhere torch's product converts as it goes."""
+    found = torch.cpu.get_capabilities()
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    return not is_x86 or bool(found.get("amx_bf16") or found.get("avx512_bf16"))
+
+
 class Expanded:
     """Memory that the layers of a model take turns to expand their weights into."""
 
@@ -63,7 +75,7 @@ class KernelLinear(nn.Module):
         Args:
             linear: the layer; in bfloat16 for 16 bits, its inputs in whole groups for others.
             bits: of a weight.
-            expanded: for packed weights; None: many tokens take the kernel, too.
+            expanded: for packed weights; None: any number of tokens meets them as they are.
             arena: where weights shall lie; None: packed ones anywhere, others where they are.
         """
         super().__init__()
@@ -103,7 +115,8 @@ class KernelLinear(nn.Module):
         """``[..., in_features] -> [..., out_features]``, in the type of x."""
         n_tokens = x.numel() // self.in_features
         by_matrix = x.dtype == torch.bfloat16 and self._is_for_matrix(n_tokens)
-        if n_tokens > FEW_BF16 and self.bits == 16 and not by_matrix:
+        by_torch = self.bits == 16 and n_tokens > FEW_BF16 and torch_multiplies_bf16()
+        if by_torch and not by_matrix:
             return F.linear(x, self.weight, self.bias)
         if n_tokens > FEW_PACKED and self._expanded is not None and not by_matrix:
             return self._by_expanding(x, self._expanded)
@@ -133,13 +146,25 @@ class KernelLinear(nn.Module):
                 rows = min(stop * BLOCK, self.out_features) - first * BLOCK
                 self._weights.unpack(first, stop, expanded.numbers.data_ptr())
                 weight = expanded.numbers[: rows * self.in_features].view(rows, self.in_features)
-                parts.append(F.linear(x, weight))
+                parts.append(_product(x, weight))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return out if self.bias is None else out.add_(self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, for whoever prints the model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in bfloat16 for many tokens, by whoever is faster."""
+    if torch_multiplies_bf16():
+        return F.linear(x, weight)
+    n_out, n_in = weight.shape
+    x, out = x.contiguous(), x.new_empty((*x.shape[:-1], n_out))
+    weights = kernels.make_linear_weights(16, n_in, n_out, weight.data_ptr(), 0)
+    dtype = kernels.DTYPES["bfloat16"]
+    weights.linear(x.data_ptr(), x.numel() // n_in, dtype, out.data_ptr(), dtype)
+    return out
 
 
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +223,8 @@ def hold_weights(model: Any, weights: str) -> None:
             f"leave one of the two out"
         )
     packed = is_packed(weights)
-    expanded = Expanded(EXPANDED) if packed and model.dtype == torch.bfloat16 else None
+    is_expanded = packed and model.dtype == torch.bfloat16 and kernels.level() != "vnni"
+    expanded = Expanded(EXPANDED) if is_expanded else None
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     arena = Arena()
 

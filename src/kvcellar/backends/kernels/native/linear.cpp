@@ -14,7 +14,6 @@ namespace {
 constexpr int64_t kPieceBytes = 1 << 17;  // weights of a piece of work: what a core's cache keeps
 constexpr int64_t kStreamBytes = 1 << 19; // where they are read once: long streams are read faster
 constexpr int64_t kLeastBytes = 1 << 16;  // of the last pieces
-constexpr int64_t kReadOnce = 4;          // tokens
 constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
 
 constexpr int64_t kTokensOfBlock = 256, kInputsOfBlock = 2048;  // for the matrix unit: 1 MiB

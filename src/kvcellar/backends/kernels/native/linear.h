@@ -9,6 +9,7 @@ namespace kvcellar {
 
 constexpr int64_t kBlockRows = 16;   // outputs whose packed weights lie together
 constexpr int64_t kGroupInputs = 32; // packed weights that share a scale
+constexpr int kReadOnce = 4;         // tokens up to which reading weights is what they cost
 
 enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2 };
 
@@ -72,7 +73,8 @@ struct LinearOps {
   RowOps rows;  // what comes between linear layers
 };
 
-// out = x W^T. Each token's result is the same whatever other tokens come with it.
+// out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
+// are summed in one order for up to kReadOnce tokens, and in another for more.
 void linear(const LinearCall& call, int n_threads);
 
 // The same for any number of tokens in bfloat16, where can_multiply: weights are rounded to bfloat16,

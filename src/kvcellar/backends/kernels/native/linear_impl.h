@@ -14,6 +14,16 @@ inline void fetch_ahead(const void* now) {
   __builtin_prefetch(static_cast<const char*>(now) + 4096, 0, 2);
 }
 
+// 2 * kLanes numbers in the order of load_split.
+inline void split_floats(float* row) {
+  float was[2 * kLanes];
+  std::memcpy(was, row, sizeof was);
+  for (int i = 0; i < kLanes; ++i) {
+    row[i] = was[2 * i];
+    row[kLanes + i] = was[2 * i + 1];
+  }
+}
+
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   if (dtype == Dtype::f32) {
     std::memcpy(to, from, sizeof(float) * n);
@@ -32,7 +42,10 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
   for (int64_t t = first; t < stop; ++t) {
     const char* x = static_cast<const char*>(call.x) + t * n * size;
     if (!call.weights.is_packed) {
-      load_floats(x, call.in, n, inputs.rows + t * n);
+      float* row = inputs.rows + t * n;
+      load_floats(x, call.in, n, row);
+      for (int64_t i = 0; call.n_tokens > kReadOnce && i + 2 * kLanes <= n; i += 2 * kLanes)
+        split_floats(row + i);
       continue;
     }
     for (int64_t g = 0; g < call.weights.n_groups; ++g) {
@@ -103,6 +116,87 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   float out[kTokens][kBlockRows];
   for (int64_t r = 0; r < n_rows; ++r) dot_bf16<kTokens>(w + r * n, n, x, out[0] + r);
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
+}
+
+// More tokens at once: out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows.
+// Both come in halves, see load_split; every sum is one register's.
+#if defined(KVC_AVX512) || defined(KVC_NEON)
+constexpr int kManyTokens = 6;
+#else
+constexpr int kManyTokens = 2;
+#endif
+constexpr int64_t kInputsAtOnce = 1024;  // with which kManyTokens tokens stay in the first cache
+
+template <int kTokens>
+inline void dots_bf16(const uint16_t* w, const float* x, int64_t n_in, int64_t n, float* out) {
+  Vec sums[kTokens][4];
+  for (auto& token : sums)
+    for (Vec& a : token) a = all(0.f);
+  for (int64_t i = 0; i < n; i += 2 * kLanes) {
+    Vec y[kTokens][2];
+    for (int t = 0; t < kTokens; ++t)
+      for (int half = 0; half < 2; ++half) y[t][half] = load(x + t * n_in + i + half * kLanes);
+    for (int r = 0; r < 4; ++r) {
+      Vec weight[2];
+      load_split(w + r * n_in + i, weight[0], weight[1]);
+      for (int half = 0; half < 2; ++half)
+        for (int t = 0; t < kTokens; ++t) sums[t][r] = fma(weight[half], y[t][half], sums[t][r]);
+    }
+  }
+  for (int t = 0; t < kTokens; ++t) {
+    float four[4];
+    sum_4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], four);
+    for (int r = 0; r < 4; ++r) out[t * kBlockRows + r] += four[r];
+  }
+}
+
+template <int kTokens>
+inline void block_of_many(const LinearCall& call, const float* x, int64_t token, int64_t block) {
+  const int64_t n = call.weights.n_in, first = block * kBlockRows;
+  const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
+  const int64_t whole = n / (2 * kLanes) * (2 * kLanes);
+  const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
+  float out[kTokens][kBlockRows] = {};
+  for (int64_t i = 0; i < whole; i += kInputsAtOnce) {
+    const int64_t length = whole - i < kInputsAtOnce ? whole - i : kInputsAtOnce;
+    // Of a last block's rows that are not four, the last come twice.
+    for (int64_t r = 0; r < n_rows; r += 4) {
+      const int64_t from = r + 4 <= n_rows || n_rows < 4 ? r : n_rows - 4;
+      if (n_rows < 4) break;
+      float sums[kTokens][kBlockRows] = {};
+      dots_bf16<kTokens>(w + from * n + i, x + i, n, length, sums[0]);
+      for (int t = 0; t < kTokens; ++t)
+        for (int64_t j = r - from; j < 4; ++j) out[t][from + j] += sums[t][j];
+    }
+  }
+  for (int64_t r = 0; r < n_rows; ++r) {
+    for (int t = 0; t < kTokens; ++t) {
+      for (int64_t i = n_rows < 4 ? 0 : whole; i < n; ++i) {
+        const int64_t at = i < whole ? i / (2 * kLanes) * (2 * kLanes) + i % 2 * kLanes +
+                                           i % (2 * kLanes) / 2
+                                     : i;
+        out[t][r] += bf16_to_float(w[r * n + i]) * x[t * n + at];
+      }
+    }
+  }
+  for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
+}
+
+// Some tokens at a time, whose inputs stay in the second cache while all blocks meet them.
+constexpr int64_t kTokensKept = 48;
+
+inline void run_many(const LinearCall& call, const float* rows, int64_t first, int64_t stop) {
+  const int64_t n = call.weights.n_in;
+  for (int64_t kept = 0; kept < call.n_tokens; kept += kTokensKept) {
+    const int64_t end = call.n_tokens - kept < kTokensKept ? call.n_tokens : kept + kTokensKept;
+    for (int64_t block = first; block < stop; ++block) {
+      int64_t t = kept;
+      for (; t + kManyTokens <= end; t += kManyTokens)
+        block_of_many<kManyTokens>(call, rows + t * n, t, block);
+      for (; t + 2 <= end; t += 2) block_of_many<2>(call, rows + t * n, t, block);
+      for (; t < end; ++t) block_of_many<1>(call, rows + t * n, t, block);
+    }
+  }
 }
 
 // 16 outputs of kTokens tokens, packed: integers within a group, floats from group to group.
@@ -199,13 +293,15 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
     else if (call.weights.format == WeightFormat::int8)
       block_packed<kTokens, false>(call, inputs, token, block);
     else
-      block_bf16<(kTokens > 4 ? 4 : kTokens)>(call, inputs.rows + token * call.weights.n_in, token,
-                                              block);
+      block_bf16<(kTokens > kReadOnce ? kReadOnce : kTokens)>(
+          call, inputs.rows + token * call.weights.n_in, token, block);
   }
 }
 
 void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
-  const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : 4;
+  if (!call.weights.is_packed && call.n_tokens > kReadOnce)
+    return run_many(call, inputs.rows, first, stop);
+  const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : kReadOnce;
   int64_t token = 0;
   for (; token + at_once <= call.n_tokens; token += at_once)
     tokens_of<kTokensAtOnce>(call, inputs, token, first, stop);

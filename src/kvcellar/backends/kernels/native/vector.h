@@ -123,6 +123,11 @@ inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
   const Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
 }
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const Vec fours = sum_fours(a, b, c, d);
+  const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(fours), _mm512_extractf32x8_ps(fours, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+}
 inline void store_fours(Vec x, float* to, int64_t step) {
   _mm_storeu_ps(to, _mm512_castps512_ps128(x));
   _mm_storeu_ps(to + step, _mm512_extractf32x4_ps(x, 1));
@@ -212,6 +217,10 @@ inline Vec all_fours(const float* p) {
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
   return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
 }
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const Vec fours = sum_fours(a, b, c, d);
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1)));
+}
 inline void store_fours(Vec x, float* to, int64_t step) {
   _mm_storeu_ps(to, _mm256_castps256_ps128(x));
   _mm_storeu_ps(to + step, _mm256_extractf128_ps(x, 1));
@@ -281,6 +290,7 @@ inline Vec all_fours(const float* p) { return vld1q_f32(p); }
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
   return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) { vst1q_f32(to, sum_fours(a, b, c, d)); }
 inline void store_fours(Vec x, float* to, int64_t) { vst1q_f32(to, x); }
 inline void store_u8(uint8_t* p, Vec x) {
   const uint16x4_t words = vmovn_u32(vcvtq_u32_f32(x));
@@ -353,6 +363,7 @@ inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
 }
 inline Vec all_fours(const float* p) { return load(p); }
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
+inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) { store(to, sum_fours(a, b, c, d)); }
 inline void store_fours(Vec x, float* to, int64_t) { store(to, x); }
 inline void store_u8(uint8_t* p, Vec x) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(x[i]);
@@ -368,7 +379,7 @@ inline void store_bf16(uint16_t* p, Vec x) {
 
 // Of all: load_split gives 2 * kLanes numbers, those at even places and those at odd ones. Fours are
 // the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
-// each the sums in a, b, c and d, store_fours puts them `step` numbers apart.
+// each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart.
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
