@@ -3,9 +3,9 @@
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
 speed; for many, arithmetic is what counts. Where the processor multiplies bfloat16, torch's matrix
 product is as fast as any from some hundreds on; elsewhere it is slow, and the kernel's, in float32,
-is not. Packed weights meet any number of tokens as they are where the processor multiplies bytes
-(VNNI); else they are expanded as they are needed, tile by tile for the kernel's matrix unit or some
-millions at a time.
+is not. Packed weights are expanded as they are needed for it, tile by tile for the kernel's matrix
+unit or some millions at a time; elsewhere, and where the processor multiplies bytes four at a time
+(VNNI), any number of tokens meets them as they are.
 """
 
 from __future__ import annotations
@@ -146,25 +146,13 @@ class KernelLinear(nn.Module):
                 rows = min(stop * BLOCK, self.out_features) - first * BLOCK
                 self._weights.unpack(first, stop, expanded.numbers.data_ptr())
                 weight = expanded.numbers[: rows * self.in_features].view(rows, self.in_features)
-                parts.append(_product(x, weight))
+                parts.append(F.linear(x, weight))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return out if self.bias is None else out.add_(self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, for whoever prints the model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in bfloat16 for many tokens, by whoever is faster."""
-    if torch_multiplies_bf16():
-        return F.linear(x, weight)
-    n_out, n_in = weight.shape
-    x, out = x.contiguous(), x.new_empty((*x.shape[:-1], n_out))
-    weights = kernels.make_linear_weights(16, n_in, n_out, weight.data_ptr(), 0)
-    dtype = kernels.DTYPES["bfloat16"]
-    weights.linear(x.data_ptr(), x.numel() // n_in, dtype, out.data_ptr(), dtype)
-    return out
 
 
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -223,7 +211,8 @@ def hold_weights(model: Any, weights: str) -> None:
             f"leave one of the two out"
         )
     packed = is_packed(weights)
-    is_expanded = packed and model.dtype == torch.bfloat16 and kernels.level() != "vnni"
+    by_torch = torch_multiplies_bf16() and kernels.level() != "vnni"
+    is_expanded = packed and model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     arena = Arena()

@@ -6,7 +6,55 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-constexpr int kTokensAtOnce = 8;  // of packed weights: what fits into registers
+// Of packed weights: what fits into registers.
+#if defined(KVC_AVX2)
+constexpr int kTokensAtOnce = 4;
+#else
+constexpr int kTokensAtOnce = 8;
+#endif
+
+// kLanes sums of four products each, of bytes from 0 to kMost and signed ones.
+#if defined(KVC_AVX512)
+using Ints = __m512i;
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline Ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints low_halves(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Ints high_halves(Ints x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+template <int kMost>
+inline Ints dot_fours(Ints sum, Ints x, Ints y) {
+#if defined(KVC_VNNI)
+  return _mm512_dpbusd_epi32(sum, x, y);
+#else
+  if constexpr (kMost < 128) {  // two products fit into 16 bits
+    const Ints pairs = _mm512_maddubs_epi16(x, y);
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  }
+  const Ints even = _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8), odd = _mm512_srai_epi16(y, 8);
+  const Ints bytes = _mm512_set1_epi16(255);
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_and_si512(x, bytes), even));
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16(x, 8), odd));
+#endif
+}
+#elif defined(KVC_AVX2)
+using Ints = __m256i;
+inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }
+inline Ints all_ints(int32_t x) { return _mm256_set1_epi32(x); }
+inline Ints low_halves(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Ints high_halves(Ints x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+template <int kMost>
+inline Ints dot_fours(Ints sum, Ints x, Ints y) {
+  if constexpr (kMost < 128) {  // two products fit into 16 bits
+    const Ints pairs = _mm256_maddubs_epi16(x, y);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  const Ints even = _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8), odd = _mm256_srai_epi16(y, 8);
+  const Ints bytes = _mm256_set1_epi16(255);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(x, bytes), even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(x, 8), odd));
+}
+#endif
 
 // Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
 // fetches by itself ends with a page.
@@ -211,45 +259,46 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   const float* x_scales = inputs.scales + token * n_groups;
   const int32_t* offsets = inputs.offsets + token * n_groups;
   float out[kTokens][kBlockRows];
-#if defined(KVC_VNNI)
-  const __m512i low = _mm512_set1_epi8(15);
-  __m512 totals[kTokens];
-  for (auto& total : totals) total = _mm512_setzero_ps();
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+  constexpr int kParts = kBlockRows / kLanes;  // vectors of outputs
+  Vec totals[kTokens][kParts];
+  for (auto& token : totals)
+    for (Vec& total : token) total = all(0.f);
   const auto four = [x, n](int t, int64_t at) {
     int32_t bytes;
     std::memcpy(&bytes, x + t * n + at, 4);
-    return _mm512_set1_epi32(bytes);
+    return all_ints(bytes);
   };
   for (int64_t g = 0; g < n_groups; ++g) {
-    __m512i sums[kTokens];
-    for (int t = 0; t < kTokens; ++t) sums[t] = _mm512_set1_epi32(offsets[t * n_groups + g]);
+    Ints sums[kTokens][kParts];
+    for (int t = 0; t < kTokens; ++t)
+      for (Ints& sum : sums[t]) sum = all_ints(offsets[t * n_groups + g]);
     int64_t at = g * kGroupInputs;
-    if constexpr (is_int4) {
-      for (int v = 0; v < 4; ++v, at += 8, w += 64) {
-        fetch_ahead(w);
-        const __m512i both = _mm512_loadu_si512(w);
-        const __m512i first = _mm512_and_si512(both, low);
-        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        for (int t = 0; t < kTokens; ++t) {
-          sums[t] = _mm512_dpbusd_epi32(sums[t], first, four(t, at));
-          sums[t] = _mm512_dpbusd_epi32(sums[t], second, four(t, at + 4));
+    for (int v = 0; v < (is_int4 ? 4 : 8); ++v, at += is_int4 ? 8 : 4, w += 64) {
+      fetch_ahead(w);
+      for (int part = 0; part < kParts; ++part) {
+        const Ints weight = load_ints(w + part * kLanes * 4);
+        if constexpr (is_int4) {
+          const Ints first = low_halves(weight), second = high_halves(weight);
+          for (int t = 0; t < kTokens; ++t) {
+            sums[t][part] = dot_fours<15>(sums[t][part], first, four(t, at));
+            sums[t][part] = dot_fours<15>(sums[t][part], second, four(t, at + 4));
+          }
+        } else {
+          for (int t = 0; t < kTokens; ++t)
+            sums[t][part] = dot_fours<255>(sums[t][part], weight, four(t, at));
         }
       }
-    } else {
-      for (int v = 0; v < 8; ++v, at += 4, w += 64) {
-        fetch_ahead(w);
-        const __m512i weight = _mm512_loadu_si512(w);
-        for (int t = 0; t < kTokens; ++t)
-          sums[t] = _mm512_dpbusd_epi32(sums[t], weight, four(t, at));
-      }
     }
-    const __m512 scale = load_half(scales + g * kBlockRows);
-    for (int t = 0; t < kTokens; ++t)
-      totals[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]),
-                                  _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[t * n_groups + g])),
-                                  totals[t]);
+    for (int part = 0; part < kParts; ++part) {
+      const Vec scale = load_half(scales + g * kBlockRows + part * kLanes);
+      for (int t = 0; t < kTokens; ++t)
+        totals[t][part] = fma(to_floats(sums[t][part]), mul(scale, all(x_scales[t * n_groups + g])),
+                              totals[t][part]);
+    }
   }
-  for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out[t], totals[t]);
+  for (int t = 0; t < kTokens; ++t)
+    for (int part = 0; part < kParts; ++part) store(out[t] + part * kLanes, totals[t][part]);
 #else
   for (auto& row : out)
     for (float& value : row) value = 0.f;
