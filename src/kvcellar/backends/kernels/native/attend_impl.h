@@ -265,11 +265,16 @@ struct Walk {
 // a loop that computes for long between its loads leaves the memory idle, and many at once would
 // stop the core until they have come.
 struct Ahead {
-  // `turns`: how often some will be asked for.
-  void start(int64_t turns) {
-    n_ = next_ = lines_ = n_streams_ = 0;
+  // `turns`: how often some will be asked for. `is_near`: they are for the first cache, not the
+  // second.
+  void start(int64_t turns, bool is_near) {
+    is_near_ = is_near;
+    n_ = next_ = lines_ = n_streams_ = asked_ = 0;
     turns_ = turns;
   }
+
+  // How often some were asked for since the start.
+  int64_t asked() const { return asked_; }
 
   // K or V of the first `count` cells of `rows`.
   void add(const TileRows& rows, int64_t count, bool is_v) {
@@ -288,6 +293,7 @@ struct Ahead {
   }
 
   void some() {
+    ++asked_;
     if (--wait_ == 0) {
       wait_ = every_;
       fetch(count_);
@@ -304,6 +310,7 @@ struct Ahead {
     int64_t n;
     Part part;
     int64_t bytes, n_pieces, lines;  // of a piece
+    bool is_near;                    // whether they are for the first cache
     const char* pieces[kTile / 16];
     int64_t done, line;
   };
@@ -315,6 +322,7 @@ struct Ahead {
     stream.part = part;
     stream.bytes = bytes;
     stream.n_pieces = stream.done = stream.line = 0;
+    stream.is_near = is_near_;
     const int64_t lines = (count * bytes + 63) / 64;
     lines_ += lines;
     if (rows.stride[part] != bytes) return;
@@ -344,7 +352,8 @@ struct Ahead {
         const int64_t stop = (last * stream.bytes + 63) / 64;
         n_pieces == 1   ? lines<1>(stream, stop)
         : n_pieces == 2 ? lines<2>(stream, stop)
-        : n_pieces == 4 ? lines<4>(stream, stop) : lines<0>(stream, stop);
+        : n_pieces == 4 ? lines<4>(stream, stop)
+                        : lines<0>(stream, stop);
       } else {
         for (int64_t c = first; c < last; ++c) {
           const char* row = stream.rows->row(stream.part, c);
@@ -359,15 +368,20 @@ struct Ahead {
   static void lines(Stream& stream, int64_t stop) {
     const int64_t n_pieces = kPieces ? kPieces : stream.n_pieces;
     int64_t done = stream.done, line = stream.line;
-    for (; done < stop && line < stream.lines; done += n_pieces, ++line)
-      for (int64_t j = 0; j < n_pieces; ++j) __builtin_prefetch(stream.pieces[j] + line * 64, 0, 2);
+    for (; done < stop && line < stream.lines; done += n_pieces, ++line) {
+      for (int64_t j = 0; j < n_pieces; ++j) {
+        const char* at = stream.pieces[j] + line * 64;
+        stream.is_near ? __builtin_prefetch(at, 0, 3) : __builtin_prefetch(at, 0, 2);
+      }
+    }
     stream.done = done;
     stream.line = line;
   }
 
   Stream streams_[8];
+  bool is_near_ = false;
   int n_streams_ = 0;
-  int64_t n_ = 0, next_ = 0, lines_ = 0, turns_ = 1, every_ = 1, count_ = 1, wait_ = 1;
+  int64_t n_ = 0, next_ = 0, lines_ = 0, turns_ = 1, every_ = 1, count_ = 1, wait_ = 1, asked_ = 0;
 };
 
 // Logits and values in float32 --------------------------------------------------------------------
@@ -491,7 +505,7 @@ class Attention {
 #else
     load_queries(factor);
 #endif
-    const int64_t longest = rows_ <= 16 ? kTile : kRound;
+    const int64_t longest = rows_ <= 16 ? 2 * kRound : kRound;
 #endif
     for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
       scratch_.max[r] = scratch_.most[r] = kMinusInfinity;
@@ -524,9 +538,14 @@ class Attention {
       matrix.logits(s_, ahead_);
     }
 #endif
+    int64_t turns = n;  // how often fetching ahead is thought of: for the first tile a guess
     for (int64_t first = job_.first_cell; n; first += n, n = n_next, n_next = n_third) {
       n_third = take(*third);
-      ahead_.start(turns(n));
+#if defined(KVC_AMX)
+      ahead_.start((n + 31) / 32 * (12 + rows_), false);
+#else
+      ahead_.start(turns > 0 ? turns : 1, !is_quantised(k_.dtype));
+#endif
       ahead_.add(*third, n_third, false);
       ahead_.add(*next, n_next, true);
       if (!n_third && job_.following && following_left) {  // its first tiles, in the free room
@@ -608,6 +627,9 @@ class Attention {
         });
         values(*rows, first, n, seen);
       }
+      // As often as during this tile. Of numbers that take the memory longer than the arithmetic, a
+      // third is fetched behind it, at once.
+      if (n_next) turns = ahead_.asked() * n_next / n * (is_quantised(k_.dtype) ? 2 : 3) / 2;
       ahead_.rest();
       TileRows* const done = rows;
       rows = next;
@@ -625,9 +647,6 @@ class Attention {
   }
 
  private:
-  // How often `ahead_` is asked for some during a tile of n cells.
-  int64_t turns(int64_t n) const { return (n + 31) / 32 * (16 + rows_); }
-
   int64_t head_of(int64_t row) const {
     const int64_t group = job_.layout->n_heads / job_.pool->n_kv_heads;
     return job_.kv_head * group + job_.first_head + row % job_.n_heads;
