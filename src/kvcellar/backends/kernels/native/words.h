@@ -219,17 +219,22 @@ class Words {
         most = _mm512_max_ps(most, _mm512_abs_ps(load(row + d)));
       const float top = _mm512_reduce_max_ps(most);
       const __m512 inverse = all(top > 0.f ? 32767.f / top : 0.f);
-      for (int i = 0; i < 4; ++i) q_steps_[quad * 16 + lane * 4 + i] = factor_ * (top / 32767.f);
+      const float step = factor_ * (top / 32767.f);
+      for (int i = 0; i < 4; ++i) q_steps_[quad * 16 + lane * 4 + i] = step;
       for (int64_t d = 0; d < k_.dim; d += 16) {
         const int64_t chunk = d / 64, sub = subs(k_) == 2 ? d / 32 % 2 : 0;
         alignas(64) int32_t whole[16];
-        _mm512_store_si512(whole, _mm512_cvtps_epi32(_mm512_mul_ps(load(row + d), inverse)));
+        const __m512 x = load(row + d);
+        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
+        _mm512_store_si512(whole, rounded);
         int16_t* to = queries_ + (chunk * quads_ + quad) * 256 + lane * 8;
         for (int64_t j = 0; j < 16; ++j) {
           const int64_t place = place_of(is_4, subs(k_) == 2, d % 64 + j);
           to[place / 8 * 32 + place % 8] = static_cast<int16_t>(whole[j]);
         }
-        const float more = factor_ * _mm512_reduce_add_ps(load(row + d));
+        // Of the rounded numbers: their error then meets K rows, and not how far these are from 0.
+        const float more = step * static_cast<float>(_mm512_reduce_add_epi32(rounded)) +
+                           0.f * _mm512_reduce_add_ps(x);  // NaN if one is not finite
         float* sums = q_sums_ + ((chunk * quads_ + quad) * subs(k_) + sub) * 16 + lane * 4;
         for (int i = 0; i < 4; ++i) sums[i] += more;
       }
