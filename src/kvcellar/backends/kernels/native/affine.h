@@ -38,8 +38,8 @@ inline void transpose4(__m512* x) {
 
 // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the next
 // multiple of 64.
-inline void load_affine(const Side& side, const TileRows& rows, Part part, int64_t n, float* to) {
-  const int64_t n_groups = groups(side), stop = (n + 63) / 64 * 64, n_bytes = 4 * n_groups;
+inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float* to) {
+  const int64_t stop = (n + 63) / 64 * 64, n_bytes = 4 * n_groups;
   const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
   for (int64_t c = 0; c < stop; c += 16) {
@@ -73,8 +73,8 @@ inline void load_affine(const Side& side, const TileRows& rows, Part part, int64
 }
 
 // Each group's scales, as shares of the largest; that goes to `largest`.
-inline void share_scales(const Side& side, int64_t n, float* affine, float* largest) {
-  for (int64_t g = 0; g < groups(side); ++g) {
+inline void share_scales(int64_t n_groups, int64_t n, float* affine, float* largest) {
+  for (int64_t g = 0; g < n_groups; ++g) {
     float* scales = affine + g * 2 * kTile;
     __m512 most = _mm512_setzero_ps();
     for (int64_t c = 0; c < n; c += 16) most = _mm512_max_ps(most, _mm512_load_ps(scales + c));

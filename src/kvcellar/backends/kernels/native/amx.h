@@ -103,7 +103,7 @@ class Matrix {
   // be loaded from: the pool itself, if they have one stride.
   void stage(const TileRows& rows, int64_t n) {
     const int64_t row_bytes = k_.dtype == Dtype::bf16 ? k_.dim * 2 : k_.dim;
-    if (k_.dtype != Dtype::bf16) load_affine(k_, rows, kKAffine, n, k_affine_);
+    if (k_.dtype != Dtype::bf16) load_affine(groups(k_), rows, kKAffine, n, k_affine_);
     char* to = staged_;
     tiles_.n = 0;
     for (int64_t c = 0; c < n; c += 16, to += 16 * row_bytes) {
@@ -152,8 +152,8 @@ class Matrix {
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
     if (v_.dtype == Dtype::bf16) return;
-    load_affine(v_, rows, kVAffine, n, v_affine_);
-    share_scales(v_, n, v_affine_, top_scale_);
+    load_affine(groups(v_), rows, kVAffine, n, v_affine_);
+    share_scales(groups(v_), n, v_affine_, top_scale_);
   }
 
   // A row's logits to weights, 2**(s[c] - base), as operands; their sums. The largest of them is

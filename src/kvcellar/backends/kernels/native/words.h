@@ -63,6 +63,8 @@ class Words {
         v_(v),
         rows_(rows),
         quads_((rows + 3) / 4),
+        k_groups_(groups(k)),
+        v_groups_(groups(v)),
         v_pad_(v_pad),
         factor_(factor) {
     auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
@@ -76,24 +78,24 @@ class Words {
       take(queries_, quads_ * 4 * k.dim);
       take(q_steps_, quads_ * 16);
       take(q_sums_, quads_ * 16 * (k.dim / 64) * subs(k));
-      take(k_affine_, 2 * kTile * groups(k));
+      take(k_affine_, 2 * kTile * k_groups_);
       load_queries(q, k_pad);
     }
     if (has_v) {
       take(values_, kTile * 64);
-      take(weights_, quads_ * 4 * groups(v) * kTile);
+      take(weights_, quads_ * 4 * v_groups_ * kTile);
       take(sums_, 16 * 16);
-      take(v_affine_, 2 * kTile * groups(v));
-      take(steps_, quads_ * 4 * groups(v));
-      take(biases_, rows * groups(v) * 16);
-      std::memset(biases_, 0, 64 * rows * groups(v));
-      std::memset(weights_, 0, 2 * quads_ * 4 * groups(v) * kTile);
+      take(v_affine_, 2 * kTile * v_groups_);
+      take(steps_, quads_ * 4 * v_groups_);
+      take(biases_, rows * v_groups_ * 16);
+      std::memset(biases_, 0, 64 * rows * v_groups_);
+      std::memset(weights_, 0, 2 * quads_ * 4 * v_groups_ * kTile);
     }
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16.
   void logits(const TileRows& rows, int64_t n, float* s, Ahead& ahead) {
-    load_affine(k_, rows, kKAffine, n, k_affine_);
+    load_affine(k_groups_, rows, kKAffine, n, k_affine_);
     const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
     for (int64_t c = 0; c < n; c += 16) {
       is_4 && is_halved ? logits_of_16<true, 2>(rows, c, n, s, ahead)
@@ -105,8 +107,8 @@ class Words {
 
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
-    load_affine(v_, rows, kVAffine, n, v_affine_);
-    share_scales(v_, n, v_affine_, largest_);
+    load_affine(v_groups_, rows, kVAffine, n, v_affine_);
+    share_scales(v_groups_, n, v_affine_, largest_);
   }
 
   // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
@@ -114,7 +116,7 @@ class Words {
   Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n,
             Ahead& ahead) {
     scale_biases(r, factor);
-    const int64_t n_groups = groups(v_);
+    const int64_t n_groups = v_groups_;
     for (int64_t g = 0; g < n_groups; ++g) steps_[r * n_groups + g] = top / 32767.f * largest_[g];
     ahead.some();
     return n_groups == 1   ? weights_of<1>(r, s, base, top, n)
@@ -124,8 +126,8 @@ class Words {
 
   void scale_biases(int64_t r, float factor) {
     if (!has_v || factor == 1.f) return;
-    for (int64_t g = 0; g < groups(v_); ++g) {
-      float* bias = biases_ + (r * groups(v_) + g) * 16;
+    for (int64_t g = 0; g < v_groups_; ++g) {
+      float* bias = biases_ + (r * v_groups_ + g) * 16;
       store(bias, mul(load(bias), all(factor)));
     }
   }
@@ -142,8 +144,8 @@ class Words {
 
   // Behind the last tile.
   void finish(float* acc) {
-    for (int64_t i = 0; has_v && i < rows_ * groups(v_); ++i) {
-      const int64_t r = i / groups(v_), g = i % groups(v_);
+    for (int64_t i = 0; has_v && i < rows_ * v_groups_; ++i) {
+      const int64_t r = i / v_groups_, g = i % v_groups_;
       const Vec bias = all(sum(load(biases_ + i * 16)));
       for (int64_t d = g * v_.group_size; d < (g + 1) * v_.group_size; d += 16) {
         float* to = acc + r * v_pad_ + d;
@@ -179,7 +181,7 @@ class Words {
   // For kGroups, or up to as many if these are the most.
   template <int kGroups>
   Vec weights_of(int64_t r, const float* s, float base, float top, int64_t n) const {
-    const int64_t n_groups = kGroups == kMaxGroups ? groups(v_) : kGroups;
+    const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
     const Vec inverse = all(top > 0.f ? 32767.f / top : 0.f);
     Vec total = all(0.f), bias[kGroups];
@@ -338,7 +340,7 @@ class Words {
     }
   }
 
-  int16_t* weight(int64_t r, int64_t g) const { return weights_ + (r * groups(v_) + g) * kTile; }
+  int16_t* weight(int64_t r, int64_t g) const { return weights_ + (r * v_groups_ + g) * kTile; }
 
   // Numbers of two cells side by side: dims 16 l + 4 i .. + 3 of int8 are lane l of vector i, dim
   // 16 l + 4 j + i of int4 is the j-th of lane l of it.
@@ -375,7 +377,7 @@ class Words {
   template <bool is_4, int kSubs>
   void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, float* acc,
                        Ahead& ahead) const {
-    const int64_t n_bytes = v_.packed_bytes(), row = groups(v_) * kTile;
+    const int64_t n_bytes = v_.packed_bytes(), row = v_groups_ * kTile;
     const int64_t group = chunk * 64 / v_.group_size;  // the chunk's first
     for (int64_t quad = 0; quad < quads_; ++quad) {
       const int16_t* weights = weights_ + quad * 4 * row + group * kTile;
@@ -446,7 +448,7 @@ class Words {
 
   template <bool is_4>
   void add_sums(int64_t quad, int64_t chunk, int64_t group, float* acc) const {
-    const int64_t n_groups = groups(v_);
+    const int64_t n_groups = v_groups_;
     const bool is_halved = subs(v_) == 2;
     for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
       __m512 x[4], y[4];
@@ -478,7 +480,8 @@ class Words {
   }
 
   const Side &k_, &v_;
-  const int64_t rows_, quads_, v_pad_;
+  const int64_t rows_, quads_, k_groups_, v_groups_;
+  const int64_t v_pad_;
   const float factor_;
   float largest_[kMaxGroups];  // scales of the tile, of each group
   char* gathered_ = nullptr;  // rows of 16 cells
