@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo serve test check lint types imports docs kernel-check bench wheel clean
+.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-arm bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,6 +39,12 @@ kernel-check: ## Random steps of the CPU attention kernel under the address sani
 	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	@cmake --build build/kernel-check -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check/check_kernel 1000
+
+kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux-gnu and qemu-user
+	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-arm -DKVC_SANITISE=OFF \
+		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	@cmake --build build/kernel-check-arm -j
+	qemu-aarch64 build/kernel-check-arm/check_kernel 200
 
 bench: $(VENV)/.dev ## Every benchmark, the quick way
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done

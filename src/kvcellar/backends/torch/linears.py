@@ -103,7 +103,7 @@ class KernelLinear(nn.Module):
     @property
     def few(self) -> int:
         """Tokens up to which the kernel reads the weights."""
-        if self.bits == 16:
+        if self.bits == 16 and torch_multiplies_bf16():
             return FEW_BF16
         return FEW_PACKED_AMX if self._weights.can_multiply else FEW_PACKED
 
