@@ -513,8 +513,8 @@ class Attention {
       store(scratch_.sum + r * kLanes, all(0.f));
     }
     std::memset(scratch_.acc, 0, sizeof(float) * rows_pad_ * v_pad_);
-    // Three tiles at a time: one is attended, of the next the logits are made meanwhile, and the
-    // third is fetched.
+    // Three tiles at a time: one is attended, of the next the logits are made meanwhile if the matrix
+    // unit makes them, and what is behind is fetched.
     Walk walk(job_);
     // The first two are short: they may not be fetched.
     int64_t left = job_.n_cells, length = kRound;
@@ -543,12 +543,15 @@ class Attention {
       n_third = take(*third);
 #if defined(KVC_AMX)
       ahead_.start((n + 31) / 32 * (12 + rows_), false);
-#else
-      ahead_.start(turns > 0 ? turns : 1, !is_quantised(k_.dtype));
-#endif
       ahead_.add(*third, n_third, false);
+      const bool has_room = !n_third;
+#else
+      ahead_.start(turns > 0 ? turns : 1, true);
+      ahead_.add(*next, n_next, false);
+      const bool has_room = !n_next;
+#endif
       ahead_.add(*next, n_next, true);
-      if (!n_third && job_.following && following_left) {  // its first tiles, in the free room
+      if (has_room && job_.following && following_left) {  // its first tiles, in the free room
         const int64_t n_following = following.next(smaller(kRound, following_left), *third);
         following_left -= n_following;
         ahead_.add(*third, n_following, false);
