@@ -616,6 +616,17 @@ def test_a_prompt_that_fills_the_cache_gives_one_token_and_says_why_it_ended():
     nothing_is_left(engine)
 
 
+def test_what_another_computed_too_is_given_up_before_a_request_ends():
+    """Both compute the same prompt, and the index keeps the first one's cells of it."""
+    engine = make_engine(capacity=64)
+    prompt = tuple(range(30))  # too short to wait for
+    engine.submit(Request(prompt, SamplingParams(max_tokens=1)))
+    long = engine.submit(Request(prompt, SamplingParams(max_tokens=33, ignore_eos=True)))
+    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
+    assert ends[long].finish.cause == "max_tokens" and len(ends[long].token_ids) == 33
+    nothing_is_left(engine)
+
+
 def test_a_request_that_waits_past_its_deadline_is_told_with_numbers():
     engine = make_engine(capacity=64, max_num_seqs=1)
     engine.submit(Request(tuple(range(40)), SamplingParams(max_tokens=20, ignore_eos=True)))

@@ -207,6 +207,18 @@ class Residency:
             self.index.unlock_handle(sequence.handle)
         sequence.handle = inserted.handle
 
+    def unlock(self, sequence: Sequence) -> bool:
+        """Let what others can match of a sequence be evicted; true if it was locked.
+
+        Its own cells stay its own. Where it computed what the index had meanwhile got from another
+        sequence, its lock holds the other's cells, and that is more than it needs.
+        """
+        if sequence.handle is None:
+            return False
+        self.index.unlock_handle(sequence.handle)
+        sequence.handle = None
+        return True
+
     def leave(self, sequence: Sequence) -> None:
         """Publish what the sequence has computed, then let go of its cells and its lock."""
         self.publish(sequence)
@@ -224,8 +236,7 @@ class Residency:
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.n_computed:
             self.cache.seq_rm(sequence.seq_id)
-        if sequence.handle is not None:
-            self.index.unlock_handle(sequence.handle)
+        self.unlock(sequence)
         if sequence.seq_id >= 0:
             self.give_seq_id(sequence.seq_id)
         sequence.seq_id, sequence.handle, sequence.n_computed = -1, None, 0

@@ -210,7 +210,8 @@ class Scheduler:
             if self._has_room(allotments):
                 return self._batch(allotments)
             if len(self.running) == 1 and not self.kept:
-                self._full(self.running[0])
+                if not self.residency.unlock(self.running[0]):
+                    self._full(self.running[0])
             else:
                 self._give_way()
         return None
