@@ -15,6 +15,7 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Cells that are attended at a time, at most: each such tile has a start and an end.
 constexpr int64_t kTile = kMaxTile;
+constexpr int64_t kShortTile = 64;
 
 // Where a tile's rows lie: K, V, and their scales and biases. 16 cells that follow on each other
 // have one address, so that the core's first cache is left to what the addresses lead to.
@@ -496,7 +497,7 @@ class Attention {
     Matrix matrix(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
     // Of integers, which are small, more cells at a time.
     const bool is_long = (has_k || has_v) && rows_ <= 16 && k_.dtype != Dtype::bf16;
-    const int64_t longest = is_long ? kTile : kRound;
+    const int64_t longest = is_long ? kTile : kShortTile;
 #else
 #if defined(KVC_AVX512)
     const bool has_k = fits_chunks(k_), has_v = fits_chunks(v_);
@@ -505,7 +506,10 @@ class Attention {
 #else
     load_queries(factor);
 #endif
-    const int64_t longest = rows_ <= 16 ? 2 * kRound : kRound;
+    // Jobs are whole tiles: what lies in one is the same whatever else is attended, and so are the
+    // bits of a row.
+    static_assert(kRound % kTile == 0);
+    const int64_t longest = kTile;
 #endif
     for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
       scratch_.max[r] = scratch_.most[r] = kMinusInfinity;
@@ -516,12 +520,16 @@ class Attention {
     // Three tiles at a time: one is attended, of the next the logits are made meanwhile if the matrix
     // unit makes them, and what is behind is fetched.
     Walk walk(job_);
-    // The first two are short: they may not be fetched.
-    int64_t left = job_.n_cells, length = kRound;
+#if defined(KVC_AMX)
+    const int64_t shortest = kShortTile;  // the first two: they may not be fetched
+#else
+    const int64_t shortest = kTile;
+#endif
+    int64_t left = job_.n_cells, length = shortest;
     const auto take = [&](TileRows& rows) {
       const int64_t n = left ? walk.next(smaller(length, left), rows) : 0;
       left -= n;
-      if (left < job_.n_cells - kRound) length = longest;
+      if (left < job_.n_cells - shortest) length = longest;
       return n;
     };
     Walk following(job_.following ? *job_.following : job_);
@@ -552,7 +560,7 @@ class Attention {
 #endif
       ahead_.add(*next, n_next, true);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
-        const int64_t n_following = following.next(smaller(kRound, following_left), *third);
+        const int64_t n_following = following.next(smaller(kShortTile, following_left), *third);
         following_left -= n_following;
         ahead_.add(*third, n_following, false);
         ahead_.add(*third, n_following, true);
