@@ -46,9 +46,10 @@ _PACKED_AT_A_TIME = 1 << 22
 @functools.cache
 def torch_multiplies_bf16() -> bool:
     """Whether this processor multiplies bfloat16; elsewhere torch's product converts as it goes."""
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return True  # not known: torch's product, as anywhere else
     found = torch.cpu.get_capabilities()
-    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
-    return not is_x86 or bool(found.get("amx_bf16") or found.get("avx512_bf16"))
+    return bool(found.get("amx_bf16") or found.get("avx512_bf16"))
 
 
 class Expanded:

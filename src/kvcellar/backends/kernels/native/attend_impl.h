@@ -179,20 +179,6 @@ inline void split_rows(const char* rows, int64_t step, int64_t n, int64_t dim, f
   }
 }
 
-// The same for numbers, there and back, in place.
-inline void split_floats(float* row, int64_t dim, bool is_back) {
-  for (int64_t d = 0; d < dim; d += 2 * kLanes) {
-    float was[2 * kLanes];
-    std::memcpy(was, row + d, sizeof was);
-    for (int i = 0; i < kLanes; ++i) {
-      for (int odd = 0; odd < 2; ++odd) {
-        const int apart = odd * kLanes + i, together = 2 * i + odd;
-        row[d + (is_back ? together : apart)] = was[is_back ? apart : together];
-      }
-    }
-  }
-}
-
 // Walking runs ----------------------------------------------------------------------------------
 
 struct Walk {
@@ -443,19 +429,15 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
     for (int j = 0; j < n_vecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
 }
 
+#if defined(KVC_AVX512)  // with AMX too
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
 #if defined(KVC_AMX)
-}  // namespace
-}  // namespace KVC_NAMESPACE
-}  // namespace kvcellar
 #include "amx.h"
-namespace kvcellar {
-namespace KVC_NAMESPACE {
-namespace {
-#elif defined(KVC_AVX512)
-}  // namespace
-}  // namespace KVC_NAMESPACE
-}  // namespace kvcellar
+#else
 #include "words.h"
+#endif
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
@@ -546,7 +528,9 @@ class Attention {
       matrix.logits(s_, ahead_);
     }
 #endif
+#if !defined(KVC_AMX)
     int64_t turns = n;  // how often fetching ahead is thought of: for the first tile a guess
+#endif
     for (int64_t first = job_.first_cell; n; first += n, n = n_next, n_next = n_third) {
       n_third = take(*third);
 #if defined(KVC_AMX)
@@ -638,9 +622,11 @@ class Attention {
         });
         values(*rows, first, n, seen);
       }
+#if !defined(KVC_AMX)
       // As often as during this tile. Of numbers that take the memory longer than the arithmetic, a
       // third is fetched behind it, at once.
       if (n_next) turns = ahead_.asked() * n_next / n * (is_quantised(k_.dtype) ? 2 : 3) / 2;
+#endif
       ahead_.rest();
       TileRows* const done = rows;
       rows = next;

@@ -62,16 +62,6 @@ inline void fetch_ahead(const void* now) {
   __builtin_prefetch(static_cast<const char*>(now) + 4096, 0, 2);
 }
 
-// 2 * kLanes numbers in the order of load_split.
-inline void split_floats(float* row) {
-  float was[2 * kLanes];
-  std::memcpy(was, row, sizeof was);
-  for (int i = 0; i < kLanes; ++i) {
-    row[i] = was[2 * i];
-    row[kLanes + i] = was[2 * i + 1];
-  }
-}
-
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   if (dtype == Dtype::f32) {
     std::memcpy(to, from, sizeof(float) * n);
@@ -92,8 +82,7 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
     if (!call.weights.is_packed) {
       float* row = inputs.rows + t * n;
       load_floats(x, call.in, n, row);
-      for (int64_t i = 0; call.n_tokens > kReadOnce && i + 2 * kLanes <= n; i += 2 * kLanes)
-        split_floats(row + i);
+      if (call.n_tokens > kReadOnce) split_floats(row, n / (2 * kLanes) * (2 * kLanes), false);
       continue;
     }
     for (int64_t g = 0; g < call.weights.n_groups; ++g) {

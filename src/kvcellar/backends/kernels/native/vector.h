@@ -381,6 +381,20 @@ inline void store_bf16(uint16_t* p, Vec x) {
 // the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
 // each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart.
 
+// A multiple of 2 * kLanes numbers in the order of load_split, or back from it, in place.
+inline void split_floats(float* row, int64_t n, bool is_back) {
+  for (int64_t d = 0; d < n; d += 2 * kLanes) {
+    float was[2 * kLanes];
+    std::memcpy(was, row + d, sizeof was);
+    for (int i = 0; i < kLanes; ++i) {
+      for (int odd = 0; odd < 2; ++odd) {
+        const int apart = odd * kLanes + i, together = 2 * i + odd;
+        row[d + (is_back ? together : apart)] = was[is_back ? apart : together];
+      }
+    }
+  }
+}
+
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
