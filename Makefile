@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-arm bench wheel clean
+.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-amx kernel-check-arm bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,6 +39,12 @@ kernel-check: ## Random steps of the CPU attention kernel under the address sani
 	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	@cmake --build build/kernel-check -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check/check_kernel 1000
+
+kernel-check-amx: ## The same steps with the matrix unit emulated, for a processor with AVX-512 that lacks it
+	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-amx -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DKVC_EMULATE_AMX=ON
+	@cmake --build build/kernel-check-amx -j
+	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-amx/check_kernel 200
 
 kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux-gnu and qemu-user
 	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-arm -DKVC_SANITISE=OFF \

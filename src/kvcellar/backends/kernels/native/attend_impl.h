@@ -57,7 +57,7 @@ constexpr int64_t kRowsAtOnce = kLanes / 4;
 
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
-  float *q, *fours, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most;
+  float *q, *fours, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most, *tops;
   TileRows* rows;  // of three tiles
   char* gathered;  // rows of 16 cells
   char* extra;
@@ -83,6 +83,7 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.factor = take(rows);
   s.most = take(rows);
   s.sum = take(rows * kLanes);
+  s.tops = take((rows + kLanes) * 4);
   s.rows = reinterpret_cast<TileRows*>(at);
   s.extra = reinterpret_cast<char*>(s.rows + 3);
   return s;
@@ -376,9 +377,10 @@ struct Ahead {
 // s[r][c] = q[r] . k[c] for kVecs * kRowsAtOnce rows and 16 cells, kCells at a time. A vector of the
 // queries is 4 numbers of each of its rows, [vector][k_pad / 4][row][4]; those of a cell meet them
 // all, and only 4 sums of each product are left to add up.
+// `tops`: the highest until now of each row, in 4 parts.
 // `kPad`: k_pad where it is known, else 0.
 template <int kPad, int kVecs, int kCells>
-inline void logits_of(const float* fours, int64_t any_pad, const float* k, float* s) {
+inline void logits_of(const float* fours, int64_t any_pad, const float* k, float* s, float* tops) {
   const int64_t k_pad = kPad ? kPad : any_pad;
   for (int64_t c = 0; c < 16; c += kCells, k += kCells * k_pad) {
     Vec a[kVecs][kCells];
@@ -393,10 +395,15 @@ inline void logits_of(const float* fours, int64_t any_pad, const float* k, float
         for (int i = 0; i < kVecs; ++i) a[i][j] = fma(x[i], y, a[i][j]);
       }
     }
-    for (int i = 0; i < kVecs; ++i)
-      for (int j = 0; j < kCells; j += 4)
-        store_fours(sum_fours(a[i][j], a[i][j + 1], a[i][j + 2], a[i][j + 3]),
-                    s + i * kRowsAtOnce * kTile + c + j, kTile);
+    for (int i = 0; i < kVecs; ++i) {
+      Vec top = load(tops + i * kLanes);
+      for (int j = 0; j < kCells; j += 4) {
+        const Vec sums = sum_fours(a[i][j], a[i][j + 1], a[i][j + 2], a[i][j + 3]);
+        top = max(top, sums);
+        store_fours(sums, s + i * kRowsAtOnce * kTile + c + j, kTile);
+      }
+      store(tops + i * kLanes, top);
+    }
   }
 }
 
@@ -551,21 +558,27 @@ class Attention {
       }
       ahead_.pace();
       const Seen seen = what_is_seen(first, n);
+      clear_tops();
+      // Whether `tops` will say which logits are the highest: of whole sixteens, as they come.
+      has_tops_ = n % 16 == 0 && seen == Seen::everything && job_.args->softcap <= 0.f;
 #if defined(KVC_AMX)
       const bool has_logits = is_staged;
       is_staged = n_next && matrix.has_k && next->pool == job_.pool;
       if (is_staged) matrix.stage(*next, n_next);
+      has_tops_ &= !matrix.has_k;
       if (!has_logits && seen != Seen::nothing) {
         logits(*rows, n);
         if (matrix.has_k) multiply_logits(n, factor);
       }
 #elif defined(KVC_AVX512)
       const bool is_main = rows->pool == job_.pool;
+      if (words.has_v && is_main) words.prepare(*rows, n);
       if (seen != Seen::nothing && words.has_k && is_main) {
-        words.logits(*rows, n, s_, ahead_);
+        words.logits(*rows, n, s_, scratch_.tops, ahead_);
       } else if (seen != Seen::nothing) {
         logits(*rows, n);
         if (words.has_k) multiply_logits(n, factor);
+        has_tops_ &= !words.has_k;
       }
 #else
       if (seen != Seen::nothing) logits(*rows, n);
@@ -592,7 +605,6 @@ class Attention {
       const bool by_words = words.has_v && is_main && seen != Seen::nothing &&
                             (seen == Seen::everything || words.is_finite(*rows, n));
       if (by_words) {
-        words.prepare(*rows, n);
         softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {
           return words.weigh(r, s, base, factor, top, n, ahead_);
         });
@@ -663,6 +675,12 @@ class Attention {
     }
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
+  }
+
+  // Before a tile's logits.
+  void clear_tops() {
+    const int64_t n_rows = (rows_ + kLanes - 1) / kLanes * kLanes;
+    for (int64_t i = 0; i < 4 * n_rows; i += kLanes) store(scratch_.tops + i, all(kMinusInfinity));
   }
 
   // The queries as `logits_of` reads them, when it first does.
@@ -753,7 +771,8 @@ class Attention {
   void logits_of_16(const float* k, float* s) const {
     const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
       constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
-      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k, s + row * kTile);
+      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k, s + row * kTile,
+                                     scratch_.tops + 4 * row);
       return kVecs * kRowsAtOnce;
     };
     int64_t r = 0;
@@ -800,13 +819,18 @@ class Attention {
     for (int64_t r = 0; r < rows_; ++r) {
       float* s = s_ + r * kTile;
       for (int64_t c = n; c < wide; ++c) s[c] = kMinusInfinity;
+      if (has_tops_) continue;
       Vec tops = load(s);
       for (int64_t c = kLanes; c < wide; c += kLanes) tops = max(tops, load(s + c));
       most[r] = highest(tops);
     }
     // All rows at once, up to a multiple of the lanes.
     for (int64_t r = 0; r < rows_; r += kLanes) {
-      const Vec top = load(most + r), old = load(scratch_.max + r), now = max(old, top);
+      const float* tops = scratch_.tops + 4 * r;
+      const Vec top = has_tops_ ? highest_fours(load(tops), load(tops + kLanes),
+                                                load(tops + 2 * kLanes), load(tops + 3 * kLanes))
+                                : load(most + r);
+      const Vec old = load(scratch_.max + r), now = max(old, top);
       const Vec from = max(all(-3e38f), now);  // where nothing is seen, x - from is minus infinity
       store(scratch_.max + r, now);
       store(base + r, from);
@@ -907,7 +931,7 @@ class Attention {
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   const bool is_k_split_, is_v_split_;
   Scratch scratch_;
-  bool has_fours_ = false;
+  bool has_fours_ = false, has_tops_ = false;
   float* s_ = nullptr;  // the tile's logits, then weights
   Ahead ahead_;
 

@@ -34,7 +34,9 @@ extern const Ops ops_neon;
 
 namespace {
 
-#if defined(KVC_WITH_AMX)
+#if defined(KVC_EMULATED_AMX)
+bool has_amx() { return __builtin_cpu_supports("avx512vbmi"); }
+#elif defined(KVC_WITH_AMX)
 // The tile registers are a process's own only after it has asked Linux for them.
 bool has_amx() {
   unsigned eax, ebx, ecx, edx;
@@ -114,7 +116,7 @@ bool set_level(const char* name) {
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
       rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +
-      (rows + 16) * 20 + 8 * 16;
+      (rows + 16) * 24 + 8 * 16;
   // What products of another kind want beside it: see amx.h, and words.h, which wants less. Integers
   // have two groups in 64 numbers at most.
   const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;

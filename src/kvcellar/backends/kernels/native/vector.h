@@ -134,6 +134,13 @@ inline void store_fours(Vec x, float* to, int64_t step) {
   _mm_storeu_ps(to + 2 * step, _mm512_extractf32x4_ps(x, 2));
   _mm_storeu_ps(to + 3 * step, _mm512_extractf32x4_ps(x, 3));
 }
+inline Vec highest_fours(Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = max(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = max(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const Vec tops = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  return _mm512_permutexvar_ps(
+      _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), tops);
+}
 inline void store_u8(uint8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -225,6 +232,12 @@ inline void store_fours(Vec x, float* to, int64_t step) {
   _mm_storeu_ps(to, _mm256_castps256_ps128(x));
   _mm_storeu_ps(to + step, _mm256_extractf128_ps(x, 1));
 }
+inline Vec highest_fours(Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = max(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const Vec cd = max(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const Vec tops = max(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return _mm256_permutevar8x32_ps(tops, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+}
 inline void store_u8(uint8_t* p, Vec x) {
   const __m256i whole = _mm256_cvtps_epi32(x);
   const __m128i words =
@@ -292,6 +305,9 @@ inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
 }
 inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) { vst1q_f32(to, sum_fours(a, b, c, d)); }
 inline void store_fours(Vec x, float* to, int64_t) { vst1q_f32(to, x); }
+inline Vec highest_fours(Vec a, Vec b, Vec c, Vec d) {
+  return vpmaxq_f32(vpmaxq_f32(a, b), vpmaxq_f32(c, d));
+}
 inline void store_u8(uint8_t* p, Vec x) {
   const uint16x4_t words = vmovn_u32(vcvtq_u32_f32(x));
   const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
@@ -365,6 +381,9 @@ inline Vec all_fours(const float* p) { return load(p); }
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
 inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) { store(to, sum_fours(a, b, c, d)); }
 inline void store_fours(Vec x, float* to, int64_t) { store(to, x); }
+inline Vec highest_fours(Vec a, Vec b, Vec c, Vec d) {
+  return Vec{highest(a), highest(b), highest(c), highest(d)};
+}
 inline void store_u8(uint8_t* p, Vec x) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(x[i]);
 }
@@ -379,7 +398,8 @@ inline void store_bf16(uint16_t* p, Vec x) {
 
 // Of all: load_split gives 2 * kLanes numbers, those at even places and those at odd ones. Fours are
 // the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
-// each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart.
+// each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart,
+// highest_fours gives the highest of each of a's, then of b's, c's and d's.
 
 // A multiple of 2 * kLanes numbers in the order of load_split, or back from it, in place.
 inline void split_floats(float* row, int64_t n, bool is_back) {

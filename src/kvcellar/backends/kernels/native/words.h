@@ -93,15 +93,16 @@ class Words {
     }
   }
 
-  // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16.
-  void logits(const TileRows& rows, int64_t n, float* s, Ahead& ahead) {
+  // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16; `tops`: the highest
+  // of each row, in 4 parts.
+  void logits(const TileRows& rows, int64_t n, float* s, float* tops, Ahead& ahead) {
     load_affine(k_groups_, rows, kKAffine, n, k_affine_);
     const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
     for (int64_t c = 0; c < n; c += 16) {
-      is_4 && is_halved ? logits_of_16<true, 2>(rows, c, n, s, ahead)
-      : is_4            ? logits_of_16<true, 1>(rows, c, n, s, ahead)
-      : is_halved       ? logits_of_16<false, 2>(rows, c, n, s, ahead)
-                        : logits_of_16<false, 1>(rows, c, n, s, ahead);
+      is_4 && is_halved ? logits_of_16<true, 2>(rows, c, n, s, tops, ahead)
+      : is_4            ? logits_of_16<true, 1>(rows, c, n, s, tops, ahead)
+      : is_halved       ? logits_of_16<false, 2>(rows, c, n, s, tops, ahead)
+                        : logits_of_16<false, 1>(rows, c, n, s, tops, ahead);
     }
   }
 
@@ -171,7 +172,7 @@ class Words {
     return is_4 ? i / 2 * 256 + c * 16 + i % 2 * 8 : c * 64 + i * 8;
   }
   // Which word of a chunk, by eighths, is its number at `d`.
-  static int64_t place_of(bool is_4, bool is_halved, int64_t d) {
+  static constexpr int64_t place_of(bool is_4, bool is_halved, int64_t d) {
     const int64_t n = is_4 ? 16 : 32, first = is_4 ? d % 4 * 16 : d % 2 * 32;
     const int64_t word = is_4 ? d / 4 : d / 2;
     if (!is_halved) return first + word;
@@ -182,6 +183,7 @@ class Words {
   template <int kGroups>
   Vec weights_of(int64_t r, const float* s, float base, float top, int64_t n) const {
     const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
+    const bool is_by_turns = is_weight_by_turns();
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
     const Vec inverse = all(top > 0.f ? 32767.f / top : 0.f);
     Vec total = all(0.f), bias[kGroups];
@@ -194,12 +196,20 @@ class Words {
       const Vec q = exp2_below_1(sub(_mm512_load_ps(s + c + 16), all(base)));
       const Vec wide_p = mul(p, inverse), wide_q = mul(q, inverse);
       total = add(total, add(p, q));
+      __m512i before = _mm512_setzero_si512();
       for (int64_t g = 0; g < n_groups; ++g) {
         const float* scales = affine + g * 2 * kTile + c;
         const __m512i x = _mm512_cvtps_epi32(mul(wide_p, _mm512_load_ps(scales)));
         const __m512i y = _mm512_cvtps_epi32(mul(wide_q, _mm512_load_ps(scales + 16)));
-        _mm512_store_si512(to + g * kTile + c,
-                           _mm512_permutexvar_epi64(order, _mm512_packs_epi32(x, y)));
+        const __m512i words = _mm512_packs_epi32(x, y);
+        if (!is_by_turns) {
+          _mm512_store_si512(to + g * kTile + c, _mm512_permutexvar_epi64(order, words));
+        } else if (g % 2) {
+          int16_t* both = to + (g - 1) * kTile + 2 * c;
+          _mm512_store_si512(both, _mm512_unpacklo_epi32(before, words));
+          _mm512_store_si512(both + 32, _mm512_unpackhi_epi32(before, words));
+        }
+        before = words;
         bias[g] = fma(p, _mm512_load_ps(scales + kTile), bias[g]);
         bias[g] = fma(q, _mm512_load_ps(scales + kTile + 16), bias[g]);
       }
@@ -208,37 +218,69 @@ class Words {
     return total;
   }
 
+  // Which of a chunk's numbers lies at each place.
+  template <bool is_4, bool is_halved>
+  struct Order {
+    uint16_t of[64];
+    constexpr Order() : of{} {
+      for (int64_t d = 0; d < 64; ++d)
+        of[place_of(is_4, is_halved, d)] = static_cast<uint16_t>(d);
+    }
+  };
+
   void load_queries(const float* q, int64_t k_pad) {
-    const bool is_4 = k_.dtype == Dtype::int4;
+    const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
+    is_4 && is_halved ? load_queries<true, 2>(q, k_pad)
+    : is_4            ? load_queries<true, 1>(q, k_pad)
+    : is_halved       ? load_queries<false, 2>(q, k_pad)
+                      : load_queries<false, 1>(q, k_pad);
+  }
+
+  template <bool is_4, int kSubs>
+  void load_queries(const float* q, int64_t k_pad) {
+    alignas(64) static constexpr Order<is_4, kSubs == 2> order;
+    const int64_t chunks = k_.dim / 64;
     std::memset(queries_, 0, 2 * quads_ * 4 * k_.dim);
     std::memset(q_steps_, 0, 64 * quads_);
-    std::memset(q_sums_, 0, 64 * quads_ * (k_.dim / 64) * subs(k_));
+    std::memset(q_sums_, 0, 64 * quads_ * chunks * kSubs);
+    const auto four = [](float* to, float x) { _mm_storeu_ps(to, _mm_set1_ps(x)); };
     for (int64_t r = 0; r < rows_; ++r) {
       const float* row = q + r * k_pad;
       const int64_t quad = r / 4, lane = r % 4;
-      __m512 most = _mm512_setzero_ps();
-      for (int64_t d = 0; d < k_.dim; d += 16)
-        most = _mm512_max_ps(most, _mm512_abs_ps(load(row + d)));
+      __m512 most = _mm512_setzero_ps(), zeros = most;
+      for (int64_t d = 0; d < k_.dim; d += 16) {
+        const __m512 x = load(row + d);
+        most = _mm512_max_ps(most, _mm512_abs_ps(x));
+        zeros = add(zeros, mul(x, _mm512_setzero_ps()));
+      }
+      const float zero = sum(zeros);  // NaN if one is not finite
       const float top = _mm512_reduce_max_ps(most);
       const __m512 inverse = all(top > 0.f ? 32767.f / top : 0.f);
       const float step = factor_ * (top / 32767.f);
-      for (int i = 0; i < 4; ++i) q_steps_[quad * 16 + lane * 4 + i] = step;
-      for (int64_t d = 0; d < k_.dim; d += 16) {
-        const int64_t chunk = d / 64, sub = subs(k_) == 2 ? d / 32 % 2 : 0;
-        alignas(64) int32_t whole[16];
-        const __m512 x = load(row + d);
-        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
-        _mm512_store_si512(whole, rounded);
-        int16_t* to = queries_ + (chunk * quads_ + quad) * 256 + lane * 8;
-        for (int64_t j = 0; j < 16; ++j) {
-          const int64_t place = place_of(is_4, subs(k_) == 2, d % 64 + j);
-          to[place / 8 * 32 + place % 8] = static_cast<int16_t>(whole[j]);
-        }
+      four(q_steps_ + quad * 16 + lane * 4, step);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        __m512i x[4];
+        for (int i = 0; i < 4; ++i)
+          x[i] = _mm512_cvtps_epi32(mul(load(row + chunk * 64 + 16 * i), inverse));
         // Of the rounded numbers: their error then meets K rows, and not how far these are from 0.
-        const float more = step * static_cast<float>(_mm512_reduce_add_epi32(rounded)) +
-                           0.f * _mm512_reduce_add_ps(x);  // NaN if one is not finite
-        float* sums = q_sums_ + ((chunk * quads_ + quad) * subs(k_) + sub) * 16 + lane * 4;
-        for (int i = 0; i < 4; ++i) sums[i] += more;
+        for (int sub = 0; sub < kSubs; ++sub) {
+          __m512i whole = _mm512_add_epi32(x[2 * sub], x[2 * sub + 1]);
+          if (kSubs == 1) whole = _mm512_add_epi32(whole, _mm512_add_epi32(x[2], x[3]));
+          const float sum = step * static_cast<float>(_mm512_reduce_add_epi32(whole)) + zero;
+          four(q_sums_ + ((chunk * quads_ + quad) * kSubs + sub) * 16 + lane * 4, sum);
+        }
+        const auto words = [&](int i) {
+          return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(x[i])),
+                                    _mm512_cvtepi32_epi16(x[i + 1]), 1);
+        };
+        const __m512i low = words(0), high = words(2);
+        int16_t* to = queries_ + (chunk * quads_ + quad) * 256 + lane * 8;
+        for (int half = 0; half < 2; ++half, to += 128) {
+          const __m512i from = _mm512_load_si512(order.of + 32 * half);
+          alignas(64) __m128i eighths[4];
+          _mm512_store_si512(eighths, _mm512_permutex2var_epi16(low, from, high));
+          for (int i = 0; i < 4; ++i) std::memcpy(to + 32 * i, eighths + i, 16);
+        }
       }
     }
   }
@@ -281,19 +323,20 @@ class Words {
   }
 
   template <bool is_4, int kSubs>
-  void logits_of_16(const TileRows& rows, int64_t c, int64_t n, float* s, Ahead& ahead) const {
+  void logits_of_16(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops,
+                    Ahead& ahead) const {
     stage<is_4, kSubs == 2>(rows, c, n, ahead);
     int64_t quad = 0;
     for (; quad + 2 <= quads_; quad += 2) {
       ahead.some();
-      logits_of<is_4, kSubs, 2, 8>(quad, c, s);
+      logits_of<is_4, kSubs, 2, 8>(quad, c, s, tops);
     }
-    if (quad < quads_) logits_of<is_4, kSubs, 1, 16>(quad, c, s);
+    if (quad < quads_) logits_of<is_4, kSubs, 1, 16>(quad, c, s, tops);
   }
 
   // s[row][first ..] of the 16 cells that are staged, for the rows of kQuads quads.
   template <bool is_4, int kSubs, int kQuads, int kCells>
-  void logits_of(int64_t quad, int64_t first, float* s) const {
+  void logits_of(int64_t quad, int64_t first, float* s, float* tops) const {
     for (int64_t c = 0; c < 16; c += kCells) {
       __m512 result[kQuads][kCells / 4];
       const float* affine = k_affine_ + first + c;  // of the chunk's first group
@@ -334,25 +377,34 @@ class Words {
           affine += kSubs * 2 * kTile;
         }
       }
-      for (int k = 0; k < kQuads; ++k)
-        for (int j = 0; j < kCells / 4; ++j)
+      for (int k = 0; k < kQuads; ++k) {
+        Vec top = load(tops + (quad + k) * 16);
+        for (int j = 0; j < kCells / 4; ++j) {
+          top = max(top, result[k][j]);
           store_fours(result[k][j], s + (quad + k) * 4 * kTile + first + c + 4 * j, kTile);
+        }
+        store(tops + (quad + k) * 16, top);
+      }
     }
   }
 
   int16_t* weight(int64_t r, int64_t g) const { return weights_ + (r * v_groups_ + g) * kTile; }
+  // Where a chunk has two groups, the weights of two cells for the one lie before those for the
+  // other, as the chunk's numbers do.
+  bool is_weight_by_turns() const { return v_.dtype == Dtype::int4 && subs(v_) == 2; }
 
-  // Numbers of two cells side by side: dims 16 l + 4 i .. + 3 of int8 are lane l of vector i, dim
-  // 16 l + 4 j + i of int4 is the j-th of lane l of it.
-  template <bool is_4>
+  // Numbers of two cells side by side: dims 16 l + 4 i .. + 3 of int8 are lane l of vector i; of int4
+  // the pairs of vector i are every fourth number from the i-th on, of two groups by turns.
+  template <bool is_4, int kSubs>
   static void interleave(const char* a, const char* b, __m512i* x) {
     if (is_4) {
       struct Order {
         uint16_t of[32];
         constexpr Order() : of{} {
           for (int i = 0; i < 16; ++i) {
-            of[2 * i] = static_cast<uint16_t>(i);
-            of[2 * i + 1] = static_cast<uint16_t>(16 + i);
+            const int word = kSubs == 2 ? i / 2 + i % 2 * 8 : i;
+            of[2 * i] = static_cast<uint16_t>(word);
+            of[2 * i + 1] = static_cast<uint16_t>(16 + word);
           }
         }
       };
@@ -393,11 +445,12 @@ class Words {
                           chunk * (is_4 ? 32 : 64);
         }
         __m512i* staged = reinterpret_cast<__m512i*>(values_) + c * 2;
-        quads_ == 1 ? add_pairs<is_4, kSubs, Place::pool>(pairs, weights + c, row, c, staged)
-        : !quad     ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, weights + c, row, c, staged)
-                    : add_pairs<is_4, kSubs, Place::stage>(pairs, weights + c, row, c, staged);
+        const int16_t* of = weights + (is_4 ? kSubs : 1) * c;
+        quads_ == 1 ? add_pairs<is_4, kSubs, Place::pool>(pairs, of, row, c, staged)
+        : !quad     ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, row, c, staged)
+                    : add_pairs<is_4, kSubs, Place::stage>(pairs, of, row, c, staged);
       }
-      add_sums<is_4>(quad, chunk, group, acc);
+      add_sums<is_4, kSubs>(quad, chunk, group, acc);
     }
   }
 
@@ -415,6 +468,7 @@ class Words {
   void add_pairs(const Pairs& pairs, const int16_t* weights, int64_t row, int64_t c,
                  __m512i* staged) const {
     constexpr __mmask16 kSecond = 0xFF00;  // the chunk's second group
+    constexpr bool is_by_turns = is_4 && kSubs == 2;
     int32_t* sums = one_base(sums_);
     __m512i a[4][4];
     for (int r = 0; r < 4; ++r)
@@ -423,37 +477,43 @@ class Words {
     for (int64_t half = 0; half < 2; ++half) {
       const char* from = pairs.from[half];
       const int64_t step = pairs.step[half];
-      const int16_t* at = weights + 16 * half;
+      const int16_t* at = weights + (is_by_turns ? 32 : 16) * half;
       __m512i* numbers = staged + 32 * half;
-      for (int64_t i = 0; i < pairs.n[half]; ++i, from += 2 * step, at += 2, numbers += 4) {
+      for (int64_t i = 0; i < pairs.n[half]; ++i, from += 2 * step, numbers += 4) {
         __m512i x[4];
         if (place == Place::stage) {
           for (int j = 0; j < 4; ++j) x[j] = _mm512_load_si512(numbers + j);
         } else {
-          interleave<is_4>(from, from + step, x);
+          interleave<is_4, kSubs>(from, from + step, x);
         }
         if (place == Place::to_stage)
           for (int j = 0; j < 4; ++j) _mm512_store_si512(numbers + j, x[j]);
         for (int r = 0; r < 4; ++r) {
-          __m512i w = _mm512_broadcastd_epi32(_mm_loadu_si32(at + r * row));
-          if (kSubs == 2)
-            w = _mm512_mask_broadcastd_epi32(w, kSecond, _mm_loadu_si32(at + r * row + kTile));
+          const int16_t* of = at + r * row;
+          __m512i w = is_by_turns ? _mm512_broadcastq_epi64(_mm_loadu_si64(of))
+                                  : _mm512_broadcastd_epi32(_mm_loadu_si32(of));
+          if (kSubs == 2 && !is_by_turns)
+            w = _mm512_mask_broadcastd_epi32(w, kSecond, _mm_loadu_si32(of + kTile));
           for (int j = 0; j < 4; ++j) a[r][j] = dot_pairs(a[r][j], x[j], w);
         }
+        at += is_by_turns ? 4 : 2;
       }
     }
     for (int r = 0; r < 4; ++r)
       for (int j = 0; j < 4; ++j) _mm512_store_si512(sums + (r * 4 + j) * 16, a[r][j]);
   }
 
-  template <bool is_4>
+  template <bool is_4, int kSubs>
   void add_sums(int64_t quad, int64_t chunk, int64_t group, float* acc) const {
     const int64_t n_groups = v_groups_;
-    const bool is_halved = subs(v_) == 2;
+    const __m512i one_behind_other =
+        _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
     for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
       __m512 x[4], y[4];
       for (int j = 0; j < 4; ++j)
         x[j] = _mm512_cvtepi32_ps(_mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16));
+      if (is_4 && kSubs == 2)
+        for (__m512& y : x) y = _mm512_permutexvar_ps(one_behind_other, y);
       if (is_4) {  // lane l of all four, by turns
         const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
         const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
@@ -475,7 +535,7 @@ class Words {
       float* to = acc + r * v_pad_ + chunk * 64;
       const float* steps = steps_ + r * n_groups + group;
       for (int j = 0; j < 4; ++j)
-        store(to + 16 * j, fma(y[j], all(steps[is_halved && j > 1]), load(to + 16 * j)));
+        store(to + 16 * j, fma(y[j], all(steps[kSubs == 2 && j > 1]), load(to + 16 * j)));
     }
   }
 

@@ -1,0 +1,146 @@
+// The matrix unit and bfloat16 conversions in plain C++, for a processor with AVX-512 that lacks
+// them: included before a translation unit for AMX, it takes the place of their intrinsics. Slow; for
+// checks only.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvcellar_emulated {
+
+struct Tile {
+  int rows, bytes;
+  alignas(64) uint8_t data[16][64];
+};
+
+inline Tile* tiles() {
+  thread_local Tile all[8];
+  return all;
+}
+
+inline void load_config(const void* from) {
+  const auto* bytes = static_cast<const uint8_t*>(from);
+  for (int t = 0; t < 8; ++t) {
+    uint16_t n_bytes;
+    std::memcpy(&n_bytes, bytes + 16 + 2 * t, 2);
+    tiles()[t].rows = bytes[48 + t];
+    tiles()[t].bytes = n_bytes;
+    std::memset(tiles()[t].data, 0, sizeof tiles()[t].data);
+  }
+}
+
+inline void release() {
+  for (int t = 0; t < 8; ++t) tiles()[t].rows = tiles()[t].bytes = 0;
+}
+
+inline void zero(int t) { std::memset(tiles()[t].data, 0, sizeof tiles()[t].data); }
+
+// A tile that is not configured has no rows: an access to it is a fault, as in the processor.
+inline Tile& configured(int t) {
+  if (!tiles()[t].rows) __builtin_trap();
+  return tiles()[t];
+}
+
+inline void load(int t, const void* base, int64_t stride) {
+  Tile& tile = configured(t);
+  zero(t);
+  for (int r = 0; r < tile.rows; ++r)
+    std::memcpy(tile.data[r], static_cast<const char*>(base) + r * stride, tile.bytes);
+}
+
+inline void store(int t, void* base, int64_t stride) {
+  const Tile& tile = configured(t);
+  for (int r = 0; r < tile.rows; ++r)
+    std::memcpy(static_cast<char*>(base) + r * stride, tile.data[r], tile.bytes);
+}
+
+// c[m][n] += sum over k and i of a[m][k * kParts + i] * b[k][n * kParts + i].
+template <class Sum, class A, class B, int kParts, class Product>
+void multiply(int to, int left, int right, const Product& product) {
+  Tile& c = configured(to);
+  const Tile &a = configured(left), &b = configured(right);
+  if (a.rows != c.rows || b.bytes != c.bytes || a.bytes / 4 != b.rows) __builtin_trap();
+  for (int m = 0; m < c.rows; ++m)
+    for (int n = 0; n < c.bytes / 4; ++n) {
+      Sum sum;
+      std::memcpy(&sum, c.data[m] + 4 * n, 4);
+      for (int k = 0; k < a.bytes / 4; ++k)
+        for (int i = 0; i < kParts; ++i) {
+          A x;
+          B y;
+          std::memcpy(&x, a.data[m] + sizeof(A) * (k * kParts + i), sizeof(A));
+          std::memcpy(&y, b.data[k] + sizeof(B) * (n * kParts + i), sizeof(B));
+          sum += product(x, y);
+        }
+      std::memcpy(c.data[m] + 4 * n, &sum, 4);
+    }
+}
+
+inline float wide(uint16_t bits) {
+  const uint32_t all = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &all, 4);
+  return value;
+}
+
+inline void multiply_bf16(int c, int a, int b) {
+  multiply<float, uint16_t, uint16_t, 2>(
+      c, a, b, [](uint16_t x, uint16_t y) { return wide(x) * wide(y); });
+}
+inline void multiply_uu(int c, int a, int b) {
+  multiply<uint32_t, uint8_t, uint8_t, 4>(
+      c, a, b, [](uint8_t x, uint8_t y) { return static_cast<uint32_t>(x * y); });
+}
+inline void multiply_us(int c, int a, int b) {
+  multiply<uint32_t, uint8_t, int8_t, 4>(
+      c, a, b, [](uint8_t x, int8_t y) { return static_cast<uint32_t>(x * y); });
+}
+
+inline uint16_t narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  if (!(bits & 0x7F800000)) return static_cast<uint16_t>(bits >> 16 & 0x8000);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+inline __m256bh narrow_16(__m512 x) {
+  float from[16];
+  uint16_t to[16];
+  _mm512_storeu_ps(from, x);
+  for (int i = 0; i < 16; ++i) to[i] = narrow(from[i]);
+  __m256bh result;
+  std::memcpy(&result, to, 32);
+  return result;
+}
+
+inline __m512bh narrow_32(__m512 high, __m512 low) {
+  const __m256bh halves[2] = {narrow_16(low), narrow_16(high)};
+  __m512bh result;
+  std::memcpy(&result, halves, 64);
+  return result;
+}
+
+}  // namespace kvcellar_emulated
+
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#undef _tile_dpbuud
+#undef _tile_dpbusd
+#define _tile_loadconfig(from) kvcellar_emulated::load_config(from)
+#define _tile_release() kvcellar_emulated::release()
+#define _tile_zero(tile) kvcellar_emulated::zero(tile)
+#define _tile_loadd(tile, base, stride) kvcellar_emulated::load(tile, base, stride)
+#define _tile_stored(tile, base, stride) kvcellar_emulated::store(tile, base, stride)
+#define _tile_dpbf16ps(c, a, b) kvcellar_emulated::multiply_bf16(c, a, b)
+#define _tile_dpbuud(c, a, b) kvcellar_emulated::multiply_uu(c, a, b)
+#define _tile_dpbusd(c, a, b) kvcellar_emulated::multiply_us(c, a, b)
+#define _mm512_cvtneps_pbh(x) kvcellar_emulated::narrow_16(x)
+#define _mm512_cvtne2ps_pbh(high, low) kvcellar_emulated::narrow_32(high, low)
