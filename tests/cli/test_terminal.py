@@ -70,6 +70,8 @@ def terminal(*args: str) -> Iterator[Terminal]:
         stdout=slave,
         stderr=slave,
         start_new_session=True,
+        # As a terminal starts it: where the tests run in the background, Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
     )
     os.close(slave)
