@@ -52,6 +52,9 @@ struct TileRows {
   }
 };
 
+// V rows that are decoded at a time: the first cache holds them until all query rows have met them.
+constexpr int64_t kDecoded = 64;
+
 // Logits of so many rows are sums in one vector.
 constexpr int64_t kRowsAtOnce = kLanes / 4;
 
@@ -75,7 +78,7 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.fours = take(rows * k_pad);
   s.k = take(16 * k_pad);
   s.gathered = reinterpret_cast<char*>(take(16 * (k_pad > v_pad ? k_pad : v_pad)));
-  s.v = take(kTile * v_pad);
+  s.v = take(kDecoded * v_pad);
   s.s = take(2 * rows * kTile);
   s.acc = take(rows * v_pad);
   s.max = take(rows);
@@ -536,7 +539,7 @@ class Attention {
     }
 #endif
 #if !defined(KVC_AMX)
-    int64_t turns = n;  // how often fetching ahead is thought of: for the first tile a guess
+    int64_t turns = paced(first_turns(n));  // how often fetching ahead is thought of
 #endif
     for (int64_t first = job_.first_cell; n; first += n, n = n_next, n_next = n_third) {
       n_third = take(*third);
@@ -551,7 +554,7 @@ class Attention {
 #endif
       ahead_.add(*next, n_next, true);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
-        const int64_t n_following = following.next(smaller(kShortTile, following_left), *third);
+        const int64_t n_following = following.next(smaller(shortest, following_left), *third);
         following_left -= n_following;
         ahead_.add(*third, n_following, false);
         ahead_.add(*third, n_following, true);
@@ -559,8 +562,8 @@ class Attention {
       ahead_.pace();
       const Seen seen = what_is_seen(first, n);
       clear_tops();
-      // Whether `tops` will say which logits are the highest: of whole sixteens, as they come.
-      has_tops_ = n % 16 == 0 && seen == Seen::everything && job_.args->softcap <= 0.f;
+      // Whether `tops` will say which logits are the highest: of whole blocks of cells, as they come.
+      has_tops_ = n % 32 == 0 && seen == Seen::everything && job_.args->softcap <= 0.f;
 #if defined(KVC_AMX)
       const bool has_logits = is_staged;
       is_staged = n_next && matrix.has_k && next->pool == job_.pool;
@@ -635,9 +638,7 @@ class Attention {
         values(*rows, first, n, seen);
       }
 #if !defined(KVC_AMX)
-      // As often as during this tile. Of numbers that take the memory longer than the arithmetic, a
-      // third is fetched behind it, at once.
-      if (n_next) turns = ahead_.asked() * n_next / n * (is_quantised(k_.dtype) ? 2 : 3) / 2;
+      if (n_next) turns = paced(ahead_.asked() * n_next / n);  // as often as during this tile
 #endif
       ahead_.rest();
       TileRows* const done = rows;
@@ -676,6 +677,16 @@ class Attention {
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
   }
+
+#if !defined(KVC_AMX)
+  // About how often fetching ahead is thought of during a job's first tile: later ones are counted.
+  int64_t first_turns(int64_t n) const {
+    return is_quantised(k_.dtype) ? n / 8 + rows_ : n / 4 + n * rows_ / 32;
+  }
+  // Of numbers that take the memory longer than the arithmetic, a third is fetched behind a tile, at
+  // once.
+  int64_t paced(int64_t turns) const { return is_quantised(k_.dtype) ? turns : turns * 3 / 2; }
+#endif
 
   // Before a tile's logits.
   void clear_tops() {
@@ -871,20 +882,21 @@ class Attention {
       for (int i = 0; i < n_vecs.of; ++i)
         x[i] = load(reinterpret_cast<const float*>(from) + d + i * kLanes);
     };
-    const bool is_at_once = rows_ <= 4 && seen == Seen::everything;
-    for (int64_t c = 0; c < n; c += 16) {
-      float* to = scratch_.v + c * v_pad_;
-      const float* v = as_floats(rows, true, c, n, to);
-      const int64_t m = smaller(n - c, 16);
-      if (is_at_once)
-        add_values(c, m, reinterpret_cast<const char*>(v), 4 * v_pad_, read);
-      else if (v != to)
-        std::memcpy(to, v, sizeof(float) * m * v_pad_);
+    const int64_t block = rows_ <= 4 && seen == Seen::everything ? 16 : kDecoded;
+    for (int64_t c = 0; c < n; c += block) {
+      const int64_t m = smaller(n - c, block);
+      const float* v = scratch_.v;
+      for (int64_t i = 0; i < m; i += 16) {
+        float* to = scratch_.v + i * v_pad_;
+        const float* from = as_floats(rows, true, c + i, n, to);
+        if (block == 16)
+          v = from;
+        else if (from != to)
+          std::memcpy(to, from, sizeof(float) * smaller(m - i, 16) * v_pad_);
+      }
+      if (seen == Seen::some) leave_no_trace(first, c, m);
+      add_values(c, m, reinterpret_cast<const char*>(v), 4 * v_pad_, read);
     }
-    if (seen == Seen::some) leave_no_trace(first, n);
-    for (int64_t c = 0; c < n && !is_at_once; c += 64)
-      add_values(c, smaller(n - c, 64), reinterpret_cast<const char*>(scratch_.v + c * v_pad_),
-                 4 * v_pad_, read);
   }
 
   // V rows from `row` on times the weights of n cells from c on, of all rows.
@@ -909,9 +921,9 @@ class Attention {
 
   // A weight of 0 does not silence a value that is not finite: where a tile has a mask, rows with
   // such values are taken out and given to those alone who see them.
-  void leave_no_trace(int64_t first, int64_t n) {
-    for (int64_t c = 0; c < n; ++c) {
-      float* v = scratch_.v + c * v_pad_;
+  void leave_no_trace(int64_t first, int64_t from, int64_t n) {
+    for (int64_t c = from; c < from + n; ++c) {
+      float* v = scratch_.v + (c - from) * v_pad_;
       float doubt = 0.f;
       for (int64_t d = 0; d < v_.dim; ++d) doubt += v[d] * 0.f;
       if (doubt == 0.f) continue;

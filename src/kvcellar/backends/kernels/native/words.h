@@ -1,9 +1,10 @@
 // The same two products for rows of int8 and int4 without a matrix unit: numbers of 16 bits, two to a
 // lane, whose products a lane adds up.
 //
-// Logits: a cell's 64 numbers come apart into words by shifts alone, so that those of one vector are
-// 2 or 4 places apart; queries are 16 bits of about the largest one, in the same order, 4 rows to a
-// vector. Scale and bias come in afterwards.
+// Logits: of 4 cells the same pair of numbers lies side by side, and meets that pair of 4 queries: a
+// lane is one row and one cell, and nothing is left to add up across lanes. Numbers come apart into
+// words by shifts alone, so that those of a pair are 2 or 4 places apart; queries are 16 bits of about
+// the largest one, in the same order. Scale and bias come in afterwards.
 // Values: two cells' numbers lie side by side, for the weights of both: 16 bits of about the largest
 // one, times the cell's scale. Biases are added up by themselves.
 //
@@ -33,20 +34,9 @@ inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
 #endif
 }
 
-// For 4 cells, of each four the sum, or of two groups the sum of the first two and of the others.
-template <int kSubs>
-inline void sum_fours_by_group(const __m512i* x, __m512i* sums) {
-  const __m512i ab = _mm512_unpacklo_epi32(x[0], x[1]), ab2 = _mm512_unpackhi_epi32(x[0], x[1]);
-  const __m512i cd = _mm512_unpacklo_epi32(x[2], x[3]), cd2 = _mm512_unpackhi_epi32(x[2], x[3]);
-  const auto sum = [](__m512i y, __m512i z) {
-    return _mm512_add_epi32(_mm512_unpacklo_epi64(y, z), _mm512_unpackhi_epi64(y, z));
-  };
-  if (kSubs == 1) {
-    sums[0] = sum(_mm512_add_epi32(ab, ab2), _mm512_add_epi32(cd, cd2));
-  } else {
-    sums[0] = sum(ab, cd);
-    sums[1] = sum(ab2, cd2);
-  }
+// Two rows of 32 bytes `step` bytes apart.
+inline __m512i two_rows(const char* row, int64_t step) {
+  return step == 32 ? _mm512_loadu_si512(row) : two_halves(row, row + step);
 }
 
 class Words {
@@ -74,8 +64,8 @@ class Words {
     };
     if (has_k || has_v) take(gathered_, 32 * (k.dim > v.dim ? k.dim : v.dim));
     if (has_k) {
-      take(staged_, 16 * k.dim);
-      take(queries_, quads_ * 4 * k.dim);
+      take(staged_, kStaged * k.dim);
+      take(queries_, quads_ * 16 * k.dim);
       take(q_steps_, quads_ * 16);
       take(q_sums_, quads_ * 16 * (k.dim / 64) * subs(k));
       take(k_affine_, 2 * kTile * k_groups_);
@@ -93,16 +83,16 @@ class Words {
     }
   }
 
-  // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16; `tops`: the highest
+  // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 32; `tops`: the highest
   // of each row, in 4 parts.
   void logits(const TileRows& rows, int64_t n, float* s, float* tops, Ahead& ahead) {
     load_affine(k_groups_, rows, kKAffine, n, k_affine_);
     const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
-    for (int64_t c = 0; c < n; c += 16) {
-      is_4 && is_halved ? logits_of_16<true, 2>(rows, c, n, s, tops, ahead)
-      : is_4            ? logits_of_16<true, 1>(rows, c, n, s, tops, ahead)
-      : is_halved       ? logits_of_16<false, 2>(rows, c, n, s, tops, ahead)
-                        : logits_of_16<false, 1>(rows, c, n, s, tops, ahead);
+    for (int64_t c = 0; c < n; c += kStaged) {
+      is_4 && is_halved ? logits_of_32<true, 2>(rows, c, n, s, tops, ahead)
+      : is_4            ? logits_of_32<true, 1>(rows, c, n, s, tops, ahead)
+      : is_halved       ? logits_of_32<false, 2>(rows, c, n, s, tops, ahead)
+                        : logits_of_32<false, 1>(rows, c, n, s, tops, ahead);
     }
   }
 
@@ -164,19 +154,16 @@ class Words {
   // Groups of a chunk of 64 numbers.
   static int64_t subs(const Side& side) { return side.group_size == 32 ? 2 : 1; }
 
-  // Where 8 words of a staged chunk are, of 16 cells: eighth `i` of cell `c`. int8: numbers at even
-  // places, then at odd ones. int4: every fourth, then those one behind, and so on; and cells within.
-  // Of two groups each eighth has 4 words.
-  template <bool is_4>
-  static constexpr int64_t eighth(int64_t i, int64_t c) {
-    return is_4 ? i / 2 * 256 + c * 16 + i % 2 * 8 : c * 64 + i * 8;
+  static constexpr int64_t kStaged = 32;  // cells whose words are made at a time
+
+  // Of 64 numbers, the first of the pair at place p; where the other one is; at which place the t-th
+  // pair of the one or the other 32 is.
+  static constexpr int64_t first_of(bool is_4, int64_t p) {
+    return is_4 ? (p / 16 * 4 + p % 4) * 8 + p / 4 % 4 : (p % 4 * 4 + p / 8) * 4 + p / 4 % 2;
   }
-  // Which word of a chunk, by eighths, is its number at `d`.
-  static constexpr int64_t place_of(bool is_4, bool is_halved, int64_t d) {
-    const int64_t n = is_4 ? 16 : 32, first = is_4 ? d % 4 * 16 : d % 2 * 32;
-    const int64_t word = is_4 ? d / 4 : d / 2;
-    if (!is_halved) return first + word;
-    return first + word % (n / 2) / 4 * 8 + word / (n / 2) * 4 + word % 4;
+  static constexpr int64_t apart(bool is_4) { return is_4 ? 4 : 2; }
+  static constexpr int64_t place_of(bool is_4, int64_t half, int64_t t) {
+    return is_4 ? half * 16 + t : t / 2 * 4 + half * 2 + t % 2;
   }
 
   // For kGroups, or up to as many if these are the most.
@@ -218,13 +205,15 @@ class Words {
     return total;
   }
 
-  // Which of a chunk's numbers lies at each place.
-  template <bool is_4, bool is_halved>
+  // A chunk's numbers in the order of pairs.
+  template <bool is_4>
   struct Order {
     uint16_t of[64];
     constexpr Order() : of{} {
-      for (int64_t d = 0; d < 64; ++d)
-        of[place_of(is_4, is_halved, d)] = static_cast<uint16_t>(d);
+      for (int64_t p = 0; p < 32; ++p) {
+        of[2 * p] = static_cast<uint16_t>(first_of(is_4, p));
+        of[2 * p + 1] = static_cast<uint16_t>(first_of(is_4, p) + apart(is_4));
+      }
     }
   };
 
@@ -238,9 +227,9 @@ class Words {
 
   template <bool is_4, int kSubs>
   void load_queries(const float* q, int64_t k_pad) {
-    alignas(64) static constexpr Order<is_4, kSubs == 2> order;
+    alignas(64) static constexpr Order<is_4> order;
     const int64_t chunks = k_.dim / 64;
-    std::memset(queries_, 0, 2 * quads_ * 4 * k_.dim);
+    std::memset(queries_, 0, 2 * quads_ * 16 * k_.dim);
     std::memset(q_steps_, 0, 64 * quads_);
     std::memset(q_sums_, 0, 64 * quads_ * chunks * kSubs);
     const auto four = [](float* to, float x) { _mm_storeu_ps(to, _mm_set1_ps(x)); };
@@ -274,48 +263,62 @@ class Words {
                                     _mm512_cvtepi32_epi16(x[i + 1]), 1);
         };
         const __m512i low = words(0), high = words(2);
-        int16_t* to = queries_ + (chunk * quads_ + quad) * 256 + lane * 8;
-        for (int half = 0; half < 2; ++half, to += 128) {
+        int16_t* to = query(chunk, quad) + lane * 8;
+        for (int half = 0; half < 2; ++half) {
           const __m512i from = _mm512_load_si512(order.of + 32 * half);
-          alignas(64) __m128i eighths[4];
-          _mm512_store_si512(eighths, _mm512_permutex2var_epi16(low, from, high));
-          for (int i = 0; i < 4; ++i) std::memcpy(to + 32 * i, eighths + i, 16);
+          alignas(64) int32_t pairs[16];
+          _mm512_store_si512(pairs, _mm512_permutex2var_epi16(low, from, high));
+          for (int i = 0; i < 16; ++i, to += 32)
+            _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm_set1_epi32(pairs[i]));
         }
       }
     }
   }
 
-  // K rows of 16 cells from c on as words, [chunk][1024].
-  template <bool is_4, bool is_halved>
-  void stage(const TileRows& rows, int64_t c, int64_t n, Ahead& ahead) const {
+  // Pairs of a chunk's numbers of 4 queries, each 4 times: [place][row][cell].
+  int16_t* query(int64_t chunk, int64_t quad) const {
+    return queries_ + (chunk * quads_ + quad) * 1024;
+  }
+
+  // K rows of 16 cells from c on as words, [chunk][cells / 4 of kStaged][place of a pair][cell].
+  template <bool is_4>
+  void stage(const TileRows& rows, int64_t c, int64_t n, int16_t* to, Ahead& ahead) const {
     const int64_t m = smaller(n - c, 16);
     int64_t step;
     const char* from = rows.together(kKRows, c, m, k_.packed_bytes(), gathered_, step);
     const __m512i low = _mm512_set1_epi16(is_4 ? 15 : 255);
-    const __m512i by_turns = is_4 ? _mm512_set_epi64(7, 5, 6, 4, 3, 1, 2, 0)
-                                  : _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-    const auto in_order = [&](__m512i x) {
-      return is_halved ? _mm512_permutexvar_epi64(by_turns, x) : x;
-    };
-    int16_t* to = staged_;
-    for (int64_t d = 0; d < k_.packed_bytes(); d += is_4 ? 32 : 64, to += 1024) {
+    for (int64_t d = 0; d < k_.packed_bytes(); d += is_4 ? 32 : 64, to += kStaged * 64) {
       ahead.some();
       const char* row = one_base(from + d);
-      for (int64_t i = 0; i < 16; i += 2, row += 2 * step) {
+      int16_t* at = to;
+      for (int64_t i = 0; i < 16; i += 4, row += 4 * step, at += 256) {
         if (is_4) {
-          int16_t* at = one_base(to + eighth<true>(0, i));
-          const __m512i x = in_order(two_halves(row, row + step));
-          _mm512_store_si512(at + eighth<true>(0, 0), _mm512_and_si512(x, low));
-          _mm512_store_si512(at + eighth<true>(2, 0),
-                             _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
-          _mm512_store_si512(at + eighth<true>(4, 0),
-                             _mm512_and_si512(_mm512_srli_epi16(x, 8), low));
-          _mm512_store_si512(at + eighth<true>(6, 0), _mm512_srli_epi16(x, 12));
-        } else {
+          const __m512i x = two_rows(row, step), y = two_rows(row + 2 * step, step);
+          const __m512i first = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2,
+                                                 25, 17, 9, 1, 24, 16, 8, 0);
           for (int j = 0; j < 2; ++j) {
-            const __m512i x = in_order(_mm512_loadu_si512(row + j * step));
-            _mm512_store_si512(to + eighth<false>(0, i + j), _mm512_and_si512(x, low));
-            _mm512_store_si512(to + eighth<false>(4, i + j), _mm512_srli_epi16(x, 8));
+            const __m512i order = _mm512_add_epi32(first, _mm512_set1_epi32(4 * j));
+            const __m512i z = _mm512_permutex2var_epi32(x, order, y);
+            int16_t* four = at + 128 * j;
+            _mm512_store_si512(four, _mm512_and_si512(z, low));
+            _mm512_store_si512(four + 32, _mm512_and_si512(_mm512_srli_epi16(z, 4), low));
+            _mm512_store_si512(four + 64, _mm512_and_si512(_mm512_srli_epi16(z, 8), low));
+            _mm512_store_si512(four + 96, _mm512_srli_epi16(z, 12));
+          }
+        } else {
+          __m512i x[4], y[4];
+          for (int j = 0; j < 4; ++j) x[j] = _mm512_loadu_si512(row + j * step);
+          for (int j = 0; j < 4; j += 2) {
+            y[j] = _mm512_unpacklo_epi32(x[j], x[j + 1]);
+            y[j + 1] = _mm512_unpackhi_epi32(x[j], x[j + 1]);
+          }
+          for (int j = 0; j < 2; ++j) {
+            x[2 * j] = _mm512_unpacklo_epi64(y[j], y[j + 2]);
+            x[2 * j + 1] = _mm512_unpackhi_epi64(y[j], y[j + 2]);
+          }
+          for (int j = 0; j < 4; ++j) {
+            _mm512_store_si512(at + 64 * j, _mm512_and_si512(x[j], low));
+            _mm512_store_si512(at + 64 * j + 32, _mm512_srli_epi16(x[j], 8));
           }
         }
       }
@@ -323,50 +326,60 @@ class Words {
   }
 
   template <bool is_4, int kSubs>
-  void logits_of_16(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops,
+  void logits_of_32(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops,
                     Ahead& ahead) const {
-    stage<is_4, kSubs == 2>(rows, c, n, ahead);
+    for (int64_t i = 0; i < kStaged && c + i < n; i += 16)
+      stage<is_4>(rows, c + i, n, staged_ + i * 64, ahead);
     int64_t quad = 0;
     for (; quad + 2 <= quads_; quad += 2) {
       ahead.some();
-      logits_of<is_4, kSubs, 2, 8>(quad, c, s, tops);
+      logits_of<is_4, kSubs, 2, 16>(quad, c, s, tops);
     }
-    if (quad < quads_) logits_of<is_4, kSubs, 1, 16>(quad, c, s, tops);
+    if (quad < quads_) logits_of<is_4, kSubs, 1, 32>(quad, c, s, tops);
   }
 
-  // s[row][first ..] of the 16 cells that are staged, for the rows of kQuads quads.
+  // s[row][first ..] of the cells that are staged, kCells at a time, for the rows of kQuads quads.
   template <bool is_4, int kSubs, int kQuads, int kCells>
   void logits_of(int64_t quad, int64_t first, float* s, float* tops) const {
-    for (int64_t c = 0; c < 16; c += kCells) {
-      __m512 result[kQuads][kCells / 4];
+    constexpr int kFours = kCells / 4;
+    for (int64_t c = 0; c < kStaged; c += kCells) {
+      __m512 result[kQuads][kFours];
       const float* affine = k_affine_ + first + c;  // of the chunk's first group
       for (int64_t chunk = 0, done = 0; chunk < k_.dim / 64; ++chunk) {
-        const int16_t* staged = one_base(staged_ + chunk * 1024 + eighth<is_4>(0, c));
-        const int16_t* q = one_base(queries_ + (chunk * quads_ + quad) * 256);
-        __m512i a[kQuads][kCells];
-        for (auto& of_quad : a)
-          for (__m512i& x : of_quad) x = _mm512_setzero_si512();
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-          __m512i x[kQuads];
-          for (int k = 0; k < kQuads; ++k) x[k] = _mm512_load_si512(q + k * 256 + i * 32);
-          for (int j = 0; j < kCells; ++j) {
-            const auto* from = reinterpret_cast<const __m128i*>(staged + eighth<is_4>(i, j));
-            const __m512i y = _mm512_broadcast_i32x4(_mm_load_si128(from));
-            for (int k = 0; k < kQuads; ++k) a[k][j] = dot_pairs(a[k][j], x[k], y);
+        const int16_t* staged = one_base(staged_ + (chunk * kStaged + c) * 64);
+        const int16_t* q = one_base(query(chunk, quad));
+        __m512i dot[2][kQuads][kFours];
+        for (auto& of_half : dot)
+          for (auto& of_quad : of_half)
+            for (__m512i& x : of_quad) x = _mm512_setzero_si512();
+#pragma GCC unroll 16
+        for (int t = 0; t < 16; ++t) {
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
+            const int64_t place = place_of(is_4, half, t);
+            auto& a = dot[half];
+            __m512i x[kQuads];
+            for (int k = 0; k < kQuads; ++k) x[k] = _mm512_load_si512(q + k * 1024 + place * 32);
+            for (int l = 0; l < kFours; ++l) {
+              const auto* from = reinterpret_cast<const __m128i*>(staged + l * 256 + place * 8);
+              const __m512i y = _mm512_broadcast_i32x4(_mm_load_si128(from));
+              for (int k = 0; k < kQuads; ++k) a[k][l] = dot_pairs(a[k][l], x[k], y);
+            }
           }
         }
+        if (kSubs == 1)
+          for (int k = 0; k < kQuads; ++k)
+            for (int l = 0; l < kFours; ++l)
+              dot[0][k][l] = _mm512_add_epi32(dot[0][k][l], dot[1][k][l]);
         const float* sums = one_base(q_sums_ + (chunk * quads_ + quad) * kSubs * 16);
-        for (int j = 0; j < kCells / 4; ++j) {
+        for (int j = 0; j < kFours; ++j) {
           for (int k = 0; k < kQuads; ++k) {
-            __m512i dot[2];
-            sum_fours_by_group<kSubs>(a[k] + 4 * j, dot);
             __m512 dots, more = chunk ? result[k][j] : _mm512_setzero_ps();
             for (int sub = 0; sub < kSubs; ++sub) {
               const float* scales = affine + sub * 2 * kTile + 4 * j;
               const __m512 scale = all_fours(scales), bias = all_fours(scales + kTile);
-              dots = sub ? fma(_mm512_cvtepi32_ps(dot[sub]), scale, dots)
-                         : mul(_mm512_cvtepi32_ps(dot[sub]), scale);
+              const __m512 x = _mm512_cvtepi32_ps(dot[sub][k][j]);
+              dots = sub ? fma(x, scale, dots) : mul(x, scale);
               more = fma(bias, _mm512_load_ps(sums + (k * kSubs + sub) * 16), more);
             }
             result[k][j] = fma(dots, _mm512_load_ps(q_steps_ + (quad + k) * 16), more);
@@ -379,7 +392,7 @@ class Words {
       }
       for (int k = 0; k < kQuads; ++k) {
         Vec top = load(tops + (quad + k) * 16);
-        for (int j = 0; j < kCells / 4; ++j) {
+        for (int j = 0; j < kFours; ++j) {
           top = max(top, result[k][j]);
           store_fours(result[k][j], s + (quad + k) * 4 * kTile + first + c + 4 * j, kTile);
         }
@@ -394,9 +407,10 @@ class Words {
   bool is_weight_by_turns() const { return v_.dtype == Dtype::int4 && subs(v_) == 2; }
 
   // Numbers of two cells side by side: dims 16 l + 4 i .. + 3 of int8 are lane l of vector i; of int4
-  // the pairs of vector i are every fourth number from the i-th on, of two groups by turns.
+  // the pairs of vector i are every fourth number from the i-th on, of two groups by turns. Those of
+  // vectors 1 and 2 have 16 times the next vector's in them, which is taken out of their sums.
   template <bool is_4, int kSubs>
-  static void interleave(const char* a, const char* b, __m512i* x) {
+  static void interleave(const char* row, int64_t step, __m512i* x) {
     if (is_4) {
       struct Order {
         uint16_t of[32];
@@ -409,14 +423,12 @@ class Words {
         }
       };
       alignas(64) static constexpr Order order;
-      const __m512i both = _mm512_permutexvar_epi16(_mm512_load_si512(order.of), two_halves(a, b));
+      const __m512i both = _mm512_permutexvar_epi16(_mm512_load_si512(order.of), two_rows(row, step));
       const __m512i low = _mm512_set1_epi16(15);
       x[0] = _mm512_and_si512(both, low);
-      x[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-      x[2] = _mm512_and_si512(_mm512_srli_epi16(both, 8), low);
-      x[3] = _mm512_srli_epi16(both, 12);
+      for (int j = 1; j < 4; ++j) x[j] = _mm512_srli_epi16(both, 4 * j);
     } else {
-      const __m512i y = _mm512_loadu_si512(a), z = _mm512_loadu_si512(b);
+      const __m512i y = _mm512_loadu_si512(row), z = _mm512_loadu_si512(row + step);
       const __m512i zero = _mm512_setzero_si512();
       const __m512i low = _mm512_unpacklo_epi8(y, z), high = _mm512_unpackhi_epi8(y, z);
       x[0] = _mm512_unpacklo_epi8(low, zero);
@@ -484,7 +496,7 @@ class Words {
         if (place == Place::stage) {
           for (int j = 0; j < 4; ++j) x[j] = _mm512_load_si512(numbers + j);
         } else {
-          interleave<is_4, kSubs>(from, from + step, x);
+          interleave<is_4, kSubs>(from, step, x);
         }
         if (place == Place::to_stage)
           for (int j = 0; j < 4; ++j) _mm512_store_si512(numbers + j, x[j]);
@@ -510,8 +522,12 @@ class Words {
         _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
     for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
       __m512 x[4], y[4];
-      for (int j = 0; j < 4; ++j)
-        x[j] = _mm512_cvtepi32_ps(_mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16));
+      __m512i whole[4];
+      for (int j = 0; j < 4; ++j) whole[j] = _mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16);
+      // Where a sum was too large for 32 bits its difference is not.
+      for (int j = 1; is_4 && j < 3; ++j)
+        whole[j] = _mm512_sub_epi32(whole[j], _mm512_slli_epi32(whole[j + 1], 4));
+      for (int j = 0; j < 4; ++j) x[j] = _mm512_cvtepi32_ps(whole[j]);
       if (is_4 && kSubs == 2)
         for (__m512& y : x) y = _mm512_permutexvar_ps(one_behind_other, y);
       if (is_4) {  // lane l of all four, by turns
