@@ -99,6 +99,11 @@ class Words {
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
     load_affine(v_groups_, rows, kVAffine, n, v_affine_);
+    for (int64_t g = 0; g < v_groups_; ++g) {
+      float *scales = v_affine_ + g * 2 * kTile, *biases = scales + kTile;
+      for (int64_t c = 0; c < n; c += 16)
+        store(biases + c, fma(load(scales + c), all(middle()), load(biases + c)));
+    }
     share_scales(v_groups_, n, v_affine_, largest_);
   }
 
@@ -166,6 +171,10 @@ class Words {
     return is_4 ? half * 16 + t : t / 2 * 4 + half * 2 + t % 2;
   }
 
+  // The numbers' errors are those of the weights times how far they are from this one: it goes into the
+  // biases, which meet weights that are not rounded.
+  float middle() const { return v_.dtype == Dtype::int4 ? 8.f : 128.f; }
+
   // For kGroups, or up to as many if these are the most.
   template <int kGroups>
   Vec weights_of(int64_t r, const float* s, float base, float top, int64_t n) const {
@@ -174,10 +183,14 @@ class Words {
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
     const Vec inverse = all(top > 0.f ? 32767.f / top : 0.f);
     Vec total = all(0.f), bias[kGroups];
+    __m512i whole[kGroups];
     float* biases = biases_ + r * n_groups * 16;
     int16_t* to = weight(r, 0);
     const float* affine = v_affine_;
-    for (int64_t g = 0; g < n_groups; ++g) bias[g] = load(biases + g * 16);
+    for (int64_t g = 0; g < n_groups; ++g) {
+      bias[g] = load(biases + g * 16);
+      whole[g] = _mm512_setzero_si512();
+    }
     for (int64_t c = 0; c < n; c += 32) {
       const Vec p = exp2_below_1(sub(_mm512_load_ps(s + c), all(base)));
       const Vec q = exp2_below_1(sub(_mm512_load_ps(s + c + 16), all(base)));
@@ -197,11 +210,14 @@ class Words {
           _mm512_store_si512(both + 32, _mm512_unpackhi_epi32(before, words));
         }
         before = words;
+        whole[g] = _mm512_add_epi32(whole[g], _mm512_add_epi32(x, y));
         bias[g] = fma(p, _mm512_load_ps(scales + kTile), bias[g]);
         bias[g] = fma(q, _mm512_load_ps(scales + kTile + 16), bias[g]);
       }
     }
-    for (int64_t g = 0; g < n_groups; ++g) store(biases + g * 16, bias[g]);
+    const float* steps = steps_ + r * n_groups;
+    for (int64_t g = 0; g < n_groups; ++g)
+      store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), all(-middle() * steps[g]), bias[g]));
     return total;
   }
 
