@@ -455,12 +455,6 @@ namespace {
 
 // The job ---------------------------------------------------------------------------------------
 
-// A number that is known when this is compiled.
-template <int value>
-struct Number {
-  static constexpr int of = value;
-};
-
 enum class Seen { nothing, some, everything };
 
 class Attention {

@@ -58,8 +58,9 @@ inline Ints dot_fours(Ints sum, Ints x, Ints y) {
 
 // Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
 // fetches by itself ends with a page.
+constexpr int64_t kAheadBytes = 4096;
 inline void fetch_ahead(const void* now) {
-  __builtin_prefetch(static_cast<const char*>(now) + 4096, 0, 2);
+  __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes, 0, 2);
 }
 
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
@@ -124,26 +125,42 @@ inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n,
   }
 }
 
-// One output of kTokens tokens, bf16, to out[token * kBlockRows]. The sums do not depend on kTokens.
-template <int kTokens>
+// kRows outputs of kTokens tokens, bf16, to out[token * kBlockRows]. The sums depend on neither.
+template <int kTokens, int kRows>
 inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float* out) {
-  Vec sums[kTokens][2];
-  for (auto& token : sums) token[0] = token[1] = all(0.f);
+  Vec sums[kRows][kTokens][2];
+  for (auto& row : sums)
+    for (auto& token : row) token[0] = token[1] = all(0.f);
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    fetch_ahead(w + i);
+    // Behind a row's end come those that are not read now.
+    const uint16_t* now = w + i + (i + kAheadBytes / 2 < n ? 0 : (kRows - 1) * n);
+    for (int r = 0; r < kRows; ++r) fetch_ahead(now + r * n);
     for (int half = 0; half < 2; ++half) {
-      const Vec weight = load_bf16(w + i + half * kLanes);
-      for (int t = 0; t < kTokens; ++t)
-        sums[t][half] = fma(weight, load(x + t * n + i + half * kLanes), sums[t][half]);
+      Vec y[kTokens];
+      for (int t = 0; t < kTokens; ++t) y[t] = load(x + t * n + i + half * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec weight = load_bf16(w + r * n + i + half * kLanes);
+        for (int t = 0; t < kTokens; ++t) sums[r][t][half] = fma(weight, y[t], sums[r][t][half]);
+      }
     }
   }
-  for (int t = 0; t < kTokens; ++t) {
-    float total = sum(add(sums[t][0], sums[t][1]));
-    for (int64_t j = i; j < n; ++j) total += bf16_to_float(w[j]) * x[t * n + j];
-    out[t * kBlockRows] = total;
+  for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kTokens; ++t) {
+      float total = sum(add(sums[r][t][0], sums[r][t][1]));
+      for (int64_t j = i; j < n; ++j) total += bf16_to_float(w[r * n + j]) * x[t * n + j];
+      out[t * kBlockRows + r] = total;
+    }
   }
 }
+
+// Rows that meet several tokens at once: these come from the second cache, and half as often. One
+// token is met by one row after the other, which is one stream.
+#if defined(KVC_AVX512) || defined(KVC_NEON)
+constexpr int kRowsTogether = 2;
+#else
+constexpr int kRowsTogether = 1;  // there are registers for no more
+#endif
 
 template <int kTokens>
 inline void block_bf16(const LinearCall& call, const float* x, int64_t token, int64_t block) {
@@ -151,7 +168,10 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
   float out[kTokens][kBlockRows];
-  for (int64_t r = 0; r < n_rows; ++r) dot_bf16<kTokens>(w + r * n, n, x, out[0] + r);
+  constexpr int kRows = kTokens > 1 ? kRowsTogether : 1;
+  int64_t r = 0;
+  for (; r + kRows <= n_rows; r += kRows) dot_bf16<kTokens, kRows>(w + r * n, n, x, out[0] + r);
+  for (; r < n_rows; ++r) dot_bf16<kTokens, 1>(w + r * n, n, x, out[0] + r);
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
@@ -227,11 +247,11 @@ inline void run_many(const LinearCall& call, const float* rows, int64_t first, i
   for (int64_t kept = 0; kept < call.n_tokens; kept += kTokensKept) {
     const int64_t end = call.n_tokens - kept < kTokensKept ? call.n_tokens : kept + kTokensKept;
     for (int64_t block = first; block < stop; ++block) {
-      int64_t t = kept;
-      for (; t + kManyTokens <= end; t += kManyTokens)
-        block_of_many<kManyTokens>(call, rows + t * n, t, block);
-      for (; t + 2 <= end; t += 2) block_of_many<2>(call, rows + t * n, t, block);
-      for (; t < end; ++t) block_of_many<1>(call, rows + t * n, t, block);
+      for (int64_t t = kept; t < end; t += kManyTokens) {
+        with_number<kManyTokens>(smaller(kManyTokens, end - t), [&](auto n_tokens) {
+          block_of_many<decltype(n_tokens)::of>(call, rows + t * n, t, block);
+        });
+      }
     }
   }
 }
@@ -340,12 +360,11 @@ void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t firs
   if (!call.weights.is_packed && call.n_tokens > kReadOnce)
     return run_many(call, inputs.rows, first, stop);
   const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : kReadOnce;
-  int64_t token = 0;
-  for (; token + at_once <= call.n_tokens; token += at_once)
-    tokens_of<kTokensAtOnce>(call, inputs, token, first, stop);
-  for (; token + 4 <= call.n_tokens; token += 4) tokens_of<4>(call, inputs, token, first, stop);
-  for (; token + 2 <= call.n_tokens; token += 2) tokens_of<2>(call, inputs, token, first, stop);
-  for (; token < call.n_tokens; ++token) tokens_of<1>(call, inputs, token, first, stop);
+  for (int64_t token = 0; token < call.n_tokens; token += at_once) {
+    with_number<kTokensAtOnce>(smaller(at_once, call.n_tokens - token), [&](auto n_tokens) {
+      tokens_of<decltype(n_tokens)::of>(call, inputs, token, first, stop);
+    });
+  }
 }
 
 void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {

@@ -415,6 +415,20 @@ inline void split_floats(float* row, int64_t n, bool is_back) {
   }
 }
 
+// A number that is known when this is compiled.
+template <int value>
+struct Number {
+  static constexpr int of = value;
+};
+
+// run(Number<n>()), for n from 1 to kMost.
+template <int kMost, class Run>
+inline void with_number(int64_t n, const Run& run) {
+  if constexpr (kMost > 1)
+    if (n < kMost) return with_number<kMost - 1>(n, run);
+  run(Number<kMost>());
+}
+
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
