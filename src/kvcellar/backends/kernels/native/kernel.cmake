@@ -36,7 +36,7 @@ if(KVC_PROCESSOR MATCHES "x86_64|amd64")
   kvc_level(vnni "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c")
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
     kvc_level(amx "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx512vnni -mavx2 -mfma -mf16c -mamx-tile -mamx-bf16 -mamx-int8")
-    if(KVC_EMULATE_AMX)  # for checks: its code on a processor without it
+    if(KVC_EMULATE_AMX AND KVC_HAS_AMX)  # for checks: its code on a processor without it
       set_property(SOURCE ${KVC_DIR}/isa_amx.cpp APPEND PROPERTY
         COMPILE_OPTIONS -include ${KVC_DIR}/check/emulated_amx.h)
       target_compile_definitions(kvcellar_kernel PRIVATE KVC_EMULATED_AMX)
