@@ -52,9 +52,6 @@ struct TileRows {
   }
 };
 
-// V rows that are decoded at a time: the first cache holds them until all query rows have met them.
-constexpr int64_t kDecoded = 64;
-
 // Logits of so many rows are sums in one vector.
 constexpr int64_t kRowsAtOnce = kLanes / 4;
 
@@ -569,7 +566,7 @@ class Attention {
       }
 #elif defined(KVC_AVX512)
       const bool is_main = rows->pool == job_.pool;
-      if (words.has_v && is_main) words.prepare(*rows, n);
+      if (words.has_v && is_main && seen != Seen::nothing) words.prepare(*rows, n);
       if (seen != Seen::nothing && words.has_k && is_main) {
         words.logits(*rows, n, s_, scratch_.tops, ahead_);
       } else if (seen != Seen::nothing) {

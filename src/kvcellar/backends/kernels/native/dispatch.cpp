@@ -115,13 +115,13 @@ bool set_level(const char* name) {
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
-      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + 64 * v_pad +
+      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + kDecoded * v_pad +
       (rows + 16) * 24 + 8 * 16;
-  // What products of another kind want beside it: see amx.h, and words.h, which wants less. Integers
+  // What products of another kind want beside it: see amx.h, and words.h. Integers
   // have two groups in 64 numbers at most.
   const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;
   const int64_t matrix = 512 * kMaxTile + 8 * kMaxTile * (k + v) / 32 + 2 * kMaxTile * (k + v) +
-                         r * (4 * k + k / 8 + 8) + r * kMaxTile * (v / 16 + 4) + 16384 +
+                         r * (8 * k + k / 2 + 8) + r * kMaxTile * (v / 16 + 4) + 16384 +
                          r * (4 + 64) * (v / 32) + 16 * 64;
   return 4 * floats + 3 * (4 * 9 * kMaxTile + 256) + 64 + matrix;
 }
