@@ -36,12 +36,31 @@ inline void transpose4(__m512* x) {
   x[3] = _mm512_shuffle_f32x4(ab1, cd1, 0xee);
 }
 
+// Lane i (of 4 numbers) of all four vectors to vector i.
+inline void transpose_lanes(const __m512* x, __m512* y) {
+  const __m512 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44);
+  const __m512 b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+  const __m512 c = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+  const __m512 d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+  y[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+  y[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+  y[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+  y[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+}
+
 // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the next
-// multiple of 64.
-inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float* to) {
+// multiple of 64. Biases are those of numbers that are counted from `middle`. The largest scale.
+inline float load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float middle,
+                         float* to) {
   const int64_t stop = (n + 63) / 64 * 64, n_bytes = 4 * n_groups;
   const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+  __m512 most = _mm512_setzero_ps();
+  const auto put = [&](int64_t g, int64_t c, __m512 scales, __m512 biases) {
+    most = _mm512_max_ps(most, scales);
+    _mm512_store_ps(to + g * 2 * kTile + c, scales);
+    _mm512_store_ps(to + (g * 2 + 1) * kTile + c, fma(scales, all(middle), biases));
+  };
   for (int64_t c = 0; c < stop; c += 16) {
     alignas(64) char room[16 * 4 * kMaxGroups];
     const char* from = room;
@@ -57,33 +76,24 @@ inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64
     };
     if (n_groups == 1) {
       const __m512 a = halves(0), b = halves(1);
-      _mm512_store_ps(to + c, _mm512_permutex2var_ps(a, evens, b));
-      _mm512_store_ps(to + kTile + c, _mm512_permutex2var_ps(a, odds, b));
+      put(0, c, _mm512_permutex2var_ps(a, evens, b), _mm512_permutex2var_ps(a, odds, b));
     } else if (n_groups == 2) {
       __m512 x[4] = {halves(0), halves(1), halves(2), halves(3)};
       transpose4(x);
-      for (int i = 0; i < 4; ++i) _mm512_store_ps(to + i * kTile + c, x[i]);
+      put(0, c, x[0], x[1]);
+      put(1, c, x[2], x[3]);
     } else {
-      for (int64_t i = 0; i < 16; ++i)
-        for (int64_t j = 0; j < 2 * n_groups; ++j)
-          to[j * kTile + c + i] =
-              half_to_float(reinterpret_cast<const uint16_t*>(from)[i * 2 * n_groups + j]);
+      for (int64_t g = 0; g < n_groups; ++g) {
+        alignas(64) float x[2][16];
+        for (int64_t i = 0; i < 16; ++i)
+          for (int64_t j = 0; j < 2; ++j)
+            x[j][i] = half_to_float(
+                reinterpret_cast<const uint16_t*>(from)[(i * n_groups + g) * 2 + j]);
+        put(g, c, _mm512_load_ps(x[0]), _mm512_load_ps(x[1]));
+      }
     }
   }
-}
-
-// Each group's scales, as shares of the largest; that goes to `largest`.
-inline void share_scales(int64_t n_groups, int64_t n, float* affine, float* largest) {
-  for (int64_t g = 0; g < n_groups; ++g) {
-    float* scales = affine + g * 2 * kTile;
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t c = 0; c < n; c += 16) most = _mm512_max_ps(most, _mm512_load_ps(scales + c));
-    const float top = _mm512_reduce_max_ps(most);
-    const __m512 inverse = all(top > 0.f ? 1.f / top : 0.f);
-    for (int64_t c = 0; c < n; c += 16)
-      _mm512_store_ps(scales + c, _mm512_mul_ps(_mm512_load_ps(scales + c), inverse));
-    largest[g] = top;
-  }
+  return _mm512_reduce_max_ps(most);
 }
 
 // Two rows of 32 bytes in one vector.

@@ -38,6 +38,20 @@ inline bool fits_matrix(const Side& side) {
   return side.dtype == Dtype::bf16 ? side.dim % 32 == 0 : fits_chunks(side);
 }
 
+// Each group's scales, as shares of the largest; that goes to `largest`.
+inline void share_scales(int64_t n_groups, int64_t n, float* affine, float* largest) {
+  for (int64_t g = 0; g < n_groups; ++g) {
+    float* scales = affine + g * 2 * kTile;
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t c = 0; c < n; c += 16) most = _mm512_max_ps(most, _mm512_load_ps(scales + c));
+    const float top = _mm512_reduce_max_ps(most);
+    const __m512 inverse = all(top > 0.f ? 1.f / top : 0.f);
+    for (int64_t c = 0; c < n; c += 16)
+      _mm512_store_ps(scales + c, _mm512_mul_ps(_mm512_load_ps(scales + c), inverse));
+    largest[g] = top;
+  }
+}
+
 class Matrix {
  public:
   const bool has_k, has_v;
@@ -103,7 +117,7 @@ class Matrix {
   // be loaded from: the pool itself, if they have one stride.
   void stage(const TileRows& rows, int64_t n) {
     const int64_t row_bytes = k_.dtype == Dtype::bf16 ? k_.dim * 2 : k_.dim;
-    if (k_.dtype != Dtype::bf16) load_affine(groups(k_), rows, kKAffine, n, k_affine_);
+    if (k_.dtype != Dtype::bf16) load_affine(groups(k_), rows, kKAffine, n, 0.f, k_affine_);
     char* to = staged_;
     tiles_.n = 0;
     for (int64_t c = 0; c < n; c += 16, to += 16 * row_bytes) {
@@ -152,7 +166,7 @@ class Matrix {
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
     if (v_.dtype == Dtype::bf16) return;
-    load_affine(groups(v_), rows, kVAffine, n, v_affine_);
+    load_affine(groups(v_), rows, kVAffine, n, 0.f, v_affine_);
     share_scales(groups(v_), n, v_affine_, top_scale_);
   }
 
@@ -772,14 +786,7 @@ class Matrix {
         y[2] = _mm512_permutex2var_ps(x[2], even, x[3]);
         y[3] = _mm512_permutex2var_ps(x[2], odd, x[3]);
       } else {  // lane i of all four are the numbers of lane i
-        const __m512 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44);
-        const __m512 b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
-        const __m512 c = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
-        const __m512 d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
-        y[0] = _mm512_shuffle_f32x4(a, b, 0x88);
-        y[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
-        y[2] = _mm512_shuffle_f32x4(c, d, 0x88);
-        y[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+        transpose_lanes(x, y);
       }
       const int64_t row = block * 16 + r;
       const __m512 step = all(steps_[row * n_groups + g]);

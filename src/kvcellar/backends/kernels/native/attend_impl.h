@@ -249,20 +249,156 @@ struct Walk {
   }
 };
 
+// Some of the lines of memory that the next tile reads, for a loop to fetch one by one while it
+// computes: four at once cost a tenth of the time from memory, and many would stop the core until
+// they have come.
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, 3); }
+
+struct Lines {
+  const char* at;
+  int64_t second, third, fourth, step;
+  int64_t left;  // how many
+
+  // The i-th line from `at` on, where loops are unrolled and i is known. Each fourth one goes on.
+  void one(int64_t i) {
+    i %= 4;
+    fetch(at + (i == 1 ? second : i == 2 ? third : i == 3 ? fourth : 0));
+    if (i == 3) at += step;
+  }
+  void four() {
+    for (int64_t i = 0; i < 4; ++i) one(i);
+  }
+};
+
+// The tile that comes next: while 16 cells are attended, as much of each of its parts is fetched as 16
+// cells have. The hardware fetches ahead within a page: so it is not these cells' rows, but lines of
+// up to four pages, or of four blocks of cells, by turns.
+class Next {
+ public:
+  void start(const TileRows& rows, int64_t n) {
+    rows_ = &rows;
+    n_ = n;
+    cuts_ = nullptr;
+    if (n != kTile) return;
+    for (const bool is_whole : rows.is_whole)
+      if (!is_whole) return;
+    if (rows.pool != cut_pool_) cut();
+    cuts_ = rows.is_run ? pages_ : blocks_;
+  }
+
+  // Lines of a part for the g-th 16 cells, for a loop that fetches up to n, a multiple of 4; what is
+  // more comes now. Where the loop fetches more, they are lines of the next cells.
+  Lines sixteen(Part part, int64_t g, int64_t n) const {
+    if (!cuts_ || !cuts_[part].n_open) return rows(part, g, n);
+    const Cut& cut = cuts_[part];
+    Lines lines = cut.lines;
+    const int64_t first = (g & cut.last_round) * cut.n_open;
+    const char* const* blocks = rows_->first[part];
+    if (cuts_ == pages_) {
+      lines.at = blocks[0] + first * kPage;
+    } else {
+      blocks += first;
+      lines.at = blocks[0];
+      set(lines, 4, blocks[1] - lines.at, blocks[2] - lines.at, blocks[3] - lines.at);
+    }
+    lines.at += (g >> cut.shift) * cut.share;
+    for (; lines.left > n; lines.left -= 4) lines.four();
+    return lines;
+  }
+
+  // Those of scales and biases, which are few.
+  void affine(Part part, int64_t g) const {
+    if (16 * g >= n_) return;
+    const int64_t bytes = row_bytes(part);
+    if (rows_->is_whole[g] && rows_->stride[part] == bytes)
+      for (int64_t i = 0; i < 16 * bytes; i += 64) fetch(rows_->first[part][g] + i);
+    else
+      rows(part, g, 0);
+  }
+
+  // For loops that have nothing to fetch: a line that is there.
+  static Lines nothing() {
+    static constexpr char there[64] = {};
+    return {there, 0, 0, 0, 0, 0};
+  }
+
+ private:
+  static constexpr int64_t kPage = 4096;
+
+  // How a part of a whole tile is cut into pages, or blocks of 16 cells: `n_open` at a time, of which
+  // 16 cells get `share` bytes each, and others in the next round.
+  struct Cut {
+    int64_t n_open;  // 0: not so, but 16 rows at a time
+    int64_t last_round, shift, share;
+    Lines lines;
+  };
+
+  static void set(Lines& lines, int64_t n_open, int64_t second, int64_t third, int64_t fourth) {
+    lines.second = n_open == 1 ? 64 : second;
+    lines.third = n_open == 1 ? 128 : n_open == 2 ? 64 : third;
+    lines.fourth = n_open == 1 ? 192 : n_open == 2 ? second + 64 : fourth;
+    lines.step = 256 / n_open;
+  }
+
+  void cut() {
+    cut_pool_ = rows_->pool;
+    for (const Part part : {kKRows, kVRows}) {
+      const int64_t bytes = row_bytes(part);
+      for (Cut* cuts : {pages_, blocks_}) {
+        Cut& cut = cuts[part];
+        const int64_t n = cuts == blocks_ ? kTile / 16 : bytes * kTile / kPage;
+        cut.n_open = n >= 4 ? 4 : n;
+        const int64_t rounds = n >= 4 ? n / 4 : 1;
+        if (rows_->stride[part] != bytes || bytes % 32 || n == 3 || n % 4 * (n > 4) || 8 % rounds)
+          cut.n_open = 0;
+        if (!cut.n_open) continue;
+        cut.last_round = rounds - 1;
+        for (cut.shift = 0; 1 << cut.shift < rounds;) ++cut.shift;
+        cut.share = bytes * 16 / cut.n_open;
+        cut.lines.left = bytes / 4;
+        set(cut.lines, cut.n_open, kPage, 2 * kPage, 3 * kPage);
+      }
+    }
+  }
+
+  __attribute__((noinline)) Lines rows(Part part, int64_t g, int64_t n) const {
+    if (16 * g >= n_) return nothing();
+    const int64_t bytes = row_bytes(part);
+    if (rows_->is_whole[g] && rows_->stride[part] == bytes) {
+      Lines lines{rows_->first[part][g], 64, 128, 192, 256, (bytes * 16 + 255) / 256 * 4};
+      for (; lines.left > n; lines.left -= 4) lines.four();
+      return lines;
+    }
+    for (int64_t c = 16 * g; c < n_ && c < 16 * g + 16; ++c)
+      for (int64_t i = 0; i < bytes; i += 64) fetch(rows_->row(part, c) + i);
+    return nothing();
+  }
+
+  int64_t row_bytes(Part part) const {
+    const Side &k = rows_->pool->k, &v = rows_->pool->v;
+    return part == kKRows     ? k.packed_bytes()
+           : part == kVRows   ? v.packed_bytes()
+           : part == kKAffine ? k.affine_bytes()
+                              : v.affine_bytes();
+  }
+
+  const TileRows* rows_ = nullptr;
+  int64_t n_ = 0;
+  const Cut* cuts_ = nullptr;  // of the tile: pages_, blocks_ or none
+  const Pool* cut_pool_ = nullptr;
+  Cut pages_[2], blocks_[2];
+};
+
+#if defined(KVC_AMX)
 // Rows that the next turn reads, fetched a few at a time during this one: their addresses are known,
 // a loop that computes for long between its loads leaves the memory idle, and many at once would
 // stop the core until they have come.
 struct Ahead {
-  // `turns`: how often some will be asked for. `is_near`: they are for the first cache, not the
-  // second.
-  void start(int64_t turns, bool is_near) {
-    is_near_ = is_near;
-    n_ = next_ = lines_ = n_streams_ = asked_ = 0;
+  // `turns`: how often some will be asked for.
+  void start(int64_t turns) {
+    n_ = next_ = lines_ = n_streams_ = 0;
     turns_ = turns;
   }
-
-  // How often some were asked for since the start.
-  int64_t asked() const { return asked_; }
 
   // K or V of the first `count` cells of `rows`.
   void add(const TileRows& rows, int64_t count, bool is_v) {
@@ -281,7 +417,6 @@ struct Ahead {
   }
 
   void some() {
-    ++asked_;
     if (--wait_ == 0) {
       wait_ = every_;
       fetch(count_);
@@ -298,7 +433,6 @@ struct Ahead {
     int64_t n;
     Part part;
     int64_t bytes, n_pieces, lines;  // of a piece
-    bool is_near;                    // whether they are for the first cache
     const char* pieces[kTile / 16];
     int64_t done, line;
   };
@@ -310,7 +444,6 @@ struct Ahead {
     stream.part = part;
     stream.bytes = bytes;
     stream.n_pieces = stream.done = stream.line = 0;
-    stream.is_near = is_near_;
     const int64_t lines = (count * bytes + 63) / 64;
     lines_ += lines;
     if (rows.stride[part] != bytes) return;
@@ -358,8 +491,7 @@ struct Ahead {
     int64_t done = stream.done, line = stream.line;
     for (; done < stop && line < stream.lines; done += n_pieces, ++line) {
       for (int64_t j = 0; j < n_pieces; ++j) {
-        const char* at = stream.pieces[j] + line * 64;
-        stream.is_near ? __builtin_prefetch(at, 0, 3) : __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(stream.pieces[j] + line * 64, 0, 2);
       }
     }
     stream.done = done;
@@ -367,10 +499,11 @@ struct Ahead {
   }
 
   Stream streams_[8];
-  bool is_near_ = false;
   int n_streams_ = 0;
-  int64_t n_ = 0, next_ = 0, lines_ = 0, turns_ = 1, every_ = 1, count_ = 1, wait_ = 1, asked_ = 0;
+  int64_t n_ = 0, next_ = 0, lines_ = 0, turns_ = 1, every_ = 1, count_ = 1, wait_ = 1;
 };
+
+#endif
 
 // Logits and values in float32 --------------------------------------------------------------------
 
@@ -378,21 +511,29 @@ struct Ahead {
 // queries is 4 numbers of each of its rows, [vector][k_pad / 4][row][4]; those of a cell meet them
 // all, and only 4 sums of each product are left to add up.
 // `tops`: the highest until now of each row, in 4 parts.
-// `kPad`: k_pad where it is known, else 0.
+// `kPad`: k_pad where it is known, else 0. `given`: k_pad / 2 lines to fetch, where that is known.
 template <int kPad, int kVecs, int kCells>
-inline void logits_of(const float* fours, int64_t any_pad, const float* k, float* s, float* tops) {
+inline void logits_of(const float* fours, int64_t any_pad, const float* k, float* s, float* tops,
+                      const Lines& given) {
+  Lines lines = given;
   const int64_t k_pad = kPad ? kPad : any_pad;
   for (int64_t c = 0; c < 16; c += kCells, k += kCells * k_pad) {
     Vec a[kVecs][kCells];
     for (auto& row : a)
       for (Vec& x : row) x = all(0.f);
-#pragma GCC unroll 4
-    for (int64_t d = 0; d < k_pad; d += 4) {
-      Vec x[kVecs];
-      for (int i = 0; i < kVecs; ++i) x[i] = load(fours + (i * k_pad + d) * kRowsAtOnce);
-      for (int j = 0; j < kCells; ++j) {
-        const Vec y = all_fours(k + j * k_pad + d);
-        for (int i = 0; i < kVecs; ++i) a[i][j] = fma(x[i], y, a[i][j]);
+    constexpr int64_t kStep = kPad ? 32 : 16;
+    for (int64_t first = 0; first < k_pad; first += kStep) {
+#pragma GCC unroll 8
+      for (int64_t part = 0; part < kStep; part += 4) {
+        const int64_t d = first + part;
+        Vec x[kVecs];
+        for (int i = 0; i < kVecs; ++i) x[i] = load(fours + (i * k_pad + d) * kRowsAtOnce);
+        for (int j = 0; j < kCells; ++j) {
+          const Vec y = all_fours(k + j * k_pad + d);
+          for (int i = 0; i < kVecs; ++i) a[i][j] = fma(x[i], y, a[i][j]);
+        }
+        if (kPad && part * kCells % 32 == 0)
+          for (int64_t i = 0; i < (kCells + 7) / 8; ++i) lines.one(part * kCells / 32 + i);
       }
     }
     for (int i = 0; i < kVecs; ++i) {
@@ -417,21 +558,34 @@ constexpr int kAlone = 8, kMostVecs = 2, kWide = 2;
 #endif
 
 // acc[r][0 .. n_vecs vectors) += s[r][c] * v[c], for 4 rows and n cells whose V rows lie `step` bytes
-// apart; `read` gives a row's vectors.
-template <int n_vecs, class Read>
+// apart; `read` gives a row's vectors. `given`: kHalves / 2 lines to fetch for each cell.
+template <int n_vecs, int kHalves, class Read>
 inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n, int64_t v_pad,
-                        float* acc, const Read& read) {
+                        float* acc, Lines& given, const Read& read) {
+  Lines lines = given;
   Vec a[4][n_vecs];
   for (int r = 0; r < 4; ++r)
     for (int j = 0; j < n_vecs; ++j) a[r][j] = load(acc + r * v_pad + j * kLanes);
-  for (int64_t c = 0; c < n; ++c, row += step) {
+  const auto add = [&](int64_t c) {
     Vec x[n_vecs];
     read(row, x);
+    row += step;
     for (int r = 0; r < 4; ++r) {
       const Vec p = all(s[r * kTile + c]);
       for (int j = 0; j < n_vecs; ++j) a[r][j] = fma(p, x[j], a[r][j]);
     }
+  };
+  int64_t c = 0;
+  for (; c + 8 <= n; c += 8) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i) {
+      if (i * kHalves % 2 == 0)
+        for (int64_t j = 0; j < (kHalves + 1) / 2; ++j) lines.one(i * kHalves / 2 + j);
+      add(c + i);
+    }
   }
+  for (; c < n; ++c) add(c);
+  given.at = lines.at;
   for (int r = 0; r < 4; ++r)
     for (int j = 0; j < n_vecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
 }
@@ -529,28 +683,29 @@ class Attention {
       matrix.logits(s_, ahead_);
     }
 #endif
-#if !defined(KVC_AMX)
-    int64_t turns = paced(first_turns(n));  // how often fetching ahead is thought of
-#endif
     for (int64_t first = job_.first_cell; n; first += n, n = n_next, n_next = n_third) {
       n_third = take(*third);
 #if defined(KVC_AMX)
-      ahead_.start((n + 31) / 32 * (12 + rows_), false);
-      ahead_.add(*third, n_third, false);
+      ahead_.start((n + 31) / 32 * (12 + rows_));
+      if (matrix.has_k) ahead_.add(*third, n_third, false);
+      if (matrix.has_v) ahead_.add(*next, n_next, true);
       const bool has_room = !n_third;
 #else
-      ahead_.start(turns > 0 ? turns : 1, true);
-      ahead_.add(*next, n_next, false);
       const bool has_room = !n_next;
 #endif
-      ahead_.add(*next, n_next, true);
+      next_.start(*next, n_next);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
         const int64_t n_following = following.next(smaller(shortest, following_left), *third);
         following_left -= n_following;
-        ahead_.add(*third, n_following, false);
-        ahead_.add(*third, n_following, true);
+#if defined(KVC_AMX)
+        if (matrix.has_k) ahead_.add(*third, n_following, false);
+        if (matrix.has_v) ahead_.add(*third, n_following, true);
+#endif
+        if (!n_next) next_.start(*third, n_following);
       }
+#if defined(KVC_AMX)
       ahead_.pace();
+#endif
       const Seen seen = what_is_seen(first, n);
       clear_tops();
       // Whether `tops` will say which logits are the highest: of whole blocks of cells, as they come.
@@ -568,7 +723,7 @@ class Attention {
       const bool is_main = rows->pool == job_.pool;
       if (words.has_v && is_main && seen != Seen::nothing) words.prepare(*rows, n);
       if (seen != Seen::nothing && words.has_k && is_main) {
-        words.logits(*rows, n, s_, scratch_.tops, ahead_);
+        words.logits(*rows, n, s_, scratch_.tops, next_);
       } else if (seen != Seen::nothing) {
         logits(*rows, n);
         if (words.has_k) multiply_logits(n, factor);
@@ -600,9 +755,9 @@ class Attention {
                             (seen == Seen::everything || words.is_finite(*rows, n));
       if (by_words) {
         softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {
-          return words.weigh(r, s, base, factor, top, n, ahead_);
+          return words.weigh(r, s, base, factor, top, n, next_);
         });
-        words.values(*rows, n, scratch_.acc, ahead_);
+        words.values(*rows, n, next_);
       }
       const bool is_done = by_words || seen == Seen::nothing;
 #else
@@ -613,13 +768,12 @@ class Attention {
 #if defined(KVC_AMX)
           matrix.scale_biases(r, factor);
 #elif defined(KVC_AVX512)
-          words.scale_biases(r, factor);
+          words.scale_results(r, factor);
 #else
           static_cast<void>(r), static_cast<void>(factor);
 #endif
           Vec total = all(0.f);
           for (int64_t c = 0; c < n; c += kLanes) {
-            if (c % 32 == 0) ahead_.some();
             const Vec p = exp2_below_1(sub(load(s + c), all(base)));
             store(s + c, p);
             total = add(total, p);
@@ -628,10 +782,9 @@ class Attention {
         });
         values(*rows, first, n, seen);
       }
-#if !defined(KVC_AMX)
-      if (n_next) turns = paced(ahead_.asked() * n_next / n);  // as often as during this tile
-#endif
+#if defined(KVC_AMX)
       ahead_.rest();
+#endif
       TileRows* const done = rows;
       rows = next;
       next = third;
@@ -668,16 +821,6 @@ class Attention {
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
   }
-
-#if !defined(KVC_AMX)
-  // About how often fetching ahead is thought of during a job's first tile: later ones are counted.
-  int64_t first_turns(int64_t n) const {
-    return is_quantised(k_.dtype) ? n / 8 + rows_ : n / 4 + n * rows_ / 32;
-  }
-  // Of numbers that take the memory longer than the arithmetic, a third is fetched behind a tile, at
-  // once.
-  int64_t paced(int64_t turns) const { return is_quantised(k_.dtype) ? turns : turns * 3 / 2; }
-#endif
 
   // Before a tile's logits.
   void clear_tops() {
@@ -742,15 +885,11 @@ class Attention {
     if (side.dtype == Dtype::f32 && !is_split && step == 4 * pad)
       return reinterpret_cast<const float*>(row);
     if (is_split && side.dtype == Dtype::bf16) {
-      for (int64_t i = 0; i < m; i += 8) {
-        ahead_.some();
-        split_rows(row + i * step, step, smaller(m - i, 8), pad, to + i * pad);
-      }
+      split_rows(row, step, m, pad, to);
       return to;
     }
     const char* affine = nullptr;
     for (int64_t i = 0; i < m; ++i, row += step) {
-      if (i % 4 == 0) ahead_.some();
       if (side.affine) affine = rows.row(is_v ? kVAffine : kKAffine, c + i);
       decode_row(side, row, affine, pad, to + i * pad);
       if (is_split) split_floats(to + i * pad, side.dim, false);
@@ -762,19 +901,22 @@ class Attention {
     order_queries();
     for (int64_t c = 0; c < n; c += 16) {
       const float* k = as_floats(rows, false, c, n, scratch_.k);
-      k_pad_ == 64    ? logits_of_16<64>(k, s_ + c)
-      : k_pad_ == 128 ? logits_of_16<128>(k, s_ + c)
-                      : logits_of_16<0>(k, s_ + c);
+      if (rows.pool->k.affine) next_.affine(kKAffine, c / 16);
+      k_pad_ == 64    ? logits_of_16<64>(k, c)
+      : k_pad_ == 128 ? logits_of_16<128>(k, c)
+                      : logits_of_16<0>(k, c);
     }
   }
 
   // All rows' logits of 16 cells.
   template <int kPad>
-  void logits_of_16(const float* k, float* s) const {
+  void logits_of_16(const float* k, int64_t c) const {
+    Lines lines = next_.sixteen(kKRows, c / 16, kPad / 2);
     const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
       constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
-      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k, s + row * kTile,
-                                     scratch_.tops + 4 * row);
+      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k,
+                                     s_ + row * kTile + c, scratch_.tops + 4 * row, lines);
+      lines = Next::nothing();
       return kVecs * kRowsAtOnce;
     };
     int64_t r = 0;
@@ -860,7 +1002,7 @@ class Attention {
         const int64_t m = smaller(n - c, 16);
         int64_t step;
         const char* row = rows.together(kVRows, c, m, v_.packed_bytes(), scratch_.gathered, step);
-        add_values(c, m, row, step, [](const char* from, int64_t d, Vec* x, auto n_vecs) {
+        add_values<4>(c, m, row, step, [](const char* from, int64_t d, Vec* x, auto n_vecs) {
           const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
           if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
           for (int i = 0; i + 1 < n_vecs.of; i += 2)
@@ -873,36 +1015,46 @@ class Attention {
       for (int i = 0; i < n_vecs.of; ++i)
         x[i] = load(reinterpret_cast<const float*>(from) + d + i * kLanes);
     };
-    const int64_t block = rows_ <= 4 && seen == Seen::everything ? 16 : kDecoded;
+    // So many that each four rows can fetch 16 cells' share of the next tile.
+    const int64_t block = rows_ <= 4 ? 16 : rows_ <= 12 ? 32 : kDecoded;
+    const bool is_read_there = block == 16 && seen == Seen::everything;
     for (int64_t c = 0; c < n; c += block) {
       const int64_t m = smaller(n - c, block);
       const float* v = scratch_.v;
       for (int64_t i = 0; i < m; i += 16) {
         float* to = scratch_.v + i * v_pad_;
         const float* from = as_floats(rows, true, c + i, n, to);
-        if (block == 16)
+        if (is_read_there)
           v = from;
         else if (from != to)
           std::memcpy(to, from, sizeof(float) * smaller(m - i, 16) * v_pad_);
       }
       if (seen == Seen::some) leave_no_trace(first, c, m);
-      add_values(c, m, reinterpret_cast<const char*>(v), 4 * v_pad_, read);
+      const char* row = reinterpret_cast<const char*>(v);
+      block == 16   ? add_values<4>(c, m, row, 4 * v_pad_, read)
+      : block == 32 ? add_values<2>(c, m, row, 4 * v_pad_, read)
+                    : add_values<1>(c, m, row, 4 * v_pad_, read);
     }
   }
 
   // V rows from `row` on times the weights of n cells from c on, of all rows.
-  template <class Read>
+  template <int kHalves, class Read>
   void add_values(int64_t c, int64_t n, const char* row, int64_t step, const Read& read) {
     for (int64_t r = 0; r < rows_pad_; r += 4) {
-      ahead_.some();
       const float* s = s_ + r * kTile + c;
       float* acc = scratch_.acc + r * v_pad_;
       int64_t d = 0;
+      Lines lines = Next::nothing();
+      if (4 * r < n) {
+        lines = next_.sixteen(kVRows, c / 16 + r / 4, v_pad_ / (kWide * kLanes) * 32);
+        if (v_.affine) next_.affine(kVAffine, c / 16 + r / 4);
+      }
       const auto part = [&](auto n_vecs) {
         constexpr int kVecs = decltype(n_vecs)::of;
-        values_of_4<kVecs>(s, row, step, n, v_pad_, acc + d,
-                           [&](const char* from, Vec* x) { read(from, d, x, n_vecs); });
+        values_of_4<kVecs, kHalves>(s, row, step, n, v_pad_, acc + d, lines,
+                                    [&](const char* from, Vec* x) { read(from, d, x, n_vecs); });
         d += kVecs * kLanes;
+        if ((lines.left -= n * kHalves / 2) <= 0) lines = Next::nothing();
       };
       while (d + kWide * kLanes <= v_pad_) part(Number<kWide>());
       if (kWide > 2 && d + 2 * kLanes <= v_pad_) part(Number<2>());
@@ -936,7 +1088,10 @@ class Attention {
   Scratch scratch_;
   bool has_fours_ = false, has_tops_ = false;
   float* s_ = nullptr;  // the tile's logits, then weights
+  Next next_;
+#if defined(KVC_AMX)
   Ahead ahead_;
+#endif
 
  public:
   static float exp2_or_0(float x) { return x == kMinusInfinity ? 0.f : exp2_one(x); }

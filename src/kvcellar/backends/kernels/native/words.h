@@ -76,8 +76,10 @@ class Words {
       take(weights_, quads_ * 4 * v_groups_ * kTile);
       take(sums_, 16 * 16);
       take(v_affine_, 2 * kTile * v_groups_);
-      take(steps_, quads_ * 4 * v_groups_);
+      take(steps_, quads_ * 4);
       take(biases_, rows * v_groups_ * 16);
+      take(results_, rows * v.dim);
+      std::memset(results_, 0, 4 * rows * v.dim);
       std::memset(biases_, 0, 64 * rows * v_groups_);
       std::memset(weights_, 0, 2 * quads_ * 4 * v_groups_ * kTile);
     }
@@ -85,61 +87,71 @@ class Words {
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 32; `tops`: the highest
   // of each row, in 4 parts.
-  void logits(const TileRows& rows, int64_t n, float* s, float* tops, Ahead& ahead) {
-    load_affine(k_groups_, rows, kKAffine, n, k_affine_);
+  void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
+    load_affine(k_groups_, rows, kKAffine, n, 0.f, k_affine_);
     const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
     for (int64_t c = 0; c < n; c += kStaged) {
-      is_4 && is_halved ? logits_of_32<true, 2>(rows, c, n, s, tops, ahead)
-      : is_4            ? logits_of_32<true, 1>(rows, c, n, s, tops, ahead)
-      : is_halved       ? logits_of_32<false, 2>(rows, c, n, s, tops, ahead)
-                        : logits_of_32<false, 1>(rows, c, n, s, tops, ahead);
+      is_4 && is_halved ? logits_of_32<true, 2>(rows, c, n, s, tops, next)
+      : is_4            ? logits_of_32<true, 1>(rows, c, n, s, tops, next)
+      : is_halved       ? logits_of_32<false, 2>(rows, c, n, s, tops, next)
+                        : logits_of_32<false, 1>(rows, c, n, s, tops, next);
     }
   }
 
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
-    load_affine(v_groups_, rows, kVAffine, n, v_affine_);
-    for (int64_t g = 0; g < v_groups_; ++g) {
-      float *scales = v_affine_ + g * 2 * kTile, *biases = scales + kTile;
-      for (int64_t c = 0; c < n; c += 16)
-        store(biases + c, fma(load(scales + c), all(middle()), load(biases + c)));
-    }
-    share_scales(v_groups_, n, v_affine_, largest_);
+    largest_ = load_affine(v_groups_, rows, kVAffine, n, middle(), v_affine_);
   }
 
   // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
   // weights are multiplied by `factor`. Logits up to the next multiple of 32 are minus infinity.
   Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n,
-            Ahead& ahead) {
-    scale_biases(r, factor);
+            const Next& next) {
+    scale_results(r, factor);
     const int64_t n_groups = v_groups_;
-    for (int64_t g = 0; g < n_groups; ++g) steps_[r * n_groups + g] = top / 32767.f * largest_[g];
-    ahead.some();
-    return n_groups == 1   ? weights_of<1>(r, s, base, top, n)
-           : n_groups == 2 ? weights_of<2>(r, s, base, top, n)
-                           : weights_of<kMaxGroups>(r, s, base, top, n);
+    steps_[r] = top / 32767.f * largest_;
+    // Four rows fetch the first half of the next tile's V rows, the products the other.
+    const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every;
+    const bool is_fetched = r % every == 0 && g < 4;
+    const Lines lines = is_fetched ? next.sixteen(kVRows, g, v_.dtype == Dtype::int4 ? 8 : 16)
+                                   : Next::nothing();
+    for (int64_t other = r + 1; r == rows_ - 1 && other < 4; ++other) next.sixteen(kVRows, other, 0);
+    return n_groups == 1   ? weights_of<1>(r, s, base, n, lines)
+           : n_groups == 2 ? weights_of<2>(r, s, base, n, lines)
+                           : weights_of<kMaxGroups>(r, s, base, n, lines);
   }
 
-  void scale_biases(int64_t r, float factor) {
+  // Of earlier tiles, which weigh less now.
+  void scale_results(int64_t r, float factor) {
     if (!has_v || factor == 1.f) return;
+    for (int64_t d = 0; d < v_.dim; d += 16)
+      store(result(r) + d, mul(load(result(r) + d), all(factor)));
     for (int64_t g = 0; g < v_groups_; ++g) {
       float* bias = biases_ + (r * v_groups_ + g) * 16;
       store(bias, mul(load(bias), all(factor)));
     }
   }
 
-  // acc[row] += weight[row][c] * V[c], but for the biases.
-  void values(const TileRows& rows, int64_t n, float* acc, Ahead& ahead) {
+  // Sums of weight[row][c] * V[c], and of those of earlier tiles.
+  void values(const TileRows& rows, int64_t n, const Next& next) {
     const bool is_4 = v_.dtype == Dtype::int4, is_halved = subs(v_) == 2;
     for (int64_t chunk = 0; chunk < v_.dim / 64; ++chunk)
-      is_4 && is_halved ? values_of_chunk<true, 2>(rows, chunk, n, acc, ahead)
-      : is_4            ? values_of_chunk<true, 1>(rows, chunk, n, acc, ahead)
-      : is_halved       ? values_of_chunk<false, 2>(rows, chunk, n, acc, ahead)
-                        : values_of_chunk<false, 1>(rows, chunk, n, acc, ahead);
+      is_4 && is_halved ? values_of_chunk<true, 2>(rows, chunk, n, next)
+      : is_4            ? values_of_chunk<true, 1>(rows, chunk, n, next)
+      : is_halved       ? values_of_chunk<false, 2>(rows, chunk, n, next)
+                        : values_of_chunk<false, 1>(rows, chunk, n, next);
   }
 
-  // Behind the last tile.
+  // All tiles' sums go to acc[row]: behind the last one.
   void finish(float* acc) {
+    for (int64_t r = 0; has_v && r < rows_; ++r) {
+      for (int64_t d = 0; d < v_.dim; d += 64) {
+        __m512 y[4];
+        in_order(result(r) + d, y);
+        float* to = acc + r * v_pad_ + d;
+        for (int j = 0; j < 4; ++j) store(to + 16 * j, add(load(to + 16 * j), y[j]));
+      }
+    }
     for (int64_t i = 0; has_v && i < rows_ * v_groups_; ++i) {
       const int64_t r = i / v_groups_, g = i % v_groups_;
       const Vec bias = all(sum(load(biases_ + i * 16)));
@@ -177,11 +189,12 @@ class Words {
 
   // For kGroups, or up to as many if these are the most.
   template <int kGroups>
-  Vec weights_of(int64_t r, const float* s, float base, float top, int64_t n) const {
+  Vec weights_of(int64_t r, const float* s, float base, int64_t n, const Lines& given) const {
+    Lines lines = given;
     const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
     const bool is_by_turns = is_weight_by_turns();
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
-    const Vec inverse = all(top > 0.f ? 32767.f / top : 0.f);
+    const Vec inverse = all(steps_[r] > 0.f ? 1.f / steps_[r] : 0.f);
     Vec total = all(0.f), bias[kGroups];
     __m512i whole[kGroups];
     float* biases = biases_ + r * n_groups * 16;
@@ -191,7 +204,7 @@ class Words {
       bias[g] = load(biases + g * 16);
       whole[g] = _mm512_setzero_si512();
     }
-    for (int64_t c = 0; c < n; c += 32) {
+    const auto part = [&](int64_t c) __attribute__((always_inline)) {
       const Vec p = exp2_below_1(sub(_mm512_load_ps(s + c), all(base)));
       const Vec q = exp2_below_1(sub(_mm512_load_ps(s + c + 16), all(base)));
       const Vec wide_p = mul(p, inverse), wide_q = mul(q, inverse);
@@ -214,10 +227,23 @@ class Words {
         bias[g] = fma(p, _mm512_load_ps(scales + kTile), bias[g]);
         bias[g] = fma(q, _mm512_load_ps(scales + kTile + 16), bias[g]);
       }
+    };
+    const bool is_4 = v_.dtype == Dtype::int4;
+    int64_t c = 0;
+    for (; given.left && c + 64 <= n; c += 64) {
+      lines.one(0);
+      lines.one(1);
+      if (!is_4) lines.one(2), lines.one(3);
+      part(c);
+      if (!is_4) lines.one(0), lines.one(1);
+      lines.one(2);
+      lines.one(3);
+      part(c + 32);
     }
-    const float* steps = steps_ + r * n_groups;
+    for (; c < n; c += 32) part(c);
+    const Vec step = all(-middle() * steps_[r]);
     for (int64_t g = 0; g < n_groups; ++g)
-      store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), all(-middle() * steps[g]), bias[g]));
+      store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), step, bias[g]));
     return total;
   }
 
@@ -298,16 +324,18 @@ class Words {
 
   // K rows of 16 cells from c on as words, [chunk][cells / 4 of kStaged][place of a pair][cell].
   template <bool is_4>
-  void stage(const TileRows& rows, int64_t c, int64_t n, int16_t* to, Ahead& ahead) const {
+  void stage(const TileRows& rows, int64_t c, int64_t n, int16_t* to, Lines& given) const {
+    Lines lines = given;
     const int64_t m = smaller(n - c, 16);
     int64_t step;
     const char* from = rows.together(kKRows, c, m, k_.packed_bytes(), gathered_, step);
     const __m512i low = _mm512_set1_epi16(is_4 ? 15 : 255);
     for (int64_t d = 0; d < k_.packed_bytes(); d += is_4 ? 32 : 64, to += kStaged * 64) {
-      ahead.some();
       const char* row = one_base(from + d);
       int16_t* at = to;
+#pragma GCC unroll 4
       for (int64_t i = 0; i < 16; i += 4, row += 4 * step, at += 256) {
+        for (int64_t j = 0; j < (is_4 ? 1 : 2); ++j) lines.one(i / 4 * (is_4 ? 1 : 2) + j);
         if (is_4) {
           const __m512i x = two_rows(row, step), y = two_rows(row + 2 * step, step);
           const __m512i first = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2,
@@ -339,25 +367,34 @@ class Words {
         }
       }
     }
+    given.at = lines.at;
   }
 
   template <bool is_4, int kSubs>
   void logits_of_32(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops,
-                    Ahead& ahead) const {
-    for (int64_t i = 0; i < kStaged && c + i < n; i += 16)
-      stage<is_4>(rows, c + i, n, staged_ + i * 64, ahead);
-    int64_t quad = 0;
-    for (; quad + 2 <= quads_; quad += 2) {
-      ahead.some();
-      logits_of<is_4, kSubs, 2, 16>(quad, c, s, tops);
+                    const Next& next) const {
+    // One half of what the next tile's 32 cells have is fetched here, the other by the first products.
+    const int64_t n_lines = k_.dim / 64 * (is_4 ? 8 : 16);
+    Lines lines = next.sixteen(kKRows, c / 16, n_lines);
+    for (int64_t i = 0; i < kStaged && c + i < n; i += 16) {
+      next.affine(kKAffine, (c + i) / 16);
+      stage<is_4>(rows, c + i, n, staged_ + i * 64, lines);
     }
-    if (quad < quads_) logits_of<is_4, kSubs, 1, 32>(quad, c, s, tops);
+    lines = next.sixteen(kKRows, c / 16 + 1, n_lines);
+    const Lines nothing = Next::nothing();
+    const int64_t turn = c / kStaged % ((quads_ + 1) / 2) * 2;
+    int64_t quad = 0;
+    for (; quad + 2 <= quads_; quad += 2)
+      logits_of<is_4, kSubs, 2, 16>(quad, c, s, tops, quad == turn ? lines : nothing);
+    if (quad < quads_)
+      logits_of<is_4, kSubs, 1, 32>(quad, c, s, tops, quad == turn ? lines : nothing);
   }
 
   // s[row][first ..] of the cells that are staged, kCells at a time, for the rows of kQuads quads.
   template <bool is_4, int kSubs, int kQuads, int kCells>
-  void logits_of(int64_t quad, int64_t first, float* s, float* tops) const {
-    constexpr int kFours = kCells / 4;
+  void logits_of(int64_t quad, int64_t first, float* s, float* tops, const Lines& given) const {
+    Lines lines = given;
+    constexpr int kFours = kCells / 4, kEvery = (is_4 ? 2 : 1) * kStaged / kCells;
     for (int64_t c = 0; c < kStaged; c += kCells) {
       __m512 result[kQuads][kFours];
       const float* affine = k_affine_ + first + c;  // of the chunk's first group
@@ -370,6 +407,7 @@ class Words {
             for (__m512i& x : of_quad) x = _mm512_setzero_si512();
 #pragma GCC unroll 16
         for (int t = 0; t < 16; ++t) {
+          if (t % kEvery == kEvery - 1) lines.one(t / kEvery);
 #pragma GCC unroll 2
           for (int half = 0; half < 2; ++half) {
             const int64_t place = place_of(is_4, half, t);
@@ -455,14 +493,12 @@ class Words {
   }
 
   template <bool is_4, int kSubs>
-  void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, float* acc,
-                       Ahead& ahead) const {
+  void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, const Next& next) const {
     const int64_t n_bytes = v_.packed_bytes(), row = v_groups_ * kTile;
     const int64_t group = chunk * 64 / v_.group_size;  // the chunk's first
     for (int64_t quad = 0; quad < quads_; ++quad) {
       const int16_t* weights = weights_ + quad * 4 * row + group * kTile;
       for (int64_t c = 0; c < n; c += 32) {
-        ahead.some();
         Pairs pairs;
         for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
           const int64_t first = c + 16 * i, m = smaller(n - first, 16);
@@ -472,13 +508,18 @@ class Words {
                                         pairs.step[i]) +
                           chunk * (is_4 ? 32 : 64);
         }
+        if (!chunk && quad == c / 32 % quads_) {
+          pairs.lines = next.sixteen(kVRows, kTile / 32 + c / 32, is_4 ? 8 : 16);
+          next.affine(kVAffine, c / 16);
+          next.affine(kVAffine, c / 16 + 1);
+        }
         __m512i* staged = reinterpret_cast<__m512i*>(values_) + c * 2;
         const int16_t* of = weights + (is_4 ? kSubs : 1) * c;
         quads_ == 1 ? add_pairs<is_4, kSubs, Place::pool>(pairs, of, row, c, staged)
         : !quad     ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, row, c, staged)
                     : add_pairs<is_4, kSubs, Place::stage>(pairs, of, row, c, staged);
       }
-      add_sums<is_4, kSubs>(quad, chunk, group, acc);
+      add_sums<is_4>(quad, chunk);
     }
   }
 
@@ -486,6 +527,7 @@ class Words {
   struct Pairs {
     int64_t n[2] = {0, 0}, step[2];
     const char* from[2];
+    Lines lines = Next::nothing();  // to fetch: one for each of them, or of int4 for each second one
   };
   // Where interleaved numbers come from: all of them are kept if other rows' weights want them too.
   enum class Place { pool, to_stage, stage };
@@ -498,6 +540,7 @@ class Words {
     constexpr __mmask16 kSecond = 0xFF00;  // the chunk's second group
     constexpr bool is_by_turns = is_4 && kSubs == 2;
     int32_t* sums = one_base(sums_);
+    Lines lines = pairs.lines;
     __m512i a[4][4];
     for (int r = 0; r < 4; ++r)
       for (int j = 0; j < 4; ++j)
@@ -507,7 +550,7 @@ class Words {
       const int64_t step = pairs.step[half];
       const int16_t* at = weights + (is_by_turns ? 32 : 16) * half;
       __m512i* numbers = staged + 32 * half;
-      for (int64_t i = 0; i < pairs.n[half]; ++i, from += 2 * step, numbers += 4) {
+      const auto add = [&]() __attribute__((always_inline)) {
         __m512i x[4];
         if (place == Place::stage) {
           for (int j = 0; j < 4; ++j) x[j] = _mm512_load_si512(numbers + j);
@@ -525,62 +568,74 @@ class Words {
           for (int j = 0; j < 4; ++j) a[r][j] = dot_pairs(a[r][j], x[j], w);
         }
         at += is_by_turns ? 4 : 2;
+        from += 2 * step;
+        numbers += 4;
+      };
+      int64_t i = 0;
+      for (; place == Place::pool && i + 8 <= pairs.n[half]; i += 8) {
+#pragma GCC unroll 8
+        for (int64_t j = 0; j < 8; ++j) {
+          if (!is_4 || j % 2) lines.one(is_4 ? j / 2 : j);
+          add();
+        }
+      }
+      for (; i < pairs.n[half]; ++i) {
+        if (i % (is_4 ? 8 : 4) == 0) lines.four();
+        add();
       }
     }
     for (int r = 0; r < 4; ++r)
       for (int j = 0; j < 4; ++j) _mm512_store_si512(sums + (r * 4 + j) * 16, a[r][j]);
   }
 
-  template <bool is_4, int kSubs>
-  void add_sums(int64_t quad, int64_t chunk, int64_t group, float* acc) const {
-    const int64_t n_groups = v_groups_;
-    const __m512i one_behind_other =
-        _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+  template <bool is_4>
+  void add_sums(int64_t quad, int64_t chunk) const {
     for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
-      __m512 x[4], y[4];
+      const Vec step = all(steps_[r]);
       __m512i whole[4];
       for (int j = 0; j < 4; ++j) whole[j] = _mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16);
       // Where a sum was too large for 32 bits its difference is not.
       for (int j = 1; is_4 && j < 3; ++j)
         whole[j] = _mm512_sub_epi32(whole[j], _mm512_slli_epi32(whole[j + 1], 4));
-      for (int j = 0; j < 4; ++j) x[j] = _mm512_cvtepi32_ps(whole[j]);
-      if (is_4 && kSubs == 2)
-        for (__m512& y : x) y = _mm512_permutexvar_ps(one_behind_other, y);
-      if (is_4) {  // lane l of all four, by turns
-        const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
-        const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
-        x[0] = _mm512_shuffle_ps(a, c, 0x44);
-        x[1] = _mm512_shuffle_ps(a, c, 0xee);
-        x[2] = _mm512_shuffle_ps(b, d, 0x44);
-        x[3] = _mm512_shuffle_ps(b, d, 0xee);
-      }
-      {  // lane l of all four, one after the other
-        const __m512 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44);
-        const __m512 b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
-        const __m512 c = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
-        const __m512 d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
-        y[0] = _mm512_shuffle_f32x4(a, b, 0x88);
-        y[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
-        y[2] = _mm512_shuffle_f32x4(c, d, 0x88);
-        y[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
-      }
-      float* to = acc + r * v_pad_ + chunk * 64;
-      const float* steps = steps_ + r * n_groups + group;
+      float* to = result(r) + chunk * 64;
       for (int j = 0; j < 4; ++j)
-        store(to + 16 * j, fma(y[j], all(steps[kSubs == 2 && j > 1]), load(to + 16 * j)));
+        store(to + 16 * j, fma(_mm512_cvtepi32_ps(whole[j]), step, load(to + 16 * j)));
     }
+  }
+
+  // A row's sums of all tiles, each chunk in the order of `interleave`.
+  float* result(int64_t r) const { return results_ + r * v_.dim; }
+
+  // A chunk's sums in the order of numbers.
+  void in_order(const float* from, __m512* y) const {
+    __m512 x[4];
+    for (int j = 0; j < 4; ++j) x[j] = load(from + 16 * j);
+    if (v_.dtype == Dtype::int4) {
+      const __m512i one_behind_other =
+          _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+      if (subs(v_) == 2)
+        for (__m512& z : x) z = _mm512_permutexvar_ps(one_behind_other, z);
+      // Lane i of all four, by turns.
+      const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+      const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+      x[0] = _mm512_shuffle_ps(a, c, 0x44);
+      x[1] = _mm512_shuffle_ps(a, c, 0xee);
+      x[2] = _mm512_shuffle_ps(b, d, 0x44);
+      x[3] = _mm512_shuffle_ps(b, d, 0xee);
+    }
+    transpose_lanes(x, y);
   }
 
   const Side &k_, &v_;
   const int64_t rows_, quads_, k_groups_, v_groups_;
   const int64_t v_pad_;
   const float factor_;
-  float largest_[kMaxGroups];  // scales of the tile, of each group
+  float largest_ = 0.f;  // scale of V in the tile
   char* gathered_ = nullptr;  // rows of 16 cells
   int16_t *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
   int32_t* sums_ = nullptr;
   float *q_steps_ = nullptr, *q_sums_ = nullptr, *k_affine_ = nullptr;
-  float *v_affine_ = nullptr, *steps_ = nullptr, *biases_ = nullptr;
+  float *v_affine_ = nullptr, *steps_ = nullptr, *biases_ = nullptr, *results_ = nullptr;
 };
 
 }  // namespace
