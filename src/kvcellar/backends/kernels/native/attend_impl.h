@@ -306,6 +306,10 @@ class Next {
     return lines;
   }
 
+  // Of the i-th turn of a tile: each 16 cells have one for logits and, when all have had that, one for
+  // values. K and V come alternately, so that more pages are read at a time.
+  Lines turn(int64_t i, int64_t n) const { return sixteen(i % 2 ? kVRows : kKRows, i / 2, n); }
+
   // Those of scales and biases, which are few.
   void affine(Part part, int64_t g) const {
     if (16 * g >= n_) return;
@@ -911,7 +915,7 @@ class Attention {
   // All rows' logits of 16 cells.
   template <int kPad>
   void logits_of_16(const float* k, int64_t c) const {
-    Lines lines = next_.sixteen(kKRows, c / 16, kPad / 2);
+    Lines lines = next_.turn(c / 16, kPad / 2);
     const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
       constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
       logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k,
@@ -1046,7 +1050,7 @@ class Attention {
       int64_t d = 0;
       Lines lines = Next::nothing();
       if (4 * r < n) {
-        lines = next_.sixteen(kVRows, c / 16 + r / 4, v_pad_ / (kWide * kLanes) * 32);
+        lines = next_.turn(kTile / 16 + c / 16 + r / 4, v_pad_ / (kWide * kLanes) * 32);
         if (v_.affine) next_.affine(kVAffine, c / 16 + r / 4);
       }
       const auto part = [&](auto n_vecs) {

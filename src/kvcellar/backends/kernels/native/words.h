@@ -110,12 +110,12 @@ class Words {
     scale_results(r, factor);
     const int64_t n_groups = v_groups_;
     steps_[r] = top / 32767.f * largest_;
-    // Four rows fetch the first half of the next tile's V rows, the products the other.
-    const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every;
+    // Four rows fetch what is left of the next tile's K rows; the products will of its V rows.
+    const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every, first = kTile / 32;
     const bool is_fetched = r % every == 0 && g < 4;
-    const Lines lines = is_fetched ? next.sixteen(kVRows, g, v_.dtype == Dtype::int4 ? 8 : 16)
-                                   : Next::nothing();
-    for (int64_t other = r + 1; r == rows_ - 1 && other < 4; ++other) next.sixteen(kVRows, other, 0);
+    const int64_t n_lines = v_.dtype == Dtype::int4 ? 8 : 16;
+    const Lines lines = is_fetched ? next.sixteen(kKRows, first + g, n_lines) : Next::nothing();
+    for (int64_t i = r + 1; r == rows_ - 1 && i < 4; ++i) next.sixteen(kKRows, first + i, 0);
     return n_groups == 1   ? weights_of<1>(r, s, base, n, lines)
            : n_groups == 2 ? weights_of<2>(r, s, base, n, lines)
                            : weights_of<kMaxGroups>(r, s, base, n, lines);
@@ -373,14 +373,14 @@ class Words {
   template <bool is_4, int kSubs>
   void logits_of_32(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops,
                     const Next& next) const {
-    // One half of what the next tile's 32 cells have is fetched here, the other by the first products.
+    // Of the next tile, as many K rows are fetched here and V rows during the products.
     const int64_t n_lines = k_.dim / 64 * (is_4 ? 8 : 16);
-    Lines lines = next.sixteen(kKRows, c / 16, n_lines);
+    Lines lines = next.turn(c / 16, n_lines);
     for (int64_t i = 0; i < kStaged && c + i < n; i += 16) {
       next.affine(kKAffine, (c + i) / 16);
       stage<is_4>(rows, c + i, n, staged_ + i * 64, lines);
     }
-    lines = next.sixteen(kKRows, c / 16 + 1, n_lines);
+    lines = next.turn(c / 16 + 1, n_lines);
     const Lines nothing = Next::nothing();
     const int64_t turn = c / kStaged % ((quads_ + 1) / 2) * 2;
     int64_t quad = 0;
