@@ -249,11 +249,11 @@ struct Walk {
   }
 };
 
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, 3); }
+
 // Some of the lines of memory that the next tile reads, for a loop to fetch one by one while it
 // computes: four at once cost a tenth of the time from memory, and many would stop the core until
 // they have come.
-inline void fetch(const char* line) { __builtin_prefetch(line, 0, 3); }
-
 struct Lines {
   const char* at;
   int64_t second, third, fourth, step;
