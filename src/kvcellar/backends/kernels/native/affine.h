@@ -49,15 +49,17 @@ inline void transpose_lanes(const __m512* x, __m512* y) {
 }
 
 // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the next
-// multiple of 64. Biases are those of numbers that are counted from `middle`. The largest scale.
-inline float load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float middle,
-                         float* to) {
+// multiple of 64. Biases are those of numbers that are counted from `middle`. `largest`: each group's
+// largest scale, if wanted.
+inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float middle,
+                        float* to, float* largest = nullptr) {
   const int64_t stop = (n + 63) / 64 * 64, n_bytes = 4 * n_groups;
   const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
-  __m512 most = _mm512_setzero_ps();
+  __m512 most[kMaxGroups];
+  for (int64_t g = 0; g < n_groups; ++g) most[g] = _mm512_setzero_ps();
   const auto put = [&](int64_t g, int64_t c, __m512 scales, __m512 biases) {
-    most = _mm512_max_ps(most, scales);
+    most[g] = _mm512_max_ps(most[g], scales);
     _mm512_store_ps(to + g * 2 * kTile + c, scales);
     _mm512_store_ps(to + (g * 2 + 1) * kTile + c, fma(scales, all(middle), biases));
   };
@@ -93,7 +95,7 @@ inline float load_affine(int64_t n_groups, const TileRows& rows, Part part, int6
       }
     }
   }
-  return _mm512_reduce_max_ps(most);
+  for (int64_t g = 0; largest && g < n_groups; ++g) largest[g] = _mm512_reduce_max_ps(most[g]);
 }
 
 // Two rows of 32 bytes in one vector.

@@ -76,7 +76,7 @@ class Words {
       take(weights_, quads_ * 4 * v_groups_ * kTile);
       take(sums_, 16 * 16);
       take(v_affine_, 2 * kTile * v_groups_);
-      take(steps_, quads_ * 4);
+      take(steps_, quads_ * 4 * v_groups_);
       take(biases_, rows * v_groups_ * 16);
       take(results_, rows * v.dim);
       std::memset(results_, 0, 4 * rows * v.dim);
@@ -100,7 +100,7 @@ class Words {
 
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
-    largest_ = load_affine(v_groups_, rows, kVAffine, n, middle(), v_affine_);
+    load_affine(v_groups_, rows, kVAffine, n, middle(), v_affine_, largest_);
   }
 
   // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
@@ -109,7 +109,7 @@ class Words {
             const Next& next) {
     scale_results(r, factor);
     const int64_t n_groups = v_groups_;
-    steps_[r] = top / 32767.f * largest_;
+    for (int64_t i = 0; i < n_groups; ++i) steps_[r * n_groups + i] = top / 32767.f * largest_[i];
     // Four rows fetch what is left of the next tile's K rows; the products will of its V rows.
     const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every, first = kTile / 32;
     const bool is_fetched = r % every == 0 && g < 4;
@@ -194,26 +194,28 @@ class Words {
     const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
     const bool is_by_turns = is_weight_by_turns();
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
-    const Vec inverse = all(steps_[r] > 0.f ? 1.f / steps_[r] : 0.f);
-    Vec total = all(0.f), bias[kGroups];
+    const float* steps = steps_ + r * n_groups;
+    Vec total = all(0.f), bias[kGroups], inverse[kGroups];
     __m512i whole[kGroups];
     float* biases = biases_ + r * n_groups * 16;
     int16_t* to = weight(r, 0);
     const float* affine = v_affine_;
     for (int64_t g = 0; g < n_groups; ++g) {
       bias[g] = load(biases + g * 16);
+      inverse[g] = all(steps[g] > 0.f ? 1.f / steps[g] : 0.f);
       whole[g] = _mm512_setzero_si512();
     }
     const auto part = [&](int64_t c) __attribute__((always_inline)) {
       const Vec p = exp2_below_1(sub(_mm512_load_ps(s + c), all(base)));
       const Vec q = exp2_below_1(sub(_mm512_load_ps(s + c + 16), all(base)));
-      const Vec wide_p = mul(p, inverse), wide_q = mul(q, inverse);
       total = add(total, add(p, q));
       __m512i before = _mm512_setzero_si512();
       for (int64_t g = 0; g < n_groups; ++g) {
         const float* scales = affine + g * 2 * kTile + c;
-        const __m512i x = _mm512_cvtps_epi32(mul(wide_p, _mm512_load_ps(scales)));
-        const __m512i y = _mm512_cvtps_epi32(mul(wide_q, _mm512_load_ps(scales + 16)));
+        const Vec scale_p = mul(inverse[g], _mm512_load_ps(scales));
+        const Vec scale_q = mul(inverse[g], _mm512_load_ps(scales + 16));
+        const __m512i x = _mm512_cvtps_epi32(mul(p, scale_p));
+        const __m512i y = _mm512_cvtps_epi32(mul(q, scale_q));
         const __m512i words = _mm512_packs_epi32(x, y);
         if (!is_by_turns) {
           _mm512_store_si512(to + g * kTile + c, _mm512_permutexvar_epi64(order, words));
@@ -241,9 +243,8 @@ class Words {
       part(c + 32);
     }
     for (; c < n; c += 32) part(c);
-    const Vec step = all(-middle() * steps_[r]);
     for (int64_t g = 0; g < n_groups; ++g)
-      store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), step, bias[g]));
+      store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), all(-middle() * steps[g]), bias[g]));
     return total;
   }
 
@@ -519,7 +520,7 @@ class Words {
         : !quad     ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, row, c, staged)
                     : add_pairs<is_4, kSubs, Place::stage>(pairs, of, row, c, staged);
       }
-      add_sums<is_4>(quad, chunk);
+      add_sums<is_4, kSubs>(quad, chunk, group);
     }
   }
 
@@ -588,10 +589,13 @@ class Words {
       for (int j = 0; j < 4; ++j) _mm512_store_si512(sums + (r * 4 + j) * 16, a[r][j]);
   }
 
-  template <bool is_4>
-  void add_sums(int64_t quad, int64_t chunk) const {
+  template <bool is_4, int kSubs>
+  void add_sums(int64_t quad, int64_t chunk, int64_t group) const {
     for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
-      const Vec step = all(steps_[r]);
+      const float* steps = steps_ + r * v_groups_ + group;
+      constexpr __mmask16 kSecond = is_4 ? 0xAAAA : 0xFF00;  // the chunk's second group
+      Vec step = all(steps[0]);
+      if (kSubs == 2) step = _mm512_mask_mov_ps(step, kSecond, all(steps[1]));
       __m512i whole[4];
       for (int j = 0; j < 4; ++j) whole[j] = _mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16);
       // Where a sum was too large for 32 bits its difference is not.
@@ -630,7 +634,7 @@ class Words {
   const int64_t rows_, quads_, k_groups_, v_groups_;
   const int64_t v_pad_;
   const float factor_;
-  float largest_ = 0.f;  // scale of V in the tile
+  float largest_[kMaxGroups];  // scales of V in the tile, of each group
   char* gathered_ = nullptr;  // rows of 16 cells
   int16_t *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
   int32_t* sums_ = nullptr;
