@@ -139,6 +139,69 @@ def test_a_trunk_that_branches_see_whole_is_read_once():
     assert kernels.compile_plan(alone).n_shared_cells == 0
 
 
+def branches(dim: int, n: int, group: int, block_size: int = 0, **spoilt: float) -> Case:
+    """``n`` branches of one token over a bfloat16 trunk of 300 cells, each with 20 of its own.
+
+    Args:
+        spoilt: ``k`` or ``v``: what the first number of a cell is for the first KV head.
+    """
+    rng = np.random.default_rng(dim + n)
+    sides = {}
+    for name in "kv":
+        values = rng.standard_normal((2, N_CELLS, dim)).astype(np.float32)
+        if name in spoilt:
+            values[0, 70, 0] = spoilt[name]
+        sides[name] = SideBytes(SideDtype("bfloat16"), values, block_size)
+    plan = StepPlan(
+        n,
+        tuple(Write(i, Run(419 + 20 * i, 1)) for i in range(n)),
+        tuple(
+            AttendSpec(i, 1, (Run(0, 300), Run(400 + 20 * i, 20)), AttendKind.NONE)
+            for i in range(n)
+        ),
+        N_CELLS,
+    )
+    kinds = ("bfloat16", "bfloat16", 0.0, False, False)
+    return Case(plan, sides["k"], sides["v"], 2 * group, *kinds, 2)
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("n, group", [(4, 4), (3, 5), (9, 1), (5, 4)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_branches_agree_to_a_bit_of_their_type(level, dim, n, group, block_size):
+    case = branches(dim, n, group, block_size)
+    want = case.expected()
+    np.testing.assert_allclose(case.run(), want, rtol=2**-8, atol=5e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("spoilt", [{"k": np.inf}, {"k": np.nan}, {"v": np.nan}, {"v": -np.inf}])
+def test_a_number_that_is_not_finite_is_seen_by_all_branches_of_its_head(level, spoilt):
+    case = branches(64, 4, 4, **spoilt)
+    with np.errstate(invalid="ignore"):
+        want = case.expected()
+    got = case.run()
+    assert np.array_equal(np.isfinite(got), np.isfinite(want))
+    assert not np.isfinite(got).all()
+    finite = np.isfinite(want)
+    np.testing.assert_allclose(got[finite], want[finite], rtol=2**-8, atol=2e-3)
+
+
+def test_branches_over_numbers_of_every_size(level):
+    """Trunks whose numbers are all zero, tiny or huge."""
+    for size in (0.0, 1e-38, 1e-20, 1e15):
+        case = branches(64, 4, 4)
+        for side in (case.k, case.v):
+            made = SideBytes(side.side, side.values * np.float32(size), 0)
+            side.parts, side.values = made.parts, made.values
+        case.k_rows, case.v_rows = (
+            stored(numbers(rows) * np.float32(size), "bfloat16")
+            for rows in (case.k_rows, case.v_rows)
+        )
+        want = case.expected()
+        top = max(np.abs(want).max(), 1e-30)
+        np.testing.assert_allclose(case.run(), want, rtol=2**-8, atol=2e-3 * top)
+
+
 def main_and_exact(kv_dtype: str, kind: AttendKind, n_new: int = 3) -> Case:
     """Two branches over a trunk whose first 4 and own last 40 cells are exact."""
     rng = np.random.default_rng(1)

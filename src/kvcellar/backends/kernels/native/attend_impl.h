@@ -603,6 +603,9 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
 #else
 #include "words.h"
 #endif
+#if defined(KVC_VNNI)
+#include "columns.h"
+#endif
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
@@ -627,6 +630,9 @@ class Attention {
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
+#if defined(KVC_VNNI)
+    if (fits_columns() && (k_.dim == 64 ? run_columns<64>() : run_columns<128>())) return;
+#endif
     const float softcap = job_.args->softcap;
     // Without a cap the softmax works in powers of two, and the factor is in the logits already.
     const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
@@ -801,10 +807,55 @@ class Attention {
 #elif defined(KVC_AVX512)
     words.finish(scratch_.acc);
 #endif
-    finish();
+    finish(is_v_split_);
   }
 
  private:
+#if defined(KVC_VNNI)
+  // Whether rows see all cells, are many enough for products in lanes of rows, and their results are
+  // rounded to what makes the error of these unseen.
+  bool fits_columns() const {
+    const bool is_bf16 = k_.dtype == Dtype::bf16 && v_.dtype == Dtype::bf16 &&
+                         job_.layout->out == Dtype::bf16;
+    return is_bf16 && k_.dim == v_.dim && (k_.dim == 64 || k_.dim == 128) && rows_ > 8 &&
+           rows_ <= 16 && job_.kind == Kind::none && job_.args->softcap <= 0.f && !job_.pool->exact;
+  }
+
+  // False if a number is not finite: nothing has happened then.
+  template <int kDim>
+  bool run_columns() {
+    load_queries(1.f);
+    Columns<kDim> columns(rows_, scratch_.q, k_pad_, job_.args->scale * kLog2e, scratch_.extra);
+    if (!columns.is_finite()) return false;
+    Walk walk(job_);
+    int64_t left = job_.n_cells;
+    const auto take = [](Walk& from, int64_t& left, TileRows& rows) {
+      const int64_t n = left ? from.next(smaller(kTile, left), rows) : 0;
+      left -= n;
+      return n;
+    };
+    TileRows *rows = scratch_.rows, *next = rows + 1;
+    for (int64_t n = take(walk, left, *rows); n;) {
+      const int64_t n_next = take(walk, left, *next);
+      next_.start(*next, n_next);
+      if (!n_next && job_.following) {
+        Walk following(*job_.following);
+        int64_t following_left = job_.following->n_cells;
+        next_.start(*next, take(following, following_left, *next));
+      }
+      for (int64_t c = 0; c < n; c += columns.kCells)
+        if (!columns.attend(*rows, c, smaller(n - c, columns.kCells), next_)) return false;
+      TileRows* const done = rows;
+      rows = next;
+      next = done;
+      n = n_next;
+    }
+    columns.finish(rows_, v_pad_, scratch_.max, scratch_.sum, scratch_.acc);
+    finish(false);
+    return true;
+  }
+#endif
+
   int64_t head_of(int64_t row) const {
     const int64_t group = job_.layout->n_heads / job_.pool->n_kv_heads;
     return job_.kv_head * group + job_.first_head + row % job_.n_heads;
@@ -1083,7 +1134,8 @@ class Attention {
     }
   }
 
-  void finish();
+  // `is_split`: whether results are in the order of `is_split` rows.
+  void finish(bool is_split);
 
   const Job& job_;
   const Side &k_, &v_;
@@ -1123,10 +1175,10 @@ inline void write_result(const Job& job, int64_t token, int64_t head, float max,
   store_row(out, layout.out, dim, row);
 }
 
-inline void Attention::finish() {
+inline void Attention::finish(bool is_split) {
   for (int64_t r = 0; r < rows_; ++r) {
     scratch_.sum[r] = sum(load(scratch_.sum + r * kLanes));
-    if (is_v_split_) split_floats(scratch_.acc + r * v_pad_, v_.dim, true);
+    if (is_split) split_floats(scratch_.acc + r * v_pad_, v_.dim, true);
   }
   if (job_.partial) {
     std::memcpy(job_.partial, scratch_.max, sizeof(float) * rows_);
