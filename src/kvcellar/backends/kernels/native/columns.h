@@ -58,7 +58,7 @@ class Columns {
   // The n <= 64 cells from c on of a tile. False if a number is not finite: nothing of it counts then.
   bool attend(const TileRows& rows, int64_t c, int64_t n, const Next& next) {
     float k_step, v_step;
-    if (!load_keys(rows, c, n, k_step)) return false;
+    if (!load_keys(rows, c, n, k_step, next)) return false;
     const Vec top = logits(c, mul(steps_, all(k_step)), next, n);
     const Vec now = max(max_, top);
     const Vec factor = exp2_below_1(sub(max_, now)), share = exp2_below_1(sub(top, now));
@@ -74,7 +74,7 @@ class Columns {
       const __m512i y = _mm512_cvtps_epi32(mul(load(logits_ + 16 * i + 16), scale));
       _mm512_store_si512(weights_ + 8 * i, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
     }
-    if (!load_values(rows, c, n, v_step)) return false;
+    if (!load_values(rows, c, n, v_step, next)) return false;
     add_values(c, factor, mul(_mm512_div_ps(share, scale), all(v_step)), next);
     sum_ = fma(sum_, factor, mul(total, share));
     max_ = now;
@@ -106,6 +106,13 @@ class Columns {
   // Of queries: 2**31 / (kMost * sqrt(kDim)), which is the length of a K row at most.
   static constexpr float kLongest = kDim == 64 ? 32700.f : 23100.f;
 
+  // What is fetched of the next tile while 64 cells from c on are attended: one of 8 turns, two for each
+  // loop, with kShare lines for each of 32 cells.
+  static constexpr int64_t kShare = kDim / 64;
+  static Lines turn(const Next& next, int64_t c, int64_t i) {
+    return next.turn(c / 8 + i, 32 * kShare);
+  }
+
   // Magnitudes of 32 numbers, where they are larger.
   static __m512i larger(__m512i most, const char* from) {
     const __m512i x = _mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi16(0x7FFF));
@@ -133,34 +140,41 @@ class Columns {
     return _mm512_mask_mov_epi16(low, 0xAAAAAAAA, high);
   }
 
-  bool load_keys(const TileRows& rows, int64_t c, int64_t n, float& step) {
+  bool load_keys(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
     const Found found = find(rows, kKRows, c, n, room_);
     float inverse;
     if (!step_of(found.most, step, inverse)) return false;
     const Vec low = all(inverse), high = all(inverse * 65536.f);
     int16_t* to = keys_;
+    Lines lines = Next::nothing();
     for (int64_t i = 0; i < n; i += 16) {
+      if (i % 32 == 0) lines = turn(next, c, i / 32);
       const char* from = found.from[i / 16];
-      for (int64_t j = 0; j < 16 && i + j < n; ++j, from += found.step[i / 16])
+      for (int64_t j = 0; j < 16 && i + j < n; ++j, from += found.step[i / 16]) {
+        for (int64_t k = 0; k < kShare; ++k) lines.one(j * kShare + k);
         for (int64_t d = 0; d < kDim; d += 32, to += 32)
           _mm512_store_si512(to, whole(_mm512_loadu_si512(from + 2 * d), low, high));
+      }
     }
     std::memset(to, 0, sizeof *to * static_cast<size_t>(keys_ + kCells * kDim - to));
     return true;
   }
 
   // Two cells' numbers side by side, each 32 in the order of 16-byte lanes.
-  bool load_values(const TileRows& rows, int64_t c, int64_t n, float& step) {
+  bool load_values(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
     const Found found = find(rows, kVRows, c, n, room_);
     float inverse;
     if (!step_of(found.most, step, inverse)) return false;
     const Vec low = all(inverse), high = all(inverse * 65536.f);
     int16_t* to = values_;
+    Lines lines = Next::nothing();
     for (int64_t i = 0; i < n; i += 16) {
+      if (i % 32 == 0) lines = turn(next, c, 4 + i / 32);
       const char* from = found.from[i / 16];
       const int64_t row = found.step[i / 16];
       for (int64_t j = 0; j < 16 && i + j < n; j += 2, from += 2 * row) {
         const bool has_both = i + j + 1 < n;
+        for (int64_t k = 0; k < 2 * kShare; ++k) lines.one(j * kShare + k);
         for (int64_t d = 0; d < kDim; d += 32, to += 64) {
           const __m512i x = _mm512_loadu_si512(from + 2 * d);
           const __m512i y = has_both ? _mm512_loadu_si512(from + row + 2 * d) : _mm512_setzero_si512();
@@ -201,7 +215,7 @@ class Columns {
   }
 
   // to[i][row] = the sum of all pairs columns[p][row] * numbers[i, p], for 16 i that lie kAcross apart
-  // and kPairs p that lie kAlong apart. As a function of its own: the compiler then keeps the sums in
+  // and kPairs p that lie kAlong apart; kPairs / 2 lines are fetched. As a function of its own: the compiler then keeps the sums in
   // registers.
   template <int64_t kPairs, int64_t kAcross, int64_t kAlong>
   static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers,
@@ -210,11 +224,11 @@ class Columns {
     __m512i a[16];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < 16; ++i) a[i] = _mm512_setzero_si512();
-    for (int64_t p = 0; p < kPairs; p += 4, columns += 64, numbers += 4 * kAlong) {
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < 4; ++j) {
+    for (int64_t p = 0; p < kPairs; p += 8, columns += 128, numbers += 8 * kAlong) {
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < 8; ++j) {
         const __m512i x = _mm512_load_si512(columns + j * 16);
-        lines.one(j);
+        if (j % 2) lines.one(j / 2);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < 16; ++i) add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
       }
@@ -227,8 +241,9 @@ class Columns {
   // logits_[cell][row] of n cells, and minus infinity behind them; the highest of each row.
   Vec logits(int64_t c, Vec step, const Next& next, int64_t n) {
     Vec top = all(kMinusInfinity);
+    Lines lines = Next::nothing();
     for (int64_t first = 0; first < kCells; first += 16) {
-      Lines lines = next.turn((c + first) / 16, kDim / 2);
+      if (first % 32 == 0) lines = turn(next, c, 2 + first / 32);
       const auto* k = reinterpret_cast<const int32_t*>(keys_ + first * kDim);
       __m512i a[16];
       multiply<kDim / 2, kDim / 2, 1>(queries_, k, lines, a);
@@ -242,12 +257,9 @@ class Columns {
   }
 
   void add_values(int64_t c, Vec factor, Vec step, const Next& next) {
-    constexpr int64_t kBlocks = kDim / 64;  // of 16 numbers, for each 16 cells' share of what is next
     Lines lines = Next::nothing();
     for (int64_t d = 0; d < kDim; d += 16) {
-      const int64_t block = d / 16;
-      if (block % kBlocks == 0)
-        lines = next.turn(kTile / 16 + c / 16 + block / kBlocks, kDim / 2);
+      if (d % (kDim / 2) == 0) lines = turn(next, c, 6 + d / (kDim / 2));
       const auto* v = reinterpret_cast<const int32_t*>(values_) + d;
       __m512i a[16];
       multiply<kCells / 2, 1, kDim>(weights_, v, lines, a);
