@@ -2,7 +2,7 @@
 // workers and ours are the same ones; a pool given by the caller (ExecuTorch's); else our own.
 //
 // OpenMP joins all workers, also those that found no core and did nothing: where another process
-// holds one, each call waits for its time slice. So after a call that had to wait the caller works
+// holds one, each call waits for its time slice. So after calls that had to wait the caller works
 // alone for a while. Threads of our own beside OpenMP's would not help: they and its workers, which
 // spin after each operation of torch's, would take the core from each other.
 
@@ -172,32 +172,27 @@ void gomp_entry(void* raw) {
 }
 
 // Whether OpenMP's workers get the cores. A pause costs up to half its length where they would have
-// got them after all: the first one is as long as to lose what the wait did, and only waits that
-// follow on each other make it longer.
+// got them after all. So a wait by itself is borne, as when another process has just ended its turn;
+// only waits that take a good part of the time begin pauses, and make them longer.
 class Crowd {
  public:
   bool is_quiet(int64_t at_ns) const { return at_ns >= until_ns_.load(std::memory_order_relaxed); }
 
   // A call worked for `worked_ns` and then waited for others.
   void note(int64_t at_ns, int64_t worked_ns, int64_t waited_ns) {
-    if (waited_ns > kWaitNs && waited_ns > worked_ns / 2) {
-      const int64_t pause =
-          std::max(pause_ns_.load(std::memory_order_relaxed), kTimesTheWait * waited_ns);
-      n_good_.store(0, std::memory_order_relaxed);
-      until_ns_.store(at_ns + pause, std::memory_order_relaxed);
-      pause_ns_.store(std::min(2 * pause, kLongestNs), std::memory_order_relaxed);
-    } else if (++n_good_ >= kGoodCalls) {
-      n_good_.store(0, std::memory_order_relaxed);
-      pause_ns_.store(0, std::memory_order_relaxed);
-    }
+    if (waited_ns <= kWaitNs || waited_ns <= worked_ns / 2) return;
+    const int64_t since_ns = at_ns - waited_ns - until_ns_.load(std::memory_order_relaxed);
+    const int64_t last_ns = pause_ns_.load(std::memory_order_relaxed);
+    const bool is_rare = since_ns > kTimesTheWait * waited_ns;
+    const int64_t pause_ns = is_rare ? 0 : std::min(kLongestNs, 2 * std::max(waited_ns, last_ns));
+    pause_ns_.store(pause_ns, std::memory_order_relaxed);
+    until_ns_.store(at_ns + pause_ns, std::memory_order_relaxed);
   }
 
  private:
   static constexpr int64_t kWaitNs = 1000000;  // far more than the last piece of work takes
-  static constexpr int64_t kLongestNs = 800000000, kTimesTheWait = 2;
-  static constexpr int kGoodCalls = 1000;
+  static constexpr int64_t kLongestNs = 800000000, kTimesTheWait = 8;
   std::atomic<int64_t> until_ns_{0}, pause_ns_{0};
-  std::atomic<int> n_good_{0};
 };
 
 Crowd crowd;
