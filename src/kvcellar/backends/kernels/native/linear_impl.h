@@ -175,29 +175,29 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
-// More tokens at once: out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows.
-// Both come in halves, see load_split; every sum is one register's.
+// More tokens at once: some rows' weights become floats once for up to kTokensKept tokens, whose inputs
+// stay in the second cache while all blocks meet them. Every sum is one register's.
+constexpr int64_t kTokensKept = 48;
 #if defined(KVC_AVX512) || defined(KVC_NEON)
 constexpr int kManyTokens = 6;
 #else
-constexpr int kManyTokens = 2;
+constexpr int kManyTokens = 3;
 #endif
-constexpr int64_t kInputsAtOnce = 1024;  // with which kManyTokens tokens stay in the first cache
+constexpr int64_t kRowsDecoded = 8, kInputsDecoded = 512;  // half of a first cache
+constexpr int64_t kDecodedRow = kInputsDecoded + 16;       // not all in the same of its sets
 
+// out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows kDecodedRow apart.
 template <int kTokens>
-inline void dots_bf16(const uint16_t* w, const float* x, int64_t n_in, int64_t n, float* out) {
+inline void dots_of_4(const float* w, const float* x, int64_t n_in, int64_t n, float* out) {
   Vec sums[kTokens][4];
   for (auto& token : sums)
     for (Vec& a : token) a = all(0.f);
-  for (int64_t i = 0; i < n; i += 2 * kLanes) {
-    Vec y[kTokens][2];
-    for (int t = 0; t < kTokens; ++t)
-      for (int half = 0; half < 2; ++half) y[t][half] = load(x + t * n_in + i + half * kLanes);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Vec y[kTokens];
+    for (int t = 0; t < kTokens; ++t) y[t] = load(x + t * n_in + i);
     for (int r = 0; r < 4; ++r) {
-      Vec weight[2];
-      load_split(w + r * n_in + i, weight[0], weight[1]);
-      for (int half = 0; half < 2; ++half)
-        for (int t = 0; t < kTokens; ++t) sums[t][r] = fma(weight[half], y[t][half], sums[t][r]);
+      const Vec weight = load(w + r * kDecodedRow + i);
+      for (int t = 0; t < kTokens; ++t) sums[t][r] = fma(weight, y[t], sums[t][r]);
     }
   }
   for (int t = 0; t < kTokens; ++t) {
@@ -207,52 +207,55 @@ inline void dots_bf16(const uint16_t* w, const float* x, int64_t n_in, int64_t n
   }
 }
 
-template <int kTokens>
-inline void block_of_many(const LinearCall& call, const float* x, int64_t token, int64_t block) {
+// A block for n_tokens tokens, kTokensKept at most.
+inline void block_of_many(const LinearCall& call, const float* x, int64_t token, int64_t n_tokens,
+                          int64_t block) {
   const int64_t n = call.weights.n_in, first = block * kBlockRows;
-  const int64_t n_rows = call.weights.n_out - first < kBlockRows ? call.weights.n_out - first : kBlockRows;
-  const int64_t whole = n / (2 * kLanes) * (2 * kLanes);
+  const int64_t n_rows = smaller(call.weights.n_out - first, kBlockRows);
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
-  float out[kTokens][kBlockRows] = {};
-  for (int64_t i = 0; i < whole; i += kInputsAtOnce) {
-    const int64_t length = whole - i < kInputsAtOnce ? whole - i : kInputsAtOnce;
-    // Of a last block's rows that are not four, the last come twice.
-    for (int64_t r = 0; r < n_rows; r += 4) {
-      const int64_t from = r + 4 <= n_rows || n_rows < 4 ? r : n_rows - 4;
-      if (n_rows < 4) break;
-      float sums[kTokens][kBlockRows] = {};
-      dots_bf16<kTokens>(w + from * n + i, x + i, n, length, sums[0]);
-      for (int t = 0; t < kTokens; ++t)
-        for (int64_t j = r - from; j < 4; ++j) out[t][from + j] += sums[t][j];
-    }
-  }
-  for (int64_t r = 0; r < n_rows; ++r) {
-    for (int t = 0; t < kTokens; ++t) {
-      for (int64_t i = n_rows < 4 ? 0 : whole; i < n; ++i) {
-        const int64_t at = i < whole ? i / (2 * kLanes) * (2 * kLanes) + i % 2 * kLanes +
-                                           i % (2 * kLanes) / 2
-                                     : i;
-        out[t][r] += bf16_to_float(w[r * n + i]) * x[t * n + at];
+  const int64_t whole = n / (2 * kLanes) * (2 * kLanes);
+  alignas(64) float decoded[kRowsDecoded * kDecodedRow];
+  float out[kTokensKept * kBlockRows];
+  if (n_rows < kBlockRows) std::memset(decoded, 0, sizeof decoded);  // rows are multiplied by fours
+  std::memset(out, 0, sizeof(float) * static_cast<size_t>(n_tokens * kBlockRows));
+  for (int64_t i = 0; i < whole; i += kInputsDecoded) {
+    const int64_t length = smaller(whole - i, kInputsDecoded);
+    for (int64_t row = 0; row < n_rows; row += kRowsDecoded) {
+      const int64_t rows = smaller(n_rows - row, kRowsDecoded);
+      for (int64_t r = 0; r < rows; ++r) {
+        const uint16_t* from = w + (row + r) * n + i;
+        float* to = decoded + r * kDecodedRow;
+        for (int64_t j = 0; j < length; j += 2 * kLanes) {
+          Vec even, odd;
+          load_split(from + j, even, odd);
+          store(to + j, even);
+          store(to + j + kLanes, odd);
+          // What follows: the same inputs of the next rows.
+          if (j % 32 == 0) __builtin_prefetch(from + kRowsDecoded * n + j, 0, 2);
+        }
       }
-    }
-  }
-  for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
-}
-
-// Some tokens at a time, whose inputs stay in the second cache while all blocks meet them.
-constexpr int64_t kTokensKept = 48;
-
-inline void run_many(const LinearCall& call, const float* rows, int64_t first, int64_t stop) {
-  const int64_t n = call.weights.n_in;
-  for (int64_t kept = 0; kept < call.n_tokens; kept += kTokensKept) {
-    const int64_t end = call.n_tokens - kept < kTokensKept ? call.n_tokens : kept + kTokensKept;
-    for (int64_t block = first; block < stop; ++block) {
-      for (int64_t t = kept; t < end; t += kManyTokens) {
-        with_number<kManyTokens>(smaller(kManyTokens, end - t), [&](auto n_tokens) {
-          block_of_many<decltype(n_tokens)::of>(call, rows + t * n, t, block);
+      for (int64_t t = 0; t < n_tokens; t += kManyTokens) {
+        with_number<kManyTokens>(smaller(kManyTokens, n_tokens - t), [&](auto at_once) {
+          for (int64_t r = 0; r < rows; r += 4)
+            dots_of_4<decltype(at_once)::of>(decoded + r * kDecodedRow, x + t * n + i, n,
+                                             length, out + t * kBlockRows + row + r);
         });
       }
     }
+  }
+  for (int64_t t = 0; t < n_tokens; ++t) {
+    for (int64_t r = 0; r < n_rows; ++r)
+      for (int64_t i = whole; i < n; ++i)
+        out[t * kBlockRows + r] += bf16_to_float(w[r * n + i]) * x[t * n + i];
+    put(call, token + t, first, n_rows, out + t * kBlockRows);
+  }
+}
+
+inline void run_many(const LinearCall& call, const float* rows, int64_t first, int64_t stop) {
+  for (int64_t kept = 0; kept < call.n_tokens; kept += kTokensKept) {
+    const int64_t n_tokens = smaller(call.n_tokens - kept, kTokensKept);
+    for (int64_t block = first; block < stop; ++block)
+      block_of_many(call, rows + kept * call.weights.n_in, kept, n_tokens, block);
   }
 }
 
