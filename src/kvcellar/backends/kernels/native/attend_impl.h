@@ -594,14 +594,16 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
     for (int j = 0; j < n_vecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
 }
 
-#if defined(KVC_AVX512)  // with AMX too
+#if defined(KVC_AVX512) || defined(KVC_AVX2)  // with AMX too
 }  // namespace
 }  // namespace KVC_NAMESPACE
 }  // namespace kvcellar
 #if defined(KVC_AMX)
 #include "amx.h"
-#else
+#elif defined(KVC_AVX512)
 #include "words.h"
+#else
+#include "words_256.h"
 #endif
 #if defined(KVC_VNNI)
 #include "columns.h"
@@ -646,7 +648,7 @@ class Attention {
     const bool is_long = (has_k || has_v) && rows_ <= 16 && k_.dtype != Dtype::bf16;
     const int64_t longest = is_long ? kTile : kShortTile;
 #else
-#if defined(KVC_AVX512)
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
     const bool has_k = fits_chunks(k_), has_v = fits_chunks(v_);
     load_queries(has_k ? 1.f : factor);
     Words words(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
@@ -729,7 +731,7 @@ class Attention {
         logits(*rows, n);
         if (matrix.has_k) multiply_logits(n, factor);
       }
-#elif defined(KVC_AVX512)
+#elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool is_main = rows->pool == job_.pool;
       if (words.has_v && is_main && seen != Seen::nothing) words.prepare(*rows, n);
       if (seen != Seen::nothing && words.has_k && is_main) {
@@ -760,7 +762,7 @@ class Attention {
       if (is_staged) matrix.logits(next_s, ahead_);
       if (by_matrix) matrix.sum_values(n, scratch_.acc, ahead_);
       const bool is_done = by_matrix || seen == Seen::nothing;
-#elif defined(KVC_AVX512)
+#elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool by_words = words.has_v && is_main && seen != Seen::nothing &&
                             (seen == Seen::everything || words.is_finite(*rows, n));
       if (by_words) {
@@ -777,7 +779,7 @@ class Attention {
         softmax(n, kLanes, [&](int64_t r, float* s, float base, float factor, float) {
 #if defined(KVC_AMX)
           matrix.scale_biases(r, factor);
-#elif defined(KVC_AVX512)
+#elif defined(KVC_AVX512) || defined(KVC_AVX2)
           words.scale_results(r, factor);
 #else
           static_cast<void>(r), static_cast<void>(factor);
@@ -804,7 +806,7 @@ class Attention {
     }
 #if defined(KVC_AMX)
     matrix.finish(scratch_.acc);
-#elif defined(KVC_AVX512)
+#elif defined(KVC_AVX512) || defined(KVC_AVX2)
     words.finish(scratch_.acc);
 #endif
     finish(is_v_split_);
@@ -982,7 +984,7 @@ class Attention {
     while (r < rows_pad_) r += part(Number<1>(), Number<kAlone>(), r);
   }
 
-#if defined(KVC_AVX512)
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
   // Queries for products of another kind come without the factor.
   void multiply_logits(int64_t n, float factor) {
     for (int64_t r = 0; r < rows_; ++r)

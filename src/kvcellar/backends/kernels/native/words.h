@@ -10,18 +10,11 @@
 //
 // Only included by attend_impl.h.
 
-#include "affine.h"
+#include "words_base.h"
 
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
-
-// The same pointer. The compiler then adds known distances to it, and keeps no pointer for each.
-template <class T>
-inline T* one_base(T* pointer) {
-  __asm__("" : "+r"(pointer));
-  return pointer;
-}
 
 // a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
 inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
@@ -39,68 +32,22 @@ inline __m512i two_rows(const char* row, int64_t step) {
   return step == 32 ? _mm512_loadu_si512(row) : two_halves(row, row + step);
 }
 
-class Words {
+class Words : public WordsBase {
  public:
-  const bool has_k, has_v;
-
-  // `with_k`, `with_v`: only for sides that fit. `q`: rows of k_pad floats. Logits are multiplied
-  // by `factor`.
   Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
         int64_t v_pad, const float* q, float factor, char* memory)
-      : has_k(with_k),
-        has_v(with_v),
-        k_(k),
-        v_(v),
-        rows_(rows),
-        quads_((rows + 3) / 4),
-        k_groups_(groups(k)),
-        v_groups_(groups(v)),
-        v_pad_(v_pad),
-        factor_(factor) {
-    auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
-    const auto take = [&address](auto*& piece, int64_t n) {
-      piece = reinterpret_cast<std::remove_reference_t<decltype(piece)>>(address);
-      address += static_cast<uintptr_t>((n * static_cast<int64_t>(sizeof *piece) + 63) / 64 * 64);
-    };
-    if (has_k || has_v) take(gathered_, 32 * (k.dim > v.dim ? k.dim : v.dim));
-    if (has_k) {
-      take(staged_, kStaged * k.dim);
-      take(queries_, quads_ * 16 * k.dim);
-      take(q_steps_, quads_ * 16);
-      take(q_sums_, quads_ * 16 * (k.dim / 64) * subs(k));
-      take(k_affine_, 2 * kTile * k_groups_);
-      load_queries(q, k_pad);
-    }
-    if (has_v) {
-      take(values_, kTile * 64);
-      take(weights_, quads_ * 4 * v_groups_ * kTile);
-      take(sums_, 16 * 16);
-      take(v_affine_, 2 * kTile * v_groups_);
-      take(steps_, quads_ * 4 * v_groups_);
-      take(biases_, rows * v_groups_ * 16);
-      take(results_, rows * v.dim);
-      std::memset(results_, 0, 4 * rows * v.dim);
-      std::memset(biases_, 0, 64 * rows * v_groups_);
-      std::memset(weights_, 0, 2 * quads_ * 4 * v_groups_ * kTile);
-    }
+      : WordsBase(with_k, with_v, k, v, rows, v_pad, factor, 32, kStaged, memory) {
+    if (has_k) load_queries(q, k_pad);
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 32; `tops`: the highest
   // of each row, in 4 parts.
   void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
     load_affine(k_groups_, rows, kKAffine, n, 0.f, k_affine_);
-    const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
-    for (int64_t c = 0; c < n; c += kStaged) {
-      is_4 && is_halved ? logits_of_32<true, 2>(rows, c, n, s, tops, next)
-      : is_4            ? logits_of_32<true, 1>(rows, c, n, s, tops, next)
-      : is_halved       ? logits_of_32<false, 2>(rows, c, n, s, tops, next)
-                        : logits_of_32<false, 1>(rows, c, n, s, tops, next);
-    }
-  }
-
-  // Before `weigh`: what it needs of these V rows.
-  void prepare(const TileRows& rows, int64_t n) {
-    load_affine(v_groups_, rows, kVAffine, n, middle(), v_affine_, largest_);
+    with_kind(k_, [&](auto is_4, auto n_subs) {
+      for (int64_t c = 0; c < n; c += kStaged)
+        logits_of_32<is_4.of, n_subs.of>(rows, c, n, s, tops, next);
+    });
   }
 
   // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
@@ -109,7 +56,7 @@ class Words {
             const Next& next) {
     scale_results(r, factor);
     const int64_t n_groups = v_groups_;
-    for (int64_t i = 0; i < n_groups; ++i) steps_[r * n_groups + i] = top / 32767.f * largest_[i];
+    set_steps(r, top);
     // Four rows fetch what is left of the next tile's K rows; the products will of its V rows.
     const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every, first = kTile / 32;
     const bool is_fetched = r % every == 0 && g < 4;
@@ -121,25 +68,12 @@ class Words {
                            : weights_of<kMaxGroups>(r, s, base, n, lines);
   }
 
-  // Of earlier tiles, which weigh less now.
-  void scale_results(int64_t r, float factor) {
-    if (!has_v || factor == 1.f) return;
-    for (int64_t d = 0; d < v_.dim; d += 16)
-      store(result(r) + d, mul(load(result(r) + d), all(factor)));
-    for (int64_t g = 0; g < v_groups_; ++g) {
-      float* bias = biases_ + (r * v_groups_ + g) * 16;
-      store(bias, mul(load(bias), all(factor)));
-    }
-  }
-
   // Sums of weight[row][c] * V[c], and of those of earlier tiles.
   void values(const TileRows& rows, int64_t n, const Next& next) {
-    const bool is_4 = v_.dtype == Dtype::int4, is_halved = subs(v_) == 2;
-    for (int64_t chunk = 0; chunk < v_.dim / 64; ++chunk)
-      is_4 && is_halved ? values_of_chunk<true, 2>(rows, chunk, n, next)
-      : is_4            ? values_of_chunk<true, 1>(rows, chunk, n, next)
-      : is_halved       ? values_of_chunk<false, 2>(rows, chunk, n, next)
-                        : values_of_chunk<false, 1>(rows, chunk, n, next);
+    with_kind(v_, [&](auto is_4, auto n_subs) {
+      for (int64_t chunk = 0; chunk < v_.dim / 64; ++chunk)
+        values_of_chunk<is_4.of, n_subs.of>(rows, chunk, n, next);
+    });
   }
 
   // All tiles' sums go to acc[row]: behind the last one.
@@ -152,25 +86,10 @@ class Words {
         for (int j = 0; j < 4; ++j) store(to + 16 * j, add(load(to + 16 * j), y[j]));
       }
     }
-    for (int64_t i = 0; has_v && i < rows_ * v_groups_; ++i) {
-      const int64_t r = i / v_groups_, g = i % v_groups_;
-      const Vec bias = all(sum(load(biases_ + i * 16)));
-      for (int64_t d = g * v_.group_size; d < (g + 1) * v_.group_size; d += 16) {
-        float* to = acc + r * v_pad_ + d;
-        store(to, add(load(to), bias));
-      }
-    }
-  }
-
-  // Whether a weight of 0 silences all of these V rows.
-  bool is_finite(const TileRows& rows, int64_t n) const {
-    return has_finite_affine(v_, rows, kVAffine, n);
+    add_biases(acc);
   }
 
  private:
-  // Groups of a chunk of 64 numbers.
-  static int64_t subs(const Side& side) { return side.group_size == 32 ? 2 : 1; }
-
   static constexpr int64_t kStaged = 32;  // cells whose words are made at a time
 
   // Of 64 numbers, the first of the pair at place p; where the other one is; at which place the t-th
@@ -182,10 +101,6 @@ class Words {
   static constexpr int64_t place_of(bool is_4, int64_t half, int64_t t) {
     return is_4 ? half * 16 + t : t / 2 * 4 + half * 2 + t % 2;
   }
-
-  // The numbers' errors are those of the weights times how far they are from this one: it goes into the
-  // biases, which meet weights that are not rounded.
-  float middle() const { return v_.dtype == Dtype::int4 ? 8.f : 128.f; }
 
   // For kGroups, or up to as many if these are the most.
   template <int kGroups>
@@ -261,11 +176,7 @@ class Words {
   };
 
   void load_queries(const float* q, int64_t k_pad) {
-    const bool is_4 = k_.dtype == Dtype::int4, is_halved = subs(k_) == 2;
-    is_4 && is_halved ? load_queries<true, 2>(q, k_pad)
-    : is_4            ? load_queries<true, 1>(q, k_pad)
-    : is_halved       ? load_queries<false, 2>(q, k_pad)
-                      : load_queries<false, 1>(q, k_pad);
+    with_kind(k_, [&](auto is_4, auto n_subs) { load_queries<is_4.of, n_subs.of>(q, k_pad); });
   }
 
   template <bool is_4, int kSubs>
@@ -275,7 +186,6 @@ class Words {
     std::memset(queries_, 0, 2 * quads_ * 16 * k_.dim);
     std::memset(q_steps_, 0, 64 * quads_);
     std::memset(q_sums_, 0, 64 * quads_ * chunks * kSubs);
-    const auto four = [](float* to, float x) { _mm_storeu_ps(to, _mm_set1_ps(x)); };
     for (int64_t r = 0; r < rows_; ++r) {
       const float* row = q + r * k_pad;
       const int64_t quad = r / 4, lane = r % 4;
@@ -289,7 +199,7 @@ class Words {
       const float top = _mm512_reduce_max_ps(most);
       const __m512 inverse = all(top > 0.f ? 32767.f / top : 0.f);
       const float step = factor_ * (top / 32767.f);
-      four(q_steps_ + quad * 16 + lane * 4, step);
+      put_fours(q_steps_ + quad * 16, lane, step);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         __m512i x[4];
         for (int i = 0; i < 4; ++i)
@@ -299,7 +209,7 @@ class Words {
           __m512i whole = _mm512_add_epi32(x[2 * sub], x[2 * sub + 1]);
           if (kSubs == 1) whole = _mm512_add_epi32(whole, _mm512_add_epi32(x[2], x[3]));
           const float sum = step * static_cast<float>(_mm512_reduce_add_epi32(whole)) + zero;
-          four(q_sums_ + ((chunk * quads_ + quad) * kSubs + sub) * 16 + lane * 4, sum);
+          put_fours(q_sums_ + ((chunk * quads_ + quad) * kSubs + sub) * 16, lane, sum);
         }
         const auto words = [&](int i) {
           return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(x[i])),
@@ -316,11 +226,6 @@ class Words {
         }
       }
     }
-  }
-
-  // Pairs of a chunk's numbers of 4 queries, each 4 times: [place][row][cell].
-  int16_t* query(int64_t chunk, int64_t quad) const {
-    return queries_ + (chunk * quads_ + quad) * 1024;
   }
 
   // K rows of 16 cells from c on as words, [chunk][cells / 4 of kStaged][place of a pair][cell].
@@ -607,9 +512,6 @@ class Words {
     }
   }
 
-  // A row's sums of all tiles, each chunk in the order of `interleave`.
-  float* result(int64_t r) const { return results_ + r * v_.dim; }
-
   // A chunk's sums in the order of numbers.
   void in_order(const float* from, __m512* y) const {
     __m512 x[4];
@@ -629,17 +531,6 @@ class Words {
     }
     transpose_lanes(x, y);
   }
-
-  const Side &k_, &v_;
-  const int64_t rows_, quads_, k_groups_, v_groups_;
-  const int64_t v_pad_;
-  const float factor_;
-  float largest_[kMaxGroups];  // scales of V in the tile, of each group
-  char* gathered_ = nullptr;  // rows of 16 cells
-  int16_t *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
-  int32_t* sums_ = nullptr;
-  float *q_steps_ = nullptr, *q_sums_ = nullptr, *k_affine_ = nullptr;
-  float *v_affine_ = nullptr, *steps_ = nullptr, *biases_ = nullptr, *results_ = nullptr;
 };
 
 }  // namespace
