@@ -19,6 +19,14 @@ inline void store_whole(void* to, __m256i x) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), x);
 }
 
+// a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
+inline __m256i dot_pairs(__m256i a, __m256i x, __m256i y) {
+  a = _mm256_add_epi32(a, _mm256_madd_epi16(x, y));
+  // Else GCC adds products to each other first, for which there are not enough registers.
+  __asm__("" : "+x"(a));
+  return a;
+}
+
 class Words : public WordsBase {
  public:
   Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
@@ -231,8 +239,8 @@ class Words : public WordsBase {
           for (int l = 0; l < 4; ++l) {
             const auto* from = reinterpret_cast<const __m128i*>(staged + l * 256 + place * 8);
             const __m256i z = _mm256_broadcastsi128_si256(_mm_loadu_si128(from));
-            a[0][l] = _mm256_add_epi32(a[0][l], _mm256_madd_epi16(x, z));
-            a[1][l] = _mm256_add_epi32(a[1][l], _mm256_madd_epi16(y, z));
+            a[0][l] = dot_pairs(a[0][l], x, z);
+            a[1][l] = dot_pairs(a[1][l], y, z);
           }
         }
         staged += place_of(is_4, 1, 0) * 8;
@@ -420,8 +428,7 @@ class Words : public WordsBase {
             int32_t pair;
             std::memcpy(&pair, w + r * 16 + 2 * place_of_pair(i), 4);
             const __m256i of = _mm256_set1_epi32(pair);
-            for (int j = 0; j < 2; ++j)
-              a[r][j] = _mm256_add_epi32(a[r][j], _mm256_madd_epi16(x[j], of));
+            for (int j = 0; j < 2; ++j) a[r][j] = dot_pairs(a[r][j], x[j], of);
           }
         }
         w += 64;
