@@ -74,13 +74,13 @@ inline void transpose4(Vec* x) {
 }
 #endif
 
-// For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the next
-// multiple of 64. Biases are those of numbers that are counted from `middle`. `largest`: each group's
-// largest scale, if wanted.
-inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float middle,
-                        float* to, float* largest = nullptr) {
+// See `load_affine`: for kGroups, or up to as many if these are the most.
+template <int kGroups>
+inline void load_affine_of(int64_t any_groups, const TileRows& rows, Part part, int64_t n, float middle,
+                           float* to, float* largest) {
+  const int64_t n_groups = kGroups == kMaxGroups ? any_groups : kGroups;
   const int64_t stop = (n + 63) / 64 * 64, n_bytes = 4 * n_groups;
-  Vec most[kMaxGroups];
+  Vec most[kGroups];
   for (int64_t g = 0; g < n_groups; ++g) most[g] = all(0.f);
   const auto put = [&](int64_t g, int64_t c, Vec scales, Vec biases) {
     most[g] = max(most[g], scales);
@@ -88,7 +88,7 @@ inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64
     store(to + (g * 2 + 1) * kTile + c, fma(scales, all(middle), biases));
   };
   for (int64_t c = 0; c < stop; c += 16) {
-    alignas(64) char room[16 * 4 * kMaxGroups];
+    alignas(64) char room[16 * 4 * kGroups];
     const char* from = room;
     if (c < n && rows.is_whole[c / 16] && rows.stride[part] == n_bytes) {
       from = rows.first[part][c / 16];
@@ -97,18 +97,19 @@ inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64
       for (int64_t i = 0; i < 16 && c + i < n; ++i)
         std::memcpy(room + i * n_bytes, rows.row(part, c + i), static_cast<size_t>(n_bytes));
     }
+#pragma GCC unroll 2
     for (int64_t i = 0; i < 16; i += kLanes) {
       const auto* bits = reinterpret_cast<const uint16_t*>(from + i * n_bytes);
       const auto halves = [bits](int64_t j) { return load_half(bits + j * kLanes); };
-      if (n_groups == 1) {
+      if (kGroups == 1) {
         Vec scales, biases;
         part_pairs(halves(0), halves(1), scales, biases);
         put(0, c + i, scales, biases);
-      } else if (n_groups == 2) {
+      } else if (kGroups == 2) {
         Vec x[4] = {halves(0), halves(1), halves(2), halves(3)};
         transpose4(x);
         put(0, c + i, x[0], x[1]);
-        put(1, c + i, x[2], x[3]);
+        put(kGroups - 1, c + i, x[2], x[3]);
       } else {
         for (int64_t g = 0; g < n_groups; ++g) {
           float x[2][kLanes];
@@ -120,6 +121,16 @@ inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64
     }
   }
   for (int64_t g = 0; largest && g < n_groups; ++g) largest[g] = highest(most[g]);
+}
+
+// For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the next
+// multiple of 64. Biases are those of numbers that are counted from `middle`. `largest`: each group's
+// largest scale, if wanted.
+inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float middle,
+                        float* to, float* largest = nullptr) {
+  n_groups == 1   ? load_affine_of<1>(n_groups, rows, part, n, middle, to, largest)
+  : n_groups == 2 ? load_affine_of<2>(n_groups, rows, part, n, middle, to, largest)
+                  : load_affine_of<kMaxGroups>(n_groups, rows, part, n, middle, to, largest);
 }
 
 #if defined(KVC_AVX512)

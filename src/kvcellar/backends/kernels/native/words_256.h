@@ -346,43 +346,52 @@ class Words : public WordsBase {
     const int16_t* w = weights(quad, group);
     const int64_t kept = is_4 ? pass / 2 : pass;
     __m256i a[4][2];
-    if (!pass && !quad)
-      add_pairs<is_4, true, true>(places, chunk * (is_4 ? 32 : 64), w, n, kept, lines, second, a);
-    else if (is_4 && pass % 2)
-      add_pairs<is_4, false, false>(places, 0, w, n, kept, lines, second, a);
-    else
-      add_pairs<is_4, false, true>(places, 0, w, n, kept, lines, second, a);
-    for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
-      const Vec step = all(steps_[r * v_groups_ + group]);
-      __m256i* x = a[r % 4];
-      float* to = result(r) + chunk * 64 + pass * 16;
+    const int64_t offset = chunk * (is_4 ? 32 : 64);
+    if (!is_4 && quads_ == 1) {
+      pass % 2 ? add_pairs<is_4, Place::pool, true>(places, offset + pass / 2 * 32, w, n, lines, second, a)
+               : add_pairs<is_4, Place::pool, false>(places, offset + pass / 2 * 32, w, n, lines, second, a);
+    } else if (!pass && !quad) {
+      add_pairs<is_4, Place::to_stage, true>(places, offset, w, n, lines, second, a);
+    } else if (is_4 && pass % 2) {
+      add_pairs<is_4, Place::stage, false>(places, kept * 16, w, n, lines, second, a);
+    } else {
+      add_pairs<is_4, Place::stage, true>(places, kept * 16, w, n, lines, second, a);
+    }
+    const float* steps = steps_ + quad * 4 * v_groups_ + group;
+    float* to = result(quad * 4) + chunk * 64 + (is_4 ? (pass ^ 1) : pass) * 16;
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < 4; ++r, to += v_.dim, steps += v_groups_) {
+      __m256i x = a[r][0], y = a[r][1];
       if (is_4) {
         // Where a sum was too large for 32 bits its difference is not.
-        __m256i* third = reinterpret_cast<__m256i*>(sums_) + r;
+        int32_t* third = sums_ + (quad * 4 + r) * 8;
         if (pass % 2) {
-          x[1] = _mm256_sub_epi32(x[1], _mm256_slli_epi32(_mm256_load_si256(third), 4));
-          to -= 16;
+          y = _mm256_sub_epi32(y, _mm256_slli_epi32(load_whole(third), 4));
         } else {
-          _mm256_store_si256(third, x[0]);
-          x[0] = _mm256_sub_epi32(x[0], _mm256_slli_epi32(x[1], 4));
-          to += 16;
+          store_whole(third, x);
+          x = _mm256_sub_epi32(x, _mm256_slli_epi32(y, 4));
         }
       }
-      for (int j = 0; j < 2; ++j)
-        store(to + 8 * j, fma(_mm256_cvtepi32_ps(x[j]), step, load(to + 8 * j)));
+      const Vec step = all(*steps);
+      store(to, fma(_mm256_cvtepi32_ps(x), step, load(to)));
+      store(to + 8, fma(_mm256_cvtepi32_ps(y), step, load(to + 8)));
     }
   }
 
+  // Where numbers come from: of two cells' all are kept if they will be wanted again.
+  enum class Place { pool, to_stage, stage };
+
   // a[row][0 .. 1] = weights * V of 16 numbers. Of int4 these are every fourth one from the third and
   // fourth on, or from the first and second: the third and second ones have 16 times the next in them.
-  template <bool is_4, bool is_pool, bool is_high>
-  void add_pairs(const Places& places, int64_t offset, const int16_t* w, int64_t n, int64_t kept,
-                 Lines& given, const Lines* second, __m256i (&sums)[4][2]) const {
+  template <bool is_4, Place place, bool is_high>
+  void add_pairs(const Places& places, int64_t offset, const int16_t* w, int64_t n, Lines& given,
+                 const Lines* second, __m256i (&sums)[4][2]) const {
+    constexpr bool is_pool = place != Place::stage;
     constexpr int64_t kKept = is_4 ? 32 : 64;  // words of two cells
     constexpr int kEvery = is_4 ? 4 : 2;
     Lines lines = given;
     const __m256i low = _mm256_set1_epi16(is_4 ? 15 : 255);
-    int16_t* at = values_ + (is_pool ? 0 : kept * 16);
+    int16_t* at = values_ + (is_pool ? 0 : offset);
     __m256i a[4][2];
     for (auto& row : a)
       for (__m256i& x : row) x = _mm256_setzero_si256();
@@ -398,7 +407,9 @@ class Words : public WordsBase {
           __m256i both, x[2];
           if (is_pool) {
             const __m256i y = load_whole(row), z = load_whole(row + step);
-            if (is_4) {
+            if (place == Place::pool) {
+              both = is_high ? _mm256_unpackhi_epi16(y, z) : _mm256_unpacklo_epi16(y, z);
+            } else if (is_4) {
               const __m256i of_y = _mm256_permute4x64_epi64(y, 0xd8);
               const __m256i of_z = _mm256_permute4x64_epi64(z, 0xd8);
               both = _mm256_unpacklo_epi16(of_y, of_z);
@@ -410,7 +421,7 @@ class Words : public WordsBase {
               store_whole(at + 32, _mm256_unpacklo_epi16(later_y, later_z));
               store_whole(at + 48, _mm256_unpackhi_epi16(later_y, later_z));
             }
-            store_whole(at, both);
+            if (place == Place::to_stage) store_whole(at, both);
             row += 2 * step;
           } else {
             both = load_whole(at);
