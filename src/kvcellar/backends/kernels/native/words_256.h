@@ -31,7 +31,7 @@ class Words : public WordsBase {
  public:
   Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
         int64_t v_pad, const float* q, float factor, char* memory)
-      : WordsBase(with_k, with_v, k, v, rows, v_pad, factor, kTile, 16, memory) {
+      : WordsBase(with_k, with_v, k, v, rows, v_pad, factor, kTile, 32, memory) {
     if (has_k)
       with_kind(k, [&](auto is_4, auto n_subs) { load_queries<is_4.of, n_subs.of>(q, k_pad); });
   }
@@ -41,13 +41,30 @@ class Words : public WordsBase {
   void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
     load_affine(k_groups_, rows, kKAffine, n, 0.f, k_affine_);
     with_kind(k_, [&](auto is_4, auto n_subs) {
+      const int64_t n_bytes = k_.packed_bytes();
+      int64_t step;
+      const auto sixteen = [&](int64_t c) {
+        return rows.together(kKRows, c, smaller(n - c, 16), n_bytes, gathered_ + c * n_bytes, step);
+      };
+      // While 16 cells are multiplied, words are made of the 16 behind them: alone it would wait for its
+      // stores. Behind the last ones it is the same again, for nothing.
+      int16_t *staged = staged_, *other = staged_ + 16 * k_.dim;
+      const char* from = sixteen(0);
+      for (int64_t i = 0; i < k_.dim / 64 * 4; ++i)
+        stage_four<is_4.of>(from + i / 4 * (is_4.of ? 32 : 64) + i % 4 * 4 * step, step, staged + i * 256);
       const Lines nothing = Next::nothing();
       for (int64_t c = 0; c < n; c += 16) {
         const Lines lines = next.turn(c / 16, k_.dim / 64 * (is_4.of ? 8 : 16));
         next.affine(kKAffine, c / 16);
-        stage<is_4.of>(rows, c, n);
-        for (int64_t quad = 0; quad < quads_; ++quad)
-          logits_of<is_4.of, n_subs.of>(quad, c, s, tops, quad == c / 16 % quads_ ? lines : nothing);
+        if (c + 16 < n) from = sixteen(c + 16);
+        logits_of<is_4.of, n_subs.of, true>(0, c, staged, from, step, other, s, tops,
+                                            c / 16 % quads_ ? nothing : lines);
+        for (int64_t quad = 1; quad < quads_; ++quad)
+          logits_of<is_4.of, n_subs.of, false>(quad, c, staged, from, step, other, s, tops,
+                                               quad == c / 16 % quads_ ? lines : nothing);
+        int16_t* const done = staged;
+        staged = other;
+        other = done;
       }
     });
   }
@@ -174,56 +191,45 @@ class Words : public WordsBase {
     }
   }
 
-  // K rows of 16 cells from c on as words, [chunk][cells / 4][place of a pair][cell].
+  // A chunk of 4 K rows as words, [place of a pair][cell].
   template <bool is_4>
-  void stage(const TileRows& rows, int64_t c, int64_t n) const {
-    int64_t step;
-    const char* from = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(), gathered_, step);
+  static inline __attribute__((always_inline)) void stage_four(const char* row, int64_t step, int16_t* to) {
     const __m256i low = _mm256_set1_epi16(is_4 ? 15 : 255);
-    int16_t* to = staged_;
-    for (int64_t d = 0; d < k_.packed_bytes(); d += is_4 ? 32 : 64, to += 1024) {
-      const char* row = from + d;
-      int16_t* at = to;
-      for (int64_t i = 0; i < 4; ++i, row += 4 * step) {
-#pragma GCC unroll 2
-        for (int64_t part = 0; part < (is_4 ? 1 : 2); ++part) {
-          __m256i x[4], y[4];
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) x[j] = load_whole(row + j * step + part * 32);
-          y[0] = _mm256_unpacklo_epi32(x[0], x[1]);
-          y[1] = _mm256_unpackhi_epi32(x[0], x[1]);
-          y[2] = _mm256_unpacklo_epi32(x[2], x[3]);
-          y[3] = _mm256_unpackhi_epi32(x[2], x[3]);
-          x[0] = _mm256_unpacklo_epi64(y[0], y[2]);
-          x[1] = _mm256_unpackhi_epi64(y[0], y[2]);
-          x[2] = _mm256_unpacklo_epi64(y[1], y[3]);
-          x[3] = _mm256_unpackhi_epi64(y[1], y[3]);
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) {
-            store_whole(at, _mm256_and_si256(x[j], low));
-            if (is_4) {
-              store_whole(at + 16, _mm256_and_si256(_mm256_srli_epi16(x[j], 4), low));
-              store_whole(at + 32, _mm256_and_si256(_mm256_srli_epi16(x[j], 8), low));
-              store_whole(at + 48, _mm256_srli_epi16(x[j], 12));
-            } else {
-              store_whole(at + 16, _mm256_srli_epi16(x[j], 8));
-            }
-            at += is_4 ? 64 : 32;
-          }
-        }
+    const auto put = [&](int64_t i, __m256i x) {
+      int16_t* at = to + i * (is_4 ? 64 : 32);
+      store_whole(at, _mm256_and_si256(x, low));
+      if (is_4) {
+        store_whole(at + 16, _mm256_and_si256(_mm256_srli_epi16(x, 4), low));
+        store_whole(at + 32, _mm256_and_si256(_mm256_srli_epi16(x, 8), low));
+        store_whole(at + 48, _mm256_srli_epi16(x, 12));
+      } else {
+        store_whole(at + 16, _mm256_srli_epi16(x, 8));
       }
+    };
+#pragma GCC unroll 2
+    for (int64_t part = 0; part < (is_4 ? 1 : 2); ++part, row += 32) {
+      const __m256i x = load_whole(row), y = load_whole(row + step);
+      const __m256i xy0 = _mm256_unpacklo_epi32(x, y), xy1 = _mm256_unpackhi_epi32(x, y);
+      const __m256i z = load_whole(row + 2 * step), w = load_whole(row + 3 * step);
+      const __m256i zw0 = _mm256_unpacklo_epi32(z, w), zw1 = _mm256_unpackhi_epi32(z, w);
+      put(part * 4, _mm256_unpacklo_epi64(xy0, zw0));
+      put(part * 4 + 1, _mm256_unpackhi_epi64(xy0, zw0));
+      put(part * 4 + 2, _mm256_unpacklo_epi64(xy1, zw1));
+      put(part * 4 + 3, _mm256_unpackhi_epi64(xy1, zw1));
     }
   }
 
-  // s[row][first ..] of the 16 cells that are staged, for the 4 rows of a quad.
-  template <bool is_4, int kSubs>
-  void logits_of(int64_t quad, int64_t first, float* s, float* tops, const Lines& given) {
+  // s[row][first ..] of 16 cells whose words are staged, [chunk][4 cells][place of a pair][cell], for the
+  // 4 rows of a quad. `is_staging`: the 16 rows from `row` on, `step` bytes apart, go to `other`.
+  template <bool is_4, int kSubs, bool is_staging>
+  void logits_of(int64_t quad, int64_t first, const int16_t* words, const char* row, int64_t step,
+                 int16_t* other, float* s, float* tops, const Lines& given) {
     constexpr int kEvery = is_4 ? 4 : 2;
     Lines lines = given;
     const int64_t chunks = k_.dim / 64;
     const float* affine = k_affine_ + first;  // of the chunk's first group
     for (int64_t chunk = 0, done = 0; chunk < chunks; ++chunk) {
-      const int16_t* staged = one_base(staged_ + chunk * 1024);
+      const int16_t* staged = one_base(words + chunk * 1024);
       const int16_t* q = one_base(query(chunk, quad));
       __m256i a[2][4];
       for (int half = 0; half < 2; ++half) {
@@ -232,6 +238,11 @@ class Words : public WordsBase {
             for (__m256i& x : of_two) x = _mm256_setzero_si256();
 #pragma GCC unroll 16
         for (int t = 0; t < 16; ++t) {
+          if (is_staging && t % 8 == 0) {
+            stage_four<is_4>(row, step, other);
+            row += 4 * step;
+            other += 256;
+          }
           if (t % kEvery == kEvery - 1) lines.one(t / kEvery);
           const int64_t place = place_of(is_4, 0, t);
           const __m256i x = load_whole(q + place * 32), y = load_whole(q + place * 32 + 16);
@@ -245,18 +256,19 @@ class Words : public WordsBase {
         }
         staged += place_of(is_4, 1, 0) * 8;
         q += place_of(is_4, 1, 0) * 32;
+        if (is_staging && half == 1) row += (is_4 ? 32 : 64) - 16 * step;
         if (kSubs == 1 && half == 0) continue;
         const int64_t sub = kSubs == 2 ? half : 0;
         const bool is_first = chunk + sub == 0, is_last = chunk == chunks - 1 && half == 1;
         const float* scales = affine + sub * 2 * kTile;
         const float* sums = q_sums_ + ((chunk * quads_ + quad) * kSubs + sub) * 16;
         for (int k = 0; k < 2; ++k) {
-          const Vec of_q = load(sums + k * 8), step = load(q_steps_ + quad * 16 + k * 8);
+          const Vec of_q = load(sums + k * 8), of_step = load(q_steps_ + quad * 16 + k * 8);
           Vec dots[4];
           for (int l = 0; l < 4; ++l) {
             const Vec scale = all_fours(scales + 4 * l), bias = all_fours(scales + kTile + 4 * l);
             const Vec more = is_first ? mul(bias, of_q) : fma(bias, of_q, load(parts_ + (k * 4 + l) * 8));
-            dots[l] = fma(mul(_mm256_cvtepi32_ps(a[k][l]), scale), step, more);
+            dots[l] = fma(mul(_mm256_cvtepi32_ps(a[k][l]), scale), of_step, more);
           }
           if (!is_last) {
             for (int l = 0; l < 4; ++l) store(parts_ + (k * 4 + l) * 8, dots[l]);
