@@ -249,7 +249,16 @@ struct Walk {
   }
 };
 
-inline void fetch(const char* line) { __builtin_prefetch(line, 0, 3); }
+// With 256 bits a tile is as large as a first cache is there, and it is one line after the other that
+// makes the hardware fetch ahead as well (measured on Zen 4: float32 in 1.4 ms, not 2.4).
+#if defined(KVC_AVX2)
+constexpr int kFetchTo = 2;  // the second cache
+constexpr bool kPagesByTurns = false;
+#else
+constexpr int kFetchTo = 3;
+constexpr bool kPagesByTurns = true;
+#endif
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, kFetchTo); }
 
 // Some of the lines of memory that the next tile reads, for a loop to fetch one by one while it
 // computes: four at once cost a tenth of the time from memory, and many would stop the core until
@@ -271,7 +280,7 @@ struct Lines {
 };
 
 // The tile that comes next: while 16 cells are attended, as much of each of its parts is fetched as 16
-// cells have. The hardware fetches ahead within a page: so it is not these cells' rows, but lines of
+// cells have. The hardware fetches ahead within a page: so it may not be these cells' rows, but lines of
 // up to four pages, or of four blocks of cells, by turns.
 class Next {
  public:
@@ -279,7 +288,7 @@ class Next {
     rows_ = &rows;
     n_ = n;
     cuts_ = nullptr;
-    if (n != kTile) return;
+    if (!kPagesByTurns || n != kTile) return;
     for (const bool is_whole : rows.is_whole)
       if (!is_whole) return;
     if (rows.pool != cut_pool_) cut();

@@ -16,6 +16,11 @@ inline T* one_base(T* pointer) {
   return pointer;
 }
 
+template <bool value>
+struct Flag {
+  static constexpr bool of = value;
+};
+
 class WordsBase {
  public:
   const bool has_k, has_v;
@@ -87,14 +92,14 @@ class WordsBase {
   // Groups of a chunk of 64 numbers.
   static int64_t subs(const Side& side) { return side.group_size == 32 ? 2 : 1; }
 
-  // run(is_4, n_subs) as numbers that are known when this is compiled.
+  // run(is_4, n_subs), which are known when this is compiled.
   template <class Run>
   static void with_kind(const Side& side, const Run& run) {
     const bool is_4 = side.dtype == Dtype::int4, is_halved = subs(side) == 2;
-    is_4 && is_halved ? run(Number<1>(), Number<2>())
-    : is_4            ? run(Number<1>(), Number<1>())
-    : is_halved       ? run(Number<0>(), Number<2>())
-                      : run(Number<0>(), Number<1>());
+    is_4 && is_halved ? run(Flag<true>(), Number<2>())
+    : is_4            ? run(Flag<true>(), Number<1>())
+    : is_halved       ? run(Flag<false>(), Number<2>())
+                      : run(Flag<false>(), Number<1>());
   }
 
   // The numbers' errors are those of the weights times how far they are from this one: it goes into the
