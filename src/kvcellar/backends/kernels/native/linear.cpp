@@ -48,11 +48,11 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
 void linear(const LinearCall& call, int n_threads) {
   const LinearWeights& weights = call.weights;
   const int64_t n = call.n_tokens * weights.n_in, groups = call.n_tokens * weights.n_groups;
-  char* memory = inputs_buffer.get(weights.is_packed ? n + 8 * groups + 128 : 4 * n + 64);
+  char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 8 * groups + 128 : 4 * n + 64);
   LinearInputs inputs{};
   if (weights.is_packed) {
     inputs.numbers = reinterpret_cast<int8_t*>(memory);
-    memory += (n + 63) / 64 * 64;
+    memory += (2 * n + 63) / 64 * 64;
     inputs.scales = reinterpret_cast<float*>(memory);
     inputs.offsets = reinterpret_cast<int32_t*>(memory + 4 * groups);
   } else {

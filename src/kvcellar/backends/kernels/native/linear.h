@@ -32,7 +32,7 @@ struct LinearWeights {
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
   float* rows;       // [tokens, n_in]; bf16 only
-  int8_t* numbers;   // [tokens, n_in]
+  int8_t* numbers;   // [tokens, n_in], or words of 16 bits
   float* scales;     // [tokens, groups]
   int32_t* offsets;  // [tokens, groups]
 };

@@ -13,47 +13,92 @@ constexpr int kTokensAtOnce = 4;
 constexpr int kTokensAtOnce = 8;
 #endif
 
-// kLanes sums of four products each, of bytes from 0 to kMost and signed ones.
+// kLanes sums of four products each: of weights from 0 to 15 or 255, 4 to a lane, and 4 signed numbers of
+// a token, which all lanes meet; `begin` and `end` are for a group's.
 #if defined(KVC_AVX512)
 using Ints = __m512i;
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 inline Ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
-inline Ints low_halves(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline Ints high_halves(Ints x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline Ints all_bytes(int8_t x) { return _mm512_set1_epi8(x); }
+inline Ints both(Ints x, Ints y) { return _mm512_and_si512(x, y); }
+inline Ints add_16(Ints x, Ints y) { return _mm512_add_epi16(x, y); }
+inline Ints add_32(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
+inline Ints right_16(Ints x, int n) { return _mm512_srli_epi16(x, n); }
+inline Ints dot_bytes(Ints x, Ints y) { return _mm512_maddubs_epi16(x, y); }
+inline Ints dot_words(Ints x, Ints y) { return _mm512_madd_epi16(x, y); }
 inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-template <int kMost>
-inline Ints dot_fours(Ints sum, Ints x, Ints y) {
-#if defined(KVC_VNNI)
-  return _mm512_dpbusd_epi32(sum, x, y);
-#else
-  if constexpr (kMost < 128) {  // two products fit into 16 bits
-    const Ints pairs = _mm512_maddubs_epi16(x, y);
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-  }
-  const Ints even = _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8), odd = _mm512_srai_epi16(y, 8);
-  const Ints bytes = _mm512_set1_epi16(255);
-  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_and_si512(x, bytes), even));
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16(x, 8), odd));
-#endif
-}
 #elif defined(KVC_AVX2)
 using Ints = __m256i;
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }
 inline Ints all_ints(int32_t x) { return _mm256_set1_epi32(x); }
-inline Ints low_halves(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline Ints high_halves(Ints x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline Ints all_bytes(int8_t x) { return _mm256_set1_epi8(x); }
+inline Ints both(Ints x, Ints y) { return _mm256_and_si256(x, y); }
+inline Ints add_16(Ints x, Ints y) { return _mm256_add_epi16(x, y); }
+inline Ints add_32(Ints x, Ints y) { return _mm256_add_epi32(x, y); }
+inline Ints right_16(Ints x, int n) { return _mm256_srli_epi16(x, n); }
+inline Ints dot_bytes(Ints x, Ints y) { return _mm256_maddubs_epi16(x, y); }
+inline Ints dot_words(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
 inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
-template <int kMost>
-inline Ints dot_fours(Ints sum, Ints x, Ints y) {
-  if constexpr (kMost < 128) {  // two products fit into 16 bits
-    const Ints pairs = _mm256_maddubs_epi16(x, y);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-  }
-  const Ints even = _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8), odd = _mm256_srai_epi16(y, 8);
-  const Ints bytes = _mm256_set1_epi16(255);
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(x, bytes), even));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(x, 8), odd));
+#endif
+
+// Without VNNI products of 8-bit weights are those of words: a token's numbers come as such, of each four
+// the first, third, second and fourth.
+#if (defined(KVC_AVX512) || defined(KVC_AVX2)) && !defined(KVC_VNNI)
+constexpr bool kHasWords = true;
+#else
+constexpr bool kHasWords = false;
+#endif
+
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+inline Ints low_halves(Ints x) { return both(x, all_bytes(15)); }
+inline Ints high_halves(Ints x) { return low_halves(right_16(x, 4)); }
+
+// The same four of a token for all lanes.
+inline Ints four(const void* from) {
+  int32_t bytes;
+  std::memcpy(&bytes, from, 4);
+  return all_ints(bytes);
 }
+
+#if defined(KVC_VNNI)
+template <bool is_int4>
+inline Ints begin(int32_t offset) {
+  return all_ints(offset);
+}
+template <bool is_int4>
+inline Ints end(Ints sum, int32_t) {
+  return sum;
+}
+inline Ints dot_int4(Ints sum, Ints x, const int8_t* numbers) {
+  return _mm512_dpbusd_epi32(sum, x, four(numbers));
+}
+inline Ints dot_int8(Ints sum, Ints x, const int8_t* numbers) {
+  return _mm512_dpbusd_epi32(sum, x, four(numbers));
+}
+#else
+// The same sum. GCC would else add products to each other first, for which there are no registers.
+inline Ints kept(Ints sum) {
+  __asm__("" : "+v"(sum));
+  return sum;
+}
+
+// Of 4 bits a group's products fit into 16: 16 of them at most 15 * 127.
+template <bool is_int4>
+inline Ints begin(int32_t offset) {
+  return all_ints(is_int4 ? 0 : offset);
+}
+template <bool is_int4>
+inline Ints end(Ints sum, int32_t offset) {
+  return is_int4 ? add_32(dot_words(sum, all_ints(0x10001)), all_ints(offset)) : sum;
+}
+inline Ints dot_int4(Ints sum, Ints x, const int8_t* numbers) {
+  return kept(add_16(sum, dot_bytes(x, four(numbers))));
+}
+inline Ints dot_int8(Ints sum, Ints x, const int8_t* words) {
+  sum = kept(add_32(sum, dot_words(both(x, all_ints(0xFF00FF)), four(words))));
+  return kept(add_32(sum, dot_words(right_16(x, 8), four(words + 4))));
+}
+#endif
 #endif
 
 // Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
@@ -98,11 +143,19 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
       const bool is_finite = doubt == 0.f;
       const float inverse = is_finite && most > 0.f ? 127.f / most : 0.f;
       int32_t total = 0;
-      int8_t* to = inputs.numbers + t * n + g * kGroupInputs;
+      int8_t numbers[kGroupInputs];
       for (int64_t i = 0; i < kGroupInputs; ++i) {
         const auto number = static_cast<int32_t>(__builtin_rintf(is_finite ? row[i] * inverse : 0.f));
-        to[i] = static_cast<int8_t>(number);
+        numbers[i] = static_cast<int8_t>(number);
         total += number;
+      }
+      const int64_t at = t * n + g * kGroupInputs;
+      if (kHasWords && call.weights.format == WeightFormat::int8) {
+        int16_t words[kGroupInputs];
+        for (int64_t i = 0; i < kGroupInputs; ++i) words[i ^ (i % 4 == 1 || i % 4 == 2 ? 3 : 0)] = numbers[i];
+        std::memcpy(inputs.numbers + 2 * at, words, sizeof words);
+      } else {
+        std::memcpy(inputs.numbers + at, numbers, sizeof numbers);
       }
       // What is not finite makes this token's results NaN, and no other's.
       inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
@@ -267,7 +320,8 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   const int64_t n = weights.n_in, n_groups = weights.n_groups;
   const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
   const uint16_t* scales = weights.scales + block * n_groups * kBlockRows;
-  const int8_t* x = inputs.numbers + token * n;
+  constexpr int64_t kWide = kHasWords && !is_int4 ? 2 : 1;  // bytes of a number
+  const int8_t* x = inputs.numbers + token * n * kWide;
   const float* x_scales = inputs.scales + token * n_groups;
   const int32_t* offsets = inputs.offsets + token * n_groups;
   float out[kTokens][kBlockRows];
@@ -276,37 +330,32 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   Vec totals[kTokens][kParts];
   for (auto& token : totals)
     for (Vec& total : token) total = all(0.f);
-  const auto four = [x, n](int t, int64_t at) {
-    int32_t bytes;
-    std::memcpy(&bytes, x + t * n + at, 4);
-    return all_ints(bytes);
-  };
   for (int64_t g = 0; g < n_groups; ++g) {
     Ints sums[kTokens][kParts];
     for (int t = 0; t < kTokens; ++t)
-      for (Ints& sum : sums[t]) sum = all_ints(offsets[t * n_groups + g]);
-    int64_t at = g * kGroupInputs;
-    for (int v = 0; v < (is_int4 ? 4 : 8); ++v, at += is_int4 ? 8 : 4, w += 64) {
+      for (Ints& sum : sums[t]) sum = begin<is_int4>(offsets[t * n_groups + g]);
+    const int8_t* at = x + g * kGroupInputs * kWide;
+    for (int v = 0; v < (is_int4 ? 4 : 8); ++v, at += (is_int4 ? 8 : 4) * kWide, w += 64) {
       fetch_ahead(w);
       for (int part = 0; part < kParts; ++part) {
         const Ints weight = load_ints(w + part * kLanes * 4);
-        if constexpr (is_int4) {
-          const Ints first = low_halves(weight), second = high_halves(weight);
-          for (int t = 0; t < kTokens; ++t) {
-            sums[t][part] = dot_fours<15>(sums[t][part], first, four(t, at));
-            sums[t][part] = dot_fours<15>(sums[t][part], second, four(t, at + 4));
+        for (int t = 0; t < kTokens; ++t) {
+          const int8_t* numbers = at + t * n * kWide;
+          Ints& sum = sums[t][part];
+          if constexpr (is_int4) {
+            sum = dot_int4(sum, low_halves(weight), numbers);
+            sum = dot_int4(sum, high_halves(weight), numbers + 4);
+          } else {
+            sum = dot_int8(sum, weight, numbers);
           }
-        } else {
-          for (int t = 0; t < kTokens; ++t)
-            sums[t][part] = dot_fours<255>(sums[t][part], weight, four(t, at));
         }
       }
     }
     for (int part = 0; part < kParts; ++part) {
       const Vec scale = load_half(scales + g * kBlockRows + part * kLanes);
       for (int t = 0; t < kTokens; ++t)
-        totals[t][part] = fma(to_floats(sums[t][part]), mul(scale, all(x_scales[t * n_groups + g])),
-                              totals[t][part]);
+        totals[t][part] = fma(to_floats(end<is_int4>(sums[t][part], offsets[t * n_groups + g])),
+                              mul(scale, all(x_scales[t * n_groups + g])), totals[t][part]);
     }
   }
   for (int t = 0; t < kTokens; ++t)
