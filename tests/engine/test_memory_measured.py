@@ -103,4 +103,6 @@ def test_weights_count_from_the_start_though_they_are_mapped_from_their_file(fol
     heavy = loaded(folder("heavy"), "seq", "100GB", "float32", 1, 4)
     weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB; the other has 15
     assert heavy["base"] - idle["base"] > 0.8 * weights
-    assert heavy["peak"] - heavy["base"] < 0.5 * weights
+    grown, grown_idle = (seen["peak"] - seen["base"] for seen in (heavy, idle))
+    # A matrix product may copy one of its weights, which are 17 MB each, in another order.
+    assert grown - grown_idle < 0.5 * weights
