@@ -11,7 +11,10 @@ from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write
 
 FEW_QUERIES = 8
-"""Up to this many queries of a read the kernel is faster than torch's products with AVX-512."""
+"""Up to this many queries of a read the kernel is faster than torch's matrix multiplications.
+
+Not so with AVX2, where it always is, and with AMX.
+"""
 
 FEW_QUERIES_MASKED = 32
 """The same for reads with a mask, as trees of guesses have: torch's way gathers and adds it."""
