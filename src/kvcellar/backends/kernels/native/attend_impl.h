@@ -75,7 +75,7 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.fours = take(rows * k_pad);
   s.k = take(16 * k_pad);
   s.gathered = reinterpret_cast<char*>(take(16 * (k_pad > v_pad ? k_pad : v_pad)));
-  s.v = take(kDecoded * v_pad);
+  s.v = take(kTile * v_pad);  // kDecoded decoded, or a tile's as they are
   s.s = take(2 * rows * kTile);
   s.acc = take(rows * v_pad);
   s.max = take(rows);
@@ -159,8 +159,8 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
   for (int64_t i = dim; i < pad; ++i) to[i] = 0.f;
 }
 
-// Rows of bfloat16 are cheapest to read as their numbers at even places and those at odd ones: so
-// they stay within each 2 * kLanes, and queries and results are put in that order instead.
+// Rows of bfloat16 are cheapest to read in the order of load_split: so they stay within each
+// 2 * kLanes, and queries and results are put in that order instead.
 inline bool is_split(const Side& side) {
 #if defined(KVC_AMX)
   return false;
@@ -571,8 +571,8 @@ constexpr int kAlone = 8, kMostVecs = 2, kWide = 2;
 #endif
 
 // acc[r][0 .. n_vecs vectors) += s[r][c] * v[c], for 4 rows and n cells whose V rows lie `step` bytes
-// apart; `read` gives a row's vectors. `given`: kHalves / 2 lines to fetch for each cell.
-template <int n_vecs, int kHalves, class Read>
+// apart; `read` gives a row's vectors. `given`: kFetched lines to fetch for each 8 cells.
+template <int n_vecs, int kFetched, class Read>
 inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n, int64_t v_pad,
                         float* acc, Lines& given, const Read& read) {
   Lines lines = given;
@@ -592,8 +592,8 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
   for (; c + 8 <= n; c += 8) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) {
-      if (i * kHalves % 2 == 0)
-        for (int64_t j = 0; j < (kHalves + 1) / 2; ++j) lines.one(i * kHalves / 2 + j);
+      if (i * kFetched % 8 == 0)
+        for (int64_t j = 0; j < (kFetched + 7) / 8; ++j) lines.one(i * kFetched / 8 + j);
       add(c + i);
     }
   }
@@ -612,6 +612,7 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
 #elif defined(KVC_AVX512)
 #include "words.h"
 #else
+#include "floats_256.h"
 #include "words_256.h"
 #endif
 #if defined(KVC_VNNI)
@@ -638,6 +639,10 @@ class Attention {
         v_pad_(padded(v_.dim)),
         is_k_split_(is_split(k_)),
         is_v_split_(is_split(v_)),
+#if defined(KVC_AVX2)
+        is_read_k_(fits_registers(*job.pool, k_, rows_)),
+        is_read_v_(fits_registers(*job.pool, v_, rows_)),
+#endif
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
@@ -901,6 +906,13 @@ class Attention {
     for (int64_t r = 0; r < rows_pad_; ++r) {
       float* q = scratch_.q + r * k_pad_;
       if (is_k_split_) split_floats(q, k_.dim, false);
+#if defined(KVC_AVX2)
+      if (is_read_k_) {
+        for (int64_t d = 0; d < k_pad_; d += 16)
+          std::memcpy(scratch_.fours + 4 * d + r * 16, q + d, 16 * sizeof(float));
+        continue;
+      }
+#endif
       float* to = scratch_.fours + r / kRowsAtOnce * kRowsAtOnce * k_pad_ + r % kRowsAtOnce * 4;
       for (int64_t d = 0; d < k_pad_; d += 4)
         std::memcpy(to + d * kRowsAtOnce, q + d, 4 * sizeof(float));
@@ -965,6 +977,12 @@ class Attention {
 
   void logits(const TileRows& rows, int64_t n) {
     order_queries();
+#if defined(KVC_AVX2)
+    if (is_read_k_) {
+      logits_of_few(rows, n);
+      return;
+    }
+#endif
     for (int64_t c = 0; c < n; c += 16) {
       const float* k = as_floats(rows, false, c, n, scratch_.k);
       if (rows.pool->k.affine) next_.affine(kKAffine, c / 16);
@@ -992,6 +1010,40 @@ class Attention {
       r += part(Number<2>(), Number<kAlone / 2>(), r);
     while (r < rows_pad_) r += part(Number<1>(), Number<kAlone>(), r);
   }
+
+#if defined(KVC_AVX2)
+  // The same of K rows that are read once.
+  void logits_of_few(const TileRows& rows, int64_t n) const {
+    const auto of_16 = [&](auto dtype, auto pad, int64_t c) {
+      constexpr auto kDtype = static_cast<Dtype>(decltype(dtype)::of);
+      constexpr int kPad = decltype(pad)::of;
+      int64_t step;
+      const char* row = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(),
+                                      scratch_.gathered, step);
+      logits_of_rows<kDtype, kPad>(scratch_.fours, k_pad_, row, step, s_ + c, scratch_.tops,
+                                   next_.turn(c / 16, kPad / 2 * lines_of_32(kDtype)));
+    };
+    with_float(k_.dtype, [&](auto dtype) {
+      for (int64_t c = 0; c < n; c += 16)
+        k_pad_ == 64    ? of_16(dtype, Number<64>(), c)
+        : k_pad_ == 128 ? of_16(dtype, Number<128>(), c)
+                        : of_16(dtype, Number<0>(), c);
+    });
+  }
+
+  void values_of_few(const TileRows& rows, int64_t n) const {
+    const char* at[kTile / 16];
+    int64_t steps[kTile / 16];
+    const int64_t n_bytes = v_.packed_bytes();
+    for (int64_t c = 0; c < n; c += 16)
+      at[c / 16] = rows.together(kVRows, c, smaller(n - c, 16), n_bytes,
+                                 reinterpret_cast<char*>(scratch_.v) + c * n_bytes, steps[c / 16]);
+    with_float(v_.dtype, [&](auto dtype) {
+      values_of_rows<static_cast<Dtype>(decltype(dtype)::of)>(s_, at, steps, n, v_pad_, scratch_.acc,
+                                                              next_);
+    });
+  }
+#endif
 
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
   // Queries for products of another kind come without the factor.
@@ -1062,13 +1114,19 @@ class Attention {
 
   void values(const TileRows& rows, int64_t first, int64_t n, Seen seen) {
     const Dtype dtype = rows.pool->v.dtype;
+#if defined(KVC_AVX2)
+    if (is_read_v_ && seen == Seen::everything) {
+      values_of_few(rows, n);
+      return;
+    }
+#endif
     // For few rows there is nothing to gain from decoding once.
     if (is_v_split_ && dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
       for (int64_t c = 0; c < n; c += 16) {
         const int64_t m = smaller(n - c, 16);
         int64_t step;
         const char* row = rows.together(kVRows, c, m, v_.packed_bytes(), scratch_.gathered, step);
-        add_values<4>(c, m, row, step, [](const char* from, int64_t d, Vec* x, auto n_vecs) {
+        add_values<kWide * kLanes / 4>(c, m, row, step, [](const char* from, int64_t d, Vec* x, auto n_vecs) {
           const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
           if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
           for (int i = 0; i + 1 < n_vecs.of; i += 2)
@@ -1083,6 +1141,7 @@ class Attention {
     };
     // So many that each four rows can fetch 16 cells' share of the next tile.
     const int64_t block = rows_ <= 4 ? 16 : rows_ <= 12 ? 32 : kDecoded;
+    constexpr int kFetched = kWide * kLanes == 64 ? 16 : 8;
     const bool is_read_there = block == 16 && seen == Seen::everything;
     for (int64_t c = 0; c < n; c += block) {
       const int64_t m = smaller(n - c, block);
@@ -1097,14 +1156,14 @@ class Attention {
       }
       if (seen == Seen::some) leave_no_trace(first, c, m);
       const char* row = reinterpret_cast<const char*>(v);
-      block == 16   ? add_values<4>(c, m, row, 4 * v_pad_, read)
-      : block == 32 ? add_values<2>(c, m, row, 4 * v_pad_, read)
-                    : add_values<1>(c, m, row, 4 * v_pad_, read);
+      block == 16   ? add_values<kFetched>(c, m, row, 4 * v_pad_, read)
+      : block == 32 ? add_values<kFetched / 2>(c, m, row, 4 * v_pad_, read)
+                    : add_values<kFetched / 4>(c, m, row, 4 * v_pad_, read);
     }
   }
 
   // V rows from `row` on times the weights of n cells from c on, of all rows.
-  template <int kHalves, class Read>
+  template <int kFetched, class Read>
   void add_values(int64_t c, int64_t n, const char* row, int64_t step, const Read& read) {
     for (int64_t r = 0; r < rows_pad_; r += 4) {
       const float* s = s_ + r * kTile + c;
@@ -1112,15 +1171,15 @@ class Attention {
       int64_t d = 0;
       Lines lines = Next::nothing();
       if (4 * r < n) {
-        lines = next_.turn(kTile / 16 + c / 16 + r / 4, v_pad_ / (kWide * kLanes) * 32);
+        lines = next_.turn(kTile / 16 + c / 16 + r / 4, v_pad_ / (kWide * kLanes) * (n + 15) / 16 * 2 * kFetched);
         if (v_.affine) next_.affine(kVAffine, c / 16 + r / 4);
       }
       const auto part = [&](auto n_vecs) {
         constexpr int kVecs = decltype(n_vecs)::of;
-        values_of_4<kVecs, kHalves>(s, row, step, n, v_pad_, acc + d, lines,
+        values_of_4<kVecs, kFetched>(s, row, step, n, v_pad_, acc + d, lines,
                                     [&](const char* from, Vec* x) { read(from, d, x, n_vecs); });
         d += kVecs * kLanes;
-        if ((lines.left -= n * kHalves / 2) <= 0) lines = Next::nothing();
+        if ((lines.left -= n * kFetched / 8) <= 0) lines = Next::nothing();
       };
       while (d + kWide * kLanes <= v_pad_) part(Number<kWide>());
       if (kWide > 2 && d + 2 * kLanes <= v_pad_) part(Number<2>());
@@ -1152,6 +1211,9 @@ class Attention {
   const Side &k_, &v_;
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   const bool is_k_split_, is_v_split_;
+#if defined(KVC_AVX2)
+  const bool is_read_k_, is_read_v_;  // whether all numbers are decoded in registers
+#endif
   Scratch scratch_;
   bool has_fours_ = false, has_tops_ = false;
   float* s_ = nullptr;  // the tile's logits, then weights

@@ -115,7 +115,7 @@ bool set_level(const char* name) {
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
-      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + kDecoded * v_pad +
+      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +
       (rows + 16) * 24 + 8 * 16;
   // What products of another kind want beside it: see amx.h, and words.h. Integers
   // have two groups in 64 numbers at most.

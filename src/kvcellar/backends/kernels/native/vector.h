@@ -186,14 +186,6 @@ inline float highest(Vec x) {
 inline Vec nearest(Vec x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-inline Vec times_power_of_2(Vec x, Vec n) {  // -126 <= n <= 127
-  const __m256i bits = _mm256_slli_epi32(
-      _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
-}
-inline Vec zero_far_below(Vec x, Vec y) {
-  return _mm256_and_ps(y, _mm256_cmp_ps(x, all(-126.f), _CMP_NLT_UQ));
-}
 inline Vec load_bf16(const uint16_t* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -213,16 +205,19 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
-inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+constexpr int split_place(int i) { return i / 4 % 2 * kLanes + i / 8 * 4 + i % 4; }
+inline void load_split(const uint16_t* p, Vec& x, Vec& y) {
   const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-  odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)));
+  x = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), both));
+  y = _mm256_castsi256_ps(_mm256_unpackhi_epi16(_mm256_setzero_si256(), both));
 }
 inline Vec all_fours(const float* p) {
   return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
 }
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
-  return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  const Vec ab = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const Vec cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  return add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
 }
 inline void sum_4(Vec a, Vec b, Vec c, Vec d, float* to) {
   const Vec fours = sum_fours(a, b, c, d);
@@ -396,8 +391,12 @@ inline void store_bf16(uint16_t* p, Vec x) {
 
 #endif
 
-// Of all: load_split gives 2 * kLanes numbers, those at even places and those at odd ones. Fours are
-// the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
+#if !defined(KVC_AVX2)  // numbers at even places, then those at odd ones
+constexpr int split_place(int i) { return i % 2 * kLanes + i / 2; }
+#endif
+
+// Of all: load_split gives 2 * kLanes numbers in the order that is cheapest, the i-th at split_place(i)
+// of both vectors. Fours are the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
 // each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart,
 // highest_fours gives the highest of each of a's, then of b's, c's and d's.
 
@@ -406,12 +405,8 @@ inline void split_floats(float* row, int64_t n, bool is_back) {
   for (int64_t d = 0; d < n; d += 2 * kLanes) {
     float was[2 * kLanes];
     std::memcpy(was, row + d, sizeof was);
-    for (int i = 0; i < kLanes; ++i) {
-      for (int odd = 0; odd < 2; ++odd) {
-        const int apart = odd * kLanes + i, together = 2 * i + odd;
-        row[d + (is_back ? together : apart)] = was[is_back ? apart : together];
-      }
-    }
+    for (int i = 0; i < 2 * kLanes; ++i)
+      row[d + (is_back ? i : split_place(i))] = was[is_back ? split_place(i) : i];
   }
 }
 
@@ -445,10 +440,23 @@ inline Vec exp2_below_1(Vec x) {
   // Numbers below the normal ones would cost hundreds of cycles.
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.f), _CMP_NLT_UQ), y, x);
 }
+#elif defined(KVC_AVX2)
+inline Vec exp2_below_1(Vec x) {
+  // The sum's last bits are the nearest whole number plus 127: an exponent, which is 0 at the least. Max
+  // gives its second argument where one is NaN.
+  const Vec large = all(12582912.f + 127.f), clipped = max(all(-127.f), x);
+  const Vec shifted = add(clipped, large), f = sub(clipped, sub(shifted, large));
+  Vec y = all(1.3264632e-3f);
+  y = fma(y, f, all(9.6714869e-3f));
+  y = fma(y, f, all(5.5507336e-2f));
+  y = fma(y, f, all(2.4022242e-1f));
+  y = fma(y, f, all(6.9314700e-1f));
+  y = fma(y, f, all(1.f));
+  return mul(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+}
 #else
 inline Vec exp2_below_1(Vec x) {
-  // A number below the normal ones would cost hundreds of cycles. On x86 max gives its second
-  // argument where one is NaN.
+  // A number below the normal ones would cost hundreds of cycles.
   const Vec clipped = max(all(-126.f), x);
   const Vec whole = nearest(clipped), f = sub(clipped, whole);
   Vec y = all(1.5403530e-4f);

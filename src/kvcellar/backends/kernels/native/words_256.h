@@ -290,20 +290,6 @@ class Words : public WordsBase {
     }
   }
 
-  // 2**x for x <= 0 with a relative error of some 1e-7; 0 far below, NaN for NaN.
-  static Vec power_below_1(Vec x) {
-    // The sum's last bits are the nearest whole number plus 127: an exponent, which is 0 at the least.
-    const Vec large = all(12582912.f + 127.f), clipped = max(all(-127.f), x);
-    const Vec shifted = add(clipped, large), f = sub(clipped, sub(shifted, large));
-    Vec y = all(1.3264632e-3f);
-    y = fma(y, f, all(9.6714869e-3f));
-    y = fma(y, f, all(5.5507336e-2f));
-    y = fma(y, f, all(2.4022242e-1f));
-    y = fma(y, f, all(6.9314700e-1f));
-    y = fma(y, f, all(1.f));
-    return mul(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
-  }
-
   // Words of a quad's weights, [16 cells][row][pair of cells, in the order of packing].
   int16_t* weights(int64_t quad, int64_t g) const {
     return weights_ + (quad * v_groups_ + g) * 4 * kTile;
@@ -325,8 +311,8 @@ class Words : public WordsBase {
     }
     int16_t* to = weights(r / 4, 0) + r % 4 * 16;
     for (int64_t c = 0; c < (n + 31) / 32 * 32; c += 16, to += 64) {
-      const Vec p = power_below_1(sub(load(s + c), all(base)));
-      const Vec q = power_below_1(sub(load(s + c + 8), all(base)));
+      const Vec p = exp2_below_1(sub(load(s + c), all(base)));
+      const Vec q = exp2_below_1(sub(load(s + c + 8), all(base)));
       total = add(total, add(p, q));
       for (int64_t g = 0; g < n_groups; ++g) {
         const float* scales = v_affine_ + g * 2 * kTile + c;
