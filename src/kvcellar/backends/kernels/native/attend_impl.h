@@ -908,8 +908,9 @@ class Attention {
       if (is_k_split_) split_floats(q, k_.dim, false);
 #if defined(KVC_AVX2)
       if (is_read_k_) {
+        float* to = scratch_.fours + r / 4 * 4 * k_pad_ + r % 4 * 16;
         for (int64_t d = 0; d < k_pad_; d += 16)
-          std::memcpy(scratch_.fours + 4 * d + r * 16, q + d, 16 * sizeof(float));
+          std::memcpy(to + 4 * d, q + d, 16 * sizeof(float));
         continue;
       }
 #endif
@@ -1020,8 +1021,12 @@ class Attention {
       int64_t step;
       const char* row = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(),
                                       scratch_.gathered, step);
-      logits_of_rows<kDtype, kPad>(scratch_.fours, k_pad_, row, step, s_ + c, scratch_.tops,
-                                   next_.turn(c / 16, kPad / 2 * lines_of_32(kDtype)));
+      logits_of_rows<kDtype, kPad, true>(scratch_.fours, k_pad_, row, step, s_ + c, scratch_.tops,
+                                         next_.turn(c / 16, kPad / 2 * lines_of_32(kDtype)));
+      for (int64_t r = 4; r < rows_pad_; r += 4)
+        logits_of_rows<kDtype, kPad, false>(scratch_.fours + r * k_pad_, k_pad_, row, step,
+                                            s_ + r * kTile + c, scratch_.tops + 4 * r,
+                                            Next::nothing());
     };
     with_float(k_.dtype, [&](auto dtype) {
       for (int64_t c = 0; c < n; c += 16)
@@ -1039,8 +1044,11 @@ class Attention {
       at[c / 16] = rows.together(kVRows, c, smaller(n - c, 16), n_bytes,
                                  reinterpret_cast<char*>(scratch_.v) + c * n_bytes, steps[c / 16]);
     with_float(v_.dtype, [&](auto dtype) {
-      values_of_rows<static_cast<Dtype>(decltype(dtype)::of)>(s_, at, steps, n, v_pad_, scratch_.acc,
-                                                              next_);
+      constexpr auto kDtype = static_cast<Dtype>(decltype(dtype)::of);
+      values_of_rows<kDtype, true>(s_, at, steps, n, v_pad_, scratch_.acc, next_);
+      for (int64_t r = 4; r < rows_pad_; r += 4)
+        values_of_rows<kDtype, false>(s_ + r * kTile, at, steps, n, v_pad_, scratch_.acc + r * v_pad_,
+                                      next_);
     });
   }
 #endif

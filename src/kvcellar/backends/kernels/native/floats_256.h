@@ -1,5 +1,5 @@
-// Up to four query rows over rows of floats as they lie, with 256 bits: what was read is decoded in
-// registers, once for all rows. Decoding into scratch first takes as long as half of the products.
+// A few query rows over rows of floats as they lie, with 256 bits: what was read is decoded in registers,
+// once for each four of them. Decoding into scratch first takes as long as half of four rows' products.
 //
 // Only included by attend_impl.h.
 
@@ -26,7 +26,7 @@ inline void with_float(Dtype dtype, const Run& run) {
 
 // Whether rows are read so.
 inline bool fits_registers(const Pool& pool, const Side& side, int64_t rows) {
-  return rows <= 4 && !is_quantised(side.dtype) && side.dim % 16 == 0 && !pool.exact;
+  return rows <= 16 && !is_quantised(side.dtype) && side.dim % 16 == 0 && !pool.exact;
 }
 
 // Lines of memory that 32 numbers are.
@@ -50,7 +50,7 @@ inline void load_16(const char* row, int64_t d, Vec* x) {
 // s[r][c] = q[r] . k[c] for 4 rows and 16 cells whose K rows lie `step` bytes apart, two cells at a
 // time. `queries`: [k_pad / 16][row][16], each 16 in the order of load_16. `tops`, `kPad` and `given` as of
 // logits_of.
-template <Dtype dtype, int kPad>
+template <Dtype dtype, int kPad, bool is_fetching>
 inline void logits_of_rows(const float* queries, int64_t any_pad, const char* row, int64_t step,
                            float* s, float* tops, const Lines& given) {
   Lines lines = given;
@@ -73,7 +73,7 @@ inline void logits_of_rows(const float* queries, int64_t any_pad, const char* ro
           for (int i = 0; i < 2; ++i) a[i][r] = fma(x[i][half], y, a[i][r]);
         }
       }
-      for (int64_t i = 0; kPad && i < kLines; ++i) lines.one(d / 16 * kLines + i);
+      for (int64_t i = 0; is_fetching && kPad && i < kLines; ++i) lines.one(d / 16 * kLines + i);
     }
     Vec sums[2];
     for (int i = 0; i < 2; ++i) sums[i] = sum_fours(a[i][0], a[i][1], a[i][2], a[i][3]);
@@ -104,7 +104,7 @@ inline void logits_of_rows(const float* queries, int64_t any_pad, const char* ro
 
 // acc[r] += s[r][c] * v[c] for 4 rows and the n cells of a tile: V rows from `at` on, `steps` bytes apart,
 // for each 16.
-template <Dtype dtype>
+template <Dtype dtype, bool is_fetching>
 inline void values_of_rows(const float* s, const char* const* at, const int64_t* steps, int64_t n,
                            int64_t v_pad, float* acc, const Next& next) {
   constexpr int64_t kLines = lines_of_32(dtype);
@@ -115,7 +115,7 @@ inline void values_of_rows(const float* s, const char* const* at, const int64_t*
     for (int r = 0; r < 4; ++r)
       for (int j = 0; j < 2; ++j) a[r][j] = load(acc + r * v_pad + j * 8);
     for (int64_t first = 0; first < n; first += 16) {
-      if (!left) {
+      if (is_fetching && !left) {
         lines = next.turn(turn++, v_pad / 2 * kLines);
         left = v_pad / 16;
       }
@@ -135,7 +135,7 @@ inline void values_of_rows(const float* s, const char* const* at, const int64_t*
       if (first + 16 <= n) {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < 16; ++i) {
-          for (int64_t j = 0; i % 2 && j < kLines; ++j) lines.one(i / 2 * kLines + j);
+          for (int64_t j = 0; is_fetching && i % 2 && j < kLines; ++j) lines.one(i / 2 * kLines + j);
           add(first + i);
         }
       } else {
