@@ -9,9 +9,11 @@ import torch
 import kvcellar as kv
 from kvcellar.backends import kernels
 from kvcellar.backends.torch import layers
+from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.layers import KernelLayer
 from kvcellar.backends.torch.linears import KernelLinear
 from kvcellar.models import load_model
+from tests.models.players import MAKE_SESSION, Player, text
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
 
@@ -58,3 +60,36 @@ def test_biases_are_joined_too(checkpoint):
         attention.qkv_proj.bias,
         torch.cat([getattr(own.self_attn, f"{part}_proj").bias for part in "qkv"]),
     )
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int8:rot"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("kind", list(MAKE_SESSION))
+def test_layers_in_one_call_do_what_their_parts_do(checkpoint, monkeypatch, kind, name, kv_dtype):
+    model = load_model(checkpoint(name), weights="bf16")
+    taken = []
+
+    def play():
+        with Player(model, kind, kv_dtype=kv_dtype) as player:
+            found = [player.feed(text(20)), player.feed(text(3, 1), rows="all")]
+            steps = [[(0, 7)], [(0, 8), (0, 9)]]
+            if kind != "contiguous":
+                player.cache.seq_cp(0, 1)
+                steps.append([(0, 5), (1, 6), (1, 7)])
+            found += [player.batch(step, rows="all") for step in steps for _ in "two"]
+            player.cut(21)
+            found.append(player.feed([3]))
+        return np.concatenate(found)
+
+    next_by_kernel = TorchBytes.next_by_kernel
+
+    def counted(*arguments):
+        found = next_by_kernel(*arguments)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(TorchBytes, "next_by_kernel", counted)
+    whole = play()
+    assert any(taken) == (kv_dtype != "int8:rot")
+    monkeypatch.setattr(TorchBytes, "next_by_kernel", lambda *_: None)
+    assert np.array_equal(whole, play())

@@ -291,7 +291,7 @@ def make_decoder_layer(
     heads: tuple[int, int, int],
     dtype: int,
 ) -> DecoderLayer:
-    """Describe a decoder layer, which for a few tokens is two calls around its attention.
+    """Describe a decoder layer, which for a few tokens is one call, or two around its attention.
 
     ``before(x, n_tokens, cos, sin, qkv)``: x ``[n_tokens, hidden]`` is normed, a joined product
     makes q, k and v of it, and q and k are normed and rotated. ``after(x, attended, n_tokens,

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
+from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.registry import active_cache
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.linears import KernelLinear
@@ -156,7 +158,11 @@ class KernelAttention(nn.Module):
 
 
 class KernelLayer(nn.Module):
-    """A decoder layer; for a few tokens two calls of the kernel and one of the op."""
+    """A decoder layer; for a few tokens one call of the kernel.
+
+    Or two, and between them one of the op: for the first layer of a group, and where not all that
+    the cache writes and reads is the kernel's.
+    """
 
     def __init__(self, layer: Any, make: MakeLinear) -> None:
         """Of a module's parts."""
@@ -227,11 +233,41 @@ class KernelLayer(nn.Module):
             x = x + attended
             whole: Tensor = x + self.mlp(self.post_attention_layernorm(x))
             return whole
+        out = self._whole(native, x, cos, sin)
+        if out is not None:
+            return out
         joined = x.new_empty((1, n_tokens, self.self_attn.n_joined))
         native.before(x.data_ptr(), n_tokens, cos.data_ptr(), sin.data_ptr(), joined.data_ptr())
         attended = self.self_attn.attend(joined, position_ids)
         out = torch.empty_like(x)
         native.after(x.data_ptr(), attended.data_ptr(), n_tokens, out.data_ptr())
+        return out
+
+    def _whole(
+        self, native: kernels.DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
+        """All of it in one call; None if the cache has more to do than the kernel can by itself."""
+        cache, attention = active_cache(), self.self_attn
+        if not isinstance(cache, TorchBytes):
+            return None
+        layer, n_tokens = attention.layer_idx, x.shape[1]
+        found = cache.next_by_kernel(layer, n_tokens, attention.n_heads)
+        if found is None:
+            return None
+        plan, pool, softcap = found
+        out = torch.empty_like(x)
+        native.whole(
+            x.data_ptr(),
+            n_tokens,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            plan,
+            pool,
+            attention.scaling,
+            softcap,
+            out.data_ptr(),
+        )
+        cache.wrote(layer)
         return out
 
 

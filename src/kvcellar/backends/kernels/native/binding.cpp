@@ -328,6 +328,13 @@ NB_MODULE(_native, m) {
                        int64_t n_tokens, uintptr_t out) {
         const nb::gil_scoped_release release;
         after_attention(layer, at(x), at(attended), n_tokens, reinterpret_cast<void*>(out), 0);
+      })
+      .def("whole", [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos,
+                       uintptr_t sin, Plan& plan, const Pool& pool, float scale, float softcap,
+                       uintptr_t out) {
+        const nb::gil_scoped_release release;
+        whole_layer(layer, at(x), n_tokens, at(cos), at(sin), plan, pool, scale, softcap,
+                    reinterpret_cast<void*>(out), 0);
       });
 
   m.def("norm", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,

@@ -1,4 +1,4 @@
-// A decoder layer for a few tokens, without its attention.
+// A decoder layer for a few tokens.
 
 #include "decoder.h"
 
@@ -10,15 +10,15 @@
 namespace kvcellar {
 namespace {
 
-thread_local Buffer rows_buffer;
+thread_local Buffer rows_buffer, attention_buffer;
 
 int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
 // A call's memory, one piece behind the other.
 class Pieces {
  public:
-  Pieces(Dtype dtype, int64_t n_numbers, int n_pieces)
-      : size_(size_of(dtype)), at_(rows_buffer.get(n_numbers * size_ + 64 * n_pieces)) {}
+  Pieces(Dtype dtype, int64_t n_numbers, int n_pieces, Buffer& buffer = rows_buffer)
+      : size_(size_of(dtype)), at_(buffer.get(n_numbers * size_ + 64 * n_pieces)) {}
   void* take(int64_t n_numbers) {
     char* piece = at_;
     at_ += (n_numbers * size_ + 63) / 64 * 64;
@@ -77,6 +77,25 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
   gate({both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
   run(layer.down, gated, n_tokens, dtype, out, n_threads);
   rows.add(out, mid, n, dtype);
+}
+
+void whole_layer(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
+                 const void* sin, Plan& plan, const Pool& pool, float scale, float softcap, void* out,
+                 int n_threads) {
+  const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim;
+  const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
+  const Dtype dtype = layer.dtype;
+  Pieces pieces(dtype, n_tokens * (n_joined + n_out), 2, attention_buffer);
+  char* q = static_cast<char*>(pieces.take(n_tokens * n_joined));
+  void* attended = pieces.take(n_tokens * n_out);
+  const char* k = q + n_out * size_of(dtype);
+  const char* v = k + layer.n_kv_heads * dim * size_of(dtype);
+  const Strides joined{dim, n_joined};
+  const Layout layout{layer.n_heads, dtype, dtype, joined, joined, joined, {dim, n_out}};
+  before_attention(layer, x, n_tokens, cos, sin, q, n_threads);
+  plan.write(pool, layout, k, v, n_threads);
+  plan.attend(pool, layout, {q, attended, scale, softcap, nullptr}, n_threads);
+  after_attention(layer, x, attended, n_tokens, out, n_threads);
 }
 
 }  // namespace kvcellar

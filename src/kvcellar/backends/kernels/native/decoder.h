@@ -1,9 +1,10 @@
-// A decoder layer for a few tokens, without its attention: what comes before and after it, in one call
-// each. From Python the same is a dozen calls, and each of them finds its code and data gone from the
-// caches: a layer's weights are larger.
+// A decoder layer for a few tokens: what comes before its attention, and after it, or all in one call. From
+// Python the same is dozens of calls, and each of them finds its code and data gone from the caches: a
+// layer's weights are larger.
 
 #pragma once
 
+#include "kernel.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -34,5 +35,10 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
 // x and attended [n_tokens, n_heads * head_dim] -> the layer's result [n_tokens, hidden].
 void after_attention(const DecoderLayer& layer, const void* x, const void* attended,
                      int64_t n_tokens, void* out, int n_threads);
+
+// Both, and between them the plan's writes to a layer's pool and its reads, of heads of one size.
+void whole_layer(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
+                 const void* sin, Plan& plan, const Pool& pool, float scale, float softcap, void* out,
+                 int n_threads);
 
 }  // namespace kvcellar
