@@ -160,7 +160,7 @@ class TorchBytes(StepBookkeeping):
     def next_by_kernel(
         self, layer: int, n_tokens: int, n_heads: int
     ) -> tuple[kernels.Plan, kernels.Pool, float] | None:
-        """What the CPU kernel needs to store and attend one more layer of a forward by itself.
+        """What the CPU kernel needs to store and attend one more layer of a forward.
 
         For layers that the kernel computes as a whole; ``wrote`` has to follow. The first layer of a
         group goes through ``update_and_attend``, which checks shapes and positions.
