@@ -162,8 +162,8 @@ class TorchBytes(StepBookkeeping):
     ) -> tuple[kernels.Plan, kernels.Pool, float] | None:
         """What the CPU kernel needs to store and attend one more layer of a forward.
 
-        For layers that the kernel computes whole; ``wrote`` has to follow. The first layer of a group
-        goes through ``update_and_attend``, which checks shapes and positions.
+        For layers that are the kernel's as a whole; ``wrote`` has to follow. The first layer of a
+        group goes through ``update_and_attend``, which checks shapes and positions.
 
         Args:
             layer: which layer.
