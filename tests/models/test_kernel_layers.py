@@ -13,6 +13,7 @@ from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.layers import KernelLayer
 from kvcellar.backends.torch.linears import KernelLinear
 from kvcellar.models import load_model
+from kvcellar.models.torch_runner import inputs_of, modules_given
 from tests.models.players import MAKE_SESSION, Player, text
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
@@ -65,7 +66,7 @@ def test_biases_are_joined_too(checkpoint):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int8:rot"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("kind", list(MAKE_SESSION))
-def test_layers_in_one_call_do_what_their_parts_do(checkpoint, monkeypatch, kind, name, kv_dtype):
+def test_layers_in_one_call_do_what_each_does(checkpoint, monkeypatch, kind, name, kv_dtype):
     model = load_model(checkpoint(name), weights="bf16")
     taken = []
 
@@ -93,3 +94,29 @@ def test_layers_in_one_call_do_what_their_parts_do(checkpoint, monkeypatch, kind
     assert any(taken) == (kv_dtype != "int8:rot")
     monkeypatch.setattr(TorchBytes, "next_by_kernel", lambda *_: None)
     assert np.array_equal(whole, play())
+
+
+def test_what_layers_are_given_can_be_seen(checkpoint):
+    model = load_model(checkpoint("llama"), weights="bf16")
+    modules = modules_given(model._model, range(4))
+    with Player(model, "seq") as player:
+        player.feed(text(5))
+        want = player.feed([3])
+        player.cut(5)
+        with inputs_of(modules[2:]) as seen:
+            got = player.feed([3])
+        assert np.array_equal(got, want)
+        player.cut(5)
+        with inputs_of(modules) as every:
+            player.feed([3])
+    assert [x.shape for x in every] == [(1, 1, model.config.hidden_size)] * 4
+    for some, one in zip(seen, every[2:], strict=True):
+        assert torch.equal(some, one)
+
+
+def test_some_layers_are_layers(checkpoint):
+    found = load_model(checkpoint("llama"), weights="bf16")._model.model.layers
+    assert len(found) == 3
+    assert [type(layer) for layer in found] == [KernelLayer] * 3
+    assert list(found[1:]) == [found[1], found[2]]
+    assert len(found[:3]) == 1

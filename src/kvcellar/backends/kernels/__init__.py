@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DecoderLayer",
     "Eagle3Weights",
+    "LayerCall",
     "Layout",
     "LinearWeights",
     "Plan",
@@ -59,6 +60,7 @@ __all__ = [
     "norm",
     "num_threads",
     "rotate",
+    "run_layers",
     "set_level",
     "set_num_threads",
     "set_parallel_for",
@@ -291,7 +293,7 @@ def make_decoder_layer(
     heads: tuple[int, int, int],
     dtype: int,
 ) -> DecoderLayer:
-    """Describe a decoder layer, which for a few tokens is one call, or two around its attention.
+    """Describe a decoder layer, which for a few tokens is two calls around its attention.
 
     ``before(x, n_tokens, cos, sin, qkv)``: x ``[n_tokens, hidden]`` is normed, a joined product
     makes q, k and v of it, and q and k are normed and rotated. ``after(x, attended, n_tokens,
@@ -309,6 +311,26 @@ def make_decoder_layer(
     qkv, o, gate_up, down = (_native.LinearLayer(*linear) for linear in linears)
     before, between, q, k = (_native.Norm(*norm) for norm in norms)
     return _native.DecoderLayer(qkv, o, gate_up, down, before, between, q, k, *heads, dtype)
+
+
+LayerCall = tuple["DecoderLayer", "Plan", "Pool", float, float]
+"""A layer, what it writes and reads, in which pool, and the logits' cap and factor."""
+
+
+def run_layers(
+    calls: Sequence[LayerCall], x: int, n_tokens: int, cos: int, sin: int, out: int
+) -> None:
+    """Decoder layers that follow on each other, with their attention, for a few tokens.
+
+    Args:
+        calls: the layers.
+        x: address of ``[n_tokens, hidden]``.
+        n_tokens: those of the plans.
+        cos: address of ``[n_tokens, head_dim]``.
+        sin: the same.
+        out: address of the result, as x.
+    """
+    _native.run_layers(calls, x, n_tokens, cos, sin, out)
 
 
 def norm(

@@ -167,20 +167,16 @@ class DecoderLayer:
     ) -> None: ...
     def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int, /) -> None: ...
     def after(self, x: int, attended: int, n_tokens: int, out: int, /) -> None: ...
-    def whole(
-        self,
-        x: int,
-        n_tokens: int,
-        cos: int,
-        sin: int,
-        plan: Plan,
-        pool: Pool,
-        scale: float,
-        softcap: float,
-        out: int,
-        /,
-    ) -> None: ...
 
+def run_layers(
+    calls: Sequence[tuple[DecoderLayer, Plan, Pool, float, float]],
+    x: int,
+    n_tokens: int,
+    cos: int,
+    sin: int,
+    out: int,
+    /,
+) -> None: ...
 def norm(
     x: int,
     n_tokens: int,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,11 +158,7 @@ class KernelAttention(nn.Module):
 
 
 class KernelLayer(nn.Module):
-    """A decoder layer; for a few tokens one call of the kernel.
-
-    Or two, and between them one of the op: for the first layer of a group, and where not all that
-    the cache writes and reads is the kernel's.
-    """
+    """A decoder layer; for a few tokens two calls of the kernel and one of the op."""
 
     def __init__(self, layer: Any, make: MakeLinear) -> None:
         """Of a module's parts."""
@@ -233,9 +229,6 @@ class KernelLayer(nn.Module):
             x = x + attended
             whole: Tensor = x + self.mlp(self.post_attention_layernorm(x))
             return whole
-        out = self._whole(native, x, cos, sin)
-        if out is not None:
-            return out
         joined = x.new_empty((1, n_tokens, self.self_attn.n_joined))
         native.before(x.data_ptr(), n_tokens, cos.data_ptr(), sin.data_ptr(), joined.data_ptr())
         attended = self.self_attn.attend(joined, position_ids)
@@ -243,32 +236,69 @@ class KernelLayer(nn.Module):
         native.after(x.data_ptr(), attended.data_ptr(), n_tokens, out.data_ptr())
         return out
 
-    def _whole(
-        self, native: kernels.DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor | None:
-        """All of it in one call; None if the cache has more to do than the kernel can by itself."""
-        cache, attention = active_cache(), self.self_attn
-        if not isinstance(cache, TorchBytes):
+    def call(self, cache: TorchBytes, x: Tensor) -> kernels.LayerCall | None:
+        """What the kernel needs for all of it; None: the module has to be called."""
+        n_tokens, attention = x.shape[1], self.self_attn
+        is_watched = self._forward_pre_hooks or self._forward_hooks
+        if self._native is None or is_watched or n_tokens > self._few or x.dtype != self._dtype:
             return None
-        layer, n_tokens = attention.layer_idx, x.shape[1]
-        found = cache.next_by_kernel(layer, n_tokens, attention.n_heads)
-        if found is None:
-            return None
-        plan, pool, softcap = found
-        out = torch.empty_like(x)
-        native.whole(
-            x.data_ptr(),
-            n_tokens,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            plan,
-            pool,
-            attention.scaling,
-            softcap,
-            out.data_ptr(),
-        )
-        cache.wrote(layer)
-        return out
+        found = cache.next_by_kernel(attention.layer_idx, n_tokens, attention.n_heads)
+        return None if found is None else (self._native, *found, attention.scaling)
+
+
+class KernelLayers(nn.ModuleList):
+    """Decoder layers, of which those that follow on each other are one call of the kernel.
+
+    Transformers' models go through a slice of their layers: a slice of all is one that does what
+    they do, one after the other.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        """A layer, some of them, or one for all."""
+        if isinstance(index, slice) and len(range(*index.indices(len(self)))) == len(self):
+            return [self.forward]
+        return super().__getitem__(index)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> Tensor:
+        """``[1, T, hidden] -> [1, T, hidden]``."""
+        x, layers, done = hidden_states, cast(list[KernelLayer], list(self)), 0
+        while done < len(layers):
+            # The first of a group of layers: it goes through the op, which checks the forward.
+            x = layers[done](x, position_embeddings=position_embeddings, **kwargs)
+            done += 1
+            x, n_more = _run_next(layers[done:], x, *position_embeddings)
+            done += n_more
+        return x
+
+
+def _run_next(
+    layers: Sequence[KernelLayer], x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, int]:
+    """The result of so many of these layers as the kernel can do by itself, and how many."""
+    cache = active_cache()
+    if not isinstance(cache, TorchBytes) or not x.is_contiguous() or cos.shape[1] != x.shape[1]:
+        return x, 0
+    calls = []
+    for layer in layers:
+        call = layer.call(cache, x)
+        if call is None:
+            break
+        calls.append(call)
+    if not calls:
+        return x, 0
+    out = torch.empty_like(x)
+    kernels.run_layers(
+        calls, x.data_ptr(), x.shape[1], cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+    )
+    for layer in layers[: len(calls)]:
+        cache.wrote(layer.self_attn.layer_idx)
+    return out, len(calls)
 
 
 @functools.cache

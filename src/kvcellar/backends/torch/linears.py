@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
-from kvcellar.backends.torch.layers import KernelLayer, kernel_layer
+from kvcellar.backends.torch.layers import KernelLayer, KernelLayers, kernel_layer
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
@@ -250,3 +250,7 @@ def hold_weights(model: Any, weights: str) -> None:
     for module in model.modules():
         if isinstance(module, KernelLayer):
             module.take_addresses()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.ModuleList) and all(isinstance(x, KernelLayer) for x in child):
+                setattr(parent, name, KernelLayers(child))

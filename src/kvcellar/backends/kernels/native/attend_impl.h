@@ -1179,7 +1179,8 @@ class Attention {
       int64_t d = 0;
       Lines lines = Next::nothing();
       if (4 * r < n) {
-        lines = next_.turn(kTile / 16 + c / 16 + r / 4, v_pad_ / (kWide * kLanes) * (n + 15) / 16 * 2 * kFetched);
+        const int64_t n_parts = v_pad_ / (kWide * kLanes), n_16 = (n + 15) / 16;
+        lines = next_.turn(kTile / 16 + c / 16 + r / 4, n_parts * n_16 * 2 * kFetched);
         if (v_.affine) next_.affine(kVAffine, c / 16 + r / 4);
       }
       const auto part = [&](auto n_vecs) {

@@ -328,15 +328,18 @@ NB_MODULE(_native, m) {
                        int64_t n_tokens, uintptr_t out) {
         const nb::gil_scoped_release release;
         after_attention(layer, at(x), at(attended), n_tokens, reinterpret_cast<void*>(out), 0);
-      })
-      .def("whole", [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos,
-                       uintptr_t sin, Plan& plan, const Pool& pool, float scale, float softcap,
-                       uintptr_t out) {
-        const nb::gil_scoped_release release;
-        whole_layer(layer, at(x), n_tokens, at(cos), at(sin), plan, pool, scale, softcap,
-                    reinterpret_cast<void*>(out), 0);
       });
 
+  m.def("run_layers", [](const nb::sequence& calls, uintptr_t x, int64_t n_tokens, uintptr_t cos,
+                         uintptr_t sin, uintptr_t out) {
+    std::vector<LayerCall> layers;
+    for (const nb::handle call : calls)
+      layers.push_back({nb::cast<const DecoderLayer*>(call[0]), nb::cast<Plan*>(call[1]),
+                        nb::cast<const Pool*>(call[2]), nb::cast<float>(call[4]),
+                        nb::cast<float>(call[3])});
+    const nb::gil_scoped_release release;
+    run_layers(layers, at(x), n_tokens, at(cos), at(sin), reinterpret_cast<void*>(out), 0);
+  });
   m.def("norm", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
                    int dtype, uintptr_t weight, float eps, uintptr_t out) {
     const nb::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// A decoder layer for a few tokens.
+// Decoder layers for a few tokens.
 
 #include "decoder.h"
 
@@ -79,23 +79,27 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
   rows.add(out, mid, n, dtype);
 }
 
-void whole_layer(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
-                 const void* sin, Plan& plan, const Pool& pool, float scale, float softcap, void* out,
-                 int n_threads) {
-  const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim;
-  const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
-  const Dtype dtype = layer.dtype;
-  Pieces pieces(dtype, n_tokens * (n_joined + n_out), 2, attention_buffer);
-  char* q = static_cast<char*>(pieces.take(n_tokens * n_joined));
-  void* attended = pieces.take(n_tokens * n_out);
-  const char* k = q + n_out * size_of(dtype);
-  const char* v = k + layer.n_kv_heads * dim * size_of(dtype);
-  const Strides joined{dim, n_joined};
-  const Layout layout{layer.n_heads, dtype, dtype, joined, joined, joined, {dim, n_out}};
-  before_attention(layer, x, n_tokens, cos, sin, q, n_threads);
-  plan.write(pool, layout, k, v, n_threads);
-  plan.attend(pool, layout, {q, attended, scale, softcap, nullptr}, n_threads);
-  after_attention(layer, x, attended, n_tokens, out, n_threads);
+void run_layers(const std::vector<LayerCall>& calls, const void* x, int64_t n_tokens, const void* cos,
+                const void* sin, void* out, int n_threads) {
+  for (const LayerCall& call : calls) {
+    const DecoderLayer& layer = *call.layer;
+    const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim;
+    const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
+    const Dtype dtype = layer.dtype;
+    Pieces pieces(dtype, n_tokens * (n_joined + n_out), 2, attention_buffer);
+    char* q = static_cast<char*>(pieces.take(n_tokens * n_joined));
+    void* attended = pieces.take(n_tokens * n_out);
+    const char* k = q + n_out * size_of(dtype);
+    const char* v = k + layer.n_kv_heads * dim * size_of(dtype);
+    const Strides joined{dim, n_joined};
+    const Layout layout{layer.n_heads, dtype, dtype, joined, joined, joined, {dim, n_out}};
+    before_attention(layer, x, n_tokens, cos, sin, q, n_threads);
+    call.plan->write(*call.pool, layout, k, v, n_threads);
+    call.plan->attend(*call.pool, layout, {q, attended, call.scale, call.softcap, nullptr},
+                      n_threads);
+    after_attention(layer, x, attended, n_tokens, out, n_threads);
+    x = out;
+  }
 }
 
 }  // namespace kvcellar

@@ -1,12 +1,14 @@
-// A decoder layer for a few tokens: what comes before its attention, and after it, or all in one call. From
-// Python the same is dozens of calls, and each of them finds its code and data gone from the caches: a
-// layer's weights are larger.
+// Decoder layers for a few tokens: what comes before the attention of one, and after it, or all of many in
+// one call. From Python the same is dozens of calls for each, and they find their code and data gone from
+// the caches: a layer's weights are larger.
 
 #pragma once
 
 #include "kernel.h"
 #include "linear.h"
 #include "rows.h"
+
+#include <vector>
 
 namespace kvcellar {
 
@@ -36,9 +38,16 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
 void after_attention(const DecoderLayer& layer, const void* x, const void* attended,
                      int64_t n_tokens, void* out, int n_threads);
 
-// Both, and between them the plan's writes to a layer's pool and its reads, of heads of one size.
-void whole_layer(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
-                 const void* sin, Plan& plan, const Pool& pool, float scale, float softcap, void* out,
-                 int n_threads);
+// A layer with its attention: the plan's writes to a pool and its reads, of heads of one size.
+struct LayerCall {
+  const DecoderLayer* layer;
+  Plan* plan;
+  const Pool* pool;
+  float scale, softcap;  // of logits
+};
+
+// Layers that follow on each other: from x to out, which may be the same.
+void run_layers(const std::vector<LayerCall>& calls, const void* x, int64_t n_tokens, const void* cos,
+                const void* sin, void* out, int n_threads);
 
 }  // namespace kvcellar

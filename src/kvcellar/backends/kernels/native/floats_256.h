@@ -9,12 +9,6 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-// Keeps a vector in a register, where the compiler would load it again for each use.
-inline Vec kept(Vec x) {
-  __asm__("" : "+x"(x));
-  return x;
-}
-
 // run(Number<dtype>()).
 template <class Run>
 inline void with_float(Dtype dtype, const Run& run) {

@@ -76,11 +76,7 @@ inline Ints dot_int8(Ints sum, Ints x, const int8_t* numbers) {
   return _mm512_dpbusd_epi32(sum, x, four(numbers));
 }
 #else
-// The same sum. GCC would else add products to each other first, for which there are no registers.
-inline Ints kept(Ints sum) {
-  __asm__("" : "+v"(sum));
-  return sum;
-}
+// Sums are kept: GCC would else add products to each other first, for which there are no registers.
 
 // Of 4 bits a group's products fit into 16: 16 of them at most 15 * 127.
 template <bool is_int4>

@@ -75,6 +75,16 @@ inline uint16_t float_to_half(float value) {
 #endif
 }
 
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+// The same vector in a register, for the compiler a new one: it is not loaded again for each use, and a
+// sum not made in another order.
+template <class V>
+inline V kept(V x) {
+  __asm__("" : "+v"(x));
+  return x;
+}
+#endif
+
 #if defined(KVC_AVX512)
 
 constexpr int kLanes = 16;
@@ -207,7 +217,7 @@ inline Vec load_nibbles(const uint8_t* p) {
 }
 constexpr int split_place(int i) { return i / 4 % 2 * kLanes + i / 8 * 4 + i % 4; }
 inline void load_split(const uint16_t* p, Vec& x, Vec& y) {
-  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i both = kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   x = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), both));
   y = _mm256_castsi256_ps(_mm256_unpackhi_epi16(_mm256_setzero_si256(), both));
 }

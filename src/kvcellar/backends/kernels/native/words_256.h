@@ -21,10 +21,8 @@ inline void store_whole(void* to, __m256i x) {
 
 // a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
 inline __m256i dot_pairs(__m256i a, __m256i x, __m256i y) {
-  a = _mm256_add_epi32(a, _mm256_madd_epi16(x, y));
-  // Else GCC adds products to each other first, for which there are not enough registers.
-  __asm__("" : "+x"(a));
-  return a;
+  // Kept: else GCC adds products to each other first, for which there are not enough registers.
+  return kept(_mm256_add_epi32(a, _mm256_madd_epi16(x, y)));
 }
 
 class Words : public WordsBase {
