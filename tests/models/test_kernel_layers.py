@@ -64,7 +64,7 @@ def test_biases_are_joined_too(checkpoint):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int8:rot"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_window", "qwen3"])
 @pytest.mark.parametrize("kind", list(MAKE_SESSION))
 def test_layers_in_one_call_do_what_each_does(checkpoint, monkeypatch, kind, name, kv_dtype):
     model = load_model(checkpoint(name), weights="bf16")

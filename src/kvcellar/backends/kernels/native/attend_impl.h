@@ -1130,16 +1130,17 @@ class Attention {
 #endif
     // For few rows there is nothing to gain from decoding once.
     if (is_v_split_ && dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
+      const auto read = [](const char* from, int64_t d, Vec* x, auto n_vecs) {
+        const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
+        if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
+        for (int i = 0; i + 1 < n_vecs.of; i += 2)
+          load_split(numbers + i * kLanes, x[i], x[i + 1]);
+      };
       for (int64_t c = 0; c < n; c += 16) {
         const int64_t m = smaller(n - c, 16);
         int64_t step;
         const char* row = rows.together(kVRows, c, m, v_.packed_bytes(), scratch_.gathered, step);
-        add_values<kWide * kLanes / 4>(c, m, row, step, [](const char* from, int64_t d, Vec* x, auto n_vecs) {
-          const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
-          if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
-          for (int i = 0; i + 1 < n_vecs.of; i += 2)
-            load_split(numbers + i * kLanes, x[i], x[i + 1]);
-        });
+        add_values<kWide * kLanes / 4>(c, m, row, step, read);
       }
       return;
     }

@@ -406,9 +406,9 @@ constexpr int split_place(int i) { return i % 2 * kLanes + i / 2; }
 #endif
 
 // Of all: load_split gives 2 * kLanes numbers in the order that is cheapest, the i-th at split_place(i)
-// of both vectors. Fours are the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of
-// each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart,
-// highest_fours gives the highest of each of a's, then of b's, c's and d's.
+// of both vectors. Fours are the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into
+// each, sum_fours gives of each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step`
+// numbers apart, highest_fours gives the highest of each of a's, then of b's, c's and d's.
 
 // A multiple of 2 * kLanes numbers in the order of load_split, or back from it, in place.
 inline void split_floats(float* row, int64_t n, bool is_back) {
