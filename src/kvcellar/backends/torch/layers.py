@@ -217,8 +217,7 @@ class KernelLayer(nn.Module):
         """``[1, T, hidden] -> [1, T, hidden]``."""
         x, native, n_tokens = hidden_states, self._native, hidden_states.shape[1]
         cos, sin = position_embeddings
-        fits = x.dtype == self._dtype and x.is_contiguous() and cos.shape[1] == n_tokens
-        if native is None or not fits or n_tokens > self._few:
+        if native is None or not self._fits(x, cos):
             attended, _ = self.self_attn(
                 self.input_layernorm(x),
                 position_embeddings,
@@ -236,13 +235,19 @@ class KernelLayer(nn.Module):
         native.after(x.data_ptr(), attended.data_ptr(), n_tokens, out.data_ptr())
         return out
 
-    def call(self, cache: TorchBytes, x: Tensor) -> kernels.LayerCall | None:
+    def _fits(self, x: Tensor, cos: Tensor) -> bool:
+        """Whether this is for the kernel: few tokens, in its type, as it reads them."""
+        n_tokens = x.shape[1]
+        is_few = n_tokens <= self._few and cos.shape[1] == n_tokens
+        return is_few and x.dtype == self._dtype and x.is_contiguous()
+
+    def call(self, cache: TorchBytes, x: Tensor, cos: Tensor) -> kernels.LayerCall | None:
         """What the kernel needs for all of it; None: the module has to be called."""
-        n_tokens, attention = x.shape[1], self.self_attn
         is_watched = self._forward_pre_hooks or self._forward_hooks
-        if self._native is None or is_watched or n_tokens > self._few or x.dtype != self._dtype:
+        if self._native is None or is_watched or not self._fits(x, cos):
             return None
-        found = cache.next_by_kernel(attention.layer_idx, n_tokens, attention.n_heads)
+        attention = self.self_attn
+        found = cache.next_by_kernel(attention.layer_idx, x.shape[1], attention.n_heads)
         return None if found is None else (self._native, *found, attention.scaling)
 
 
@@ -282,11 +287,11 @@ def _run_next(
 ) -> tuple[Tensor, int]:
     """The result of so many of these layers as the kernel can do by itself, and how many."""
     cache = active_cache()
-    if not isinstance(cache, TorchBytes) or not x.is_contiguous() or cos.shape[1] != x.shape[1]:
+    if not isinstance(cache, TorchBytes):
         return x, 0
     calls = []
     for layer in layers:
-        call = layer.call(cache, x)
+        call = layer.call(cache, x, cos)
         if call is None:
             break
         calls.append(call)

@@ -252,5 +252,6 @@ def hold_weights(model: Any, weights: str) -> None:
             module.take_addresses()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.ModuleList) and all(isinstance(x, KernelLayer) for x in child):
-                setattr(parent, name, KernelLayers(child))
+            is_list = isinstance(child, nn.ModuleList) and len(child) > 0
+            if is_list and all(isinstance(layer, KernelLayer) for layer in child.children()):
+                setattr(parent, name, KernelLayers(child.children()))
