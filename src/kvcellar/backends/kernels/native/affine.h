@@ -23,24 +23,31 @@ inline bool fits_chunks(const Side& side) {
 }
 
 #if defined(KVC_AVX512)
-// Numbers at even places of 32 and those at odd ones.
-inline void part_pairs(Vec x, Vec y, Vec& even, Vec& odd) {
-  const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  even = _mm512_permutex2var_ps(x, evens, y);
-  odd = _mm512_permutex2var_ps(x, _mm512_add_epi32(evens, _mm512_set1_epi32(1)), y);
-}
-
-// 16 cells of 4 numbers each to 4 vectors of 16 cells.
-inline void transpose4(__m512* x) {
-  const __m512i low = _mm512_set_epi32(29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
-  const __m512i high = _mm512_set_epi32(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2);
-  const __m512 a = x[0], b = x[1], c = x[2], d = x[3];
-  const __m512 ab0 = _mm512_permutex2var_ps(a, low, b), ab1 = _mm512_permutex2var_ps(a, high, b);
-  const __m512 cd0 = _mm512_permutex2var_ps(c, low, d), cd1 = _mm512_permutex2var_ps(c, high, d);
-  x[0] = _mm512_shuffle_f32x4(ab0, cd0, 0x44);
-  x[1] = _mm512_shuffle_f32x4(ab0, cd0, 0xee);
-  x[2] = _mm512_shuffle_f32x4(ab1, cd1, 0x44);
-  x[3] = _mm512_shuffle_f32x4(ab1, cd1, 0xee);
+// kGroups scales and biases of each of 16 cells, side by side as halves, to vectors of 16 cells: scale and
+// bias of the first group, and of the second. They are sorted as halves, so that a float is not touched.
+template <int kGroups>
+inline void part_affine(const char* from, Vec* to) {
+  constexpr int kParts = 2 * kGroups, kCells = 32 / kParts;  // of a vector
+  struct Order {
+    uint16_t of[32];
+    constexpr Order() : of{} {
+      for (int i = 0; i < 32; ++i) of[i] = static_cast<uint16_t>(i % kCells * kParts + i / kCells);
+    }
+  };
+  alignas(64) static constexpr Order order;
+  alignas(64) uint16_t halves[kParts][16];
+  const __m512i places = _mm512_load_si512(order.of);
+  const __m512i x = _mm512_permutexvar_epi16(places, _mm512_loadu_si512(from));
+  if (kGroups == 1) {
+    _mm512_store_si512(halves, x);
+  } else {
+    const __m512i y = _mm512_permutexvar_epi16(places, _mm512_loadu_si512(from + 64));
+    const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+    const __m512i high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    _mm512_store_si512(halves, _mm512_permutex2var_epi64(x, low, y));
+    _mm512_store_si512(halves[kParts / 2], _mm512_permutex2var_epi64(x, high, y));
+  }
+  for (int i = 0; i < kParts; ++i) to[i] = load_half(halves[i]);
 }
 
 // Lane i (of 4 numbers) of all four vectors to vector i.
@@ -65,72 +72,78 @@ inline void part_pairs(Vec x, Vec y, Vec& even, Vec& odd) {
   odd = in_order(_mm256_shuffle_ps(x, y, 0xdd));
 }
 
-// 8 cells of 4 numbers each to 4 vectors of 8 cells.
-inline void transpose4(Vec* x) {
-  Vec even[2], odd[2];
-  for (int i = 0; i < 2; ++i) part_pairs(x[2 * i], x[2 * i + 1], even[i], odd[i]);
-  part_pairs(even[0], even[1], x[0], x[2]);
-  part_pairs(odd[0], odd[1], x[1], x[3]);
+// kGroups scales and biases of each of 8 cells, side by side as halves, to vectors of 8 cells: scale and
+// bias of the first group, and of the second.
+template <int kGroups>
+inline void part_affine(const char* from, Vec* to) {
+  constexpr int kParts = 2 * kGroups;
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  Vec even[kGroups], odd[kGroups];
+  for (int i = 0; i < kGroups; ++i)
+    part_pairs(load_half(bits + i * 16), load_half(bits + i * 16 + 8), even[i], odd[i]);
+  if (kGroups == 1) {
+    to[0] = even[0];
+    to[1] = odd[0];
+  } else {
+    part_pairs(even[0], even[kGroups - 1], to[0], to[kParts - 2]);
+    part_pairs(odd[0], odd[kGroups - 1], to[1], to[kParts - 1]);
+  }
 }
 #endif
 
-// See `load_affine`: for kGroups, or up to as many if these are the most.
-template <int kGroups>
-inline void load_affine_of(int64_t any_groups, const TileRows& rows, Part part, int64_t n, float middle,
-                           float* to, float* largest) {
-  const int64_t n_groups = kGroups == kMaxGroups ? any_groups : kGroups;
-  const int64_t stop = (n + 63) / 64 * 64, n_bytes = 4 * n_groups;
-  Vec most[kGroups];
-  for (int64_t g = 0; g < n_groups; ++g) most[g] = all(0.f);
-  const auto put = [&](int64_t g, int64_t c, Vec scales, Vec biases) {
-    most[g] = max(most[g], scales);
-    store(to + g * 2 * kTile + c, scales);
-    store(to + (g * 2 + 1) * kTile + c, fma(scales, all(middle), biases));
-  };
-  for (int64_t c = 0; c < stop; c += 16) {
-    alignas(64) char room[16 * 4 * kGroups];
-    const char* from = room;
-    if (c < n && rows.is_whole[c / 16] && rows.stride[part] == n_bytes) {
-      from = rows.first[part][c / 16];
-    } else {
-      std::memset(room, 0, static_cast<size_t>(16 * n_bytes));
-      for (int64_t i = 0; i < 16 && c + i < n; ++i)
-        std::memcpy(room + i * n_bytes, rows.row(part, c + i), static_cast<size_t>(n_bytes));
-    }
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < 16; i += kLanes) {
-      const auto* bits = reinterpret_cast<const uint16_t*>(from + i * n_bytes);
-      const auto halves = [bits](int64_t j) { return load_half(bits + j * kLanes); };
-      if (kGroups == 1) {
-        Vec scales, biases;
-        part_pairs(halves(0), halves(1), scales, biases);
-        put(0, c + i, scales, biases);
-      } else if (kGroups == 2) {
-        Vec x[4] = {halves(0), halves(1), halves(2), halves(3)};
-        transpose4(x);
-        put(0, c + i, x[0], x[1]);
-        put(kGroups - 1, c + i, x[2], x[3]);
+// See `load_affine`: kGroups groups at a time.
+template <int kGroups, Part part, bool is_shifted>
+inline void load_affine_of(int64_t n_groups, const TileRows& rows, int64_t n, float* to, float middle,
+                           float* largest) {
+  constexpr int64_t n_bytes = 4 * kGroups;
+  const int64_t stop = (n + 63) / 64 * 64, step = rows.stride[part];
+  for (int64_t g = 0; g < n_groups; g += kGroups, to += kGroups * 2 * kTile) {
+    Vec most[kGroups];
+    for (Vec& x : most) x = all(0.f);
+    for (int64_t c = 0; c < stop; c += 16) {
+      alignas(64) char room[16 * n_bytes];
+      const char* from = room;
+      const bool is_whole = c < n && rows.is_whole[c / 16];
+      if (is_whole && step == n_bytes) {
+        from = rows.first[part][c / 16];
+      } else if (is_whole) {
+        const char* row = rows.first[part][c / 16] + 4 * g;
+        for (int64_t i = 0; i < 16; ++i, row += step) std::memcpy(room + i * n_bytes, row, n_bytes);
       } else {
-        for (int64_t g = 0; g < n_groups; ++g) {
-          float x[2][kLanes];
-          for (int64_t l = 0; l < kLanes; ++l)
-            for (int64_t j = 0; j < 2; ++j) x[j][l] = half_to_float(bits[(l * n_groups + g) * 2 + j]);
-          put(g, c + i, load(x[0]), load(x[1]));
+        std::memset(room, 0, sizeof room);
+        for (int64_t i = 0; i < 16 && c + i < n; ++i)
+          std::memcpy(room + i * n_bytes, rows.row(part, c + i) + 4 * g, n_bytes);
+      }
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < 16; i += kLanes) {
+        Vec x[2 * kGroups];
+        part_affine<kGroups>(from + i * n_bytes, x);
+        for (int64_t j = 0; j < kGroups; ++j) {
+          float* scales = to + j * 2 * kTile + c + i;
+          store(scales, x[2 * j]);
+          store(scales + kTile, is_shifted ? fma(x[2 * j], all(middle), x[2 * j + 1]) : x[2 * j + 1]);
+          most[j] = max(most[j], x[2 * j]);
         }
       }
     }
+    for (int64_t j = 0; is_shifted && j < kGroups; ++j) largest[g + j] = highest(most[j]);
   }
-  for (int64_t g = 0; largest && g < n_groups; ++g) largest[g] = highest(most[g]);
 }
 
 // For each group kTile scales, then kTile biases, as float32; zeros behind the n-th up to the next
-// multiple of 64. Biases are those of numbers that are counted from `middle`. `largest`: each group's
-// largest scale, if wanted.
-inline void load_affine(int64_t n_groups, const TileRows& rows, Part part, int64_t n, float middle,
-                        float* to, float* largest = nullptr) {
-  n_groups == 1   ? load_affine_of<1>(n_groups, rows, part, n, middle, to, largest)
-  : n_groups == 2 ? load_affine_of<2>(n_groups, rows, part, n, middle, to, largest)
-                  : load_affine_of<kMaxGroups>(n_groups, rows, part, n, middle, to, largest);
+// multiple of 64.
+template <Part part>
+inline void load_affine(int64_t n_groups, const TileRows& rows, int64_t n, float* to) {
+  n_groups % 2 ? load_affine_of<1, part, false>(n_groups, rows, n, to, 0.f, nullptr)
+               : load_affine_of<2, part, false>(n_groups, rows, n, to, 0.f, nullptr);
+}
+
+// The same with biases of numbers that are counted from `middle`. `largest`: each group's largest scale.
+template <Part part>
+inline void load_affine(int64_t n_groups, const TileRows& rows, int64_t n, float* to, float middle,
+                        float* largest) {
+  n_groups % 2 ? load_affine_of<1, part, true>(n_groups, rows, n, to, middle, largest)
+               : load_affine_of<2, part, true>(n_groups, rows, n, to, middle, largest);
 }
 
 #if defined(KVC_AVX512)

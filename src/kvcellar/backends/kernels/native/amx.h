@@ -24,6 +24,19 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
+// 16 cells of 4 numbers each to 4 vectors of 16 cells.
+inline void transpose4(__m512* x) {
+  const __m512i low = _mm512_set_epi32(29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
+  const __m512i high = _mm512_set_epi32(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2);
+  const __m512 a = x[0], b = x[1], c = x[2], d = x[3];
+  const __m512 ab0 = _mm512_permutex2var_ps(a, low, b), ab1 = _mm512_permutex2var_ps(a, high, b);
+  const __m512 cd0 = _mm512_permutex2var_ps(c, low, d), cd1 = _mm512_permutex2var_ps(c, high, d);
+  x[0] = _mm512_shuffle_f32x4(ab0, cd0, 0x44);
+  x[1] = _mm512_shuffle_f32x4(ab0, cd0, 0xee);
+  x[2] = _mm512_shuffle_f32x4(ab1, cd1, 0x44);
+  x[3] = _mm512_shuffle_f32x4(ab1, cd1, 0xee);
+}
+
 // Tile registers. K or values: 16 rows x 64 bytes, queries, logits; weights, four sums of values.
 #define KVC_TK 0
 #define KVC_TQ 1
@@ -117,7 +130,7 @@ class Matrix {
   // be loaded from: the pool itself, if they have one stride.
   void stage(const TileRows& rows, int64_t n) {
     const int64_t row_bytes = k_.dtype == Dtype::bf16 ? k_.dim * 2 : k_.dim;
-    if (k_.dtype != Dtype::bf16) load_affine(groups(k_), rows, kKAffine, n, 0.f, k_affine_);
+    if (k_.dtype != Dtype::bf16) load_affine<kKAffine>(groups(k_), rows, n, k_affine_);
     char* to = staged_;
     tiles_.n = 0;
     for (int64_t c = 0; c < n; c += 16, to += 16 * row_bytes) {
@@ -166,7 +179,7 @@ class Matrix {
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
     if (v_.dtype == Dtype::bf16) return;
-    load_affine(groups(v_), rows, kVAffine, n, 0.f, v_affine_);
+    load_affine<kVAffine>(groups(v_), rows, n, v_affine_);
     share_scales(groups(v_), n, v_affine_, top_scale_);
   }
 

@@ -6,6 +6,7 @@
 
 #include "isa.h"
 #include "vector.h"
+#include "ints.h"
 
 namespace kvcellar {
 namespace KVC_NAMESPACE {
@@ -362,7 +363,7 @@ class Next {
         const int64_t n = cuts == blocks_ ? kTile / 16 : bytes * kTile / kPage;
         cut.n_open = n >= 4 ? 4 : n;
         const int64_t rounds = n >= 4 ? n / 4 : 1;
-        if (rows_->stride[part] != bytes || bytes % 32 || n == 3 || n % 4 * (n > 4) || 8 % rounds)
+        if (rows_->stride[part] != bytes || bytes % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds)
           cut.n_open = 0;
         if (!cut.n_open) continue;
         cut.last_round = rounds - 1;
@@ -603,6 +604,12 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
     for (int j = 0; j < n_vecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
 }
 
+// Of each row, when a tile's logits become weights: what is taken from them, what earlier weights are
+// multiplied by, what the largest will be.
+struct Maxima {
+  const float *base, *factor, *most;
+};
+
 #if defined(KVC_AVX512) || defined(KVC_AVX2)  // with AMX too
 }  // namespace
 }  // namespace KVC_NAMESPACE
@@ -615,7 +622,8 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
 #include "floats_256.h"
 #include "words_256.h"
 #endif
-#if defined(KVC_VNNI)
+#if defined(KVC_VNNI) || defined(KVC_AVX2)
+#define KVC_COLUMNS
 #include "columns.h"
 #endif
 namespace kvcellar {
@@ -646,8 +654,8 @@ class Attention {
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
-#if defined(KVC_VNNI)
-    if (fits_columns() && (k_.dim == 64 ? run_columns<64>() : run_columns<128>())) return;
+#if defined(KVC_COLUMNS)
+    if (fits_columns() && run_columns()) return;
 #endif
     const float softcap = job_.args->softcap;
     // Without a cap the softmax works in powers of two, and the factor is in the logits already.
@@ -748,8 +756,13 @@ class Attention {
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool is_main = rows->pool == job_.pool;
       if (words.has_v && is_main && seen != Seen::nothing) words.prepare(*rows, n);
+#if defined(KVC_AVX512)
+      const bool is_fours = words.has_k && words.has_v && is_main && has_tops_;
+#else
+      constexpr bool is_fours = false;
+#endif
       if (seen != Seen::nothing && words.has_k && is_main) {
-        words.logits(*rows, n, s_, scratch_.tops, next_);
+        words.logits(*rows, n, s_, scratch_.tops, is_fours, next_);
       } else if (seen != Seen::nothing) {
         logits(*rows, n);
         if (words.has_k) multiply_logits(n, factor);
@@ -779,7 +792,12 @@ class Attention {
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool by_words = words.has_v && is_main && seen != Seen::nothing &&
                             (seen == Seen::everything || words.is_finite(*rows, n));
-      if (by_words) {
+      if (is_fours) {
+#if defined(KVC_AVX512)
+        words.weigh_fours(s_, raise_maxima(), scratch_.sum, n, next_);
+#endif
+        words.values(*rows, n, next_);
+      } else if (by_words) {
         softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {
           return words.weigh(r, s, base, factor, top, n, next_);
         });
@@ -827,21 +845,33 @@ class Attention {
   }
 
  private:
-#if defined(KVC_VNNI)
+#if defined(KVC_COLUMNS)
   // Whether rows see all cells, are many enough for products in lanes of rows, and their results are
   // rounded to what makes the error of these unseen.
   bool fits_columns() const {
+#if defined(KVC_AMX)
+    constexpr int64_t most = kLanes;  // of more rows the matrix unit makes products
+#else
+    constexpr int64_t most = 2 * kLanes;
+#endif
     const bool is_bf16 = k_.dtype == Dtype::bf16 && v_.dtype == Dtype::bf16 &&
                          job_.layout->out == Dtype::bf16;
     return is_bf16 && k_.dim == v_.dim && (k_.dim == 64 || k_.dim == 128) && rows_ > 8 &&
-           rows_ <= 16 && job_.kind == Kind::none && job_.args->softcap <= 0.f && !job_.pool->exact;
+           rows_ <= most && job_.kind == Kind::none && job_.args->softcap <= 0.f &&
+           !job_.pool->exact;
   }
 
-  // False if a number is not finite: nothing has happened then.
-  template <int kDim>
+  // False if they cannot: nothing has happened then.
+  bool run_columns() {
+#if defined(KVC_AVX512)
+    if (rows_ <= kLanes) return k_.dim == 64 ? run_columns<64, 1>() : run_columns<128, 1>();
+#endif
+    return k_.dim == 64 ? run_columns<64, 2>() : run_columns<128, 2>();
+  }
+  template <int kDim, int kVecs>
   bool run_columns() {
     load_queries(1.f);
-    Columns<kDim> columns(rows_, scratch_.q, k_pad_, job_.args->scale * kLog2e, scratch_.extra);
+    Columns<kDim, kVecs> columns(rows_, scratch_.q, k_pad_, job_.args->scale * kLog2e, scratch_.extra);
     if (!columns.is_finite()) return false;
     Walk walk(job_);
     int64_t left = job_.n_cells;
@@ -1085,16 +1115,32 @@ class Attention {
   template <class Weigh>
   void softmax(int64_t n, int64_t multiple, const Weigh& weigh) {
     const int64_t wide = (n + multiple - 1) / multiple * multiple;
-    float *base = scratch_.base, *factor = scratch_.factor, *most = scratch_.most;
     for (int64_t r = 0; r < rows_; ++r) {
       float* s = s_ + r * kTile;
       for (int64_t c = n; c < wide; ++c) s[c] = kMinusInfinity;
       if (has_tops_) continue;
       Vec tops = load(s);
       for (int64_t c = kLanes; c < wide; c += kLanes) tops = max(tops, load(s + c));
-      most[r] = highest(tops);
+      scratch_.most[r] = highest(tops);
     }
-    // All rows at once, up to a multiple of the lanes.
+    const auto [base, factor, most] = raise_maxima();
+    for (int64_t r = 0; r < rows_; ++r) {
+      if (factor[r] == 1.f) continue;
+      float* acc = scratch_.acc + r * v_pad_;
+      for (int64_t d = 0; d < v_pad_; d += kLanes)
+        store(acc + d, mul(load(acc + d), all(factor[r])));
+    }
+    for (int64_t r = 0; r < rows_; ++r) {
+      float* sums = scratch_.sum + r * kLanes;
+      const Vec total = weigh(r, s_ + r * kTile, base[r], factor[r], most[r]);
+      store(sums, fma(load(sums), all(factor[r]), total));
+    }
+  }
+
+  // All rows at once, up to a multiple of the lanes: from `tops`, or else the tile's highest logits in
+  // `most`.
+  Maxima raise_maxima() const {
+    float *base = scratch_.base, *factor = scratch_.factor, *most = scratch_.most;
     for (int64_t r = 0; r < rows_; r += kLanes) {
       const float* tops = scratch_.tops + 4 * r;
       const Vec top = has_tops_ ? highest_fours(load(tops), load(tops + kLanes),
@@ -1107,17 +1153,7 @@ class Attention {
       store(factor + r, exp2_below_1(sub(old, from)));
       store(most + r, exp2_below_1(sub(top, from)));
     }
-    for (int64_t r = 0; r < rows_; ++r) {
-      if (factor[r] == 1.f) continue;
-      float* acc = scratch_.acc + r * v_pad_;
-      for (int64_t d = 0; d < v_pad_; d += kLanes)
-        store(acc + d, mul(load(acc + d), all(factor[r])));
-    }
-    for (int64_t r = 0; r < rows_; ++r) {
-      float* sums = scratch_.sum + r * kLanes;
-      const Vec total = weigh(r, s_ + r * kTile, base[r], factor[r], most[r]);
-      store(sums, fma(load(sums), all(factor[r]), total));
-    }
+    return {base, factor, most};
   }
 
   void values(const TileRows& rows, int64_t first, int64_t n, Seen seen) {
@@ -1274,7 +1310,10 @@ inline void Attention::finish(bool is_split) {
                  scratch_.acc + r * v_pad_);
 }
 
-void attend(const Job& job, char* scratch) { Attention(job, scratch).run(); }
+void attend(const Job& job, char* scratch) {
+  [[maybe_unused]] const FlushToZero flush;
+  Attention(job, scratch).run();
+}
 
 void merge(const Job& job, int64_t token, int64_t head, int n_parts, const float* const* maxima,
            const float* const* sums, const float* const* rows, float* scratch) {

@@ -1,6 +1,6 @@
-// 9 to 16 rows over the same bfloat16 cells, branches of a trunk for example, without a matrix unit: a
-// lane is a row. Multiplications of float32 would take longer than the memory, so those of 16-bit
-// integers take their place, two to a lane, and a number of K or V is one of both factors for all rows.
+// Many rows over the same bfloat16 cells, branches of a trunk for example, without a matrix unit: a lane
+// is a row. Multiplications of float32 would take longer than the memory, so those of 16-bit integers
+// take their place, two to a lane, and a number of K or V is one of both factors for all rows.
 //
 // Of 64 cells, K and V are 14 bits of about their largest number; queries as many bits as keep the sums
 // of a product within 32, by their length (Cauchy and Schwarz); weights as many as keep these sums
@@ -10,13 +10,12 @@
 //
 // Only included by attend_impl.h.
 
-#include <immintrin.h>
-
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-template <int kDim>
+// Rows are `kVecs` vectors.
+template <int kDim, int kVecs>
 class Columns {
  public:
   static constexpr int64_t kCells = 64;
@@ -30,55 +29,46 @@ class Columns {
     };
     take(keys_, kCells * kDim);
     take(values_, kCells * kDim);
-    take(queries_, 16 * kDim / 2);
-    take(weights_, 16 * kCells / 2);
-    take(logits_, 16 * kCells);
-    take(results_, 16 * kDim);
+    take(queries_, kRows * kDim / 2);
+    take(weights_, kRows * kCells / 2);
+    take(logits_, kRows * kCells);
+    take(results_, kRows * kDim);
     take(room_, 2 * kCells * kDim);
-    std::memset(queries_, 0, sizeof(int32_t) * 16 * kDim / 2);
-    std::memset(results_, 0, sizeof(float) * 16 * kDim);
-    alignas(64) float steps[16] = {};
+    std::memset(queries_, 0, sizeof(int32_t) * kRows * kDim / 2);
+    std::memset(results_, 0, sizeof(float) * kRows * kDim);
+    for (float& x : max_) x = kMinusInfinity;
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = q + r * k_pad;
-      __m512 squares = _mm512_setzero_ps();
-      for (int64_t d = 0; d < kDim; d += 16) squares = fma(load(row + d), load(row + d), squares);
+      Vec squares = all(0.f);
+      for (int64_t d = 0; d < kDim; d += kLanes) squares = fma(load(row + d), load(row + d), squares);
       const float length = __builtin_sqrtf(sum(squares));
       is_finite_ &= length < kHighest;
       const float inverse = length > kLowest ? kLongest / length : 0.f;
-      steps[r] = inverse > 0.f ? factor / inverse : 0.f;
-      alignas(64) int16_t whole[kDim];
-      for (int64_t d = 0; d < kDim; d += 16)
-        _mm256_store_si256(reinterpret_cast<__m256i*>(whole + d),
-                           _mm512_cvtepi32_epi16(
-                               _mm512_cvtps_epi32(mul(load(row + d), all(inverse)))));
-      for (int64_t p = 0; p < kDim / 2; ++p) std::memcpy(queries_ + p * 16 + r, whole + 2 * p, 4);
+      steps_[r] = inverse > 0.f ? factor / inverse : 0.f;
+      int32_t whole[kDim];
+      for (int64_t d = 0; d < kDim; d += kLanes)
+        store_ints(whole + d, to_ints(mul(load(row + d), all(inverse))));
+      for (int64_t p = 0; p < kDim / 2; ++p)
+        queries_[p * kRows + r] = (whole[2 * p] & 0xFFFF) | whole[2 * p + 1] * 65536;
     }
-    steps_ = load(steps);
   }
 
-  // The n <= 64 cells from c on of a tile. False if a number is not finite: nothing of it counts then.
+  // The n <= 64 cells from c on of a tile. False if a number is not finite, or logits are so large that
+  // float32 hardly tells them apart: nothing of it counts then.
   bool attend(const TileRows& rows, int64_t c, int64_t n, const Next& next) {
-    float k_step, v_step;
-    if (!load_keys(rows, c, n, k_step, next)) return false;
-    const Vec top = logits(c, mul(steps_, all(k_step)), next, n);
-    const Vec now = max(max_, top);
-    const Vec factor = exp2_below_1(sub(max_, now)), share = exp2_below_1(sub(top, now));
-    Vec total = all(0.f);
-    for (int64_t i = 0; i < kCells; ++i) {
-      const Vec p = exp2_below_1(sub(load(logits_ + 16 * i), top));
-      store(logits_ + 16 * i, p);
-      total = add(total, p);
+    float step;
+    if (!load_keys(rows, c, n, step, next)) return false;
+    multiply_queries(n);
+    Vec shares[kVecs];
+    bool is_higher = false;
+    for (int64_t j = 0; j < kVecs; ++j) {
+      const Vec k_step = mul(load(steps_ + j * kLanes), all(step));
+      if (!(highest(k_step) < kHighestLogit / 2147483648.f)) return false;
+      shares[j] = weigh(j, k_step, n, is_higher);
     }
-    const Vec scale = min(all(32767.f), _mm512_div_ps(all(kMostWeights), total));
-    for (int64_t i = 0; i < kCells; i += 2) {
-      const __m512i x = _mm512_cvtps_epi32(mul(load(logits_ + 16 * i), scale));
-      const __m512i y = _mm512_cvtps_epi32(mul(load(logits_ + 16 * i + 16), scale));
-      _mm512_store_si512(weights_ + 8 * i, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
-    }
-    if (!load_values(rows, c, n, v_step, next)) return false;
-    add_values(c, factor, mul(_mm512_div_ps(share, scale), all(v_step)), next);
-    sum_ = fma(sum_, factor, mul(total, share));
-    max_ = now;
+    if (!load_values(rows, c, n, step, next)) return false;
+    for (Vec& share : shares) share = mul(share, all(step));
+    is_higher ? multiply_values<true>(shares) : multiply_values<false>(shares);
     return true;
   }
 
@@ -86,201 +76,261 @@ class Columns {
 
   // Maxima, sums of weights and results of each row.
   void finish(int64_t rows, int64_t v_pad, float* maxima, float* sums, float* acc) const {
-    alignas(64) float total[16], most[16];
-    store(total, sum_);
-    store(most, max_);
-    const __m512i across = _mm512_mullo_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(16));
     for (int64_t r = 0; r < rows; ++r) {
-      maxima[r] = most[r];
-      store(sums + r * 16, all(0.f));
-      sums[r * 16] = total[r];
-      for (int64_t d = 0; d < kDim; d += 16)
-        store(acc + r * v_pad + d, _mm512_i32gather_ps(across, results_ + d * 16 + r, 4));
+      maxima[r] = max_[r];
+      store(sums + r * kLanes, all(0.f));
+      sums[r * kLanes] = sum_[r];
+      for (int64_t d = 0; d < kDim; ++d) acc[r * v_pad + d] = results_[d * kRows + r];
     }
   }
 
  private:
-  static constexpr float kMost = 8191.f;        // of K and V
+  static constexpr int64_t kRows = kVecs * kLanes;
+  static constexpr float kMost = 8191.f;  // of K and V
   static constexpr float kLowest = 1e-30f, kHighest = 3e38f;
-  static constexpr float kMostWeights = 262000.f;  // 2**31 / kMost: of 64 of them together
+  static constexpr float kHighestLogit = 1e6f;
+  // Of weights: 2**31 / kMost of 64 of them together; and each, though float32 may find one 4% too high
+  // where logits are near the highest.
+  static constexpr float kMostWeights = 262000.f, kMostWeight = 31200.f;
   // Of queries: 2**31 / (kMost * sqrt(kDim)), which is the length of a K row at most.
   static constexpr float kLongest = kDim == 64 ? 32700.f : 23100.f;
 
-  // What is fetched of the next tile while 64 cells from c on are attended: one of 8 turns, two for each
-  // loop, with kShare lines for each of 32 cells.
-  static constexpr int64_t kShare = kDim / 64;
-  static Lines turn(const Next& next, int64_t c, int64_t i) {
-    return next.turn(c / 8 + i, 32 * kShare);
-  }
+  // Numbers that are multiplied by all rows at a time: as many sums as there are registers for.
+#if defined(KVC_AVX512)
+  static constexpr int64_t kAtOnce = 16 / kVecs;
+#else
+  static constexpr int64_t kAtOnce = 8 / kVecs;
+#endif
+  // What is fetched of the next tile: 64 cells' share in 8 turns, 4 of them with K. Of a turn so much while
+  // 16 rows become integers, and the rest with products, which take three quarters of the time: as
+  // many lines with 16 pairs. So the memory is busy all the time, and never asked for more than it can.
+  static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
+  static constexpr int64_t kLinesOfLoad = kAtOnce == 16 ? kLinesOfTurn / 4 : 0;
+  static constexpr int64_t kLinesOf16 = kAtOnce == 16 ? 12 : kAtOnce;
 
-  // Magnitudes of 32 numbers, where they are larger.
-  static __m512i larger(__m512i most, const char* from) {
-    const __m512i x = _mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi16(0x7FFF));
-    return _mm512_max_epu16(most, x);
-  }
-  static bool step_of(__m512i most, float& step, float& inverse) {
-    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(most, _mm512_set1_epi32(-65536)));
-    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(most, 16));
-    if (_mm512_cmp_ps_mask(odd, all(kHighest), _CMP_NLT_UQ) |
-        _mm512_cmp_ps_mask(even, all(kHighest), _CMP_NLT_UQ))
-      return false;
-    const float top = _mm512_reduce_max_ps(_mm512_max_ps(odd, even));
-    inverse = top > kLowest ? kMost / top : 0.f;
+  // Rows as they lie, 16 at a time, and what they are counted in.
+  struct Found {
+    const char* from[kCells / 16];
+    int64_t step[kCells / 16];
+    Vec inverse, high_inverse;
+  };
+
+  // False if a number is not finite.
+  bool find(const TileRows& rows, Part part, int64_t c, int64_t n, Found& found, float& step) const {
+    Ints most[2] = {all_ints(0), all_ints(0)};
+    for (int64_t i = 0; i < n; i += 16) {
+      const int64_t m = smaller(n - i, 16);
+      const char* from =
+          rows.together(part, c + i, m, 2 * kDim, room_ + i * 2 * kDim, found.step[i / 16]);
+      found.from[i / 16] = from;
+      for (int64_t j = 0; j < m; ++j, from += found.step[i / 16])
+        for (int64_t d = 0; d < kDim; d += 2 * kLanes) {
+          Ints& larger = most[d / (2 * kLanes) % 2];
+          larger = max_u16(larger, both(load_ints(from + 2 * d), all_ints(0x7FFF7FFF)));
+        }
+    }
+    // Magnitudes are in the order of their bits, which are exact as floats.
+    Ints larger = max_u16(most[0], most[1]);
+    larger = both(max_u16(larger, right_32(larger, 16)), all_ints(0xFFFF));
+    const float top = bf16_to_float(static_cast<uint16_t>(highest(to_floats(larger))));
+    const float inverse = top > kLowest ? kMost / top : 0.f;
+    found.inverse = all(inverse);
+    found.high_inverse = all(inverse * 65536.f);
     step = top / kMost;
-    return true;
+    return top < kHighest;
   }
 
-  // 32 numbers of bfloat16 as integers, in their order.
-  static __m512i whole(__m512i x, Vec inverse, Vec high_inverse) {
-    const Vec even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-    const Vec odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536)));
-    // The integer is in the lower bits of the sum, and in the upper ones of the other.
-    const __m512i low = _mm512_castps_si512(fma(even, inverse, all(12582912.f)));
-    const __m512i high = _mm512_cvtps_epi32(fma(odd, high_inverse, all(32768.f)));
-    return _mm512_mask_mov_epi16(low, 0xAAAAAAAA, high);
+  static Vec even(Ints x) { return bits_as_floats(left_32(x, 16)); }
+  static Vec odd(Ints x) { return bits_as_floats(both(x, all_ints(-65536))); }
+
+  // Floats as integers, x[i] beside y[i]: those of x are in the lower bits of a sum, those of y in the
+  // upper ones of the other.
+  static Ints pairs(Vec x, Vec y, Vec scale, Vec high_scale) {
+    const Ints low = bits_as_ints(fma(x, scale, all(12582912.f)));
+    return words_by_turns(low, to_ints(fma(y, high_scale, all(32768.f))));
   }
 
   bool load_keys(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
-    const Found found = find(rows, kKRows, c, n, room_);
-    float inverse;
-    if (!step_of(found.most, step, inverse)) return false;
-    const Vec low = all(inverse), high = all(inverse * 65536.f);
+    Found found{};
+    if (!find(rows, kKRows, c, n, found, step)) return false;
     int16_t* to = keys_;
-    Lines lines = Next::nothing();
-    for (int64_t i = 0; i < n; i += 16) {
-      if (i % 32 == 0) lines = turn(next, c, i / 32);
+    for (int64_t i = 0; i < kCells; i += 16) {
       const char* from = found.from[i / 16];
-      for (int64_t j = 0; j < 16 && i + j < n; ++j, from += found.step[i / 16]) {
-        for (int64_t k = 0; k < kShare; ++k) lines.one(j * kShare + k);
-        for (int64_t d = 0; d < kDim; d += 32, to += 32)
-          _mm512_store_si512(to, whole(_mm512_loadu_si512(from + 2 * d), low, high));
-      }
+      const int64_t row = found.step[i / 16];
+      lines_[i / 16] = next.turn(c / 8 + i / 16, kLinesOfTurn);
+      for_each<1>(smaller(n - i, 16), lines_[i / 16], [&](int64_t) {
+        for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
+          const Ints x = load_ints(from + 2 * d);
+          store_ints(to, pairs(even(x), odd(x), found.inverse, found.high_inverse));
+        }
+        from += row;
+      });
     }
     std::memset(to, 0, sizeof *to * static_cast<size_t>(keys_ + kCells * kDim - to));
     return true;
   }
 
-  // Two cells' numbers side by side, each 32 in the order of 16-byte lanes.
+  // Two cells' numbers side by side: of each 2 * kLanes first those at even places.
   bool load_values(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
-    const Found found = find(rows, kVRows, c, n, room_);
-    float inverse;
-    if (!step_of(found.most, step, inverse)) return false;
-    const Vec low = all(inverse), high = all(inverse * 65536.f);
+    Found found{};
+    if (!find(rows, kVRows, c, n, found, step)) return false;
     int16_t* to = values_;
-    Lines lines = Next::nothing();
-    for (int64_t i = 0; i < n; i += 16) {
-      if (i % 32 == 0) lines = turn(next, c, 4 + i / 32);
+    for (int64_t i = 0; i < kCells; i += 16) {
       const char* from = found.from[i / 16];
-      const int64_t row = found.step[i / 16];
-      for (int64_t j = 0; j < 16 && i + j < n; j += 2, from += 2 * row) {
-        const bool has_both = i + j + 1 < n;
-        for (int64_t k = 0; k < 2 * kShare; ++k) lines.one(j * kShare + k);
-        for (int64_t d = 0; d < kDim; d += 32, to += 64) {
-          const __m512i x = _mm512_loadu_si512(from + 2 * d);
-          const __m512i y = has_both ? _mm512_loadu_si512(from + row + 2 * d) : _mm512_setzero_si512();
-          _mm512_store_si512(to, whole(_mm512_unpacklo_epi16(x, y), low, high));
-          _mm512_store_si512(to + 32, whole(_mm512_unpackhi_epi16(x, y), low, high));
+      const int64_t row = found.step[i / 16], m = smaller(n - i, 16);
+      lines_[i / 16] = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
+      for_each<2>(m, lines_[i / 16], [&](int64_t j) {
+        for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
+          const Ints x = load_ints(from + 2 * d);
+          const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
+          store_ints(to, pairs(even(x), even(y), found.inverse, found.high_inverse));
+          store_ints(to + 2 * kLanes, pairs(odd(x), odd(y), found.inverse, found.high_inverse));
         }
-      }
+        from += 2 * row;
+      });
     }
     std::memset(to, 0, sizeof *to * static_cast<size_t>(values_ + kCells * kDim - to));
     return true;
   }
 
-  // Where rows lie, 16 at a time, and their largest number.
-  struct Found {
-    const char* from[kCells / 16];
-    int64_t step[kCells / 16];
-    __m512i most;
-  };
-  static Found find(const TileRows& rows, Part part, int64_t c, int64_t n, char* room) {
-    Found found;
-    __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-    for (int64_t i = 0; i < n; i += 16) {
-      const int64_t m = smaller(n - i, 16);
-      const char* from =
-          rows.together(part, c + i, m, 2 * kDim, room + i * 2 * kDim, found.step[i / 16]);
-      found.from[i / 16] = from;
-      for (int64_t j = 0; j < m; ++j, from += found.step[i / 16])
-        for (int64_t d = 0; d < kDim; d += 32)
-          most[d / 32 % 2] = larger(most[d / 32 % 2], from + 2 * d);
-    }
-    found.most = _mm512_max_epu16(most[0], most[1]);
-    return found;
-  }
-
-  // sum += x[2 i] * y[0] + x[2 i + 1] * y[1]. The compiler would load y and copy the sum.
-  static void add_pair(__m512i& sum, __m512i x, const int32_t& y) {
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(y));
-  }
-
-  // to[i][row] = the sum of all pairs columns[p][row] * numbers[i, p], for 16 i that lie kAcross apart
-  // and kPairs p that lie kAlong apart; kPairs / 2 lines are fetched. A function of its own, so that the
-  // compiler keeps the sums in registers.
-  template <int64_t kPairs, int64_t kAcross, int64_t kAlong>
-  static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers,
-                                                 Lines& given, __m512i* to) {
-    Lines lines = given;
-    __m512i a[16];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < 16; ++i) a[i] = _mm512_setzero_si512();
-    for (int64_t p = 0; p < kPairs; p += 8, columns += 128, numbers += 8 * kAlong) {
+  // take(j), for each kStep-th of m <= 16 rows; of 16 with their share of a turn's lines.
+  template <int64_t kStep, class Take>
+  static __attribute__((always_inline)) void for_each(int64_t m, Lines& given, const Take& take) {
+    int64_t j = 0;
+    if (m == 16) {
+      Lines lines = given;
+      for (; j < 16; j += 8) {
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < 8; ++j) {
-        const __m512i x = _mm512_load_si512(columns + j * 16);
-        if (j % 2) lines.one(j / 2);
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < 16; ++i) add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
+        for (int64_t k = 0; k < 8; k += kStep) {
+          for (int64_t l = k * kLinesOfLoad / 16; l < (k + kStep) * kLinesOfLoad / 16; ++l)
+            lines.one(l);
+          take(0);
+        }
       }
+      given.at = lines.at;
     }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + i, a[i]);
-    given.at = lines.at;
-  }
-
-  // logits_[cell][row] of n cells, and minus infinity behind them; the highest of each row.
-  Vec logits(int64_t c, Vec step, const Next& next, int64_t n) {
-    Vec top = all(kMinusInfinity);
-    Lines lines = Next::nothing();
-    for (int64_t first = 0; first < kCells; first += 16) {
-      if (first % 32 == 0) lines = turn(next, c, 2 + first / 32);
-      const auto* k = reinterpret_cast<const int32_t*>(keys_ + first * kDim);
-      __m512i a[16];
-      multiply<kDim / 2, kDim / 2, 1>(queries_, k, lines, a);
-      for (int64_t i = 0; i < 16; ++i) {
-        const Vec s = first + i < n ? mul(_mm512_cvtepi32_ps(a[i]), step) : all(kMinusInfinity);
-        top = max(top, s);
-        store(logits_ + (first + i) * 16, s);
-      }
-    }
-    return top;
-  }
-
-  void add_values(int64_t c, Vec factor, Vec step, const Next& next) {
-    Lines lines = Next::nothing();
-    for (int64_t d = 0; d < kDim; d += 16) {
-      if (d % (kDim / 2) == 0) lines = turn(next, c, 6 + d / (kDim / 2));
-      const auto* v = reinterpret_cast<const int32_t*>(values_) + d;
-      __m512i a[16];
-      multiply<kCells / 2, 1, kDim>(weights_, v, lines, a);
-      for (int64_t i = 0; i < 16; ++i) {
-        float* to = results_ + number(d + i) * 16;
-        store(to, fma(load(to), factor, mul(_mm512_cvtepi32_ps(a[i]), step)));
-      }
-    }
+    for (; j < m; j += kStep) take(j);
   }
 
   // Which number lies at place i of `values_`.
   static constexpr int64_t number(int64_t i) {
-    return i / 32 * 32 + i % 16 / 4 * 8 + i % 32 / 16 * 4 + i % 4;
+    return i / (2 * kLanes) * 2 * kLanes + i % kLanes * 2 + i / kLanes % 2;
+  }
+
+  // sums[j] += x[j][2 i] * y[0] + x[j][2 i + 1] * y[1].
+  static void add_pair(Ints* sums, const Ints* x, const int32_t& y) {
+#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
+    // The compiler would load y and copy the sum.
+    for (int64_t j = 0; j < kVecs; ++j)
+      __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sums[j]) : "v"(x[j]), "m"(y));
+#else
+    const Ints all_y = kept(all_ints(y));
+    for (int64_t j = 0; j < kVecs; ++j) sums[j] = kept(add_32(sums[j], dot_words(x[j], all_y)));
+#endif
+  }
+
+  // to[i][row] = the sum of all pairs columns[p][row] * numbers[i, p], for kAtOnce i that lie kAcross
+  // apart and kPairs p that lie kAlong apart. A function of its own, so that the compiler keeps the sums
+  // in registers.
+  template <int64_t kPairs, int64_t kAcross, int64_t kAlong>
+  static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers,
+                                                 Lines& given, Ints (*to)[kVecs]) {
+    Lines lines = given;
+    Ints a[kAtOnce][kVecs];
+#pragma GCC unroll 16
+    for (auto& sums : a)
+      for (Ints& x : sums) x = all_ints(0);
+    for (int64_t p = 0; p < kPairs; p += 16, columns += 16 * kRows, numbers += 16 * kAlong) {
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < 16; ++j) {
+        Ints x[kVecs];
+        for (int64_t k = 0; k < kVecs; ++k) x[k] = load_ints(columns + j * kRows + k * kLanes);
+        if ((j + 1) * kLinesOf16 / 16 > j * kLinesOf16 / 16) lines.one(j * kLinesOf16 / 16);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kAtOnce; ++i)
+          add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kAtOnce; ++i)
+      for (int64_t k = 0; k < kVecs; ++k) to[i][k] = a[i][k];
+    given.at = lines.at;
+  }
+
+  // logits_[cell][row], and the highest of n cells.
+  void multiply_queries(int64_t n) {
+    for (Ints& x : highest_) x = all_ints(-2147483647 - 1);
+    for (int64_t c = 0; c < kCells; c += kAtOnce) {
+      Ints sums[kAtOnce][kVecs];
+      multiply<kDim / 2, kDim / 2, 1>(queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim),
+                                      lines_[c / 16], sums);
+      for (int64_t i = 0; i < kAtOnce && c + i < n; ++i)
+        for (int64_t j = 0; j < kVecs; ++j) {
+          highest_[j] = max_32(highest_[j], sums[i][j]);
+          store_ints(logits_ + (c + i) * kRows + j * kLanes, sums[i][j]);
+        }
+    }
+  }
+
+  // Logits to weights, for the j-th vector of rows; what a result of one is worth. `is_higher` becomes
+  // true if earlier sums and results count by `factors_` from now on.
+  Vec weigh(int64_t j, Vec step, int64_t n, bool& is_higher) {
+    const int64_t at = j * kLanes;
+    const Vec top = mul(to_floats(highest_[j]), step), zero = all(0.f), below = sub(zero, top);
+    Vec total = zero;
+    float* weights = reinterpret_cast<float*>(logits_) + at;
+    for (int64_t i = 0; i < n; ++i) {
+      const Vec p = exp2_below_1(fma(to_floats(load_ints(logits_ + i * kRows + at)), step, below));
+      store(weights + i * kRows, p);
+      total = add(total, p);
+    }
+    for (int64_t i = n; i < kCells; ++i) store(weights + i * kRows, zero);
+    const Vec scale = min(all(kMostWeight), div(all(kMostWeights), total));
+    const Vec high_scale = mul(scale, all(65536.f));
+    for (int64_t i = 0; i < kCells; i += 2) {
+      const float* two = weights + i * kRows;
+      store_ints(weights_ + i / 2 * kRows + at,
+                 pairs(load(two), load(two + kRows), scale, high_scale));
+    }
+    // Earlier results are multiplied where a row's logits have become 2**4 times as large, not whenever
+    // they are larger.
+    Vec now = load(max_ + at), factor = all(1.f);
+    if (highest(sub(top, now)) > 4.f) {
+      const Vec old = now;
+      now = max(now, top);
+      factor = exp2_below_1(sub(old, now));
+      is_higher = true;
+    }
+    const Vec share = exp2_below_1(sub(top, now));
+    store(max_ + at, now);
+    store(factors_ + at, factor);
+    store(sum_ + at, fma(load(sum_ + at), factor, mul(total, share)));
+    return div(share, scale);
+  }
+
+  template <bool is_higher>
+  void multiply_values(const Vec* steps) {
+    for (int64_t d = 0; d < kDim; d += kAtOnce) {
+      Ints sums[kAtOnce][kVecs];
+      multiply<kCells / 2, 1, kDim>(weights_, reinterpret_cast<const int32_t*>(values_) + d,
+                                    lines_[d / (kDim / 4)], sums);
+      for (int64_t i = 0; i < kAtOnce; ++i)
+        for (int64_t j = 0; j < kVecs; ++j) {
+          float* to = results_ + number(d + i) * kRows + j * kLanes;
+          Vec before = load(to);
+          if (is_higher) before = mul(before, load(factors_ + j * kLanes));
+          store(to, fma(to_floats(sums[i][j]), steps[j], before));
+        }
+    }
   }
 
   int16_t *keys_, *values_;
-  int32_t *queries_, *weights_;
-  float *logits_, *results_;
+  int32_t *queries_, *weights_, *logits_;
+  float* results_;
   char* room_;
-  Vec steps_, max_ = all(kMinusInfinity), sum_ = all(0.f);
+  Lines lines_[4];
+  Ints highest_[kVecs];
+  alignas(64) float steps_[kRows] = {}, sum_[kRows] = {}, factors_[kRows], max_[kRows];
   bool is_finite_ = true;
 };
 

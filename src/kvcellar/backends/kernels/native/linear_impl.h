@@ -15,31 +15,6 @@ constexpr int kTokensAtOnce = 8;
 
 // kLanes sums of four products each: of weights from 0 to 15 or 255, 4 to a lane, and 4 signed numbers of
 // a token, which all lanes meet; `begin` and `end` are for a group's.
-#if defined(KVC_AVX512)
-using Ints = __m512i;
-inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
-inline Ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
-inline Ints all_bytes(int8_t x) { return _mm512_set1_epi8(x); }
-inline Ints both(Ints x, Ints y) { return _mm512_and_si512(x, y); }
-inline Ints add_16(Ints x, Ints y) { return _mm512_add_epi16(x, y); }
-inline Ints add_32(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
-inline Ints right_16(Ints x, int n) { return _mm512_srli_epi16(x, n); }
-inline Ints dot_bytes(Ints x, Ints y) { return _mm512_maddubs_epi16(x, y); }
-inline Ints dot_words(Ints x, Ints y) { return _mm512_madd_epi16(x, y); }
-inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-#elif defined(KVC_AVX2)
-using Ints = __m256i;
-inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }
-inline Ints all_ints(int32_t x) { return _mm256_set1_epi32(x); }
-inline Ints all_bytes(int8_t x) { return _mm256_set1_epi8(x); }
-inline Ints both(Ints x, Ints y) { return _mm256_and_si256(x, y); }
-inline Ints add_16(Ints x, Ints y) { return _mm256_add_epi16(x, y); }
-inline Ints add_32(Ints x, Ints y) { return _mm256_add_epi32(x, y); }
-inline Ints right_16(Ints x, int n) { return _mm256_srli_epi16(x, n); }
-inline Ints dot_bytes(Ints x, Ints y) { return _mm256_maddubs_epi16(x, y); }
-inline Ints dot_words(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
-inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
-#endif
 
 // Without VNNI products of 8-bit weights are those of words: a token's numbers come as such, of each four
 // the first, third, second and fourth.

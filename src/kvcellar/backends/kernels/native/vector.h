@@ -80,7 +80,9 @@ inline uint16_t float_to_half(float value) {
 // sum not made in another order.
 template <class V>
 inline V kept(V x) {
+#if !defined(KVC_EMULATED_AVX512)
   __asm__("" : "+v"(x));
+#endif
   return x;
 }
 #endif
@@ -215,7 +217,6 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
-constexpr int split_place(int i) { return i / 4 % 2 * kLanes + i / 8 * 4 + i % 4; }
 inline void load_split(const uint16_t* p, Vec& x, Vec& y) {
   const __m256i both = kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   x = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), both));
@@ -401,22 +402,46 @@ inline void store_bf16(uint16_t* p, Vec x) {
 
 #endif
 
-#if !defined(KVC_AVX2)  // numbers at even places, then those at odd ones
+// Of all: load_split gives 2 * kLanes numbers in the order that is cheapest: those at even places, then
+// those at odd ones, but with AVX2 four numbers to each vector by turns. Fours are the kLanes / 4 parts of
+// a vector: all_fours loads the same 4 numbers into each, sum_fours gives of each the sums in a, b, c and
+// d, sum_4 their sums, store_fours puts them `step` numbers apart, highest_fours gives the highest of each
+// of a's, then of b's, c's and d's.
+
+#if !defined(KVC_AVX2)
 constexpr int split_place(int i) { return i % 2 * kLanes + i / 2; }
 #endif
-
-// Of all: load_split gives 2 * kLanes numbers in the order that is cheapest, the i-th at split_place(i)
-// of both vectors. Fours are the kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into
-// each, sum_fours gives of each the sums in a, b, c and d, sum_4 their sums, store_fours puts them `step`
-// numbers apart, highest_fours gives the highest of each of a's, then of b's, c's and d's.
+#if defined(KVC_AVX512)
+struct SplitOrder {
+  int32_t forth[2 * kLanes], back[2 * kLanes];
+  constexpr SplitOrder() : forth{}, back{} {
+    for (int i = 0; i < 2 * kLanes; ++i) forth[split_place(i)] = i, back[i] = split_place(i);
+  }
+};
+#endif
 
 // A multiple of 2 * kLanes numbers in the order of load_split, or back from it, in place.
-inline void split_floats(float* row, int64_t n, bool is_back) {
+inline void split_floats(float* row, int64_t n, [[maybe_unused]] bool is_back) {
+#if defined(KVC_AVX512)
+  alignas(64) static constexpr SplitOrder order;
+  const auto* places = is_back ? order.back : order.forth;
+  const __m512i low = _mm512_load_si512(places), high = _mm512_load_si512(places + kLanes);
+#endif
   for (int64_t d = 0; d < n; d += 2 * kLanes) {
+#if defined(KVC_AVX512)
+    const Vec x = load(row + d), y = load(row + d + kLanes);
+    store(row + d, _mm512_permutex2var_ps(x, low, y));
+    store(row + d + kLanes, _mm512_permutex2var_ps(x, high, y));
+#elif defined(KVC_AVX2)
+    const Vec x = load(row + d), y = load(row + d + kLanes);
+    store(row + d, _mm256_permute2f128_ps(x, y, 0x20));  // and back in the same way
+    store(row + d + kLanes, _mm256_permute2f128_ps(x, y, 0x31));
+#else
     float was[2 * kLanes];
     std::memcpy(was, row + d, sizeof was);
     for (int i = 0; i < 2 * kLanes; ++i)
       row[d + (is_back ? i : split_place(i))] = was[is_back ? split_place(i) : i];
+#endif
   }
 }
 
@@ -434,6 +459,16 @@ inline void with_number(int64_t n, const Run& run) {
   run(Number<kMost>());
 }
 
+// While it lives, results below the normal numbers are 0 where they would cost hundreds of cycles.
+struct FlushToZero {
+#if defined(KVC_AVX512)
+  const unsigned was = _mm_getcsr();
+  FlushToZero() { _mm_setcsr(was | _MM_FLUSH_ZERO_ON); }
+  ~FlushToZero() { _mm_setcsr(was); }
+  FlushToZero(const FlushToZero&) = delete;
+#endif
+};
+
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
@@ -446,9 +481,7 @@ inline Vec exp2_below_1(Vec x) {
   y = fma(y, f, all(5.5799913e-2f));
   y = fma(y, f, all(2.4016445e-1f));
   y = fma(y, f, all(6.9315131e-1f));
-  y = fma(y, f, all(1.f));
-  // Numbers below the normal ones would cost hundreds of cycles.
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.f), _CMP_NLT_UQ), y, x);
+  return _mm512_scalef_ps(fma(y, f, all(1.f)), x);
 }
 #elif defined(KVC_AVX2)
 inline Vec exp2_below_1(Vec x) {

@@ -18,7 +18,7 @@ namespace {
 
 // a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
 inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
-#if defined(KVC_VNNI)
+#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
   // For the intrinsic function GCC copies every sum there and back.
   __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(x), "v"(y));
   return a;
@@ -27,9 +27,9 @@ inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
 #endif
 }
 
-// Two rows of 32 bytes `step` bytes apart.
-inline __m512i two_rows(const char* row, int64_t step) {
-  return step == 32 ? _mm512_loadu_si512(row) : two_halves(row, row + step);
+// Two rows of 32 bytes `step` bytes apart; `is_dense`: 32.
+inline __m512i two_rows(const char* row, int64_t step, bool is_dense) {
+  return is_dense ? _mm512_loadu_si512(row) : two_halves(row, row + step);
 }
 
 class Words : public WordsBase {
@@ -41,12 +41,12 @@ class Words : public WordsBase {
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 32; `tops`: the highest
-  // of each row, in 4 parts.
-  void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
-    load_affine(k_groups_, rows, kKAffine, n, 0.f, k_affine_);
+  // of each row, in 4 parts. Or, as products come, `fours`: s[quad][c / 4][row][4].
+  void logits(const TileRows& rows, int64_t n, float* s, float* tops, bool is_fours, const Next& next) {
+    load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
     with_kind(k_, [&](auto is_4, auto n_subs) {
       for (int64_t c = 0; c < n; c += kStaged)
-        logits_of_32<is_4.of, n_subs.of>(rows, c, n, s, tops, next);
+        logits_of_32<is_4.of, n_subs.of>(rows, c, n, s, tops, is_fours, next);
     });
   }
 
@@ -66,6 +66,30 @@ class Words : public WordsBase {
     return n_groups == 1   ? weights_of<1>(r, s, base, n, lines)
            : n_groups == 2 ? weights_of<2>(r, s, base, n, lines)
                            : weights_of<kMaxGroups>(r, s, base, n, lines);
+  }
+
+  // The same of all rows, where logits are fours, with `maxima` as softmax has them. Their number is a
+  // multiple of 32.
+  void weigh_fours(const float* s, const Maxima& maxima, float* sums, int64_t n, const Next& next) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      scale_results(r, maxima.factor[r]);
+      set_steps(r, maxima.most[r]);
+    }
+    for (int64_t quad = 0; quad < quads_; ++quad) {
+      alignas(64) float total[16];
+      with_kind(v_, [&](auto is_4, auto n_subs) {
+        constexpr bool kIs4 = decltype(is_4)::of;
+        constexpr int kSubs = decltype(n_subs)::of;
+        store(total, v_groups_ == kSubs
+                         ? weights_of_fours<kSubs, kIs4, kSubs>(quad, s, maxima, n, next)
+                         : weights_of_fours<kMaxGroups, kIs4, kSubs>(quad, s, maxima, n, next));
+      });
+      for (int64_t r = 4 * quad; r < rows_ && r < 4 * quad + 4; ++r) {
+        float* sum = sums + r * kLanes;
+        store(sum, mul(load(sum), all(maxima.factor[r])));
+        add_four(sum, total + r % 4 * 4);
+      }
+    }
   }
 
   // Sums of weight[row][c] * V[c], and of those of earlier tiles.
@@ -107,13 +131,10 @@ class Words : public WordsBase {
   Vec weights_of(int64_t r, const float* s, float base, int64_t n, const Lines& given) const {
     Lines lines = given;
     const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
-    const bool is_by_turns = is_weight_by_turns();
-    const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);  // packing works within lanes
     const float* steps = steps_ + r * n_groups;
     Vec total = all(0.f), bias[kGroups], inverse[kGroups];
     __m512i whole[kGroups];
     float* biases = biases_ + r * n_groups * 16;
-    int16_t* to = weight(r, 0);
     const float* affine = v_affine_;
     for (int64_t g = 0; g < n_groups; ++g) {
       bias[g] = load(biases + g * 16);
@@ -129,18 +150,17 @@ class Words : public WordsBase {
         const float* scales = affine + g * 2 * kTile + c;
         const Vec scale_p = mul(inverse[g], _mm512_load_ps(scales));
         const Vec scale_q = mul(inverse[g], _mm512_load_ps(scales + 16));
-        const __m512i x = _mm512_cvtps_epi32(mul(p, scale_p));
-        const __m512i y = _mm512_cvtps_epi32(mul(q, scale_q));
-        const __m512i words = _mm512_packs_epi32(x, y);
-        if (!is_by_turns) {
-          _mm512_store_si512(to + g * kTile + c, _mm512_permutexvar_epi64(order, words));
+        const __m512i words =
+            _mm512_packs_epi32(to_ints(mul(p, scale_p)), to_ints(mul(q, scale_q)));
+        if (!is_weight_by_turns()) {
+          store_lanes(weights(r / 4, g, c) + r % 4 * 8, words, 32);
         } else if (g % 2) {
-          int16_t* both = to + (g - 1) * kTile + 2 * c;
-          _mm512_store_si512(both, _mm512_unpacklo_epi32(before, words));
-          _mm512_store_si512(both + 32, _mm512_unpackhi_epi32(before, words));
+          int16_t* both = weights(r / 4, g - 1, c) + r % 4 * 8;
+          store_lanes(both, _mm512_unpacklo_epi32(before, words), 64);
+          store_lanes(both + 32, _mm512_unpackhi_epi32(before, words), 64);
         }
         before = words;
-        whole[g] = _mm512_add_epi32(whole[g], _mm512_add_epi32(x, y));
+        whole[g] = dot_pairs(whole[g], words, all_ints(0x10001));
         bias[g] = fma(p, _mm512_load_ps(scales + kTile), bias[g]);
         bias[g] = fma(q, _mm512_load_ps(scales + kTile + 16), bias[g]);
       }
@@ -161,6 +181,79 @@ class Words : public WordsBase {
     for (int64_t g = 0; g < n_groups; ++g)
       store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), all(-middle() * steps[g]), bias[g]));
     return total;
+  }
+
+  template <int kGroups, bool is_4, int kSubs>
+  Vec weights_of_fours(int64_t quad, const float* s, const Maxima& maxima, int64_t n,
+                       const Next& next) const {
+    constexpr bool is_by_turns = is_4 && kSubs == 2;
+    const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
+    const auto each_4_times = [&](const float* rows) {
+      const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+      return _mm512_permutexvar_ps(lanes, all_fours(rows + 4 * quad));
+    };
+    const Vec base = each_4_times(maxima.base), most = each_4_times(maxima.most), zero = all(0.f);
+    Vec total = zero, bias[kGroups], inverse[kGroups];
+    __m512i whole[kGroups];
+    const auto step = [&](int64_t g) { return mul(div(most, all(32767.f)), all(largest_[g])); };
+#pragma GCC unroll 2
+    for (int64_t g = 0; g < n_groups; ++g) {
+      const __mmask16 is_some = _mm512_cmp_ps_mask(step(g), zero, _CMP_GT_OQ);
+      inverse[g] = _mm512_mask_mov_ps(zero, is_some, div(all(1.f), step(g)));
+      bias[g] = zero;
+      whole[g] = _mm512_setzero_si512();
+    }
+    const float* affine = one_base(v_affine_);
+    int16_t* to = one_base(weights(quad, 0, 0));
+    s += quad * 4 * kTile;
+    int64_t turn = quad;  // blocks until this quad fetches one
+    for (int64_t c = 0; c < n; c += 32, s += 128, affine += 32, to += is_by_turns ? 256 : 128) {
+      // What is left of the next tile's K rows; the products fetch its V rows.
+      Lines lines = Next::nothing();
+      if (--turn < 0) {
+        lines = next.sixteen(kKRows, kTile / 32 + c / 32, is_4 ? 8 : 16);
+        turn = quads_ - 1;
+      }
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; ++i) {
+        for (int64_t j = 0; j < (is_4 ? 2 : 4); ++j) lines.one((is_4 ? 2 : 4) * i + j);
+        const Vec p = exp2_below_1(sub(load(s + i * 16), base));
+        const Vec q = exp2_below_1(sub(load(s + i * 16 + 64), base));
+        total = add(total, add(p, q));
+        __m512i before = _mm512_setzero_si512();
+#pragma GCC unroll 2
+        for (int64_t g = 0; g < n_groups; ++g) {
+          const float* scales = affine + g * 2 * kTile + i * 4;
+          const Vec scale_p = mul(inverse[g], all_fours(scales));
+          const Vec scale_q = mul(inverse[g], all_fours(scales + 16));
+          const __m512i words =
+              _mm512_packs_epi32(to_ints(mul(p, scale_p)), to_ints(mul(q, scale_q)));
+          int16_t* both = to + (is_by_turns ? g / 2 * 2 * kTile * 4 + i * 64 : g * kTile * 4 + i * 32);
+          if (!is_by_turns) {
+            store_ints(both, words);
+          } else if (g % 2) {
+            store_ints(both, _mm512_unpacklo_epi32(before, words));
+            store_ints(both + 32, _mm512_unpackhi_epi32(before, words));
+          }
+          before = words;
+          whole[g] = dot_pairs(whole[g], words, all_ints(0x10001));
+          bias[g] = fma(p, all_fours(scales + kTile), bias[g]);
+          bias[g] = fma(q, all_fours(scales + kTile + 16), bias[g]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int64_t g = 0; g < n_groups; ++g) {
+      alignas(64) float biases[16];
+      store(biases, fma(to_floats(whole[g]), mul(all(-middle()), step(g)), bias[g]));
+      for (int64_t r = 4 * quad; r < rows_ && r < 4 * quad + 4; ++r)
+        add_four(biases_ + (r * n_groups + g) * 16, biases + r % 4 * 4);
+    }
+    return total;
+  }
+
+  static void add_four(float* to, const float* from) {
+    _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), _mm_load_ps(from)));
   }
 
   // A chunk's numbers in the order of pairs.
@@ -243,7 +336,7 @@ class Words : public WordsBase {
       for (int64_t i = 0; i < 16; i += 4, row += 4 * step, at += 256) {
         for (int64_t j = 0; j < (is_4 ? 1 : 2); ++j) lines.one(i / 4 * (is_4 ? 1 : 2) + j);
         if (is_4) {
-          const __m512i x = two_rows(row, step), y = two_rows(row + 2 * step, step);
+          const __m512i x = two_rows(row, step, step == 32), y = two_rows(row + 2 * step, step, step == 32);
           const __m512i first = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2,
                                                  25, 17, 9, 1, 24, 16, 8, 0);
           for (int j = 0; j < 2; ++j) {
@@ -277,7 +370,7 @@ class Words : public WordsBase {
   }
 
   template <bool is_4, int kSubs>
-  void logits_of_32(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops,
+  void logits_of_32(const TileRows& rows, int64_t c, int64_t n, float* s, float* tops, bool is_fours,
                     const Next& next) const {
     // Of the next tile, as many K rows are fetched here and V rows during the products.
     const int64_t n_lines = k_.dim / 64 * (is_4 ? 8 : 16);
@@ -291,14 +384,15 @@ class Words : public WordsBase {
     const int64_t turn = c / kStaged % ((quads_ + 1) / 2) * 2;
     int64_t quad = 0;
     for (; quad + 2 <= quads_; quad += 2)
-      logits_of<is_4, kSubs, 2, 16>(quad, c, s, tops, quad == turn ? lines : nothing);
+      logits_of<is_4, kSubs, 2, 16>(quad, c, s, tops, is_fours, quad == turn ? lines : nothing);
     if (quad < quads_)
-      logits_of<is_4, kSubs, 1, 32>(quad, c, s, tops, quad == turn ? lines : nothing);
+      logits_of<is_4, kSubs, 1, 32>(quad, c, s, tops, is_fours, quad == turn ? lines : nothing);
   }
 
-  // s[row][first ..] of the cells that are staged, kCells at a time, for the rows of kQuads quads.
+  // Logits of the cells that are staged, from `first` on, kCells at a time, for the rows of kQuads quads.
   template <bool is_4, int kSubs, int kQuads, int kCells>
-  void logits_of(int64_t quad, int64_t first, float* s, float* tops, const Lines& given) const {
+  void logits_of(int64_t quad, int64_t first, float* s, float* tops, bool is_fours,
+                 const Lines& given) const {
     Lines lines = given;
     constexpr int kFours = kCells / 4, kEvery = (is_4 ? 2 : 1) * kStaged / kCells;
     for (int64_t c = 0; c < kStaged; c += kCells) {
@@ -354,23 +448,37 @@ class Words : public WordsBase {
         Vec top = load(tops + (quad + k) * 16);
         for (int j = 0; j < kFours; ++j) {
           top = max(top, result[k][j]);
-          store_fours(result[k][j], s + (quad + k) * 4 * kTile + first + c + 4 * j, kTile);
+          float* of_quad = s + (quad + k) * 4 * kTile;
+          const int64_t cell = first + c + 4 * j;
+          if (is_fours)
+            store(of_quad + cell * 4, result[k][j]);
+          else
+            store_fours(result[k][j], of_quad + cell, kTile);
         }
         store(tops + (quad + k) * 16, top);
       }
     }
   }
 
-  int16_t* weight(int64_t r, int64_t g) const { return weights_ + (r * v_groups_ + g) * kTile; }
-  // Where a chunk has two groups, the weights of two cells for the one lie before those for the
-  // other, as the chunk's numbers do.
+  // Of 32 cells from c on: i-th are those of cells 4 i .. + 3 and 16 + 4 i .. + 3, [i][row][8]. Where a
+  // chunk has two groups, the weights of two cells for the one lie before those for the other, as the
+  // chunk's numbers do, [i][half][row][2 cells][group][2].
+  int16_t* weights(int64_t quad, int64_t g, int64_t c) const {
+    const int64_t each = is_weight_by_turns() ? 8 : 4;
+    return weights_ + (quad * v_groups_ + g) * kTile * 4 + c * each;
+  }
   bool is_weight_by_turns() const { return v_.dtype == Dtype::int4 && subs(v_) == 2; }
+
+  static void store_lanes(int16_t* to, __m512i x, int64_t step) {
+    auto* at = reinterpret_cast<float*>(to);
+    store_fours(bits_as_floats(x), at, step / 2);
+  }
 
   // Numbers of two cells side by side: dims 16 l + 4 i .. + 3 of int8 are lane l of vector i; of int4
   // the pairs of vector i are every fourth number from the i-th on, of two groups by turns. Those of
   // vectors 1 and 2 have 16 times the next vector's in them, which is taken out of their sums.
-  template <bool is_4, int kSubs>
-  static void interleave(const char* row, int64_t step, __m512i* x) {
+  template <bool is_4, int kSubs, bool is_dense>
+  static void interleave(const char* row, int64_t step, __m512i low, __m512i* x) {
     if (is_4) {
       struct Order {
         uint16_t of[32];
@@ -383,27 +491,27 @@ class Words : public WordsBase {
         }
       };
       alignas(64) static constexpr Order order;
-      const __m512i both = _mm512_permutexvar_epi16(_mm512_load_si512(order.of), two_rows(row, step));
-      const __m512i low = _mm512_set1_epi16(15);
+      const __m512i both =
+          _mm512_permutexvar_epi16(_mm512_load_si512(order.of), two_rows(row, step, is_dense));
       x[0] = _mm512_and_si512(both, low);
       for (int j = 1; j < 4; ++j) x[j] = _mm512_srli_epi16(both, 4 * j);
     } else {
       const __m512i y = _mm512_loadu_si512(row), z = _mm512_loadu_si512(row + step);
       const __m512i zero = _mm512_setzero_si512();
-      const __m512i low = _mm512_unpacklo_epi8(y, z), high = _mm512_unpackhi_epi8(y, z);
-      x[0] = _mm512_unpacklo_epi8(low, zero);
-      x[1] = _mm512_unpackhi_epi8(low, zero);
-      x[2] = _mm512_unpacklo_epi8(high, zero);
-      x[3] = _mm512_unpackhi_epi8(high, zero);
+      const __m512i first = _mm512_unpacklo_epi8(y, z), last = _mm512_unpackhi_epi8(y, z);
+      x[0] = _mm512_unpacklo_epi8(first, zero);
+      x[1] = _mm512_unpackhi_epi8(first, zero);
+      x[2] = _mm512_unpacklo_epi8(last, zero);
+      x[3] = _mm512_unpackhi_epi8(last, zero);
     }
   }
 
   template <bool is_4, int kSubs>
   void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, const Next& next) const {
-    const int64_t n_bytes = v_.packed_bytes(), row = v_groups_ * kTile;
+    const int64_t n_bytes = v_.packed_bytes();
     const int64_t group = chunk * 64 / v_.group_size;  // the chunk's first
     for (int64_t quad = 0; quad < quads_; ++quad) {
-      const int16_t* weights = weights_ + quad * 4 * row + group * kTile;
+      std::memset(sums_, 0, 16 * 64);
       for (int64_t c = 0; c < n; c += 32) {
         Pairs pairs;
         for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
@@ -420,10 +528,14 @@ class Words : public WordsBase {
           next.affine(kVAffine, c / 16 + 1);
         }
         __m512i* staged = reinterpret_cast<__m512i*>(values_) + c * 2;
-        const int16_t* of = weights + (is_4 ? kSubs : 1) * c;
-        quads_ == 1 ? add_pairs<is_4, kSubs, Place::pool>(pairs, of, row, c, staged)
-        : !quad     ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, row, c, staged)
-                    : add_pairs<is_4, kSubs, Place::stage>(pairs, of, row, c, staged);
+        const int16_t* of = weights(quad, group, c);
+        const bool is_whole = pairs.n[0] == 8 && pairs.n[1] == 8;
+        const bool is_dense = is_4 && pairs.step[0] == 32 && pairs.step[1] == 32;
+        quad                   ? add_pairs<is_4, kSubs, Place::stage>(pairs, of, staged)
+        : quads_ > 1           ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, staged)
+        : !is_whole            ? add_pairs<is_4, kSubs, Place::pool>(pairs, of, staged)
+        : is_dense             ? add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(pairs, of, staged)
+                               : add_pairs<is_4, kSubs, Place::whole>(pairs, of, staged);
       }
       add_sums<is_4, kSubs>(quad, chunk, group);
     }
@@ -436,62 +548,66 @@ class Words : public WordsBase {
     Lines lines = Next::nothing();  // to fetch: one for each of them, or of int4 for each second one
   };
   // Where interleaved numbers come from: all of them are kept if other rows' weights want them too.
-  enum class Place { pool, to_stage, stage };
+  // `whole`: from the pool, and there are all 32 of them; `dense`: 32 bytes apart as well.
+  enum class Place { dense, whole, pool, to_stage, stage };
 
-  // sums_ += weights * V for 4 rows, whose weights are `row` words apart; from the 0-th cell on they
-  // begin with 0.
+  // sums_ += weights * V for 4 rows.
   template <bool is_4, int kSubs, Place place>
-  void add_pairs(const Pairs& pairs, const int16_t* weights, int64_t row, int64_t c,
-                 __m512i* staged) const {
-    constexpr __mmask16 kSecond = 0xFF00;  // the chunk's second group
-    constexpr bool is_by_turns = is_4 && kSubs == 2;
+  __attribute__((noinline)) void add_pairs(const Pairs& pairs, const int16_t* weights,
+                                           __m512i* staged) const {
     int32_t* sums = one_base(sums_);
+    const __m512i low = kept(_mm512_set1_epi16(15));  // not made again each time
     Lines lines = pairs.lines;
     __m512i a[4][4];
     for (int r = 0; r < 4; ++r)
-      for (int j = 0; j < 4; ++j)
-        a[r][j] = c ? _mm512_load_si512(sums + (r * 4 + j) * 16) : _mm512_setzero_si512();
+      for (int j = 0; j < 4; ++j) a[r][j] = _mm512_load_si512(sums + (r * 4 + j) * 16);
+#pragma GCC unroll 2
     for (int64_t half = 0; half < 2; ++half) {
       const char* from = pairs.from[half];
       const int64_t step = pairs.step[half];
-      const int16_t* at = weights + (is_by_turns ? 32 : 16) * half;
+      const int16_t* at = weights + (is_4 && kSubs == 2 ? 32 : 4) * half;
       __m512i* numbers = staged + 32 * half;
-      const auto add = [&]() __attribute__((always_inline)) {
-        __m512i x[4];
-        if (place == Place::stage) {
-          for (int j = 0; j < 4; ++j) x[j] = _mm512_load_si512(numbers + j);
-        } else {
-          interleave<is_4, kSubs>(from, step, x);
-        }
-        if (place == Place::to_stage)
-          for (int j = 0; j < 4; ++j) _mm512_store_si512(numbers + j, x[j]);
-        for (int r = 0; r < 4; ++r) {
-          const int16_t* of = at + r * row;
-          __m512i w = is_by_turns ? _mm512_broadcastq_epi64(_mm_loadu_si64(of))
-                                  : _mm512_broadcastd_epi32(_mm_loadu_si32(of));
-          if (kSubs == 2 && !is_by_turns)
-            w = _mm512_mask_broadcastd_epi32(w, kSecond, _mm_loadu_si32(of + kTile));
-          for (int j = 0; j < 4; ++j) a[r][j] = dot_pairs(a[r][j], x[j], w);
-        }
-        at += is_by_turns ? 4 : 2;
-        from += 2 * step;
-        numbers += 4;
-      };
-      int64_t i = 0;
-      for (; place == Place::pool && i + 8 <= pairs.n[half]; i += 8) {
+      if (place == Place::dense || place == Place::whole) {
 #pragma GCC unroll 8
-        for (int64_t j = 0; j < 8; ++j) {
-          if (!is_4 || j % 2) lines.one(is_4 ? j / 2 : j);
-          add();
+        for (int64_t i = 0; i < 8; ++i, from += 2 * step) {
+          if (!is_4 || i % 2) lines.one(is_4 ? i / 2 : i);
+          add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
         }
+        continue;
       }
-      for (; i < pairs.n[half]; ++i) {
+      for (int64_t i = 0; i < pairs.n[half]; ++i, from += 2 * step, numbers += 4) {
         if (i % (is_4 ? 8 : 4) == 0) lines.four();
-        add();
+        add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
       }
     }
     for (int r = 0; r < 4; ++r)
       for (int j = 0; j < 4; ++j) _mm512_store_si512(sums + (r * 4 + j) * 16, a[r][j]);
+  }
+
+  template <bool is_4, int kSubs, Place place>
+  static __attribute__((always_inline)) void add_pair(const char* from, int64_t step,
+                                                      const int16_t* weights, int64_t i,
+                                                      __m512i low, __m512i* numbers,
+                                                      __m512i (&a)[4][4]) {
+    constexpr __mmask16 kSecond = 0xFF00;  // the chunk's second group
+    constexpr bool is_by_turns = is_4 && kSubs == 2;
+    weights += is_by_turns ? i / 2 * 64 + i % 2 * 4 : i / 2 * 32 + i % 2 * 2;
+    __m512i x[4];
+    if (place == Place::stage) {
+      for (int j = 0; j < 4; ++j) x[j] = _mm512_load_si512(numbers + j);
+    } else {
+      interleave<is_4, kSubs, place == Place::dense>(from, step, low, x);
+    }
+    if (place == Place::to_stage)
+      for (int j = 0; j < 4; ++j) _mm512_store_si512(numbers + j, x[j]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r, weights += 8) {
+      __m512i w = is_by_turns ? _mm512_broadcastq_epi64(_mm_loadu_si64(weights))
+                              : _mm512_broadcastd_epi32(_mm_loadu_si32(weights));
+      if (kSubs == 2 && !is_by_turns)
+        w = _mm512_mask_broadcastd_epi32(w, kSecond, _mm_loadu_si32(weights + 4 * kTile));
+      for (int j = 0; j < 4; ++j) a[r][j] = dot_pairs(a[r][j], x[j], w);
+    }
   }
 
   template <bool is_4, int kSubs>

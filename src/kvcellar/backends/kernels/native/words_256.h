@@ -35,9 +35,9 @@ class Words : public WordsBase {
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16; `tops`: the highest
-  // of each row, in 4 parts.
-  void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
-    load_affine(k_groups_, rows, kKAffine, n, 0.f, k_affine_);
+  // of each row, in 4 parts. Never in fours.
+  void logits(const TileRows& rows, int64_t n, float* s, float* tops, bool, const Next& next) {
+    load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
     with_kind(k_, [&](auto is_4, auto n_subs) {
       const int64_t n_bytes = k_.packed_bytes();
       int64_t step;

@@ -27,7 +27,7 @@ class WordsBase {
 
   // Before `weigh`: what it needs of these V rows.
   void prepare(const TileRows& rows, int64_t n) {
-    load_affine(v_groups_, rows, kVAffine, n, middle(), v_affine_, largest_);
+    load_affine<kVAffine>(v_groups_, rows, n, v_affine_, middle(), largest_);
   }
 
   // Of earlier tiles, which weigh less now.

@@ -1,0 +1,57 @@
+// Whole numbers in vectors of one instruction set, as vector.h has floats: the same names in each.
+//
+// Only included by attend_impl.h, after vector.h.
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
+#if defined(KVC_AVX512)
+using Ints = __m512i;
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }
+inline Ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints all_bytes(int8_t x) { return _mm512_set1_epi8(x); }
+inline Ints both(Ints x, Ints y) { return _mm512_and_si512(x, y); }
+inline Ints add_16(Ints x, Ints y) { return _mm512_add_epi16(x, y); }
+inline Ints add_32(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
+inline Ints max_u16(Ints x, Ints y) { return _mm512_max_epu16(x, y); }
+inline Ints max_32(Ints x, Ints y) { return _mm512_max_epi32(x, y); }
+inline Ints left_32(Ints x, int n) { return _mm512_slli_epi32(x, n); }
+inline Ints right_16(Ints x, int n) { return _mm512_srli_epi16(x, n); }
+inline Ints right_32(Ints x, int n) { return _mm512_srli_epi32(x, n); }
+inline Ints dot_bytes(Ints x, Ints y) { return _mm512_maddubs_epi16(x, y); }
+inline Ints dot_words(Ints x, Ints y) { return _mm512_madd_epi16(x, y); }
+// Words at even places of x, those at odd ones of y.
+inline Ints words_by_turns(Ints x, Ints y) { return _mm512_mask_mov_epi16(x, 0xAAAAAAAA, y); }
+inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Ints to_ints(Vec x) { return _mm512_cvtps_epi32(x); }  // the nearest
+inline Vec bits_as_floats(Ints x) { return _mm512_castsi512_ps(x); }
+inline Ints bits_as_ints(Vec x) { return _mm512_castps_si512(x); }
+#elif defined(KVC_AVX2)
+using Ints = __m256i;
+inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }
+inline void store_ints(void* p, Ints x) { _mm256_storeu_si256(static_cast<Ints*>(p), x); }
+inline Ints all_ints(int32_t x) { return _mm256_set1_epi32(x); }
+inline Ints all_bytes(int8_t x) { return _mm256_set1_epi8(x); }
+inline Ints both(Ints x, Ints y) { return _mm256_and_si256(x, y); }
+inline Ints add_16(Ints x, Ints y) { return _mm256_add_epi16(x, y); }
+inline Ints add_32(Ints x, Ints y) { return _mm256_add_epi32(x, y); }
+inline Ints max_u16(Ints x, Ints y) { return _mm256_max_epu16(x, y); }
+inline Ints max_32(Ints x, Ints y) { return _mm256_max_epi32(x, y); }
+inline Ints left_32(Ints x, int n) { return _mm256_slli_epi32(x, n); }
+inline Ints right_16(Ints x, int n) { return _mm256_srli_epi16(x, n); }
+inline Ints right_32(Ints x, int n) { return _mm256_srli_epi32(x, n); }
+inline Ints dot_bytes(Ints x, Ints y) { return _mm256_maddubs_epi16(x, y); }
+inline Ints dot_words(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
+// Words at even places of x, those at odd ones of y.
+inline Ints words_by_turns(Ints x, Ints y) { return _mm256_blend_epi16(x, y, 0xAA); }
+inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+inline Ints to_ints(Vec x) { return _mm256_cvtps_epi32(x); }  // the nearest
+inline Vec bits_as_floats(Ints x) { return _mm256_castsi256_ps(x); }
+inline Ints bits_as_ints(Vec x) { return _mm256_castps_si256(x); }
+#endif
+
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
