@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-amx kernel-check-arm bench wheel clean
+.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-amx kernel-check-avx512 kernel-check-arm bench wheel clean
 
 help: ## Show what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(VENV)/.runtime ## Set up, then watch the bundled model branch: one trunk, four forks
 	@$(BIN)/kvcellar demo
@@ -45,6 +45,12 @@ kernel-check-amx: ## The same steps with the matrix unit emulated, for a process
 		-DKVC_EMULATE_AMX=ON
 	@cmake --build build/kernel-check-amx -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-amx/check_kernel 200
+
+kernel-check-avx512: ## The same steps with AVX-512 and VNNI emulated, for a processor that has AVX2 only
+	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-avx512 -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DKVC_EMULATE_AVX512=ON
+	@cmake --build build/kernel-check-avx512 -j
+	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-avx512/check_kernel 200
 
 kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux-gnu and qemu-user
 	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-arm -DKVC_SANITISE=OFF \

@@ -385,10 +385,13 @@ def test_random_steps_are_clean_under_the_address_and_undefined_behaviour_saniti
     if compiler is None or shutil.which("cmake") is None:
         pytest.skip("a C++ compiler and CMake are needed to build with sanitisers")
     emulated = ["amx"] if can_emulate_amx(compiler) else []
+    if can_emulate_avx512(compiler):
+        emulated += ["vnni", "avx512"]
     subprocess.run(
         [
             *("cmake", "-S", NATIVE / "check", "-B", tmp_path, "-DCMAKE_BUILD_TYPE=RelWithDebInfo"),
-            f"-DKVC_EMULATE_AMX={'ON' if emulated else 'OFF'}",
+            f"-DKVC_EMULATE_AMX={'ON' if 'amx' in emulated else 'OFF'}",
+            f"-DKVC_EMULATE_AVX512={'ON' if 'avx512' in emulated else 'OFF'}",
         ],
         check=True,
         capture_output=True,
@@ -415,6 +418,17 @@ def can_emulate_amx(compiler: str) -> bool:
     tried = subprocess.run(
         [compiler, *options, "-E", "-x", "c++", os.devnull], capture_output=True, check=False
     )
+    return tried.returncode == 0
+
+
+def can_emulate_avx512(compiler: str) -> bool:
+    """Whether this machine has AVX2, and not what comes after it."""
+    flags = Path("/proc/cpuinfo")
+    if "avx2" not in LEVELS or not flags.exists() or " avx512f " in flags.read_text():
+        return False
+    options = ["-std=c++17", "-mavx2", "-mfma", "-mf16c", "-w", "-fsyntax-only", "-x", "c++"]
+    header = NATIVE / "check" / "emulated_avx512.h"
+    tried = subprocess.run([compiler, *options, header], capture_output=True, check=False)
     return tried.returncode == 0
 
 

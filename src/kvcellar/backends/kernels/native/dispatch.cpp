@@ -34,6 +34,18 @@ extern const Ops ops_neon;
 
 namespace {
 
+#if defined(KVC_EMULATED_AVX512)
+bool has_avx512() { return __builtin_cpu_supports("avx2"); }
+bool has_vnni() { return true; }
+#elif defined(KVC_WITH_AVX512)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("fma");
+}
+bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
+#endif
+
 #if defined(KVC_EMULATED_AMX)
 bool has_amx() { return __builtin_cpu_supports("avx512vbmi"); }
 #elif defined(KVC_WITH_AMX)
@@ -52,14 +64,12 @@ bool has_amx() {
 std::vector<const Ops*> find_levels() {
   std::vector<const Ops*> found;
 #if defined(KVC_WITH_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("fma")) {
+  if (has_avx512()) {
 #if defined(KVC_WITH_AMX)
     if (has_amx()) found.push_back(&ops_amx);
 #endif
 #if defined(KVC_WITH_VNNI)
-    if (__builtin_cpu_supports("avx512vnni")) found.push_back(&ops_vnni);
+    if (has_vnni()) found.push_back(&ops_vnni);
 #endif
     found.push_back(&ops_avx512);
   }

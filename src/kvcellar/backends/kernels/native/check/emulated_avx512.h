@@ -1,0 +1,455 @@
+// What the kernel uses of AVX-512 on a processor that has AVX2 only: included before a translation unit
+// for AVX-512 or VNNI that is compiled without them. For checks only.
+//
+// Functions of the same names as in immintrin.h, which these hide where they are called: in the
+// namespace below. Results are those of the processor to the bit.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+// Macros without optimisation.
+#undef _mm512_cmp_ps_mask
+#undef _mm512_cvtps_ph
+#undef _mm512_extractf32x4_ps
+#undef _mm512_extractf32x8_ps
+#undef _mm512_inserti64x4
+#undef _mm512_reduce_ps
+#undef _mm512_roundscale_ps
+#undef _mm512_shuffle_f32x4
+#undef _mm512_shuffle_ps
+#undef _mm512_slli_epi32
+#undef _mm512_srli_epi16
+#undef _mm512_srli_epi32
+
+namespace kvcellar {
+namespace emulated {
+
+union Floats {
+  __m512 all;
+  __m256 half[2];
+  __m128 quarter[4];
+  float number[16];
+};
+
+union Ints {
+  __m512i all;
+  __m256i half[2];
+  __m128i quarter[4];
+  int64_t number_64[8];
+  int32_t number[16];
+  int16_t number_16[32];
+};
+
+union Doubles {
+  __m512d all;
+  __m256d half[2];
+};
+
+// As the processor does where what it is to load or store is not aligned, or this is not written for.
+inline void demand(bool is_true) {
+  if (!is_true) __builtin_trap();
+}
+inline void demand_aligned(const void* p) {
+  demand(reinterpret_cast<uintptr_t>(p) % 64 == 0);
+}
+
+inline __m512 twice(__m256 x) {
+  Floats y;
+  y.half[0] = y.half[1] = x;
+  return y.all;
+}
+inline __m512i twice(__m256i x) {
+  Ints y;
+  y.half[0] = y.half[1] = x;
+  return y.all;
+}
+
+// All bits of a number where its bit of the mask is set.
+inline __m512i spread_32(__mmask16 mask) {
+  const __m256i bits = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+  Ints x;
+  for (int h = 0; h < 2; ++h)
+    x.half[h] = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(mask >> 8 * h), bits), bits);
+  return x.all;
+}
+inline __m512i spread_16(__mmask32 mask) {
+  const __m256i bits = _mm256_set_epi16(-32768, 16384, 8192, 4096, 2048, 1024, 512, 256,
+                                        128, 64, 32, 16, 8, 4, 2, 1);
+  Ints x;
+  for (int h = 0; h < 2; ++h) {
+    const __m256i half = _mm256_set1_epi16(static_cast<int16_t>(mask >> 16 * h));
+    x.half[h] = _mm256_cmpeq_epi16(_mm256_and_si256(half, bits), bits);
+  }
+  return x.all;
+}
+
+// Bits of y where `spread` has them, else of x.
+inline __m512i chosen(__m512i spread, __m512i x, __m512i y) {
+  Ints s{spread}, a{x}, b{y};
+  for (int h = 0; h < 2; ++h) a.half[h] = _mm256_blendv_epi8(a.half[h], b.half[h], s.half[h]);
+  return a.all;
+}
+
+// Numbers of T of x, and of y behind them, at places `from`, which wrap around.
+template <class T>
+inline __m512i picked(__m512i from, __m512i x, __m512i y, int n_vectors) {
+  constexpr int n = 64 / sizeof(T);
+  T places[n], numbers[2 * n], to[n];
+  std::memcpy(places, &from, 64);
+  std::memcpy(numbers, &x, 64);
+  std::memcpy(numbers + n, &y, 64);
+  for (int i = 0; i < n; ++i) to[i] = numbers[places[i] & (n_vectors * n - 1)];
+  std::memcpy(&x, to, 64);
+  return x;
+}
+
+// x * 2**floor(power), rounded once.
+inline float scaled(float x, float power) {
+  constexpr float kInfinity = __builtin_inff();
+  if (x != x) return power == kInfinity ? kInfinity : power == -kInfinity ? 0.f : x;
+  if (power != power) return power;
+  if (x == 0.f && power == kInfinity) return -__builtin_nanf("");
+  if (x - x != 0.f && power == -kInfinity) return -__builtin_nanf("");
+  power = power < -400.f ? -400.f : power > 400.f ? 400.f : __builtin_floorf(power);
+  const uint64_t bits = static_cast<uint64_t>(1023 + static_cast<int>(power)) << 52;
+  double factor;
+  std::memcpy(&factor, &bits, 8);
+  return static_cast<float>(static_cast<double>(x) * factor);
+}
+
+// x - floor(x), rounded down.
+inline __m256 above_floor(__m256 x) {
+  const __m256 below = _mm256_floor_ps(x), sign = _mm256_set1_ps(-0.f);
+  __m256 rest = _mm256_sub_ps(x, below);
+  // Between -1 and 0 the rest may have been rounded up, which is seen exactly.
+  const __m256 is_up = _mm256_cmp_ps(_mm256_add_ps(rest, below), x, _CMP_GT_OQ);
+  rest = _mm256_castsi256_ps(
+      _mm256_add_epi32(_mm256_castps_si256(rest), _mm256_castps_si256(is_up)));
+  const __m256 is_zero = _mm256_cmp_ps(rest, _mm256_setzero_ps(), _CMP_EQ_OQ);
+  rest = _mm256_or_ps(rest, _mm256_and_ps(is_zero, sign));
+  const __m256 magnitude = _mm256_andnot_ps(sign, x);
+  return _mm256_andnot_ps(
+      _mm256_cmp_ps(magnitude, _mm256_set1_ps(__builtin_inff()), _CMP_EQ_OQ), rest);
+}
+
+}  // namespace emulated
+
+// What AVX2 has for each half.
+#define KVC_BY_HALVES(Vec, Parts, name, of_half)                                           \
+  inline Vec _mm512_##name(Vec x, Vec y) {                                             \
+    emulated::Parts a{x}, b{y};                                                            \
+    for (int h = 0; h < 2; ++h) a.half[h] = _mm256_##of_half(a.half[h], b.half[h]);        \
+    return a.all;                                                                          \
+  }
+#define KVC_FLOATS(name) KVC_BY_HALVES(__m512, Floats, name, name)
+#define KVC_DOUBLES(name) KVC_BY_HALVES(__m512d, Doubles, name, name)
+#define KVC_INTS(name) KVC_BY_HALVES(__m512i, Ints, name, name)
+KVC_FLOATS(add_ps)
+KVC_FLOATS(sub_ps)
+KVC_FLOATS(mul_ps)
+KVC_FLOATS(div_ps)
+KVC_FLOATS(min_ps)
+KVC_FLOATS(max_ps)
+KVC_FLOATS(unpacklo_ps)
+KVC_FLOATS(unpackhi_ps)
+KVC_DOUBLES(unpacklo_pd)
+KVC_DOUBLES(unpackhi_pd)
+KVC_INTS(add_epi16)
+KVC_INTS(add_epi32)
+KVC_INTS(sub_epi32)
+KVC_INTS(max_epu16)
+KVC_INTS(max_epi32)
+KVC_INTS(madd_epi16)
+KVC_INTS(maddubs_epi16)
+KVC_INTS(packs_epi32)
+KVC_INTS(unpacklo_epi8)
+KVC_INTS(unpackhi_epi8)
+KVC_INTS(unpacklo_epi32)
+KVC_INTS(unpackhi_epi32)
+KVC_INTS(unpacklo_epi64)
+KVC_INTS(unpackhi_epi64)
+KVC_BY_HALVES(__m512i, Ints, and_si512, and_si256)
+#undef KVC_INTS
+#undef KVC_DOUBLES
+#undef KVC_FLOATS
+#undef KVC_BY_HALVES
+
+// The same, by a number that all of them are shifted by.
+#define KVC_SHIFT(name)                                                                    \
+  inline __m512i _mm512_##name(__m512i x, unsigned n) {                                \
+    emulated::Ints a{x};                                                                   \
+    for (__m256i& half : a.half) half = _mm256_##name(half, static_cast<int>(n));          \
+    return a.all;                                                                          \
+  }
+KVC_SHIFT(slli_epi32)
+KVC_SHIFT(srli_epi32)
+KVC_SHIFT(srli_epi16)
+#undef KVC_SHIFT
+
+inline __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) {
+  emulated::Floats a{x}, b{y}, c{z};
+  for (int h = 0; h < 2; ++h) c.half[h] = _mm256_fmadd_ps(a.half[h], b.half[h], c.half[h]);
+  return c.all;
+}
+
+// Loads, stores and constants.
+
+inline __m512 _mm512_loadu_ps(const void* p) {
+  __m512 x;
+  std::memcpy(&x, p, 64);
+  return x;
+}
+inline __m512i _mm512_loadu_si512(const void* p) {
+  __m512i x;
+  std::memcpy(&x, p, 64);
+  return x;
+}
+inline __m512 _mm512_load_ps(const void* p) {
+  emulated::demand_aligned(p);
+  return _mm512_loadu_ps(p);
+}
+inline __m512i _mm512_load_si512(const void* p) {
+  emulated::demand_aligned(p);
+  return _mm512_loadu_si512(p);
+}
+inline void _mm512_storeu_ps(void* p, __m512 x) { std::memcpy(p, &x, 64); }
+inline void _mm512_storeu_si512(void* p, __m512i x) { std::memcpy(p, &x, 64); }
+inline void _mm512_store_si512(void* p, __m512i x) {
+  emulated::demand_aligned(p);
+  _mm512_storeu_si512(p, x);
+}
+
+inline __m512 _mm512_setzero_ps() { return __m512{}; }
+inline __m512i _mm512_setzero_si512() { return __m512i{}; }
+inline __m512 _mm512_set1_ps(float x) { return emulated::twice(_mm256_set1_ps(x)); }
+inline __m512i _mm512_set1_epi8(char x) { return emulated::twice(_mm256_set1_epi8(x)); }
+inline __m512i _mm512_set1_epi16(short x) { return emulated::twice(_mm256_set1_epi16(x)); }
+inline __m512i _mm512_set1_epi32(int x) { return emulated::twice(_mm256_set1_epi32(x)); }
+inline __m512i _mm512_set_epi32(int p, int o, int n, int m, int l, int k, int j, int i, int h,
+                                    int g, int f, int e, int d, int c, int b, int a) {
+  emulated::Ints x;
+  x.half[0] = _mm256_set_epi32(h, g, f, e, d, c, b, a);
+  x.half[1] = _mm256_set_epi32(p, o, n, m, l, k, j, i);
+  return x.all;
+}
+inline __m512i _mm512_set_epi64(int64_t h, int64_t g, int64_t f, int64_t e, int64_t d,
+                                    int64_t c, int64_t b, int64_t a) {
+  emulated::Ints x;
+  x.half[0] = _mm256_set_epi64x(d, c, b, a);
+  x.half[1] = _mm256_set_epi64x(h, g, f, e);
+  return x.all;
+}
+inline __m512 _mm512_broadcast_f32x4(__m128 x) {
+  return emulated::twice(_mm256_set_m128(x, x));
+}
+inline __m512i _mm512_broadcast_i32x4(__m128i x) {
+  return emulated::twice(_mm256_broadcastsi128_si256(x));
+}
+inline __m512i _mm512_broadcastd_epi32(__m128i x) {
+  return emulated::twice(_mm256_broadcastd_epi32(x));
+}
+inline __m512i _mm512_broadcastq_epi64(__m128i x) {
+  return emulated::twice(_mm256_broadcastq_epi64(x));
+}
+
+// The same bits as another type.
+
+inline __m512 _mm512_castpd_ps(__m512d x) { return reinterpret_cast<__m512>(x); }
+inline __m512d _mm512_castps_pd(__m512 x) { return reinterpret_cast<__m512d>(x); }
+inline __m512i _mm512_castps_si512(__m512 x) { return reinterpret_cast<__m512i>(x); }
+inline __m512 _mm512_castsi512_ps(__m512i x) { return reinterpret_cast<__m512>(x); }
+inline __m256 _mm512_castps512_ps256(__m512 x) { return emulated::Floats{x}.half[0]; }
+inline __m128 _mm512_castps512_ps128(__m512 x) { return emulated::Floats{x}.quarter[0]; }
+inline __m512i _mm512_castsi256_si512(__m256i x) {
+  emulated::Ints y;
+  y.half[0] = x;
+  y.half[1] = _mm256_set1_epi8(0x5A);  // undefined
+  return y.all;
+}
+inline __m128 _mm512_extractf32x4_ps(__m512 x, int i) { return emulated::Floats{x}.quarter[i & 3]; }
+inline __m256 _mm512_extractf32x8_ps(__m512 x, int i) { return emulated::Floats{x}.half[i & 1]; }
+inline __m512i _mm512_inserti64x4(__m512i x, __m256i y, int i) {
+  emulated::Ints a{x};
+  a.half[i & 1] = y;
+  return a.all;
+}
+
+// Other orders, and numbers that a mask chooses.
+
+inline __m512 _mm512_shuffle_ps(__m512 x, __m512 y, int order) {
+  const emulated::Floats a{x}, b{y};
+  emulated::Floats to;
+  for (int i = 0; i < 16; ++i)
+    to.number[i] = (i % 4 < 2 ? a : b).number[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+  return to.all;
+}
+inline __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int order) {
+  const emulated::Floats a{x}, b{y};
+  emulated::Floats to;
+  for (int i = 0; i < 4; ++i) to.quarter[i] = (i < 2 ? a : b).quarter[order >> i * 2 & 3];
+  return to.all;
+}
+inline __m512i _mm512_permutexvar_epi16(__m512i from, __m512i x) {
+  return emulated::picked<uint16_t>(from, x, x, 1);
+}
+inline __m512 _mm512_permutexvar_ps(__m512i from, __m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  return _mm512_castsi512_ps(emulated::picked<uint32_t>(from, bits, bits, 1));
+}
+inline __m512i _mm512_permutex2var_epi16(__m512i x, __m512i from, __m512i y) {
+  return emulated::picked<uint16_t>(from, x, y, 2);
+}
+inline __m512i _mm512_permutex2var_epi32(__m512i x, __m512i from, __m512i y) {
+  return emulated::picked<uint32_t>(from, x, y, 2);
+}
+inline __m512i _mm512_permutex2var_epi64(__m512i x, __m512i from, __m512i y) {
+  return emulated::picked<uint64_t>(from, x, y, 2);
+}
+inline __m512 _mm512_permutex2var_ps(__m512 x, __m512i from, __m512 y) {
+  return _mm512_castsi512_ps(
+      emulated::picked<uint32_t>(from, _mm512_castps_si512(x), _mm512_castps_si512(y), 2));
+}
+inline __m512i _mm512_mask_mov_epi16(__m512i x, __mmask32 mask, __m512i y) {
+  return emulated::chosen(emulated::spread_16(mask), x, y);
+}
+inline __m512 _mm512_mask_mov_ps(__m512 x, __mmask16 mask, __m512 y) {
+  return _mm512_castsi512_ps(emulated::chosen(emulated::spread_32(mask), _mm512_castps_si512(x),
+                                              _mm512_castps_si512(y)));
+}
+inline __m512i _mm512_mask_broadcastd_epi32(__m512i x, __mmask16 mask, __m128i y) {
+  return emulated::chosen(emulated::spread_32(mask), x, _mm512_broadcastd_epi32(y));
+}
+inline __m512i _mm512_mask_or_epi32(__m512i old, __mmask16 mask, __m512i x, __m512i y) {
+  emulated::Ints a{x}, b{y};
+  for (int h = 0; h < 2; ++h) a.half[h] = _mm256_or_si256(a.half[h], b.half[h]);
+  return emulated::chosen(emulated::spread_32(mask), old, a.all);
+}
+inline __mmask16 _mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
+  emulated::demand(predicate == _CMP_UNORD_Q || predicate == _CMP_GT_OQ);
+  const emulated::Floats a{x}, b{y};
+  int mask = 0;
+  for (int h = 0; h < 2; ++h) {
+    const __m256 is_true = predicate == _CMP_UNORD_Q
+                               ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
+                               : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_GT_OQ);
+    mask |= _mm256_movemask_ps(is_true) << 8 * h;
+  }
+  return static_cast<__mmask16>(mask);
+}
+
+// Numbers of one type to another.
+
+inline __m512i _mm512_cvtepu8_epi32(__m128i x) {
+  emulated::Ints y;
+  y.half[0] = _mm256_cvtepu8_epi32(x);
+  y.half[1] = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(x, x));
+  return y.all;
+}
+inline __m512i _mm512_cvtepu16_epi32(__m256i x) {
+  emulated::Ints y;
+  y.half[0] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(x));
+  y.half[1] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1));
+  return y.all;
+}
+inline __m256i _mm512_cvtepi32_epi16(__m512i x) {
+  const emulated::Ints a{x};
+  const __m256i low = _mm256_set1_epi32(0xFFFF);
+  const __m256i words =
+      _mm256_packus_epi32(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
+  return _mm256_permute4x64_epi64(words, 0xD8);
+}
+inline __m128i _mm512_cvtepi32_epi8(__m512i x) {
+  const __m256i low = _mm256_set1_epi16(0xFF);
+  const __m256i words = _mm256_and_si256(_mm512_cvtepi32_epi16(x), low);
+  return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+inline __m512 _mm512_cvtepi32_ps(__m512i x) {
+  const emulated::Ints a{x};
+  emulated::Floats y;
+  for (int h = 0; h < 2; ++h) y.half[h] = _mm256_cvtepi32_ps(a.half[h]);
+  return y.all;
+}
+inline __m512i _mm512_cvtps_epi32(__m512 x) {
+  const emulated::Floats a{x};
+  emulated::Ints y;
+  for (int h = 0; h < 2; ++h) y.half[h] = _mm256_cvtps_epi32(a.half[h]);
+  return y.all;
+}
+inline __m512 _mm512_cvtph_ps(__m256i x) {
+  emulated::Floats y;
+  y.half[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(x));
+  y.half[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+  return y.all;
+}
+inline __m256i _mm512_cvtps_ph(__m512 x, int rounding) {
+  emulated::demand(rounding == (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  const emulated::Floats a{x};
+  return _mm256_set_m128i(_mm256_cvtps_ph(a.half[1], _MM_FROUND_TO_NEAREST_INT),
+                          _mm256_cvtps_ph(a.half[0], _MM_FROUND_TO_NEAREST_INT));
+}
+
+// Arithmetic.
+
+inline __m512 _mm512_abs_ps(__m512 x) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF)));
+}
+inline __m512 _mm512_roundscale_ps(__m512 x, int how) {
+  emulated::demand(how == (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  emulated::Floats a{x};
+  for (__m256& half : a.half)
+    half = _mm256_round_ps(half, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return a.all;
+}
+inline __m512 _mm512_reduce_ps(__m512 x, int how) {
+  emulated::demand(how == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  emulated::Floats a{x};
+  for (__m256& half : a.half) half = emulated::above_floor(half);
+  return a.all;
+}
+inline __m512 _mm512_scalef_ps(__m512 x, __m512 power) {
+  const emulated::Floats a{x}, b{power};
+  emulated::Floats y;
+  for (int i = 0; i < 16; ++i) y.number[i] = emulated::scaled(a.number[i], b.number[i]);
+  return y.all;
+}
+// Of x bytes without a sign; what is beyond 32 bits is lost.
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
+  emulated::Ints to{sum}, a{x}, b{y};
+  for (int h = 0; h < 2; ++h) {
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a.half[h], _mm256_set1_epi16(255)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(b.half[h], 8), 8));
+    const __m256i odd =
+        _mm256_madd_epi16(_mm256_srli_epi16(a.half[h], 8), _mm256_srai_epi16(b.half[h], 8));
+    to.half[h] = _mm256_add_epi32(to.half[h], _mm256_add_epi32(even, odd));
+  }
+  return to.all;
+}
+
+// Of all numbers: halves, quarters and so on meet in the compiler's order.
+inline float _mm512_reduce_add_ps(__m512 x) {
+  const emulated::Floats a{x};
+  const __m256 b = _mm256_add_ps(a.half[1], a.half[0]);
+  const __m128 c = _mm_add_ps(_mm256_extractf128_ps(b, 1), _mm256_castps256_ps128(b));
+  const __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+inline float _mm512_reduce_max_ps(__m512 x) {
+  const emulated::Floats a{x};
+  const __m256 b = _mm256_max_ps(a.half[1], a.half[0]);
+  const __m128 c = _mm_max_ps(_mm256_extractf128_ps(b, 1), _mm256_castps256_ps128(b));
+  const __m128 d = _mm_max_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+}
+inline int _mm512_reduce_add_epi32(__m512i x) {
+  const emulated::Ints a{x};
+  uint32_t sum = 0;
+  for (const int32_t number : a.number) sum += static_cast<uint32_t>(number);
+  return static_cast<int>(sum);
+}
+
+}  // namespace kvcellar
