@@ -288,31 +288,22 @@ class Next {
   void start(const TileRows& rows, int64_t n) {
     rows_ = &rows;
     n_ = n;
+    if (n && rows.pool != pool_) measure();
     cuts_ = nullptr;
     if (!kPagesByTurns || n != kTile) return;
     for (const bool is_whole : rows.is_whole)
       if (!is_whole) return;
-    if (rows.pool != cut_pool_) cut();
     cuts_ = rows.is_run ? pages_ : blocks_;
   }
 
   // Lines of a part for the g-th 16 cells, for a loop that fetches up to n, a multiple of 4; what is
   // more comes now. Where the loop fetches more, they are lines of the next cells.
   Lines sixteen(Part part, int64_t g, int64_t n) const {
-    if (!cuts_ || !cuts_[part].n_open) return rows(part, g, n);
-    const Cut& cut = cuts_[part];
+    const Cut& cut = pages_[part];
+    if (cuts_ != pages_ || cut.lines.left != n) return others(part, g, n);
     Lines lines = cut.lines;
-    const int64_t first = (g & cut.last_round) * cut.n_open;
-    const char* const* blocks = rows_->first[part];
-    if (cuts_ == pages_) {
-      lines.at = blocks[0] + first * kPage;
-    } else {
-      blocks += first;
-      lines.at = blocks[0];
-      set(lines, 4, blocks[1] - lines.at, blocks[2] - lines.at, blocks[3] - lines.at);
-    }
-    lines.at += (g >> cut.shift) * cut.share;
-    for (; lines.left > n; lines.left -= 4) lines.four();
+    lines.at = rows_->first[part][0] + (g & cut.last_round) * cut.n_open * kPage +
+               (g >> cut.shift) * cut.share;
     return lines;
   }
 
@@ -323,9 +314,8 @@ class Next {
   // Those of scales and biases, which are few.
   void affine(Part part, int64_t g) const {
     if (16 * g >= n_) return;
-    const int64_t bytes = row_bytes(part);
-    if (rows_->is_whole[g] && rows_->stride[part] == bytes)
-      for (int64_t i = 0; i < 16 * bytes; i += 64) fetch(rows_->first[part][g] + i);
+    if (is_dense_[part] && rows_->is_whole[g])
+      for (int64_t i = 0; i < 16 * bytes_[part]; i += 64) fetch(rows_->first[part][g] + i);
     else
       rows(part, g, 0);
   }
@@ -354,31 +344,57 @@ class Next {
     lines.step = 256 / n_open;
   }
 
-  void cut() {
-    cut_pool_ = rows_->pool;
+  // Of another pool than the last one.
+  void measure() {
+    pool_ = rows_->pool;
+    const Side &k = pool_->k, &v = pool_->v;
+    const int64_t bytes[4] = {k.packed_bytes(), v.packed_bytes(), k.affine_bytes(), v.affine_bytes()};
+    for (int part = 0; part < 4; ++part) {
+      bytes_[part] = bytes[part];
+      is_dense_[part] = rows_->stride[part] == bytes[part];
+    }
     for (const Part part : {kKRows, kVRows}) {
-      const int64_t bytes = row_bytes(part);
       for (Cut* cuts : {pages_, blocks_}) {
         Cut& cut = cuts[part];
-        const int64_t n = cuts == blocks_ ? kTile / 16 : bytes * kTile / kPage;
+        const int64_t n = cuts == blocks_ ? kTile / 16 : bytes[part] * kTile / kPage;
         cut.n_open = n >= 4 ? 4 : n;
         const int64_t rounds = n >= 4 ? n / 4 : 1;
-        if (rows_->stride[part] != bytes || bytes % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds)
+        if (!is_dense_[part] || bytes[part] % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds)
           cut.n_open = 0;
+        cut.lines.left = -1;
         if (!cut.n_open) continue;
         cut.last_round = rounds - 1;
         for (cut.shift = 0; 1 << cut.shift < rounds;) ++cut.shift;
-        cut.share = bytes * 16 / cut.n_open;
-        cut.lines.left = bytes / 4;
+        cut.share = bytes[part] * 16 / cut.n_open;
+        cut.lines.left = bytes[part] / 4;
         set(cut.lines, cut.n_open, kPage, 2 * kPage, 3 * kPage);
       }
     }
   }
 
+  // Where it is not whole pages, or not as many lines as the loop fetches.
+  __attribute__((noinline)) Lines others(Part part, int64_t g, int64_t n) const {
+    if (!cuts_ || !cuts_[part].n_open) return rows(part, g, n);
+    const Cut& cut = cuts_[part];
+    Lines lines = cut.lines;
+    const int64_t first = (g & cut.last_round) * cut.n_open;
+    const char* const* blocks = rows_->first[part];
+    if (cuts_ == pages_) {
+      lines.at = blocks[0] + first * kPage;
+    } else {
+      blocks += first;
+      lines.at = blocks[0];
+      set(lines, 4, blocks[1] - lines.at, blocks[2] - lines.at, blocks[3] - lines.at);
+    }
+    lines.at += (g >> cut.shift) * cut.share;
+    for (; lines.left > n; lines.left -= 4) lines.four();
+    return lines;
+  }
+
   __attribute__((noinline)) Lines rows(Part part, int64_t g, int64_t n) const {
     if (16 * g >= n_) return nothing();
-    const int64_t bytes = row_bytes(part);
-    if (rows_->is_whole[g] && rows_->stride[part] == bytes) {
+    const int64_t bytes = bytes_[part];
+    if (is_dense_[part] && rows_->is_whole[g]) {
       Lines lines{rows_->first[part][g], 64, 128, 192, 256, (bytes * 16 + 255) / 256 * 4};
       for (; lines.left > n; lines.left -= 4) lines.four();
       return lines;
@@ -388,18 +404,12 @@ class Next {
     return nothing();
   }
 
-  int64_t row_bytes(Part part) const {
-    const Side &k = rows_->pool->k, &v = rows_->pool->v;
-    return part == kKRows     ? k.packed_bytes()
-           : part == kVRows   ? v.packed_bytes()
-           : part == kKAffine ? k.affine_bytes()
-                              : v.affine_bytes();
-  }
-
   const TileRows* rows_ = nullptr;
   int64_t n_ = 0;
   const Cut* cuts_ = nullptr;  // of the tile: pages_, blocks_ or none
-  const Pool* cut_pool_ = nullptr;
+  const Pool* pool_ = nullptr;
+  int64_t bytes_[4];  // of a row
+  bool is_dense_[4];  // whether rows follow on each other
   Cut pages_[2], blocks_[2];
 };
 
