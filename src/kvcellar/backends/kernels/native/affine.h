@@ -23,8 +23,8 @@ inline bool fits_chunks(const Side& side) {
 }
 
 #if defined(KVC_AVX512)
-// kGroups scales and biases of each of 16 cells, side by side as halves, to vectors of 16 cells: scale and
-// bias of the first group, and of the second. They are sorted as halves, so that a float is not touched.
+// kGroups scales and biases of each of 16 cells, side by side as halves, to vectors of 16 cells: scale
+// and bias of the first group, and of the second. They are sorted as halves, which are fewer vectors.
 template <int kGroups>
 inline void part_affine(const char* from, Vec* to) {
   constexpr int kParts = 2 * kGroups, kCells = 32 / kParts;  // of a vector
@@ -72,8 +72,8 @@ inline void part_pairs(Vec x, Vec y, Vec& even, Vec& odd) {
   odd = in_order(_mm256_shuffle_ps(x, y, 0xdd));
 }
 
-// kGroups scales and biases of each of 8 cells, side by side as halves, to vectors of 8 cells: scale and
-// bias of the first group, and of the second.
+// kGroups scales and biases of each of 8 cells, side by side as halves, to vectors of 8 cells: scale
+// and bias of the first group, and of the second.
 template <int kGroups>
 inline void part_affine(const char* from, Vec* to) {
   constexpr int kParts = 2 * kGroups;

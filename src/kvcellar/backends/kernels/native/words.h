@@ -336,7 +336,9 @@ class Words : public WordsBase {
       for (int64_t i = 0; i < 16; i += 4, row += 4 * step, at += 256) {
         for (int64_t j = 0; j < (is_4 ? 1 : 2); ++j) lines.one(i / 4 * (is_4 ? 1 : 2) + j);
         if (is_4) {
-          const __m512i x = two_rows(row, step, step == 32), y = two_rows(row + 2 * step, step, step == 32);
+          const bool is_dense = step == 32;
+          const __m512i x = two_rows(row, step, is_dense);
+          const __m512i y = two_rows(row + 2 * step, step, is_dense);
           const __m512i first = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2,
                                                  25, 17, 9, 1, 24, 16, 8, 0);
           for (int j = 0; j < 2; ++j) {
@@ -389,7 +391,8 @@ class Words : public WordsBase {
       logits_of<is_4, kSubs, 1, 32>(quad, c, s, tops, is_fours, quad == turn ? lines : nothing);
   }
 
-  // Logits of the cells that are staged, from `first` on, kCells at a time, for the rows of kQuads quads.
+  // Logits of the cells that are staged, from `first` on, kCells at a time, for the rows of kQuads
+  // quads.
   template <bool is_4, int kSubs, int kQuads, int kCells>
   void logits_of(int64_t quad, int64_t first, float* s, float* tops, bool is_fours,
                  const Lines& given) const {
@@ -531,11 +534,16 @@ class Words : public WordsBase {
         const int16_t* of = weights(quad, group, c);
         const bool is_whole = pairs.n[0] == 8 && pairs.n[1] == 8;
         const bool is_dense = is_4 && pairs.step[0] == 32 && pairs.step[1] == 32;
-        quad                   ? add_pairs<is_4, kSubs, Place::stage>(pairs, of, staged)
-        : quads_ > 1           ? add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, staged)
-        : !is_whole            ? add_pairs<is_4, kSubs, Place::pool>(pairs, of, staged)
-        : is_dense             ? add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(pairs, of, staged)
-                               : add_pairs<is_4, kSubs, Place::whole>(pairs, of, staged);
+        if (quad)
+          add_pairs<is_4, kSubs, Place::stage>(pairs, of, staged);
+        else if (quads_ > 1)
+          add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, staged);
+        else if (!is_whole)
+          add_pairs<is_4, kSubs, Place::pool>(pairs, of, staged);
+        else if (is_dense)
+          add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(pairs, of, staged);
+        else
+          add_pairs<is_4, kSubs, Place::whole>(pairs, of, staged);
       }
       add_sums<is_4, kSubs>(quad, chunk, group);
     }
@@ -543,8 +551,8 @@ class Words : public WordsBase {
 
   // Rows of twice 16 cells, pair by pair.
   struct Pairs {
-    int64_t n[2] = {0, 0}, step[2];
-    const char* from[2];
+    int64_t n[2] = {}, step[2] = {};
+    const char* from[2] = {};
     Lines lines = Next::nothing();  // to fetch: one for each of them, or of int4 for each second one
   };
   // Where interleaved numbers come from: all of them are kept if other rows' weights want them too.
