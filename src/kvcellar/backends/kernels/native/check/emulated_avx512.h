@@ -39,14 +39,7 @@ union Ints {
   __m512i all;
   __m256i half[2];
   __m128i quarter[4];
-  int64_t number_64[8];
   int32_t number[16];
-  int16_t number_16[32];
-};
-
-union Doubles {
-  __m512d all;
-  __m256d half[2];
 };
 
 // As the processor does where what it is to load or store is not aligned, or this is not written for.
@@ -146,7 +139,6 @@ inline __m256 above_floor(__m256 x) {
     return a.all;                                                                          \
   }
 #define KVC_FLOATS(name) KVC_BY_HALVES(__m512, Floats, name, name)
-#define KVC_DOUBLES(name) KVC_BY_HALVES(__m512d, Doubles, name, name)
 #define KVC_INTS(name) KVC_BY_HALVES(__m512i, Ints, name, name)
 KVC_FLOATS(add_ps)
 KVC_FLOATS(sub_ps)
@@ -156,8 +148,6 @@ KVC_FLOATS(min_ps)
 KVC_FLOATS(max_ps)
 KVC_FLOATS(unpacklo_ps)
 KVC_FLOATS(unpackhi_ps)
-KVC_DOUBLES(unpacklo_pd)
-KVC_DOUBLES(unpackhi_pd)
 KVC_INTS(add_epi16)
 KVC_INTS(add_epi32)
 KVC_INTS(sub_epi32)
@@ -174,7 +164,6 @@ KVC_INTS(unpacklo_epi64)
 KVC_INTS(unpackhi_epi64)
 KVC_BY_HALVES(__m512i, Ints, and_si512, and_si256)
 #undef KVC_INTS
-#undef KVC_DOUBLES
 #undef KVC_FLOATS
 #undef KVC_BY_HALVES
 
@@ -258,8 +247,6 @@ inline __m512i _mm512_broadcastq_epi64(__m128i x) {
 
 // The same bits as another type.
 
-inline __m512 _mm512_castpd_ps(__m512d x) { return reinterpret_cast<__m512>(x); }
-inline __m512d _mm512_castps_pd(__m512 x) { return reinterpret_cast<__m512d>(x); }
 inline __m512i _mm512_castps_si512(__m512 x) { return reinterpret_cast<__m512i>(x); }
 inline __m512 _mm512_castsi512_ps(__m512i x) { return reinterpret_cast<__m512>(x); }
 inline __m256 _mm512_castps512_ps256(__m512 x) { return emulated::Floats{x}.half[0]; }
