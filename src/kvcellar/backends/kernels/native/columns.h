@@ -58,7 +58,7 @@ class Columns {
   bool attend(const TileRows& rows, int64_t c, int64_t n, const Next& next) {
     float step;
     if (!load_keys(rows, c, n, step, next)) return false;
-    multiply_queries(n);
+    multiply_queries();
     Vec shares[kVecs];
     bool is_higher = false;
     for (int64_t j = 0; j < kVecs; ++j) {
@@ -101,12 +101,9 @@ class Columns {
 #else
   static constexpr int64_t kAtOnce = 8 / kVecs;
 #endif
-  // What is fetched of the next tile: 64 cells' share in 8 turns, 4 of them with K. Of a turn so much while
-  // 16 rows become integers, and the rest with products, which take three quarters of the time: as
-  // many lines with 16 pairs. So the memory is busy all the time, and never asked for more than it can.
+  // What is fetched of the next tile: 64 cells' share in 8 turns, by the products, as many lines with 16 pairs.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
-  static constexpr int64_t kLinesOfLoad = kAtOnce == 16 ? kLinesOfTurn / 4 : 0;
-  static constexpr int64_t kLinesOf16 = kAtOnce == 16 ? 12 : kAtOnce;
+  static constexpr int64_t kLinesOf16 = kAtOnce;
 
   // Rows as they lie, 16 at a time, and what they are counted in.
   struct Found {
@@ -123,11 +120,15 @@ class Columns {
       const char* from =
           rows.together(part, c + i, m, 2 * kDim, room_ + i * 2 * kDim, found.step[i / 16]);
       found.from[i / 16] = from;
-      for (int64_t j = 0; j < m; ++j, from += found.step[i / 16])
+      const int64_t row = found.step[i / 16];
+      const auto take = [&](int64_t) {
         for (int64_t d = 0; d < kDim; d += 2 * kLanes) {
           Ints& larger = most[d / (2 * kLanes) % 2];
           larger = max_u16(larger, both(load_ints(from + 2 * d), all_ints(0x7FFF7FFF)));
         }
+        from += row;
+      };
+      for_each<1>(m, take);
     }
     // Magnitudes are in the order of their bits, which are exact as floats.
     Ints larger = max_u16(most[0], most[1]);
@@ -158,7 +159,7 @@ class Columns {
       const char* from = found.from[i / 16];
       const int64_t row = found.step[i / 16];
       lines_[i / 16] = next.turn(c / 8 + i / 16, kLinesOfTurn);
-      for_each<1>(smaller(n - i, 16), lines_[i / 16], [&](int64_t) {
+      for_each<1>(smaller(n - i, 16), [&](int64_t) {
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           store_ints(to, pairs(even(x), odd(x), found.inverse, found.high_inverse));
@@ -179,7 +180,7 @@ class Columns {
       const char* from = found.from[i / 16];
       const int64_t row = found.step[i / 16], m = smaller(n - i, 16);
       lines_[i / 16] = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
-      for_each<2>(m, lines_[i / 16], [&](int64_t j) {
+      for_each<2>(m, [&](int64_t j) {
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
@@ -193,23 +194,15 @@ class Columns {
     return true;
   }
 
-  // take(j), for each kStep-th of m <= 16 rows; of 16 with their share of a turn's lines.
+  // take(j), for each kStep-th of m <= 16 rows.
   template <int64_t kStep, class Take>
-  static __attribute__((always_inline)) void for_each(int64_t m, Lines& given, const Take& take) {
-    int64_t j = 0;
+  static __attribute__((always_inline)) void for_each(int64_t m, const Take& take) {
     if (m == 16) {
-      Lines lines = given;
-      for (; j < 16; j += 8) {
 #pragma GCC unroll 8
-        for (int64_t k = 0; k < 8; k += kStep) {
-          for (int64_t l = k * kLinesOfLoad / 16; l < (k + kStep) * kLinesOfLoad / 16; ++l)
-            lines.one(l);
-          take(0);
-        }
-      }
-      given.at = lines.at;
+      for (int64_t j = 0; j < 16; j += kStep) take(0);
+    } else {
+      for (int64_t j = 0; j < m; j += kStep) take(j);
     }
-    for (; j < m; j += kStep) take(j);
   }
 
   // Which number lies at place i of `values_`.
@@ -229,12 +222,12 @@ class Columns {
 #endif
   }
 
-  // to[i][row] = the sum of all pairs columns[p][row] * numbers[i, p], for kAtOnce i that lie kAcross
+  // take(i, sums): sums[row] of all pairs columns[p][row] * numbers[i, p], for kAtOnce i that lie kAcross
   // apart and kPairs p that lie kAlong apart. A function of its own, so that the compiler keeps the sums
   // in registers.
-  template <int64_t kPairs, int64_t kAcross, int64_t kAlong>
+  template <int64_t kPairs, int64_t kAcross, int64_t kAlong, class Take>
   static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers,
-                                                 Lines& given, Ints (*to)[kVecs]) {
+                                                 Lines& given, const Take take) {
     Lines lines = given;
     Ints a[kAtOnce][kVecs];
 #pragma GCC unroll 16
@@ -252,31 +245,40 @@ class Columns {
       }
     }
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < kAtOnce; ++i)
-      for (int64_t k = 0; k < kVecs; ++k) to[i][k] = a[i][k];
+    for (int64_t i = 0; i < kAtOnce; ++i) take(i, a[i]);
     given.at = lines.at;
   }
 
-  // logits_[cell][row], and the highest of n cells.
-  void multiply_queries(int64_t n) {
-    for (Ints& x : highest_) x = all_ints(-2147483647 - 1);
+  // logits_[cell][row].
+  void multiply_queries() {
     for (int64_t c = 0; c < kCells; c += kAtOnce) {
-      Ints sums[kAtOnce][kVecs];
-      multiply<kDim / 2, kDim / 2, 1>(queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim),
-                                      lines_[c / 16], sums);
-      for (int64_t i = 0; i < kAtOnce && c + i < n; ++i)
-        for (int64_t j = 0; j < kVecs; ++j) {
-          highest_[j] = max_32(highest_[j], sums[i][j]);
-          store_ints(logits_ + (c + i) * kRows + j * kLanes, sums[i][j]);
-        }
+      int32_t* to = logits_ + c * kRows;
+      multiply<kDim / 2, kDim / 2, 1>(
+          queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
+          [to](int64_t i, const Ints* sums) {
+            for (int64_t j = 0; j < kVecs; ++j) store_ints(to + i * kRows + j * kLanes, sums[j]);
+          });
     }
+  }
+
+  // Of n cells, for the j-th vector of rows.
+  Ints highest_logits(int64_t j, int64_t n) const {
+    const int32_t* from = logits_ + j * kLanes;
+    Ints most[2] = {load_ints(from), load_ints(from)};
+    int64_t i = 0;
+#pragma GCC unroll 4
+    for (; i + 2 <= n; i += 2)
+      for (int64_t k = 0; k < 2; ++k)
+        most[k] = max_32(most[k], load_ints(from + (i + k) * kRows));
+    if (i < n) most[0] = max_32(most[0], load_ints(from + i * kRows));
+    return max_32(most[0], most[1]);
   }
 
   // Logits to weights, for the j-th vector of rows; what a result of one is worth. `is_higher` becomes
   // true if earlier sums and results count by `factors_` from now on.
   Vec weigh(int64_t j, Vec step, int64_t n, bool& is_higher) {
     const int64_t at = j * kLanes;
-    const Vec top = mul(to_floats(highest_[j]), step), zero = all(0.f), below = sub(zero, top);
+    const Vec top = mul(to_floats(highest_logits(j, n)), step), zero = all(0.f), below = sub(zero, top);
     Vec total = zero;
     float* weights = reinterpret_cast<float*>(logits_) + at;
     for (int64_t i = 0; i < n; ++i) {
@@ -310,17 +312,19 @@ class Columns {
 
   template <bool is_higher>
   void multiply_values(const Vec* steps) {
+    const float* factors = factors_;
     for (int64_t d = 0; d < kDim; d += kAtOnce) {
-      Ints sums[kAtOnce][kVecs];
-      multiply<kCells / 2, 1, kDim>(weights_, reinterpret_cast<const int32_t*>(values_) + d,
-                                    lines_[d / (kDim / 4)], sums);
-      for (int64_t i = 0; i < kAtOnce; ++i)
-        for (int64_t j = 0; j < kVecs; ++j) {
-          float* to = results_ + number(d + i) * kRows + j * kLanes;
-          Vec before = load(to);
-          if (is_higher) before = mul(before, load(factors_ + j * kLanes));
-          store(to, fma(to_floats(sums[i][j]), steps[j], before));
-        }
+      float* results = results_ + number(d) * kRows;
+      multiply<kCells / 2, 1, kDim>(
+          weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[d / (kDim / 4)],
+          [results, steps, factors](int64_t i, const Ints* sums) {
+            for (int64_t j = 0; j < kVecs; ++j) {
+              float* to = results + 2 * i * kRows + j * kLanes;
+              Vec before = load(to);
+              if (is_higher) before = mul(before, load(factors + j * kLanes));
+              store(to, fma(to_floats(sums[j]), steps[j], before));
+            }
+          });
     }
   }
 
@@ -329,7 +333,6 @@ class Columns {
   float* results_;
   char* room_;
   Lines lines_[4];
-  Ints highest_[kVecs];
   alignas(64) float steps_[kRows] = {}, sum_[kRows] = {}, factors_[kRows], max_[kRows];
   bool is_finite_ = true;
 };

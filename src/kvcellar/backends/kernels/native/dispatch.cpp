@@ -123,6 +123,15 @@ bool set_level(const char* name) {
   return false;
 }
 
+bool is_amd() {
+#if defined(__x86_64__) || defined(_M_X64)
+  static const bool is = __builtin_cpu_is("amd");
+  return is;
+#else
+  return false;
+#endif
+}
+
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
       rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +

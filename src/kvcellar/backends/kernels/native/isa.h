@@ -54,4 +54,6 @@ int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad);
 
 const Ops& ops();
 
+bool is_amd();  // whose processor it is
+
 }  // namespace kvcellar

@@ -17,7 +17,6 @@
 #undef _mm512_extractf32x4_ps
 #undef _mm512_extractf32x8_ps
 #undef _mm512_inserti64x4
-#undef _mm512_reduce_ps
 #undef _mm512_roundscale_ps
 #undef _mm512_shuffle_f32x4
 #undef _mm512_shuffle_ps
@@ -98,35 +97,6 @@ inline __m512i picked(__m512i from, __m512i x, __m512i y, int n_vectors) {
   for (int i = 0; i < n; ++i) to[i] = numbers[places[i] & (n_vectors * n - 1)];
   std::memcpy(&x, to, 64);
   return x;
-}
-
-// x * 2**floor(power), rounded once.
-inline float scaled(float x, float power) {
-  constexpr float kInfinity = __builtin_inff();
-  if (x != x) return power == kInfinity ? kInfinity : power == -kInfinity ? 0.f : x;
-  if (power != power) return power;
-  if (x == 0.f && power == kInfinity) return -__builtin_nanf("");
-  if (x - x != 0.f && power == -kInfinity) return -__builtin_nanf("");
-  power = power < -400.f ? -400.f : power > 400.f ? 400.f : __builtin_floorf(power);
-  const uint64_t bits = static_cast<uint64_t>(1023 + static_cast<int>(power)) << 52;
-  double factor;
-  std::memcpy(&factor, &bits, 8);
-  return static_cast<float>(static_cast<double>(x) * factor);
-}
-
-// x - floor(x), rounded down.
-inline __m256 above_floor(__m256 x) {
-  const __m256 below = _mm256_floor_ps(x), sign = _mm256_set1_ps(-0.f);
-  __m256 rest = _mm256_sub_ps(x, below);
-  // Between -1 and 0 the rest may have been rounded up, which is seen exactly.
-  const __m256 is_up = _mm256_cmp_ps(_mm256_add_ps(rest, below), x, _CMP_GT_OQ);
-  rest = _mm256_castsi256_ps(
-      _mm256_add_epi32(_mm256_castps_si256(rest), _mm256_castps_si256(is_up)));
-  const __m256 is_zero = _mm256_cmp_ps(rest, _mm256_setzero_ps(), _CMP_EQ_OQ);
-  rest = _mm256_or_ps(rest, _mm256_and_ps(is_zero, sign));
-  const __m256 magnitude = _mm256_andnot_ps(sign, x);
-  return _mm256_andnot_ps(
-      _mm256_cmp_ps(magnitude, _mm256_set1_ps(__builtin_inff()), _CMP_EQ_OQ), rest);
 }
 
 }  // namespace emulated
@@ -287,6 +257,9 @@ inline __m512 _mm512_permutexvar_ps(__m512i from, __m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   return _mm512_castsi512_ps(emulated::picked<uint32_t>(from, bits, bits, 1));
 }
+inline __m512i _mm512_permutexvar_epi32(__m512i from, __m512i x) {
+  return emulated::picked<uint32_t>(from, x, x, 1);
+}
 inline __m512i _mm512_permutex2var_epi16(__m512i x, __m512i from, __m512i y) {
   return emulated::picked<uint16_t>(from, x, y, 2);
 }
@@ -307,6 +280,9 @@ inline __m512 _mm512_mask_mov_ps(__m512 x, __mmask16 mask, __m512 y) {
   return _mm512_castsi512_ps(emulated::chosen(emulated::spread_32(mask), _mm512_castps_si512(x),
                                               _mm512_castps_si512(y)));
 }
+inline __m512 _mm512_maskz_mul_ps(__mmask16 mask, __m512 x, __m512 y) {
+  return _mm512_mask_mov_ps(_mm512_setzero_ps(), mask, _mm512_mul_ps(x, y));
+}
 inline __m512i _mm512_mask_broadcastd_epi32(__m512i x, __mmask16 mask, __m128i y) {
   return emulated::chosen(emulated::spread_32(mask), x, _mm512_broadcastd_epi32(y));
 }
@@ -316,13 +292,14 @@ inline __m512i _mm512_mask_or_epi32(__m512i old, __mmask16 mask, __m512i x, __m5
   return emulated::chosen(emulated::spread_32(mask), old, a.all);
 }
 inline __mmask16 _mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
-  emulated::demand(predicate == _CMP_UNORD_Q || predicate == _CMP_GT_OQ);
+  emulated::demand(predicate == _CMP_UNORD_Q || predicate == _CMP_GT_OQ || predicate == _CMP_NLT_UQ);
   const emulated::Floats a{x}, b{y};
   int mask = 0;
   for (int h = 0; h < 2; ++h) {
-    const __m256 is_true = predicate == _CMP_UNORD_Q
-                               ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
-                               : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_GT_OQ);
+    const __m256 is_true =
+        predicate == _CMP_UNORD_Q  ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
+        : predicate == _CMP_GT_OQ ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_GT_OQ)
+                                  : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_NLT_UQ);
     mask |= _mm256_movemask_ps(is_true) << 8 * h;
   }
   return static_cast<__mmask16>(mask);
@@ -391,18 +368,6 @@ inline __m512 _mm512_roundscale_ps(__m512 x, int how) {
   for (__m256& half : a.half)
     half = _mm256_round_ps(half, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return a.all;
-}
-inline __m512 _mm512_reduce_ps(__m512 x, int how) {
-  emulated::demand(how == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
-  emulated::Floats a{x};
-  for (__m256& half : a.half) half = emulated::above_floor(half);
-  return a.all;
-}
-inline __m512 _mm512_scalef_ps(__m512 x, __m512 power) {
-  const emulated::Floats a{x}, b{power};
-  emulated::Floats y;
-  for (int i = 0; i < 16; ++i) y.number[i] = emulated::scaled(a.number[i], b.number[i]);
-  return y.all;
 }
 // Of x bytes without a sign; what is beyond 32 bits is lost.
 inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
