@@ -768,13 +768,8 @@ class Attention {
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool is_main = rows->pool == job_.pool;
       if (words.has_v && is_main && seen != Seen::nothing) words.prepare(*rows, n);
-#if defined(KVC_AVX512)
-      const bool is_fours = words.has_k && words.has_v && is_main && has_tops_;
-#else
-      constexpr bool is_fours = false;
-#endif
       if (seen != Seen::nothing && words.has_k && is_main) {
-        words.logits(*rows, n, s_, scratch_.tops, is_fours, next_);
+        words.logits(*rows, n, s_, scratch_.tops, next_);
       } else if (seen != Seen::nothing) {
         logits(*rows, n);
         if (words.has_k) multiply_logits(n, factor);
@@ -804,12 +799,7 @@ class Attention {
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool by_words = words.has_v && is_main && seen != Seen::nothing &&
                             (seen == Seen::everything || words.is_finite(*rows, n));
-      if (is_fours) {
-#if defined(KVC_AVX512)
-        words.weigh_fours(s_, raise_maxima(), scratch_.sum, n, next_);
-#endif
-        words.values(*rows, n, next_);
-      } else if (by_words) {
+      if (by_words) {
         softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {
           return words.weigh(r, s, base, factor, top, n, next_);
         });

@@ -140,7 +140,7 @@ int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   // have two groups in 64 numbers at most.
   const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;
   const int64_t matrix = 512 * kMaxTile + 8 * kMaxTile * (k + v) / 32 + 2 * kMaxTile * (k + v) +
-                         r * (8 * k + k / 2 + 8) + r * kMaxTile * (v / 16 + 4) + 16384 +
+                         r * (8 * k + k / 2 + 8 + 64) + r * kMaxTile * (v / 16 + 4) + 16384 +
                          r * (4 + 64) * (v / 32) + 4 * r * v + 16 * 64;
   return 4 * floats + 3 * (4 * 9 * kMaxTile + 256) + 64 + matrix;
 }

@@ -35,8 +35,8 @@ class Words : public WordsBase {
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16; `tops`: the highest
-  // of each row, in 4 parts. Never in fours.
-  void logits(const TileRows& rows, int64_t n, float* s, float* tops, bool, const Next& next) {
+  // of each row, in 4 parts.
+  void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
     load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
     with_kind(k_, [&](auto is_4, auto n_subs) {
       const int64_t n_bytes = k_.packed_bytes();
@@ -286,6 +286,11 @@ class Words : public WordsBase {
         affine += kSubs * 2 * kTile;
       }
     }
+  }
+
+  // Pairs of a chunk's numbers of 4 queries, each 4 times: [place][row][cell].
+  int16_t* query(int64_t chunk, int64_t quad) const {
+    return queries_ + (chunk * quads_ + quad) * 1024;
   }
 
   // Words of a quad's weights, [16 cells][row][pair of cells, in the order of packing].

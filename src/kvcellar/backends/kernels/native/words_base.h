@@ -73,6 +73,7 @@ class WordsBase {
       take(q_steps_, quads_ * 16);
       take(q_sums_, quads_ * 16 * (k.dim / 64) * subs(k));
       take(k_affine_, 2 * kTile * k_groups_);
+      take(tops_, quads_ * 64);
     }
     if (has_v) {
       take(values_, kTile * 64);
@@ -129,11 +130,6 @@ class WordsBase {
     _mm_storeu_ps(to + lane * 4, _mm_set1_ps(x));
   }
 
-  // Pairs of a chunk's numbers of 4 queries, each 4 times: [place][row][cell].
-  int16_t* query(int64_t chunk, int64_t quad) const {
-    return queries_ + (chunk * quads_ + quad) * 1024;
-  }
-
   // A row's sums of all tiles, each chunk in the order of the products.
   float* result(int64_t r) const { return results_ + r * v_.dim; }
 
@@ -145,7 +141,7 @@ class WordsBase {
   char* gathered_ = nullptr;
   int16_t *staged_ = nullptr, *queries_ = nullptr, *values_ = nullptr, *weights_ = nullptr;
   int32_t* sums_ = nullptr;
-  float *q_steps_ = nullptr, *q_sums_ = nullptr, *k_affine_ = nullptr;
+  float *q_steps_ = nullptr, *q_sums_ = nullptr, *k_affine_ = nullptr, *tops_ = nullptr;
   float *v_affine_ = nullptr, *steps_ = nullptr, *biases_ = nullptr, *results_ = nullptr;
 };
 

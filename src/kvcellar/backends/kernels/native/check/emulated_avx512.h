@@ -16,6 +16,7 @@
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x4_ps
 #undef _mm512_extractf32x8_ps
+#undef _mm512_inserti32x4
 #undef _mm512_inserti64x4
 #undef _mm512_roundscale_ps
 #undef _mm512_shuffle_f32x4
@@ -133,6 +134,7 @@ KVC_INTS(unpackhi_epi32)
 KVC_INTS(unpacklo_epi64)
 KVC_INTS(unpackhi_epi64)
 KVC_BY_HALVES(__m512i, Ints, and_si512, and_si256)
+KVC_BY_HALVES(__m512i, Ints, or_si512, or_si256)
 #undef KVC_INTS
 #undef KVC_FLOATS
 #undef KVC_BY_HALVES
@@ -221,6 +223,11 @@ inline __m512i _mm512_castps_si512(__m512 x) { return reinterpret_cast<__m512i>(
 inline __m512 _mm512_castsi512_ps(__m512i x) { return reinterpret_cast<__m512>(x); }
 inline __m256 _mm512_castps512_ps256(__m512 x) { return emulated::Floats{x}.half[0]; }
 inline __m128 _mm512_castps512_ps128(__m512 x) { return emulated::Floats{x}.quarter[0]; }
+inline __m512i _mm512_castsi128_si512(__m128i x) {
+  emulated::Ints to{_mm512_setzero_si512()};
+  to.quarter[0] = x;
+  return to.all;
+}
 inline __m512i _mm512_castsi256_si512(__m256i x) {
   emulated::Ints y;
   y.half[0] = x;
@@ -229,6 +236,11 @@ inline __m512i _mm512_castsi256_si512(__m256i x) {
 }
 inline __m128 _mm512_extractf32x4_ps(__m512 x, int i) { return emulated::Floats{x}.quarter[i & 3]; }
 inline __m256 _mm512_extractf32x8_ps(__m512 x, int i) { return emulated::Floats{x}.half[i & 1]; }
+inline __m512i _mm512_inserti32x4(__m512i x, __m128i y, int i) {
+  emulated::Ints to{x};
+  to.quarter[i] = y;
+  return to.all;
+}
 inline __m512i _mm512_inserti64x4(__m512i x, __m256i y, int i) {
   emulated::Ints a{x};
   a.half[i & 1] = y;
