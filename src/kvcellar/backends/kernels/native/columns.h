@@ -264,14 +264,15 @@ class Columns {
   // Of n cells, for the j-th vector of rows.
   Ints highest_logits(int64_t j, int64_t n) const {
     const int32_t* from = logits_ + j * kLanes;
-    Ints most[2] = {load_ints(from), load_ints(from)};
+    Ints most[4];
+    for (Ints& x : most) x = load_ints(from);
     int64_t i = 0;
-#pragma GCC unroll 4
-    for (; i + 2 <= n; i += 2)
-      for (int64_t k = 0; k < 2; ++k)
-        most[k] = max_32(most[k], load_ints(from + (i + k) * kRows));
-    if (i < n) most[0] = max_32(most[0], load_ints(from + i * kRows));
-    return max_32(most[0], most[1]);
+    for (; i + 8 <= n; i += 8)
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < 8; ++k)
+        most[k % 4] = max_32(most[k % 4], load_ints(from + (i + k) * kRows));
+    for (; i < n; ++i) most[0] = max_32(most[0], load_ints(from + i * kRows));
+    return max_32(max_32(most[0], most[1]), max_32(most[2], most[3]));
   }
 
   // Logits to weights, for the j-th vector of rows; what a result of one is worth. `is_higher` becomes
@@ -279,21 +280,27 @@ class Columns {
   Vec weigh(int64_t j, Vec step, int64_t n, bool& is_higher) {
     const int64_t at = j * kLanes;
     const Vec top = mul(to_floats(highest_logits(j, n)), step), zero = all(0.f), below = sub(zero, top);
-    Vec total = zero;
+    Vec totals[2] = {zero, zero};
     float* weights = reinterpret_cast<float*>(logits_) + at;
-    for (int64_t i = 0; i < n; ++i) {
-      const Vec p = exp2_below_1(fma(to_floats(load_ints(logits_ + i * kRows + at)), step, below));
-      store(weights + i * kRows, p);
+    const auto take = [&](int64_t i, Vec& total) __attribute__((always_inline)) {
+      float* to = weights + i * kRows;
+      const Vec p = exp2_below_1(fma(to_floats(load_ints(to)), step, below));
+      store(to, p);
       total = add(total, p);
-    }
+    };
+    int64_t first = 0;
+    for (; first + 4 <= n; first += 4)
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; ++i) take(first + i, totals[i % 2]);
+    for (; first < n; ++first) take(first, totals[0]);
+    const Vec total = add(totals[0], totals[1]);
     for (int64_t i = n; i < kCells; ++i) store(weights + i * kRows, zero);
     const Vec scale = min(all(kMostWeight), div(all(kMostWeights), total));
     const Vec high_scale = mul(scale, all(65536.f));
-    for (int64_t i = 0; i < kCells; i += 2) {
-      const float* two = weights + i * kRows;
-      store_ints(weights_ + i / 2 * kRows + at,
-                 pairs(load(two), load(two + kRows), scale, high_scale));
-    }
+    int32_t* to = weights_ + at;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kCells; i += 2, weights += 2 * kRows, to += kRows)
+      store_ints(to, pairs(load(weights), load(weights + kRows), scale, high_scale));
     // Earlier results are multiplied where a row's logits have become 2**4 times as large, not whenever
     // they are larger.
     Vec now = load(max_ + at), factor = all(1.f);
