@@ -101,7 +101,7 @@ class Columns {
 #else
   static constexpr int64_t kAtOnce = 8 / kVecs;
 #endif
-  // What is fetched of the next tile: 64 cells' share in 8 turns, by the products, as many lines with 16 pairs.
+  // What is fetched of the next tile: 64 cells' share in 8 turns, by the products, some with 16 pairs.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
   static constexpr int64_t kLinesOf16 = kAtOnce;
 
@@ -212,10 +212,8 @@ class Columns {
 
   // sums[j] += x[j][2 i] * y[0] + x[j][2 i + 1] * y[1].
   static void add_pair(Ints* sums, const Ints* x, const int32_t& y) {
-#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
-    // The compiler would load y and copy the sum.
-    for (int64_t j = 0; j < kVecs; ++j)
-      __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sums[j]) : "v"(x[j]), "m"(y));
+#if defined(KVC_AVX512)
+    for (int64_t j = 0; j < kVecs; ++j) sums[j] = dot_pair(sums[j], x[j], y);
 #else
     const Ints all_y = kept(all_ints(y));
     for (int64_t j = 0; j < kVecs; ++j) sums[j] = kept(add_32(sums[j], dot_words(x[j], all_y)));

@@ -28,6 +28,18 @@ inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Ints to_ints(Vec x) { return _mm512_cvtps_epi32(x); }  // the nearest
 inline Vec bits_as_floats(Ints x) { return _mm512_castsi512_ps(x); }
 inline Ints bits_as_ints(Vec x) { return _mm512_castps_si512(x); }
+
+// a[i] + x[2 i] * y[0] + x[2 i + 1] * y[1].
+inline Ints dot_pair(Ints a, Ints x, const int32_t& y) {
+#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
+  // The compiler would load y and copy the sum.
+  __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(a) : "v"(x), "m"(y));
+  return a;
+#else
+  return kept(add_32(a, dot_words(x, kept(all_ints(y)))));
+#endif
+}
+
 #elif defined(KVC_AVX2)
 using Ints = __m256i;
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }

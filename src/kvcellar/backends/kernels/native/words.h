@@ -27,17 +27,6 @@ inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
 #endif
 }
 
-// a[i] + x[2 i] * y[0] + x[2 i + 1] * y[1].
-inline __m512i dot_pair(__m512i a, __m512i x, const int32_t& y) {
-#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
-  // The compiler would load y and copy the sum.
-  __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(a) : "v"(x), "m"(y));
-  return a;
-#else
-  return kept(_mm512_add_epi32(a, _mm512_madd_epi16(x, kept(_mm512_set1_epi32(y)))));
-#endif
-}
-
 // Two rows of 32 bytes `step` bytes apart; `is_dense`: 32.
 inline __m512i two_rows(const char* row, int64_t step, bool is_dense) {
   return is_dense ? _mm512_loadu_si512(row) : two_halves(row, row + step);
@@ -72,7 +61,7 @@ class Words : public WordsBase {
     scale_results(r, factor);
     const int64_t n_groups = v_groups_;
     set_steps(r, top);
-    // Four rows fetch what is left of the next tile's K rows; the products will of its V rows.
+    // Four rows fetch what is left of the next tile's K rows; the products will fetch its V rows.
     const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every, first = kTile / 32;
     const bool is_fetched = r % every == 0 && g < 4;
     const int64_t n_lines = v_.dtype == Dtype::int4 ? 8 : 16;
@@ -356,7 +345,7 @@ class Words : public WordsBase {
     for (auto& of_16 : result)
       for (__m512& x : of_16) x = _mm512_setzero_ps();
     const float* affine = k_affine_ + cell;  // of the chunk's first group
-    for (int64_t chunk = 0, done = 0; chunk < k_.dim / 64; ++chunk, from += is_4 ? 32 : 64) {
+    for (int64_t chunk = 0, done = 0; chunk < k_.dim / 64; ++chunk) {
       const int32_t* q = one_base(query(chunk, quad));
       const __m512i* staged = one_base(reinterpret_cast<__m512i*>(staged_)) + chunk * 64;
       __m512i dot[2][kVecs][4];
@@ -366,7 +355,7 @@ class Words : public WordsBase {
 #pragma GCC unroll 2
       for (int64_t part = 0; part < (is_4 ? 1 : 2); ++part) {
         __m512i x[2][4];
-        if (!is_staged) load_columns<is_4>(from, step, part, x);
+        if (!is_staged) load_columns<is_4>(from + chunk * (is_4 ? 32 : 64), step, part, x);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < (is_4 ? 16 : 8); ++i) {
           const int64_t t = part * 8 + i;
@@ -421,9 +410,9 @@ class Words : public WordsBase {
     }
   }
 
-  // Of 32 cells those of 4 i .. + 3 and of 16 + 4 i .. + 3 are the i-th 8 words. Where a chunk has two groups,
-  // the weights of two cells for the one lie before those for the other, as the chunk's numbers do: 64 words
-  // of the first 16 cells, then of the others.
+  // Of each 32 cells those of 4 i .. + 3 and of 16 + 4 i .. + 3 are the i-th 8 words. Where a chunk has
+  // two groups, the weights of two cells for the one lie before those for the other, as the chunk's
+  // numbers do: 32 words of the first 16 cells, then of the others.
   int16_t* weights(int64_t r, int64_t g) const {
     const int64_t n = is_weight_by_turns() ? 2 * kTile : kTile;
     return weights_ + (r / 4 * v_groups_ + g) * 4 * kTile + r % 4 * n;
