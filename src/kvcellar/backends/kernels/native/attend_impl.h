@@ -357,10 +357,10 @@ class Next {
     for (const Part part : {kKRows, kVRows}) {
       for (Cut* cuts : {pages_, blocks_}) {
         Cut& cut = cuts[part];
-        const int64_t n = cuts == blocks_ ? kTile / 16 : bytes[part] * kTile / kPage;
-        const bool is_by_turns = cuts == blocks_ || !is_amd();
-        cut.n_open = !is_by_turns ? 1 : n >= 4 ? 4 : n;
-        const int64_t rounds = is_by_turns && n >= 4 ? n / 4 : 1;
+        const int64_t n_pages = is_amd() ? 1 : bytes[part] * kTile / kPage;
+        const int64_t n = cuts == blocks_ ? kTile / 16 : n_pages;
+        cut.n_open = n >= 4 ? 4 : n;
+        const int64_t rounds = n >= 4 ? n / 4 : 1;
         if (!is_dense_[part] || bytes[part] % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds)
           cut.n_open = 0;
         cut.lines.left = -1;

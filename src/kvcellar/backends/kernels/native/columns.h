@@ -101,7 +101,7 @@ class Columns {
 #else
   static constexpr int64_t kAtOnce = 8 / kVecs;
 #endif
-  // What is fetched of the next tile: 64 cells' share in 8 turns, by the products, some with 16 pairs.
+  // What is fetched of the next tile: 64 cells' share in 8 turns, by the products.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
   static constexpr int64_t kLinesOf16 = kAtOnce;
 

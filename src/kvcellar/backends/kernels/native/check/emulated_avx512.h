@@ -207,9 +207,6 @@ inline __m512i _mm512_set_epi64(int64_t h, int64_t g, int64_t f, int64_t e, int6
 inline __m512 _mm512_broadcast_f32x4(__m128 x) {
   return emulated::twice(_mm256_set_m128(x, x));
 }
-inline __m512i _mm512_broadcast_i32x4(__m128i x) {
-  return emulated::twice(_mm256_broadcastsi128_si256(x));
-}
 inline __m512i _mm512_broadcastd_epi32(__m128i x) {
   return emulated::twice(_mm256_broadcastd_epi32(x));
 }
@@ -304,14 +301,13 @@ inline __m512i _mm512_mask_or_epi32(__m512i old, __mmask16 mask, __m512i x, __m5
   return emulated::chosen(emulated::spread_32(mask), old, a.all);
 }
 inline __mmask16 _mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
-  emulated::demand(predicate == _CMP_UNORD_Q || predicate == _CMP_GT_OQ || predicate == _CMP_NLT_UQ);
+  emulated::demand(predicate == _CMP_UNORD_Q || predicate == _CMP_NLT_UQ);
   const emulated::Floats a{x}, b{y};
   int mask = 0;
   for (int h = 0; h < 2; ++h) {
-    const __m256 is_true =
-        predicate == _CMP_UNORD_Q  ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
-        : predicate == _CMP_GT_OQ ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_GT_OQ)
-                                  : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_NLT_UQ);
+    const __m256 is_true = predicate == _CMP_UNORD_Q
+                               ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
+                               : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_NLT_UQ);
     mask |= _mm256_movemask_ps(is_true) << 8 * h;
   }
   return static_cast<__mmask16>(mask);
