@@ -59,6 +59,7 @@ constexpr int64_t kRowsAtOnce = kLanes / 4;
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
   float *q, *fours, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most, *tops;
+  uint32_t *q_pairs, *weights;  // of Pairs
   TileRows* rows;  // of three tiles
   char* gathered;  // rows of 16 cells
   char* extra;
@@ -85,6 +86,8 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.most = take(rows);
   s.sum = take(rows * kLanes);
   s.tops = take((rows + kLanes) * 4);
+  s.q_pairs = reinterpret_cast<uint32_t*>(take(rows * k_pad / 2));
+  s.weights = reinterpret_cast<uint32_t*>(take(rows * kTile / 2));
   s.rows = reinterpret_cast<TileRows*>(at);
   s.extra = reinterpret_cast<char*>(s.rows + 3);
   return s;
@@ -250,8 +253,9 @@ struct Walk {
   }
 };
 
-// With 256 bits a tile is as large as a first cache is there.
-#if defined(KVC_AVX2)
+// With 256 bits a tile is as large as a first cache is there, and processors with products of bfloat16 wait
+// for fewer lines to their first cache than to the second: Zen 4 reads bfloat16 in half the time.
+#if defined(KVC_AVX2) || defined(KVC_BF16)
 constexpr int kFetchTo = 2;  // the second cache
 #else
 constexpr int kFetchTo = 3;
@@ -533,14 +537,27 @@ struct Ahead {
 
 // Logits and values in float32 --------------------------------------------------------------------
 
+// What a lane of 32 bits holds of a row, and how it is multiplied.
+struct Singles {
+  static constexpr int64_t kNumbers = 1;
+  static Vec add_product(Vec x, Vec y, Vec a) { return fma(x, y, a); }
+};
+#if defined(KVC_BF16)
+struct Pairs {
+  static constexpr int64_t kNumbers = 2;
+  static Vec add_product(Vec x, Vec y, Vec a) { return dot_bf16_pairs(x, y, a); }
+};
+#endif
+
 // s[r][c] = q[r] . k[c] for kVecs * kRowsAtOnce rows and 16 cells, kCells at a time. A vector of the
-// queries is 4 numbers of each of its rows, [vector][k_pad / 4][row][4]; those of a cell meet them
-// all, and only 4 sums of each product are left to add up.
+// queries is 4 lanes of each of its rows, [vector][k_pad / 4][row][4]; those of a cell meet them
+// all, and only 4 sums of each product are left to add up. Of pairs, logits are multiplied by `factor`.
 // `tops`: the highest until now of each row, in 4 parts.
-// `kPad`: k_pad where it is known, else 0. `given`: k_pad / 2 lines to fetch, where that is known.
-template <int kPad, int kVecs, int kCells>
-inline void logits_of(const float* fours, int64_t any_pad, const float* k, float* s, float* tops,
-                      const Lines& given) {
+// `kPad`: k_pad, the lanes of a row, where it is known, else 0. `given`: for each lane half as many lines to
+// fetch as it has numbers, where that is known.
+template <class Lane, int kPad, int kVecs, int kCells>
+inline void logits_of(const float* fours, int64_t any_pad, const float* k, float factor, float* s,
+                      float* tops, const Lines& given) {
   Lines lines = given;
   const int64_t k_pad = kPad ? kPad : any_pad;
   for (int64_t c = 0; c < 16; c += kCells, k += kCells * k_pad) {
@@ -556,16 +573,18 @@ inline void logits_of(const float* fours, int64_t any_pad, const float* k, float
         for (int i = 0; i < kVecs; ++i) x[i] = load(fours + (i * k_pad + d) * kRowsAtOnce);
         for (int j = 0; j < kCells; ++j) {
           const Vec y = all_fours(k + j * k_pad + d);
-          for (int i = 0; i < kVecs; ++i) a[i][j] = fma(x[i], y, a[i][j]);
+          for (int i = 0; i < kVecs; ++i) a[i][j] = Lane::add_product(x[i], y, a[i][j]);
         }
-        if (kPad && part * kCells % 32 == 0)
-          for (int64_t i = 0; i < (kCells + 7) / 8; ++i) lines.one(part * kCells / 32 + i);
+        constexpr int64_t kLines = Lane::kNumbers * kCells * 4;  // 32 for each line
+        if (kPad && part / 4 * kLines % 32 == 0)
+          for (int64_t i = 0; i < (kLines + 31) / 32; ++i) lines.one(part / 4 * kLines / 32 + i);
       }
     }
     for (int i = 0; i < kVecs; ++i) {
       Vec top = load(tops + i * kLanes);
       for (int j = 0; j < kCells; j += 4) {
-        const Vec sums = sum_fours(a[i][j], a[i][j + 1], a[i][j + 2], a[i][j + 3]);
+        Vec sums = sum_fours(a[i][j], a[i][j + 1], a[i][j + 2], a[i][j + 3]);
+        if constexpr (Lane::kNumbers == 2) sums = mul(sums, all(factor));
         top = max(top, sums);
         store_fours(sums, s + i * kRowsAtOnce * kTile + c + j, kTile);
       }
@@ -616,6 +635,45 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
     for (int j = 0; j < n_vecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
 }
 
+#if defined(KVC_BF16)
+// The same of pairs: acc[r][0 .. kVecs vectors), for 4 rows and the n cells of a tile. Rows lie `steps`
+// bytes apart from `at` on, 16 at a time. V rows of two cells come by turns; so do the results, like numbers
+// of load_split. Weights are kTile / 2 pairs a row.
+template <int kVecs, class Fetch>
+inline void pairs_of_4(const uint32_t* weights, const char* const* at, const int64_t* steps,
+                       int64_t n, int64_t v_pad, float* acc, const Fetch& fetch_16) {
+  Vec a[4][kVecs];
+  for (int r = 0; r < 4; ++r)
+    for (int j = 0; j < kVecs; ++j) a[r][j] = load(acc + r * v_pad + j * kLanes);
+  for (int64_t c = 0; c < n; c += 16, weights += 8, ++at, ++steps) {
+    Lines lines = fetch_16(c);
+    const char* row = *at;
+    const int64_t step = *steps;
+    const auto add = [&](int64_t i, bool is_alone) __attribute__((always_inline)) {
+      Vec x[kVecs];
+      for (int j = 0; j < kVecs; j += 2)
+        load_pairs(row + j * 32, is_alone ? nullptr : row + step + j * 32, x[j], x[j + 1]);
+      row += 2 * step;
+      for (int r = 0; r < 4; ++r) {
+        const Vec p = all_pairs(weights + r * kTile / 2 + i);
+        for (int j = 0; j < kVecs; ++j) a[r][j] = dot_bf16_pairs(p, x[j], a[r][j]);
+      }
+    };
+    if (c + 16 <= n) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < 8; ++i) {
+        lines.four();
+        add(i, false);
+      }
+    } else {
+      for (int64_t i = 0; 2 * i < n - c; ++i) add(i, 2 * i + 1 == n - c);
+    }
+  }
+  for (int r = 0; r < 4; ++r)
+    for (int j = 0; j < kVecs; ++j) store(acc + r * v_pad + j * kLanes, a[r][j]);
+}
+#endif
+
 // Of each row, when a tile's logits become weights: what is taken from them, what earlier weights are
 // multiplied by, what the largest will be.
 struct Maxima {
@@ -636,7 +694,11 @@ struct Maxima {
 #endif
 #if defined(KVC_VNNI) || defined(KVC_AVX2)
 #define KVC_COLUMNS
+#if defined(KVC_BF16)
+#include "pairs.h"
+#else
 #include "columns.h"
+#endif
 #endif
 namespace kvcellar {
 namespace KVC_NAMESPACE {
@@ -663,6 +725,10 @@ class Attention {
         is_read_k_(fits_registers(*job.pool, k_, rows_)),
         is_read_v_(fits_registers(*job.pool, v_, rows_)),
 #endif
+#if defined(KVC_BF16)
+        has_k_pairs_(is_split(k_) && job.layout->in == Dtype::bf16),
+        has_v_pairs_(is_split(v_) && job.layout->out == Dtype::bf16),
+#endif
         scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
 
   void run() {
@@ -685,6 +751,7 @@ class Attention {
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
     const bool has_k = fits_chunks(k_), has_v = fits_chunks(v_);
     load_queries(has_k ? 1.f : factor);
+    factor_ = factor;
     Words words(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
 #else
     load_queries(factor);
@@ -809,7 +876,25 @@ class Attention {
 #else
       const bool is_done = seen == Seen::nothing;
 #endif
-      if (!is_done) {
+#if defined(KVC_BF16)
+      const bool by_pairs = has_v_pairs_ && is_main && seen == Seen::everything;
+      if (by_pairs) {
+        softmax(n, 2 * kLanes, [&](int64_t r, const float* s, float base, float, float) {
+          uint32_t* to = scratch_.weights + r * kTile / 2;
+          Vec total = all(0.f);
+          for (int64_t c = 0; c < n; c += 2 * kLanes) {
+            const Vec p = exp2_below_1(sub(load(s + c), all(base)));
+            const Vec q = exp2_below_1(sub(load(s + c + kLanes), all(base)));
+            total = store_pairs(to + c / 2, p, q, total);
+          }
+          return total;
+        });
+        values_of_pairs(*rows, n);
+      }
+#else
+      constexpr bool by_pairs = false;
+#endif
+      if (!is_done && !by_pairs) {
         softmax(n, kLanes, [&](int64_t r, float* s, float base, float factor, float) {
 #if defined(KVC_AMX)
           matrix.scale_biases(r, factor);
@@ -858,6 +943,9 @@ class Attention {
 #endif
     const bool is_bf16 = k_.dtype == Dtype::bf16 && v_.dtype == Dtype::bf16 &&
                          job_.layout->out == Dtype::bf16;
+#if defined(KVC_BF16)
+    if (job_.layout->in != Dtype::bf16) return false;
+#endif
     return is_bf16 && k_.dim == v_.dim && (k_.dim == 64 || k_.dim == 128) && rows_ > 8 &&
            rows_ <= most && job_.kind == Kind::none && job_.args->softcap <= 0.f &&
            !job_.pool->exact;
@@ -899,7 +987,11 @@ class Attention {
       n = n_next;
     }
     columns.finish(rows_, v_pad_, scratch_.max, scratch_.sum, scratch_.acc);
+#if defined(KVC_BF16)
+    finish(is_v_split_);
+#else
     finish(false);
+#endif
     return true;
   }
 #endif
@@ -923,6 +1015,18 @@ class Attention {
     }
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
+#if defined(KVC_BF16)
+    if (!has_k_pairs_) return;
+    const int64_t pad = k_.dim / 2;
+    for (int64_t r = 0; r < rows_pad_; ++r) {
+      uint32_t* to = scratch_.q_pairs + r / 4 * 4 * pad + r % 4 * 4;
+      const int64_t token = r < rows_ ? job_.tokens[token_index(r)] : 0;
+      const auto* from = static_cast<const uint16_t*>(job_.args->q) +
+                         (r < rows_ ? head_of(r) * layout.q.head + token * layout.q.token : 0);
+      for (int64_t d = 0; d < pad; d += 4, from += 8)
+        r < rows_ ? std::memcpy(to + d * 4, from, 16) : std::memset(to + d * 4, 0, 16);
+    }
+#endif
   }
 
   // Before a tile's logits.
@@ -1009,6 +1113,12 @@ class Attention {
   }
 
   void logits(const TileRows& rows, int64_t n) {
+#if defined(KVC_BF16)
+    if (has_k_pairs_ && rows.pool == job_.pool) {
+      logits_of_pairs(rows, n);
+      return;
+    }
+#endif
     order_queries();
 #if defined(KVC_AVX2)
     if (is_read_k_) {
@@ -1019,20 +1129,65 @@ class Attention {
     for (int64_t c = 0; c < n; c += 16) {
       const float* k = as_floats(rows, false, c, n, scratch_.k);
       if (rows.pool->k.affine) next_.affine(kKAffine, c / 16);
-      k_pad_ == 64    ? logits_of_16<64>(k, c)
-      : k_pad_ == 128 ? logits_of_16<128>(k, c)
-                      : logits_of_16<0>(k, c);
+      k_pad_ == 64    ? logits_of_16<Singles, 64>(scratch_.fours, k_pad_, k, c)
+      : k_pad_ == 128 ? logits_of_16<Singles, 128>(scratch_.fours, k_pad_, k, c)
+                      : logits_of_16<Singles, 0>(scratch_.fours, k_pad_, k, c);
     }
   }
 
+#if defined(KVC_BF16)
+  void logits_of_pairs(const TileRows& rows, int64_t n) {
+    const auto* queries = reinterpret_cast<const float*>(scratch_.q_pairs);
+    const int64_t n_bytes = k_.packed_bytes(), pad = k_.dim / 2;
+    for (int64_t c = 0; c < n; c += 16) {
+      int64_t step;
+      const char* row =
+          rows.together(kKRows, c, smaller(n - c, 16), n_bytes, scratch_.gathered, step);
+      if (step != n_bytes) {
+        for (int64_t i = 0; i < 16; ++i)
+          std::memcpy(scratch_.gathered + i * n_bytes, row + i * step, static_cast<size_t>(n_bytes));
+        row = scratch_.gathered;
+      }
+      const auto* k = reinterpret_cast<const float*>(row);
+      pad == 32   ? logits_of_16<Pairs, 32>(queries, pad, k, c)
+      : pad == 64 ? logits_of_16<Pairs, 64>(queries, pad, k, c)
+                  : logits_of_16<Pairs, 0>(queries, pad, k, c);
+    }
+  }
+
+  void values_of_pairs(const TileRows& rows, int64_t n) const {
+    const char* at[kTile / 16];
+    int64_t steps[kTile / 16];
+    const int64_t n_bytes = v_.packed_bytes();
+    for (int64_t c = 0; c < n; c += 16)
+      at[c / 16] = rows.together(kVRows, c, smaller(n - c, 16), n_bytes,
+                                 reinterpret_cast<char*>(scratch_.v) + c * n_bytes, steps[c / 16]);
+    for (int64_t r = 0; r < rows_pad_; r += 4) {
+      const uint32_t* weights = scratch_.weights + r * kTile / 2;
+      int64_t d = 0;
+      const auto part = [&](auto n_vecs) {
+        constexpr int kVecs = decltype(n_vecs)::of;
+        pairs_of_4<kVecs>(weights, at, steps, n, v_pad_, scratch_.acc + r * v_pad_ + d, [&](int64_t c) {
+          return r || d ? Next::nothing() : next_.turn(kTile / 16 + c / 16, 32);
+        });
+        d += kVecs * kLanes;
+        for (int64_t i = 0; i < n; i += 16) at[i / 16] += kVecs * kLanes * 2;
+      };
+      while (d + 4 * kLanes <= v_pad_) part(Number<4>());
+      if (d < v_pad_) part(Number<2>());
+      for (int64_t i = 0; i < n; i += 16) at[i / 16] -= d * 2;
+    }
+  }
+#endif
+
   // All rows' logits of 16 cells.
-  template <int kPad>
-  void logits_of_16(const float* k, int64_t c) const {
-    Lines lines = next_.turn(c / 16, kPad / 2);
+  template <class Lane, int kPad>
+  void logits_of_16(const float* queries, int64_t k_pad, const float* k, int64_t c) const {
+    Lines lines = next_.turn(c / 16, kPad / 2 * Lane::kNumbers);
     const auto part = [&](auto n_vecs, auto n_cells, int64_t row) {
       constexpr int kVecs = decltype(n_vecs)::of, kCells = decltype(n_cells)::of;
-      logits_of<kPad, kVecs, kCells>(scratch_.fours + row * k_pad_, k_pad_, k,
-                                     s_ + row * kTile + c, scratch_.tops + 4 * row, lines);
+      logits_of<Lane, kPad, kVecs, kCells>(queries + row * k_pad, k_pad, k, factor_,
+                                           s_ + row * kTile + c, scratch_.tops + 4 * row, lines);
       lines = Next::nothing();
       return kVecs * kRowsAtOnce;
     };
@@ -1263,6 +1418,11 @@ class Attention {
   const bool is_read_k_, is_read_v_;  // whether all numbers are decoded in registers
 #endif
   Scratch scratch_;
+#if defined(KVC_BF16)
+  const bool has_k_pairs_, has_v_pairs_;  // whether products are of pairs
+  static_assert(kRowsAtOnce == 4);
+#endif
+  float factor_ = 1.f;  // of logits
   bool has_fours_ = false, has_tops_ = false;
   float* s_ = nullptr;  // the tile's logits, then weights
   Next next_;

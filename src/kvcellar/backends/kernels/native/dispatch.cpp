@@ -25,6 +25,9 @@ extern const Ops ops_avx512;
 #if defined(KVC_WITH_VNNI)
 extern const Ops ops_vnni;
 #endif
+#if defined(KVC_WITH_BF16)
+extern const Ops ops_bf16;
+#endif
 #if defined(KVC_WITH_AMX)
 extern const Ops ops_amx;
 #endif
@@ -37,6 +40,7 @@ namespace {
 #if defined(KVC_EMULATED_AVX512)
 bool has_avx512() { return __builtin_cpu_supports("avx2"); }
 bool has_vnni() { return true; }
+bool has_bf16() { return true; }
 #elif defined(KVC_WITH_AVX512)
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -44,6 +48,7 @@ bool has_avx512() {
          __builtin_cpu_supports("fma");
 }
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 #if defined(KVC_EMULATED_AMX)
@@ -67,6 +72,9 @@ std::vector<const Ops*> find_levels() {
   if (has_avx512()) {
 #if defined(KVC_WITH_AMX)
     if (has_amx()) found.push_back(&ops_amx);
+#endif
+#if defined(KVC_WITH_BF16)
+    if (has_vnni() && has_bf16()) found.push_back(&ops_bf16);
 #endif
 #if defined(KVC_WITH_VNNI)
     if (has_vnni()) found.push_back(&ops_vnni);
@@ -134,7 +142,7 @@ bool is_amd() {
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
-      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +
+      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + rows * (k_pad + kMaxTile) / 2 + 32 + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +
       (rows + 16) * 24 + 8 * 16;
   // What products of another kind want beside it: see amx.h, and words.h. Integers
   // have two groups in 64 numbers at most.

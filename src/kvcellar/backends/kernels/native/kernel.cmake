@@ -32,9 +32,10 @@ string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" KVC_PROCESSOR)
 if(KVC_PROCESSOR MATCHES "x86_64|amd64")
   kvc_level(avx2 "-mavx2 -mfma -mf16c")
   if(KVC_EMULATE_AVX512)  # for checks: its code on a processor that has AVX2 only
-    set(emulated ${KVC_DIR}/isa_avx512.cpp ${KVC_DIR}/isa_vnni.cpp)
+    set(emulated ${KVC_DIR}/isa_avx512.cpp ${KVC_DIR}/isa_vnni.cpp ${KVC_DIR}/isa_bf16.cpp)
     kvc_level(avx512 "-mavx2 -mfma -mf16c -Wno-psabi -Wno-maybe-uninitialized")
     kvc_level(vnni "-mavx2 -mfma -mf16c -Wno-psabi -Wno-maybe-uninitialized")
+    kvc_level(bf16 "-mavx2 -mfma -mf16c -Wno-psabi -Wno-maybe-uninitialized")
     set_property(SOURCE ${emulated} APPEND PROPERTY
       COMPILE_OPTIONS -include ${KVC_DIR}/check/emulated_avx512.h)
     set_property(SOURCE ${emulated} ${KVC_DIR}/dispatch.cpp APPEND PROPERTY
@@ -43,6 +44,7 @@ if(KVC_PROCESSOR MATCHES "x86_64|amd64")
     # GCC 12 warns of its own headers.
     kvc_level(avx512 "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c")
     kvc_level(vnni "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c")
+    kvc_level(bf16 "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c")
   endif()
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT KVC_EMULATE_AVX512)
     kvc_level(amx "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx512vnni -mavx2 -mfma -mf16c -mamx-tile -mamx-bf16 -mamx-int8")

@@ -124,11 +124,56 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
+#if defined(KVC_BF16)
+// Sums of products of two bfloat16 in each lane and a's.
+inline Vec dot_bf16_pairs(Vec x, Vec y, Vec a) {
+  return _mm512_dpbf16_ps(a, (__m512bh)(x), (__m512bh)(y));
+}
+inline Vec all_pairs(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p))); }
+// Of two rows of 32 bfloat16, the second's are 0 without it.
+inline void load_pairs(const char* p, const char* q, Vec& even, Vec& odd) {
+  const __m512i x = _mm512_loadu_si512(p), y = q ? _mm512_loadu_si512(q) : _mm512_setzero_si512();
+  even = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
+  odd = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+}
+// a, and x times the two numbers at p.
+inline Vec add_pair(Vec a, Vec x, const char* p) {
+  const auto* pair = reinterpret_cast<const uint32_t*>(p);
+#if defined(KVC_EMULATED_AVX512)
+  return dot_bf16_pairs(x, all_pairs(pair), a);
+#else
+  __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(a) : "v"(x), "m"(*pair));
+  return a;
+#endif
+}
+inline bool is_any_above(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ); }
+// Floats as bfloat16, x[i] beside y[i]; `total` and what they add to it.
+inline Vec store_by_turns(uint32_t* p, Vec x, Vec y, Vec total) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(x), half), 16);
+  const __m512i high = _mm512_add_epi32(_mm512_castps_si512(y), half);
+  const __m512i pairs = _mm512_mask_mov_epi16(low, 0xAAAAAAAA, high);
+  _mm512_storeu_si512(p, pairs);
+  return _mm512_dpbf16_ps(total, (__m512bh)(pairs), (__m512bh)(_mm512_set1_epi32(0x3F803F80)));
+}
+// 32 floats as bfloat16; `total` and what they add to it.
+inline Vec store_pairs(uint32_t* p, Vec x, Vec y, Vec total) {
+  const __m512bh pairs = _mm512_cvtne2ps_pbh(y, x);
+  _mm512_storeu_si512(p, (__m512i)(pairs));
+  return _mm512_dpbf16_ps(total, pairs, (__m512bh)(_mm512_set1_epi32(0x3F803F80)));
+}
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  const __m512i both = _mm512_loadu_si512(p), zero = _mm512_setzero_si512();
+  even = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, both));
+  odd = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, both));
+}
+#else
 inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
   const __m512i both = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
 }
+#endif
 inline Vec all_fours(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
   const Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -409,7 +454,11 @@ inline void store_bf16(uint16_t* p, Vec x) {
 // of a's, then of b's, c's and d's.
 
 #if !defined(KVC_AVX2)
+#if defined(KVC_BF16)
+constexpr int split_place(int i) { return i % 8 / 4 * kLanes + i / 8 * 4 + i % 4; }
+#else
 constexpr int split_place(int i) { return i % 2 * kLanes + i / 2; }
+#endif
 #endif
 #if defined(KVC_AVX512)
 struct SplitOrder {

@@ -1,5 +1,5 @@
 // What the kernel uses of AVX-512 on a processor that has AVX2 only: included before a translation unit
-// for AVX-512 or VNNI that is compiled without them. For checks only.
+// for AVX-512, VNNI or bfloat16 that is compiled without them. For checks only.
 //
 // Functions of the same names as in immintrin.h, which these hide where they are called: in the
 // namespace below. Results are those of the processor to the bit.
@@ -129,6 +129,8 @@ KVC_INTS(maddubs_epi16)
 KVC_INTS(packs_epi32)
 KVC_INTS(unpacklo_epi8)
 KVC_INTS(unpackhi_epi8)
+KVC_INTS(unpacklo_epi16)
+KVC_INTS(unpackhi_epi16)
 KVC_INTS(unpacklo_epi32)
 KVC_INTS(unpackhi_epi32)
 KVC_INTS(unpacklo_epi64)
@@ -386,6 +388,41 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
     const __m256i odd =
         _mm256_madd_epi16(_mm256_srli_epi16(a.half[h], 8), _mm256_srai_epi16(b.half[h], 8));
     to.half[h] = _mm256_add_epi32(to.half[h], _mm256_add_epi32(even, odd));
+  }
+  return to.all;
+}
+
+// bfloat16, whose numbers below the normal ones are 0. The two products of a lane are added one by one.
+inline __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
+  uint32_t from[32];
+  std::memcpy(from, &low, 64);
+  std::memcpy(from + 16, &high, 64);
+  uint16_t to[32];
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t bits = from[i], magnitude = bits & 0x7FFFFFFF;
+    to[i] = static_cast<uint16_t>(magnitude > 0x7F800000   ? bits >> 16 | 0x40
+                                  : magnitude < 0x00800000 ? bits >> 16 & 0x8000
+                                                           : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  }
+  __m512bh result;
+  std::memcpy(&result, to, 64);
+  return result;
+}
+inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh x, __m512bh y) {
+  emulated::Ints a, b;
+  std::memcpy(&a, &x, 64);
+  std::memcpy(&b, &y, 64);
+  emulated::Floats to{sum};
+  const auto number = [](uint32_t bits) {
+    if (!(bits & 0x7F800000)) bits &= 0x80000000;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  };
+  for (int i = 0; i < 16; ++i) {
+    const auto left = static_cast<uint32_t>(a.number[i]), right = static_cast<uint32_t>(b.number[i]);
+    to.number[i] += number(left & 0xFFFF0000) * number(right & 0xFFFF0000);
+    to.number[i] += number(left << 16) * number(right << 16);
   }
   return to.all;
 }

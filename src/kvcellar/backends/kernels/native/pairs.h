@@ -1,0 +1,238 @@
+// Many rows over the same bfloat16 cells, as in columns.h, where the processor multiplies bfloat16: a lane
+// is a row for logits, a number of V for values. K and V are operands as they lie in the pool, and so are
+// queries; weights become bfloat16, which adds as much as storing V in bfloat16 has added.
+//
+// Only included by attend_impl.h.
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
+// Rows are `kVecs` vectors.
+template <int kDim, int kVecs>
+class Columns {
+ public:
+  static constexpr int64_t kCells = kTile;
+
+  // `q`: rows of `k_pad` floats, which are bfloat16; logits are multiplied by `factor`.
+  Columns(int64_t rows, const float* q, int64_t k_pad, float factor, char* memory)
+      : quads_((rows + 3) / 4), factor_(factor) {
+    auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
+    const auto take = [&address](auto*& piece, int64_t n) {
+      piece = reinterpret_cast<std::remove_reference_t<decltype(piece)>>(address);
+      address += static_cast<uintptr_t>(n) * sizeof *piece;
+    };
+    take(queries_, kRows * kDim / 2);
+    take(weights_, kRows * kCells / 2);
+    take(results_, kRows * kDim);
+    take(room_, kCells * kBytes);
+    std::memset(queries_, 0, sizeof *queries_ * kRows * kDim / 2);
+    std::memset(results_, 0, sizeof *results_ * kRows * kDim);
+    for (float& x : max_) x = -3e38f;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t p = 0; p < kDim / 2; ++p) {
+        uint32_t bits[2];
+        std::memcpy(bits, q + r * k_pad + 2 * p, sizeof bits);
+        queries_[p * kRows + r] = bits[0] >> 16 | (bits[1] & 0xFFFF0000);
+      }
+  }
+
+  static bool is_finite() { return true; }
+
+  // The n <= kTile cells from c on of a tile. False if logits are so large that float32 hardly tells them
+  // apart: nothing of it counts then.
+  bool attend(const TileRows& rows, int64_t c, int64_t n, const Next& next) {
+    int64_t first = 0;  // whose values are not added yet
+    for (int64_t i = 0; i < n; i += 16) {
+      const int64_t m = smaller(n - i, 16);
+      const char* from = dense(rows, kKRows, c + i, m, room_);
+      Lines lines = next.turn((c + i) / 16, kLinesOf16);
+      for (int64_t j = 0; j < m; j += kAtOnce) {
+        uint32_t* to = weights_ + (i + j) / 2 * kRows;
+        const char* cells = from + j * kBytes;
+        if (!weigh(cells, m - j, to, lines)) {
+          values(rows, c, first, i + j, next);
+          first = i + j;
+          if (!raise(cells, m - j)) return false;
+          lines = Next::nothing();
+          weigh(cells, m - j, to, lines);
+        }
+      }
+    }
+    values(rows, c, first, n, next);
+    return true;
+  }
+
+  // Maxima, sums of weights and results of each row.
+  void finish(int64_t rows, int64_t v_pad, float* maxima, float* sums, float* acc) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      maxima[r] = max_[r];
+      store(sums + r * kLanes, all(0.f));
+      sums[r * kLanes] = sum_[r];
+      std::memcpy(acc + r * v_pad, results_ + r * kDim, sizeof(float) * kDim);
+    }
+  }
+
+ private:
+  static constexpr int64_t kRows = kVecs * kLanes, kBytes = 2 * kDim;
+  static constexpr int64_t kAtOnce = 16 / kVecs;  // cells: as many sums as there are registers for
+  static constexpr int64_t kLinesOf16 = kDim / 2;
+  // Weights may be 2**kHighest: a row's reference follows its highest logit only then.
+  static constexpr float kHighest = 30.f, kHighestLogit = 1e6f;
+
+  // m <= 16 rows that follow on each other: where they lie, or at `room`.
+  static const char* dense(const TileRows& rows, Part part, int64_t c, int64_t m, char* room) {
+    int64_t step;
+    const char* from = rows.together(part, c, m, kBytes, room, step);
+    if (step == kBytes && from != room) return from;
+    if (from != room)
+      for (int64_t i = 0; i < m; ++i) std::memcpy(room + i * kBytes, from + i * step, kBytes);
+    std::memset(room + m * kBytes, 0, static_cast<size_t>((16 - m) * kBytes));
+    return room;
+  }
+
+  // Products of kAtOnce cells; those from the n-th on are minus infinity.
+  static __attribute__((always_inline)) void multiply(const uint32_t* queries, const char* cells, int64_t n,
+                                                 Vec (&sums)[kAtOnce][kVecs], Lines& lines) {
+#pragma GCC unroll 16
+    for (auto& cell : sums)
+      for (Vec& x : cell) x = all(0.f);
+    for (int64_t p = 0; p < kDim / 2; p += 16, queries += 16 * kRows, cells += 64) {
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < 16; ++j) {
+        Vec x[kVecs];
+        for (int64_t k = 0; k < kVecs; ++k)
+          x[k] = load(reinterpret_cast<const float*>(queries + j * kRows + k * kLanes));
+        if (j % kVecs == 0) lines.one(j / kVecs);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kAtOnce; ++i)
+          for (int64_t k = 0; k < kVecs; ++k)
+            sums[i][k] = add_pair(sums[i][k], x[k], cells + i * kBytes + j * 4);
+      }
+    }
+    if (n >= kAtOnce) return;
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kAtOnce; ++i)
+      for (Vec& x : sums[i]) x = i < n ? x : all(kMinusInfinity);
+  }
+
+  // Weights of kAtOnce cells. False if they would be too large: nothing has happened then. A function of
+  // its own, so that the compiler keeps the sums in registers.
+  __attribute__((noinline)) bool weigh(const char* cells, int64_t n, uint32_t* weights, Lines& given) {
+    Lines lines = given;
+    Vec a[kAtOnce][kVecs];
+    multiply(queries_, cells, n, a, lines);
+    given.at = lines.at;
+    const Vec factor = all(factor_);
+    Vec x[kAtOnce][kVecs];
+    bool is_low = true;
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kVecs; ++k) {
+      const Vec below = sub(all(0.f), load(max_ + k * kLanes));
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kAtOnce; ++i) x[i][k] = fma(a[i][k], factor, below);
+      Vec top = x[0][k];
+#pragma GCC unroll 16
+      for (int64_t i = 1; i < kAtOnce; ++i) top = max(top, x[i][k]);
+      is_low &= !is_any_above(top, all(kHighest));
+    }
+    if (__builtin_expect(!is_low, false)) return false;
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kVecs; ++k) {
+      Vec total = load(sum_ + k * kLanes);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kAtOnce; i += 2)
+        total = store_by_turns(weights + i / 2 * kRows + k * kLanes, exp2_below_1(x[i][k]),
+                               exp2_below_1(x[i + 1][k]), total);
+      store(sum_ + k * kLanes, total);
+    }
+    return true;
+  }
+
+  // References to these logits' highest where they are below. False if these are too large.
+  __attribute__((noinline)) bool raise(const char* cells, int64_t n) {
+    Vec a[kAtOnce][kVecs];
+    Lines lines = Next::nothing();
+    multiply(queries_, cells, n, a, lines);
+    const Vec factor = all(factor_);
+    float shares[kRows];
+    bool is_small = true;
+    for (int64_t k = 0; k < kVecs; ++k) {
+      const Vec old = load(max_ + k * kLanes);
+      Vec now = old;
+      for (int64_t i = 0; i < kAtOnce; ++i) now = max(now, mul(a[i][k], factor));
+      is_small &= !is_any_above(max(now, sub(all(0.f), now)), all(kHighestLogit));
+      const Vec share = exp2_below_1(sub(old, now));
+      store(max_ + k * kLanes, now);
+      store(sum_ + k * kLanes, mul(load(sum_ + k * kLanes), share));
+      store(shares + k * kLanes, share);
+    }
+    for (int64_t r = 0; r < kRows; ++r)
+      for (int64_t d = 0; d < kDim; d += kLanes)
+        store(results_ + r * kDim + d, mul(load(results_ + r * kDim + d), all(shares[r])));
+    return is_small;
+  }
+
+  // Of the cells from `first` to `stop`, multiples of kAtOnce or the last.
+  void values(const TileRows& rows, int64_t c, int64_t first, int64_t stop, const Next& next) {
+    if (first == stop) return;
+    const char* at[kTile / 16];
+    for (int64_t i = first / 16; i * 16 < stop; ++i)
+      at[i] = dense(rows, kVRows, c + i * 16, smaller(stop - i * 16, 16), room_ + i * 16 * kBytes);
+    for (int64_t r = 0; r < quads_; ++r)
+      for (int64_t d = 0; d < kDim; d += 64) values_of_4(r, d, at, first, stop, c, next);
+  }
+
+  __attribute__((noinline)) void values_of_4(int64_t quad, int64_t d, const char* const* at,
+                                             int64_t first, int64_t stop, int64_t c,
+                                             const Next& next) {
+    float* results = results_ + quad * 4 * kDim + d;
+    const uint32_t* weights = weights_ + first / 2 * kRows + quad * 4;
+    Vec a[4][4];
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < 4; ++r)
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j) a[r][j] = load(results + r * kDim + j * kLanes);
+    // Two rows of fours fetch, 64 numbers of each at a time.
+    constexpr int64_t kParts = kDim / 64;
+    const int64_t turn = quad * kParts + d / 64;
+    Lines lines = Next::nothing();
+    for (int64_t i = first; i < stop; i += 8) {
+      const char* from = at[i / 16] + i % 16 * kBytes + d * 2;
+      if (i % 16 == 0 && quad < 2) {
+        const int64_t slot = turn * 8 + i / 16;
+        if (slot % (2 * kParts) == 0 || i == first) lines = next.turn(kTile / 16 + slot / (2 * kParts), kLinesOf16);
+      }
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j) {
+        Vec x[4];
+        load_pairs(from + 2 * j * kBytes, from + (2 * j + 1) * kBytes, x[0], x[1]);
+        load_pairs(from + 2 * j * kBytes + 64, from + (2 * j + 1) * kBytes + 64, x[2], x[3]);
+        lines.one(2 * j);
+        lines.one(2 * j + 1);
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < 4; ++r) {
+          const Vec p = all_pairs(weights + j * kRows + r);
+#pragma GCC unroll 4
+          for (int64_t k = 0; k < 4; ++k) a[r][k] = dot_bf16_pairs(p, x[k], a[r][k]);
+        }
+      }
+      weights += 4 * kRows;
+    }
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < 4; ++r)
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j) store(results + r * kDim + j * kLanes, a[r][j]);
+  }
+
+  uint32_t *queries_, *weights_;
+  float* results_;
+  char* room_;
+  const int64_t quads_;
+  const float factor_;
+  alignas(64) float sum_[kRows] = {}, max_[kRows];
+};
+
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
