@@ -58,8 +58,8 @@ constexpr int64_t kRowsAtOnce = kLanes / 4;
 
 // Scratch of one worker, cut from one piece of memory.
 struct Scratch {
-  float *q, *fours, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most, *tops;
-  uint32_t *q_pairs, *weights;  // of Pairs
+  float *q, *fours, *q_pairs, *k, *v, *s, *acc, *max, *sum, *base, *factor, *most, *tops;
+  uint32_t* weights;  // of Pairs
   TileRows* rows;  // of three tiles
   char* gathered;  // rows of 16 cells
   char* extra;
@@ -86,7 +86,7 @@ inline Scratch cut(char* memory, int64_t rows, int64_t k_pad, int64_t v_pad) {
   s.most = take(rows);
   s.sum = take(rows * kLanes);
   s.tops = take((rows + kLanes) * 4);
-  s.q_pairs = reinterpret_cast<uint32_t*>(take(rows * k_pad / 2));
+  s.q_pairs = take(rows * k_pad / 2);
   s.weights = reinterpret_cast<uint32_t*>(take(rows * kTile / 2));
   s.rows = reinterpret_cast<TileRows*>(at);
   s.extra = reinterpret_cast<char*>(s.rows + 3);
@@ -750,8 +750,12 @@ class Attention {
 #else
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
     const bool has_k = fits_chunks(k_), has_v = fits_chunks(v_);
-    load_queries(has_k ? 1.f : factor);
     factor_ = factor;
+#if defined(KVC_BF16)
+    if (has_k_pairs_) load_query_pairs();
+    if (!has_k_pairs_ || job_.pool->exact)
+#endif
+      load_queries(has_k ? 1.f : factor);
     Words words(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
 #else
     load_queries(factor);
@@ -960,8 +964,14 @@ class Attention {
   }
   template <int kDim, int kVecs>
   bool run_columns() {
+    const float factor = job_.args->scale * kLog2e;
+#if defined(KVC_BF16)
+    load_query_pairs();
+    Columns<kDim, kVecs> columns(rows_, scratch_.q_pairs, factor, scratch_.extra);
+#else
     load_queries(1.f);
-    Columns<kDim, kVecs> columns(rows_, scratch_.q, k_pad_, job_.args->scale * kLog2e, scratch_.extra);
+    Columns<kDim, kVecs> columns(rows_, scratch_.q, k_pad_, factor, scratch_.extra);
+#endif
     if (!columns.is_finite()) return false;
     Walk walk(job_);
     int64_t left = job_.n_cells;
@@ -1015,19 +1025,22 @@ class Attention {
     }
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
-#if defined(KVC_BF16)
-    if (!has_k_pairs_) return;
-    const int64_t pad = k_.dim / 2;
-    for (int64_t r = 0; r < rows_pad_; ++r) {
-      uint32_t* to = scratch_.q_pairs + r / 4 * 4 * pad + r % 4 * 4;
-      const int64_t token = r < rows_ ? job_.tokens[token_index(r)] : 0;
-      const auto* from = static_cast<const uint16_t*>(job_.args->q) +
-                         (r < rows_ ? head_of(r) * layout.q.head + token * layout.q.token : 0);
-      for (int64_t d = 0; d < pad; d += 4, from += 8)
-        r < rows_ ? std::memcpy(to + d * 4, from, 16) : std::memset(to + d * 4, 0, 16);
-    }
-#endif
   }
+
+#if defined(KVC_BF16)
+  // The same of bfloat16 as they are, in the order of `logits_of`.
+  void load_query_pairs() {
+    const Strides& strides = job_.layout->q;
+    for (int64_t r = 0; r < rows_pad_; ++r) {
+      float* to = scratch_.q_pairs + r / 4 * 2 * k_.dim + r % 4 * 4;
+      const auto* from = static_cast<const uint16_t*>(job_.args->q);
+      if (r < rows_)
+        from += head_of(r) * strides.head + job_.tokens[token_index(r)] * strides.token;
+      for (int64_t d = 0; d < k_.dim; d += 8, from += 8, to += 16)
+        r < rows_ ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
+    }
+  }
+#endif
 
   // Before a tile's logits.
   void clear_tops() {
@@ -1137,7 +1150,7 @@ class Attention {
 
 #if defined(KVC_BF16)
   void logits_of_pairs(const TileRows& rows, int64_t n) {
-    const auto* queries = reinterpret_cast<const float*>(scratch_.q_pairs);
+    const float* queries = scratch_.q_pairs;
     const int64_t n_bytes = k_.packed_bytes(), pad = k_.dim / 2;
     for (int64_t c = 0; c < n; c += 16) {
       int64_t step;

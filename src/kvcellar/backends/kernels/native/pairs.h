@@ -14,8 +14,8 @@ class Columns {
  public:
   static constexpr int64_t kCells = kTile;
 
-  // `q`: rows of `k_pad` floats, which are bfloat16; logits are multiplied by `factor`.
-  Columns(int64_t rows, const float* q, int64_t k_pad, float factor, char* memory)
+  // `fours`: queries as `logits_of` reads them; logits are multiplied by `factor`.
+  Columns(int64_t rows, const float* fours, float factor, char* memory)
       : quads_((rows + 3) / 4), factor_(factor) {
     auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
     const auto take = [&address](auto*& piece, int64_t n) {
@@ -26,15 +26,12 @@ class Columns {
     take(weights_, kRows * kCells / 2);
     take(results_, kRows * kDim);
     take(room_, kCells * kBytes);
-    std::memset(queries_, 0, sizeof *queries_ * kRows * kDim / 2);
     std::memset(results_, 0, sizeof *results_ * kRows * kDim);
     for (float& x : max_) x = -3e38f;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t p = 0; p < kDim / 2; ++p) {
-        uint32_t bits[2];
-        std::memcpy(bits, q + r * k_pad + 2 * p, sizeof bits);
-        queries_[p * kRows + r] = bits[0] >> 16 | (bits[1] & 0xFFFF0000);
-      }
+    if (quads_ * 4 < kRows) std::memset(queries_, 0, sizeof *queries_ * kRows * kDim / 2);
+    for (int64_t quad = 0; quad < quads_; ++quad)
+      for (int64_t p = 0; p < kDim / 2; p += 4, fours += kLanes)
+        store_fours(transposed_fours(load(fours)), queries_ + p * kRows + quad * 4, kRows);
   }
 
   static bool is_finite() { return true; }
@@ -43,22 +40,25 @@ class Columns {
   // apart: nothing of it counts then.
   bool attend(const TileRows& rows, int64_t c, int64_t n, const Next& next) {
     int64_t first = 0;  // whose values are not added yet
+    bool is_pending = false;
     for (int64_t i = 0; i < n; i += 16) {
       const int64_t m = smaller(n - i, 16);
       const char* from = dense(rows, kKRows, c + i, m, room_);
       Lines lines = next.turn((c + i) / 16, kLinesOf16);
       for (int64_t j = 0; j < m; j += kAtOnce) {
-        uint32_t* to = weights_ + (i + j) / 2 * kRows;
         const char* cells = from + j * kBytes;
-        if (!weigh(cells, m - j, to, lines)) {
-          values(rows, c, first, i + j, next);
-          first = i + j;
-          if (!raise(cells, m - j)) return false;
-          lines = Next::nothing();
-          weigh(cells, m - j, to, lines);
-        }
+        uint32_t* before = weights_ + (i + j - kAtOnce) / 2 * kRows;
+        is_pending = is_pending ? multiply<true>(cells, m - j, before, lines)
+                                : multiply<false>(cells, m - j, before, lines);
+        if (is_pending) continue;
+        values(rows, c, first, i + j, next);
+        first = i + j;
+        if (!raise(cells, m - j)) return false;
+        Lines nothing = Next::nothing();
+        is_pending = multiply<false>(cells, m - j, before, nothing);
       }
     }
+    weigh(weights_ + (n - 1) / kAtOnce * kAtOnce / 2 * kRows);
     values(rows, c, first, n, next);
     return true;
   }
@@ -91,9 +91,13 @@ class Columns {
     return room;
   }
 
-  // Products of kAtOnce cells; those from the n-th on are minus infinity.
-  static __attribute__((always_inline)) void multiply(const uint32_t* queries, const char* cells, int64_t n,
-                                                 Vec (&sums)[kAtOnce][kVecs], Lines& lines) {
+  // Products of kAtOnce cells; those from the n-th on are minus infinity. between(i), for each of the 16
+  // vectors, is called meanwhile.
+  template <class Between>
+  static __attribute__((always_inline)) void multiply(const float* queries, const char* cells,
+                                                      int64_t n, Vec (&sums)[kAtOnce][kVecs],
+                                                      Lines& lines, const Between& between) {
+    constexpr int64_t kEvery = kDim / 16;  // pairs of numbers for two vectors
 #pragma GCC unroll 16
     for (auto& cell : sums)
       for (Vec& x : cell) x = all(0.f);
@@ -102,12 +106,13 @@ class Columns {
       for (int64_t j = 0; j < 16; ++j) {
         Vec x[kVecs];
         for (int64_t k = 0; k < kVecs; ++k)
-          x[k] = load(reinterpret_cast<const float*>(queries + j * kRows + k * kLanes));
+          x[k] = load(queries + j * kRows + k * kLanes);
         if (j % kVecs == 0) lines.one(j / kVecs);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kAtOnce; ++i)
           for (int64_t k = 0; k < kVecs; ++k)
             sums[i][k] = add_pair(sums[i][k], x[k], cells + i * kBytes + j * 4);
+        if (j % kEvery == kEvery - 1) between((p + j) / kEvery * 2);
       }
     }
     if (n >= kAtOnce) return;
@@ -116,44 +121,57 @@ class Columns {
       for (Vec& x : sums[i]) x = i < n ? x : all(kMinusInfinity);
   }
 
-  // Weights of kAtOnce cells. False if they would be too large: nothing has happened then. A function of
-  // its own, so that the compiler keeps the sums in registers.
-  __attribute__((noinline)) bool weigh(const char* cells, int64_t n, uint32_t* weights, Lines& given) {
+  // Exponents of kAtOnce cells; meanwhile `before` gets the weights of those before them, whose work is
+  // other parts of the processor's, if there are any. False if these weights would be too large: they are
+  // not pending then. A function of its own, so that the compiler keeps the sums in registers.
+  template <bool has_before>
+  __attribute__((noinline)) bool multiply(const char* cells, int64_t n, uint32_t* before,
+                                          Lines& given) {
     Lines lines = given;
-    Vec a[kAtOnce][kVecs];
-    multiply(queries_, cells, n, a, lines);
+    Vec a[kAtOnce][kVecs], totals[kVecs];
+    for (int64_t k = 0; k < kVecs; ++k) totals[k] = load(sum_ + k * kLanes);
+    multiply(queries_, cells, n, a, lines, [&](int64_t i) __attribute__((always_inline)) {
+      if (has_before) weigh_two(i, before, totals);
+    });
+    if (has_before)
+      for (int64_t k = 0; k < kVecs; ++k) store(sum_ + k * kLanes, totals[k]);
     given.at = lines.at;
     const Vec factor = all(factor_);
-    Vec x[kAtOnce][kVecs];
     bool is_low = true;
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kVecs; ++k) {
       const Vec below = sub(all(0.f), load(max_ + k * kLanes));
+      Vec tops[2] = {all(kMinusInfinity), all(kMinusInfinity)};
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kAtOnce; ++i) x[i][k] = fma(a[i][k], factor, below);
-      Vec top = x[0][k];
-#pragma GCC unroll 16
-      for (int64_t i = 1; i < kAtOnce; ++i) top = max(top, x[i][k]);
-      is_low &= !is_any_above(top, all(kHighest));
+      for (int64_t i = 0; i < kAtOnce; ++i) {
+        const Vec x = fma(a[i][k], factor, below);
+        tops[i % 2] = max(tops[i % 2], x);
+        store(exponents_ + i * kRows + k * kLanes, x);
+      }
+      is_low &= !is_any_above(max(tops[0], tops[1]), all(kHighest));
     }
-    if (__builtin_expect(!is_low, false)) return false;
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < kVecs; ++k) {
-      Vec total = load(sum_ + k * kLanes);
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kAtOnce; i += 2)
-        total = store_by_turns(weights + i / 2 * kRows + k * kLanes, exp2_below_1(x[i][k]),
-                               exp2_below_1(x[i + 1][k]), total);
-      store(sum_ + k * kLanes, total);
-    }
-    return true;
+    return is_low;
+  }
+
+  // Pending exponents to weights, the i-th two of 16 vectors.
+  __attribute__((always_inline)) void weigh_two(int64_t i, uint32_t* weights, Vec* totals) const {
+    const int64_t k = kVecs == 1 ? 0 : i / 2 % kVecs, at = i / 2 / kVecs * 2 * kRows + k * kLanes;
+    totals[k] = store_by_turns(weights + at / 2 + k * kLanes / 2, exp2_below_1(load(exponents_ + at)),
+                               exp2_below_1(load(exponents_ + at + kRows)), totals[k]);
+  }
+  void weigh(uint32_t* weights) {
+    Vec totals[kVecs];
+    for (int64_t k = 0; k < kVecs; ++k) totals[k] = load(sum_ + k * kLanes);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 16; i += 2) weigh_two(i, weights, totals);
+    for (int64_t k = 0; k < kVecs; ++k) store(sum_ + k * kLanes, totals[k]);
   }
 
   // References to these logits' highest where they are below. False if these are too large.
   __attribute__((noinline)) bool raise(const char* cells, int64_t n) {
     Vec a[kAtOnce][kVecs];
     Lines lines = Next::nothing();
-    multiply(queries_, cells, n, a, lines);
+    multiply(queries_, cells, n, a, lines, [](int64_t) {});
     const Vec factor = all(factor_);
     float shares[kRows];
     bool is_small = true;
@@ -225,12 +243,12 @@ class Columns {
       for (int64_t j = 0; j < 4; ++j) store(results + r * kDim + j * kLanes, a[r][j]);
   }
 
-  uint32_t *queries_, *weights_;
-  float* results_;
+  float *queries_, *results_;  // queries: [pair][row]
+  uint32_t* weights_;          // [two cells][row]
   char* room_;
   const int64_t quads_;
   const float factor_;
-  alignas(64) float sum_[kRows] = {}, max_[kRows];
+  alignas(64) float sum_[kRows] = {}, max_[kRows], exponents_[16 * kLanes];
 };
 
 }  // namespace

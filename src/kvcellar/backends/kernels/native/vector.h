@@ -191,12 +191,15 @@ inline void store_fours(Vec x, float* to, int64_t step) {
   _mm_storeu_ps(to + 2 * step, _mm512_extractf32x4_ps(x, 2));
   _mm_storeu_ps(to + 3 * step, _mm512_extractf32x4_ps(x, 3));
 }
+inline Vec transposed_fours(Vec x) {
+  return _mm512_permutexvar_ps(
+      _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), x);
+}
 inline Vec highest_fours(Vec a, Vec b, Vec c, Vec d) {
   const Vec ab = max(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const Vec cd = max(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const Vec tops = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  return _mm512_permutexvar_ps(
-      _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), tops);
+  return transposed_fours(tops);
 }
 inline void store_u8(uint8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));

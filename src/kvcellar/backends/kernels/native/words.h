@@ -36,7 +36,7 @@ class Words : public WordsBase {
  public:
   Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
         int64_t v_pad, const float* q, float factor, char* memory)
-      : WordsBase(with_k, with_v, k, v, rows, v_pad, factor, 32, 32, memory) {
+      : WordsBase(with_k, with_v, k, v, rows, v_pad, factor, kTile, 32, memory) {
     if (has_k) load_queries(q, k_pad);
   }
 
@@ -46,7 +46,10 @@ class Words : public WordsBase {
     load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
     for (int64_t r = 0; r < quads_ * 4; ++r) store(tops_ + r * 16, all(kMinusInfinity));
     with_kind(k_, [&](auto is_4, auto n_subs) {
-      for (int64_t c = 0; c < n; c += 32) logits_of_32<is_4.of, n_subs.of>(rows, c, n, s, next);
+      if (quads_ == 1)
+        logits_of_few<is_4.of, n_subs.of>(rows, n, s, next);
+      else
+        for (int64_t c = 0; c < n; c += 32) logits_of_32<is_4.of, n_subs.of>(rows, c, n, s, next);
     });
     for (int64_t quad = 0; quad < quads_; ++quad) {
       const float* top = tops_ + quad * 64;
@@ -290,25 +293,42 @@ class Words : public WordsBase {
     return kept(_mm512_set1_epi16(is_4 ? 15 : 255));  // not made again each time
   }
 
+  // 16 cells' rows from `from` on.
+  struct Sixteen {
+    const char* from;
+    int64_t step;
+    Lines lines;  // to fetch
+  };
+  Sixteen sixteen(const TileRows& rows, int64_t c, int64_t n, char* room, const Next& next) const {
+    // Of the next tile, as many V rows are fetched here as K rows.
+    const int64_t n_lines = k_.dim / 64 * (k_.dtype == Dtype::int4 ? 8 : 16);
+    Sixteen found;
+    found.lines = next.turn(c / 16, n_lines);
+    next.affine(kKAffine, c / 16);
+    found.from = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(), room, found.step);
+    return found;
+  }
+
+  template <bool is_4, int kSubs>
+  void logits_of_few(const TileRows& rows, int64_t n, float* s, const Next& next) const {
+    Sixteen places[kTile / 16];
+    for (int64_t c = 0; c < n; c += 16)
+      places[c / 16] = sixteen(rows, c, n, gathered_ + c * k_.packed_bytes(), next);
+    logits_of<is_4, kSubs, false>(places, (n + 15) / 16, 0, 0, s);
+  }
+
   template <bool is_4, int kSubs>
   void logits_of_32(const TileRows& rows, int64_t c, int64_t n, float* s, const Next& next) const {
-    // Of the next tile, as many V rows are fetched here as K rows.
-    const int64_t n_lines = k_.dim / 64 * (is_4 ? 8 : 16);
-    Lines lines = next.turn(c / 16, n_lines);
-    const Lines more = next.turn(c / 16 + 1, n_lines), nothing = Next::nothing();
+    Lines lines = Next::nothing(), more = lines;
     for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
-      int64_t step;
-      const int64_t first = c + 16 * i;
-      const char* from =
-          rows.together(kKRows, first, smaller(n - first, 16), k_.packed_bytes(), gathered_, step);
-      next.affine(kKAffine, first / 16);
-      if (quads_ == 1)
-        logits_of<is_4, kSubs, false>(from, step, 0, first, s, i ? more : lines);
-      else
-        stage<is_4>(from, step, i, lines);
+      const Sixteen place = sixteen(rows, c + 16 * i, n, gathered_, next);
+      (i ? more : lines) = place.lines;
+      stage<is_4>(place.from, place.step, i, lines);
     }
-    for (int64_t quad = 0; quads_ > 1 && quad < quads_; ++quad)
-      logits_of<is_4, kSubs, true>(nullptr, 0, quad, c, s, quad == c / 32 % quads_ ? more : nothing);
+    for (int64_t quad = 0; quad < quads_; ++quad) {
+      const Sixteen staged{nullptr, 0, quad == c / 32 % quads_ ? more : Next::nothing()};
+      logits_of<is_4, kSubs, true>(&staged, 1, quad, c, s);
+    }
   }
 
   // Words of 16 rows for many quads, as the i-th 16: [chunk][pair][i][cell].
@@ -333,15 +353,33 @@ class Words : public WordsBase {
     given.at = lines.at;
   }
 
-  // Logits from `cell` on for the rows of a quad: of 16 cells whose rows start at `from`, or of 32 that are
-  // staged.
+  // Logits from `cell` on for the rows of a quad: of n places, or of 32 cells that are staged.
   template <bool is_4, int kSubs, bool is_staged>
-  __attribute__((noinline)) void logits_of(const char* from, int64_t step, int64_t quad, int64_t cell,
-                                           float* s, const Lines& given) const {
-    constexpr int kVecs = is_staged ? 2 : 1;
+  __attribute__((noinline)) void logits_of(const Sixteen* places, int64_t n, int64_t quad, int64_t cell,
+                                           float* s) const {
+    float* tops = tops_ + quad * 64;
+    Vec highest[4];
+    for (int r = 0; r < 4; ++r) highest[r] = load(tops + r * 16);
+    s += quad * 4 * kTile;
+    for (; n; --n, ++places, cell += 16) {
+      __m512 result[is_staged ? 2 : 1][4];
+      logits_at<is_4, kSubs, is_staged>(*places, quad, cell, result);
+      for (int r = 0; r < 4; ++r)
+        for (int v = 0; v < (is_staged ? 2 : 1); ++v) {
+          store(s + r * kTile + cell + 16 * v, result[v][r]);
+          highest[r] = max(highest[r], result[v][r]);
+        }
+    }
+    for (int r = 0; r < 4; ++r) store(tops + r * 16, highest[r]);
+  }
+
+  template <bool is_4, int kSubs, bool is_staged, int kVecs>
+  __attribute__((always_inline)) void logits_at(const Sixteen& place, int64_t quad, int64_t cell,
+                                                __m512 (&result)[kVecs][4]) const {
     const __m512i low = low_bits<is_4>();
-    Lines lines = given;
-    __m512 result[kVecs][4];
+    const char* from = place.from;
+    const int64_t step = place.step;
+    Lines lines = place.lines;
     for (auto& of_16 : result)
       for (__m512& x : of_16) x = _mm512_setzero_ps();
     const float* affine = k_affine_ + cell;  // of the chunk's first group
@@ -398,16 +436,6 @@ class Words : public WordsBase {
         affine += kSubs * 2 * kTile;
       }
     }
-    s += quad * 4 * kTile + cell;
-    float* tops = tops_ + quad * 64;
-    for (int r = 0; r < 4; ++r) {
-      Vec top = load(tops + r * 16);
-      for (int v = 0; v < kVecs; ++v) {
-        store(s + r * kTile + 16 * v, result[v][r]);
-        top = max(top, result[v][r]);
-      }
-      store(tops + r * 16, top);
-    }
   }
 
   // Of each 32 cells those of 4 i .. + 3 and of 16 + 4 i .. + 3 are the i-th 8 words. Where a chunk has
@@ -455,39 +483,43 @@ class Words : public WordsBase {
   void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, const Next& next) const {
     const int64_t n_bytes = v_.packed_bytes();
     const int64_t group = chunk * 64 / v_.group_size;  // the chunk's first
+    Pairs pairs[kTile / 32];
+    int64_t n_whole = 0;  // of 32 cells each, from the first on
+    bool is_dense = is_4;
+    for (int64_t c = 0; c < n; c += 32) {
+      Pairs& of_32 = pairs[c / 32];
+      for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
+        const int64_t first = c + 16 * i, m = smaller(n - first, 16);
+        of_32.n[i] = (m + 1) / 2;
+        of_32.from[i] =
+            rows.together(kVRows, first, m, n_bytes, gathered_ + first * n_bytes, of_32.step[i]) +
+            chunk * (is_4 ? 32 : 64);
+      }
+      if (of_32.n[1] < 8) continue;  // the last
+      ++n_whole;
+      is_dense &= of_32.step[0] == 32 && of_32.step[1] == 32;
+    }
     for (int64_t quad = 0; quad < quads_; ++quad) {
-      std::memset(sums_, 0, 16 * 64);
-      for (int64_t c = 0; c < n; c += 32) {
-        Pairs pairs;
-        for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
-          const int64_t first = c + 16 * i, m = smaller(n - first, 16);
-          pairs.n[i] = (m + 1) / 2;
-          if (quad) continue;
-          pairs.from[i] = rows.together(kVRows, first, m, n_bytes, gathered_ + i * 16 * n_bytes,
-                                        pairs.step[i]) +
-                          chunk * (is_4 ? 32 : 64);
-        }
-        if (!chunk && quad == c / 32 % quads_) {
-          pairs.lines = next.sixteen(kVRows, kTile / 32 + c / 32, is_4 ? 8 : 16);
+      if (!chunk)
+        for (int64_t c = 0; c < n; c += 32) {
+          const bool is_fetched = quad == c / 32 % quads_;
+          pairs[c / 32].lines = is_fetched ? next.sixteen(kVRows, kTile / 32 + c / 32, is_4 ? 8 : 16)
+                                           : Next::nothing();
+          if (!is_fetched) continue;
           next.affine(kVAffine, c / 16);
           next.affine(kVAffine, c / 16 + 1);
         }
-        __m512i* staged = reinterpret_cast<__m512i*>(values_) + c * 2;
-        const int16_t* of = weights(quad * 4, group) + (is_4 && kSubs == 2 ? 2 : 1) * c;
-        const bool is_whole = pairs.n[0] == 8 && pairs.n[1] == 8;
-        const bool is_dense = is_4 && pairs.step[0] == 32 && pairs.step[1] == 32;
-        if (quad)
-          add_pairs<is_4, kSubs, Place::stage>(pairs, of, staged);
-        else if (quads_ > 1)
-          add_pairs<is_4, kSubs, Place::to_stage>(pairs, of, staged);
-        else if (!is_whole)
-          add_pairs<is_4, kSubs, Place::pool>(pairs, of, staged);
-        else if (is_dense)
-          add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(pairs, of, staged);
-        else
-          add_pairs<is_4, kSubs, Place::whole>(pairs, of, staged);
-      }
-      add_sums<is_4, kSubs>(quad, chunk, group);
+      const int16_t* of = weights(quad * 4, group);
+      if (quad)
+        add_pairs<is_4, kSubs, Place::stage>(pairs, n, of, quad, chunk);
+      else if (quads_ > 1)
+        add_pairs<is_4, kSubs, Place::to_stage>(pairs, n, of, quad, chunk);
+      else if (n_whole * 32 < n)
+        add_pairs<is_4, kSubs, Place::pool>(pairs, n, of, quad, chunk);
+      else if (is_dense)
+        add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(pairs, n, of, quad, chunk);
+      else
+        add_pairs<is_4, kSubs, Place::whole>(pairs, n, of, quad, chunk);
     }
   }
 
@@ -497,37 +529,40 @@ class Words : public WordsBase {
     const char* from[2] = {};
     Lines lines = Next::nothing();  // to fetch: one for each of them, or of int4 for each second one
   };
-  // sums_ += weights * V for 4 rows.
+  // Results of 4 rows += weights * V of n cells, of a chunk. A function of its own, so that the compiler
+  // keeps the sums in registers.
   template <bool is_4, int kSubs, Place place>
-  __attribute__((noinline)) void add_pairs(const Pairs& pairs, const int16_t* weights,
-                                           __m512i* staged) const {
-    int32_t* sums = one_base(sums_);
+  __attribute__((noinline)) void add_pairs(const Pairs* pairs, int64_t n, const int16_t* weights,
+                                           int64_t quad, int64_t chunk) const {
     const __m512i low = kept(_mm512_set1_epi16(15));  // not made again each time
-    Lines lines = pairs.lines;
+    auto* numbers = reinterpret_cast<__m512i*>(values_);
     __m512i a[4][4];
-    for (int r = 0; r < 4; ++r)
-      for (int j = 0; j < 4; ++j) a[r][j] = _mm512_load_si512(sums + (r * 4 + j) * 16);
+#pragma GCC unroll 4
+    for (auto& of_row : a)
+#pragma GCC unroll 4
+      for (__m512i& x : of_row) x = _mm512_setzero_si512();
+    for (; n > 0; n -= 32, ++pairs, weights += is_4 && kSubs == 2 ? 64 : 32) {
+      Lines lines = pairs->lines;
 #pragma GCC unroll 2
-    for (int64_t half = 0; half < 2; ++half) {
-      const char* from = pairs.from[half];
-      const int64_t step = pairs.step[half];
-      const int16_t* at = weights + (is_4 && kSubs == 2 ? 32 : 4) * half;
-      __m512i* numbers = staged + 32 * half;
-      if (place == Place::dense || place == Place::whole) {
+      for (int64_t half = 0; half < 2; ++half, numbers += 32) {
+        const char* from = pairs->from[half];
+        const int64_t step = pairs->step[half];
+        const int16_t* at = weights + (is_4 && kSubs == 2 ? 32 : 4) * half;
+        if (place == Place::dense || place == Place::whole) {
 #pragma GCC unroll 8
-        for (int64_t i = 0; i < 8; ++i, from += 2 * step) {
-          if (!is_4 || i % 2) lines.one(is_4 ? i / 2 : i);
-          add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
+          for (int64_t i = 0; i < 8; ++i, from += 2 * step) {
+            if (!is_4 || i % 2) lines.one(is_4 ? i / 2 : i);
+            add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
+          }
+          continue;
         }
-        continue;
-      }
-      for (int64_t i = 0; i < pairs.n[half]; ++i, from += 2 * step, numbers += 4) {
-        if (i % (is_4 ? 8 : 4) == 0) lines.four();
-        add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
+        for (int64_t i = 0; i < pairs->n[half]; ++i, from += 2 * step) {
+          if (i % (is_4 ? 8 : 4) == 0) lines.four();
+          add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers + 4 * i, a);
+        }
       }
     }
-    for (int r = 0; r < 4; ++r)
-      for (int j = 0; j < 4; ++j) _mm512_store_si512(sums + (r * 4 + j) * 16, a[r][j]);
+    add_sums<is_4, kSubs>(quad, chunk, a);
   }
 
   template <bool is_4, int kSubs, Place place>
@@ -557,20 +592,21 @@ class Words : public WordsBase {
   }
 
   template <bool is_4, int kSubs>
-  void add_sums(int64_t quad, int64_t chunk, int64_t group) const {
-    for (int64_t r = quad * 4; r < rows_ && r < quad * 4 + 4; ++r) {
-      const float* steps = steps_ + r * v_groups_ + group;
-      constexpr __mmask16 kSecond = is_4 ? 0xAAAA : 0xFF00;  // the chunk's second group
+  __attribute__((always_inline)) void add_sums(int64_t quad, int64_t chunk, __m512i (&a)[4][4]) const {
+    const float* steps = steps_ + quad * 4 * v_groups_ + chunk * 64 / v_.group_size;
+    constexpr __mmask16 kSecond = is_4 ? 0xAAAA : 0xFF00;  // the chunk's second group
+    float* to = result(quad * 4) + chunk * 64;
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r, steps += v_groups_, to += v_.dim) {
       Vec step = all(steps[0]);
       if (kSubs == 2) step = _mm512_mask_mov_ps(step, kSecond, all(steps[1]));
-      __m512i whole[4];
-      for (int j = 0; j < 4; ++j) whole[j] = _mm512_load_si512(sums_ + (r % 4 * 4 + j) * 16);
       // Where a sum was too large for 32 bits its difference is not.
-      for (int j = 1; is_4 && j < 3; ++j)
-        whole[j] = _mm512_sub_epi32(whole[j], _mm512_slli_epi32(whole[j + 1], 4));
-      float* to = result(r) + chunk * 64;
+#pragma GCC unroll 2
+      for (int j = 1; j < (is_4 ? 3 : 0); ++j)
+        a[r][j] = _mm512_sub_epi32(a[r][j], _mm512_slli_epi32(a[r][j + 1], 4));
+#pragma GCC unroll 4
       for (int j = 0; j < 4; ++j)
-        store(to + 16 * j, fma(_mm512_cvtepi32_ps(whole[j]), step, load(to + 16 * j)));
+        store(to + 16 * j, fma(_mm512_cvtepi32_ps(a[r][j]), step, load(to + 16 * j)));
     }
   }
 
