@@ -46,7 +46,7 @@ kernel-check-amx: ## The same steps with the matrix unit emulated, for a process
 	@cmake --build build/kernel-check-amx -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-amx/check_kernel 200
 
-kernel-check-avx512: ## The same steps with AVX-512 and VNNI emulated, for a processor that has AVX2 only
+kernel-check-avx512: ## The same steps with AVX-512, VNNI and products of bfloat16 emulated, for a processor that has AVX2 only
 	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-avx512 -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DKVC_EMULATE_AVX512=ON
 	@cmake --build build/kernel-check-avx512 -j

@@ -212,7 +212,7 @@ def hold_weights(model: Any, weights: str) -> None:
             f"leave one of the two out"
         )
     packed = is_packed(weights)
-    by_torch = torch_multiplies_bf16() and kernels.level() != "vnni"
+    by_torch = torch_multiplies_bf16() and kernels.level() not in {"vnni", "bf16"}
     is_expanded = packed and model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
