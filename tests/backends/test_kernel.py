@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -187,6 +188,25 @@ def test_a_number_that_is_not_finite_is_seen_by_all_branches_of_its_head(level, 
     assert not np.isfinite(got).all()
     finite = np.isfinite(want)
     np.testing.assert_allclose(got[finite], want[finite], rtol=2**-8, atol=2e-3)
+
+
+@pytest.mark.parametrize("n, group", [(4, 4), (5, 5)])
+@pytest.mark.parametrize("length", [5, 16, 300])
+def test_branches_whose_logits_rise(level, n, group, length):
+    """Highest logits that rise again and again by what powers of two do not reach, over crumbs with
+    gaps and over long runs."""
+    case = branches(64, n, group)
+    rising = np.linspace(0, 4, N_CELLS, dtype=np.float32)[:, None] ** 3
+    rising[300:] = 0.1
+    made = SideBytes(case.k.side, case.k.values * rising, 0)
+    case.k.parts, case.k.values = made.parts, made.values
+    trunk = tuple(Run(at, min(length, 300 - at) - 1) for at in range(0, 300, length))
+    reads = tuple(dataclasses.replace(r, runs=trunk + r.runs[1:]) for r in case.plan.reads)
+    case.plan = dataclasses.replace(case.plan, reads=reads)
+    case.__post_init__()
+    want = case.expected()
+    close = 2**-8 * np.abs(want) + 2e-3 * np.abs(want).max()
+    np.testing.assert_array_less(np.abs(case.run() - want), close)
 
 
 def test_branches_over_numbers_of_every_size(level):

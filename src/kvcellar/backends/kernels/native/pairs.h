@@ -26,6 +26,7 @@ class Columns {
     take(weights_, kRows * kCells / 2);
     take(results_, kRows * kDim);
     take(room_, kCells * kBytes);
+    take(k_room_, 16 * kBytes);
     std::memset(results_, 0, sizeof *results_ * kRows * kDim);
     for (float& x : max_) x = -3e38f;
     if (quads_ * 4 < kRows) std::memset(queries_, 0, sizeof *queries_ * kRows * kDim / 2);
@@ -43,7 +44,7 @@ class Columns {
     bool is_pending = false;
     for (int64_t i = 0; i < n; i += 16) {
       const int64_t m = smaller(n - i, 16);
-      const char* from = dense(rows, kKRows, c + i, m, room_);
+      const char* from = dense(rows, kKRows, c + i, m, k_room_);
       Lines lines = next.turn((c + i) / 16, kLinesOf16);
       for (int64_t j = 0; j < m; j += kAtOnce) {
         const char* cells = from + j * kBytes;
@@ -105,8 +106,7 @@ class Columns {
 #pragma GCC unroll 16
       for (int64_t j = 0; j < 16; ++j) {
         Vec x[kVecs];
-        for (int64_t k = 0; k < kVecs; ++k)
-          x[k] = load(queries + j * kRows + k * kLanes);
+        for (int64_t k = 0; k < kVecs; ++k) x[k] = load(queries + j * kRows + k * kLanes);
         if (j % kVecs == 0) lines.one(j / kVecs);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kAtOnce; ++i)
@@ -211,15 +211,15 @@ class Columns {
     for (int64_t r = 0; r < 4; ++r)
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) a[r][j] = load(results + r * kDim + j * kLanes);
-    // Two rows of fours fetch, 64 numbers of each at a time.
+    // The first two fours of rows fetch, half of a turn's lines with 16 cells of 64 numbers.
     constexpr int64_t kParts = kDim / 64;
-    const int64_t turn = quad * kParts + d / 64;
     Lines lines = Next::nothing();
     for (int64_t i = first; i < stop; i += 8) {
       const char* from = at[i / 16] + i % 16 * kBytes + d * 2;
       if (i % 16 == 0 && quad < 2) {
-        const int64_t slot = turn * 8 + i / 16;
-        if (slot % (2 * kParts) == 0 || i == first) lines = next.turn(kTile / 16 + slot / (2 * kParts), kLinesOf16);
+        const int64_t half = (quad * kParts + d / 64) * kTile / 16 + i / 16, turn = half / (2 * kParts);
+        if (half % (2 * kParts) == 0 || i == first)
+          lines = next.turn(kTile / 16 + turn, kLinesOf16);
       }
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) {
@@ -245,7 +245,7 @@ class Columns {
 
   float *queries_, *results_;  // queries: [pair][row]
   uint32_t* weights_;          // [two cells][row]
-  char* room_;
+  char *room_, *k_room_;       // for rows that do not follow on each other
   const int64_t quads_;
   const float factor_;
   alignas(64) float sum_[kRows] = {}, max_[kRows], exponents_[16 * kLanes];
