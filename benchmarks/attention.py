@@ -16,6 +16,7 @@ import torch
 from harness import alternate, median_ms, median_ratio, run
 
 from kvcellar.backends import kernels
+from kvcellar.backends.torch import memory
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, runs_of
 
@@ -52,11 +53,11 @@ class Pools:
             affine = torch.tensor([6 / top, -3]).half().repeat(*shape, side.n_groups(DIM), 1)
         else:
             rows, affine = torch.randn(*shape, DIM).to(getattr(torch, kv_dtype)), torch.empty(0)
-        self.memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pools = []
         for _ in range(max(2, ROTATED_BYTES // self.size_bytes)):
-            sides = [(rows.clone(), affine.clone()) for _ in "kv"]
-            self.memory += sides
+            sides = [(_placed(rows), _placed(affine)) for _ in "kv"]
+            self.sides += sides
             layouts = [_layout(kv_dtype, *parts, side.n_groups(DIM)) for parts in sides]
             self.pools.append(kernels.make_pool(N_KV_HEADS, N_CELLS, *layouts))
         self.turn = itertools.cycle(range(len(self.pools)))
@@ -102,10 +103,15 @@ class Pools:
 
         def read() -> None:
             turn = 2 * next(self.turn)
-            for rows, _ in self.memory[turn : turn + 2]:
+            for rows, _ in self.sides[turn : turn + 2]:
                 kernels.stream_read(rows.data_ptr(), self.size_bytes // 2)
 
         return read
+
+
+def _placed(rows: torch.Tensor) -> torch.Tensor:
+    """A copy where a pool's rows would lie."""
+    return memory.empty(tuple(rows.shape), rows.dtype, rows.device).copy_(rows)
 
 
 def _layout(

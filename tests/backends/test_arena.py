@@ -1,6 +1,10 @@
-"""Weights in large pages: the same numbers, and no more bytes than before."""
+"""Weights and pools in large pages: the same numbers, and no more bytes than before."""
 
 from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ from torch import nn
 from kvcellar.backends import kernels
 from kvcellar.backends.torch import memory
 from kvcellar.backends.torch.linears import KernelLinear
-from kvcellar.backends.torch.memory import LINE, Arena
+from kvcellar.backends.torch.memory import LARGE_PAGE, LINE, Arena
+from kvcellar.backends.torch.pools import make_rows
+from kvcellar.kv_dtype import parse_kv_dtype
 
 
 def test_copies_are_the_same_numbers_in_storages_of_their_own(monkeypatch):
@@ -60,3 +66,36 @@ def test_packed_weights_lie_there(bits):
     kernel = KernelLinear(linear, bits, None, Arena())
     assert kernel.weight.data_ptr() % LINE == 0
     assert torch.equal(kernel(x), KernelLinear(linear, bits, None)(x))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_pools_that_fill_large_pages_lie_in_them_and_keep_their_rows(kv_dtype):
+    cpu, n_cells = torch.device("cpu"), 3 * LARGE_PAGE // (2 * 64)
+    rows = make_rows(2, parse_kv_dtype(kv_dtype).k, 64)
+    rows.grow(100, cpu)
+    written = torch.randn(1, 2, 100, 64)
+    rows.write_run(0, written)
+    kept = [part.clone() for part in rows.parts]
+    rows.grow(n_cells, cpu)
+    assert rows.parts[0].data_ptr() % LARGE_PAGE == 0
+    for part, before in zip(rows.parts, kept, strict=True):
+        assert part.shape[2] == n_cells
+        assert part.untyped_storage().nbytes() == part.nbytes
+        assert torch.equal(part[:, :, :100], before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_system_has_large_pages_back_when_their_tensor_is_gone():
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[0]) * mmap.PAGESIZE
+
+    n_bytes = 1 << 30  # of addresses; few of them are written to
+    before = mapped()
+    rows = memory.empty((n_bytes,), torch.uint8, torch.device("cpu"))
+    view = rows[: 1 << 20].view(2, -1)
+    view.fill_(7)
+    del rows
+    assert mapped() >= before + n_bytes
+    assert view.sum() == 7 << 20
+    del view
+    assert mapped() < before + n_bytes // 2

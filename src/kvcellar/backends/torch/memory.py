@@ -8,6 +8,7 @@ mapped file has such pages, wherever the system has put them: a step of a 1B mod
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import sys
 from collections.abc import Iterable
@@ -53,15 +54,33 @@ class Arena:
 
     def _map(self, n_bytes: int) -> mmap.mmap:
         """Memory to go on in; what is left of the last one stays unused, and so takes nothing."""
-        if sys.platform == "win32":
-            memory = mmap.mmap(-1, n_bytes + LARGE_PAGE)
-        else:
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            memory = mmap.mmap(-1, n_bytes + LARGE_PAGE, flags=private)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a system built without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        self._at = -address % LARGE_PAGE
+        memory, self._at = _mapped(n_bytes)
         self._stop = self._at + n_bytes
         return memory
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`torch.empty`, of a storage of its own; on a CPU in large pages where it fills one.
+
+    The system gives pages when they are first written to, and has them back with the tensor.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or n_bytes < LARGE_PAGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory, at = _mapped(n_bytes)
+    rows = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=at)
+    return rows.view(dtype).view(shape)
+
+
+def _mapped(n_bytes: int) -> tuple[mmap.mmap, int]:
+    """Memory in large pages, and the offset of the first: ``n_bytes`` lie from there on."""
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, n_bytes + LARGE_PAGE)
+    else:
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, n_bytes + LARGE_PAGE, flags=private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    return memory, -address % LARGE_PAGE

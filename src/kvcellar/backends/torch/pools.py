@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends import kernels
-from kvcellar.backends.torch import kernel
+from kvcellar.backends.torch import kernel, memory
 from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
 from kvcellar.cache import grown_size
 from kvcellar.kv_dtype import KvDtype, SideDtype
@@ -45,7 +45,7 @@ class Rows:
             grown = []
             for old in self.parts:
                 shape = (1, self.n_heads, n_cells, old.shape[3])
-                new = torch.empty(shape, dtype=old.dtype, device=device)
+                new = memory.empty(shape, old.dtype, device)
                 new[:, :, : self.n_cells] = old
                 grown.append(new)
         self.parts, self.n_cells = tuple(grown), n_cells
@@ -239,14 +239,15 @@ class Pages:
             return
         cells = grown_size(n_cells, have * size, self._min_chunk, self._max_blocks * size)
         self.device = device
-        self.k, self.v = (self._grown(parts, -(-cells // size)) for parts in (self.k, self.v))
+        n_blocks = -(-cells // size)
+        self.k, self.v = (self._grown(parts, n_blocks, device) for parts in (self.k, self.v))
 
-    def _grown(self, parts: Parts, n_blocks: int) -> Parts:
+    def _grown(self, parts: Parts, n_blocks: int, device: torch.device) -> Parts:
         grown = []
         with torch.inference_mode(False):  # pages outlive any inference_mode block
             for old in parts:
                 shape = (n_blocks, *self._shape, old.shape[-1])
-                new = torch.empty(shape, dtype=old.dtype, device=self.device)
+                new = memory.empty(shape, old.dtype, device)
                 new[: old.shape[0]] = old
                 grown.append(new)
         return tuple(grown)

@@ -7,8 +7,8 @@
 
 namespace kvcellar {
 
-constexpr int64_t kRound = 128;    // a job's cells are a multiple of this, but the last one's
-constexpr int64_t kMaxTile = 128;  // cells that are attended at a time, at most
+constexpr int64_t kRound = 256;    // a job's cells are a multiple of this, but the last one's
+constexpr int64_t kMaxTile = 256;  // cells that are attended at a time, at most
 constexpr int64_t kDecoded = 64;   // V rows decoded at a time: few enough for a core's first cache
 constexpr int64_t kMaxRows = 64;   // query rows of a job: tokens x heads of one KV head
 constexpr int64_t kPad = 16;       // rows in scratch are padded to this many numbers

@@ -135,6 +135,7 @@ class Plan {
   };
   struct Schedule {
     int64_t n_kv_heads = -1, group = -1, v_pad = -1;
+    bool is_by_size = false;  // of all heads the large jobs first, where no two read the same cells
     std::vector<JobSpec> jobs;          // of one KV head; the same for all
     std::vector<int32_t> merged_rows;   // token * group + head
     std::vector<int64_t> part_ends;     // per merged row, into parts

@@ -77,7 +77,7 @@ class Columns {
  private:
   static constexpr int64_t kRows = kVecs * kLanes, kBytes = 2 * kDim;
   static constexpr int64_t kAtOnce = 16 / kVecs;  // cells: as many sums as there are registers for
-  static constexpr int64_t kLinesOf16 = kDim / 2;
+  static constexpr int64_t kLinesOf16 = kDim / 2, kPasses = kDim / 32;
   // Weights may be 2**kHighest: a row's reference follows its highest logit only then.
   static constexpr float kHighest = 30.f, kHighestLogit = 1e6f;
 
@@ -197,50 +197,60 @@ class Columns {
     const char* at[kTile / 16];
     for (int64_t i = first / 16; i * 16 < stop; ++i)
       at[i] = dense(rows, kVRows, c + i * 16, smaller(stop - i * 16, 16), room_ + i * 16 * kBytes);
-    for (int64_t r = 0; r < quads_; ++r)
-      for (int64_t d = 0; d < kDim; d += 64) values_of_4(r, d, at, first, stop, c, next);
+    // Half of a row's line at a time, of all cells: so each line comes to the first cache once.
+    int64_t pass = 0;
+    for (int64_t d = 0; d < kDim; d += 32)
+      for (int64_t r = 0; r + 2 <= quads_; r += 2, ++pass)
+        values_of<8>(r * 4, d, at, first, stop, pass < kPasses ? &next : nullptr, pass);
+    if (quads_ % 2)
+      for (int64_t d = 0; d < kDim; d += 64)
+        values_of<4>((quads_ - 1) * 4, d, at, first, stop, nullptr, 0);
   }
 
-  __attribute__((noinline)) void values_of_4(int64_t quad, int64_t d, const char* const* at,
-                                             int64_t first, int64_t stop, int64_t c,
-                                             const Next& next) {
-    float* results = results_ + quad * 4 * kDim + d;
-    const uint32_t* weights = weights_ + first / 2 * kRows + quad * 4;
-    Vec a[4][4];
+  // Of kRowsOf rows from `row` on, and 256 / kRowsOf numbers from the d-th on. The first kPasses passes
+  // fetch.
+  template <int64_t kRowsOf>
+  __attribute__((noinline)) void values_of(int64_t row, int64_t d, const char* const* at,
+                                           int64_t first, int64_t stop, const Next* next,
+                                           int64_t pass) {
+    constexpr int64_t kVecsOf = 16 / kRowsOf;
+    float* results = results_ + row * kDim + d;
+    const uint32_t* weights = weights_ + first / 2 * kRows + row;
+    Vec a[kRowsOf][kVecsOf];
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < kRowsOf; ++r)
 #pragma GCC unroll 4
-    for (int64_t r = 0; r < 4; ++r)
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < 4; ++j) a[r][j] = load(results + r * kDim + j * kLanes);
-    // The first two fours of rows fetch, half of a turn's lines with 16 cells of 64 numbers.
-    constexpr int64_t kParts = kDim / 64;
+      for (int64_t j = 0; j < kVecsOf; ++j) a[r][j] = load(results + r * kDim + j * kLanes);
+    // Half of a turn's lines with 16 cells.
     Lines lines = Next::nothing();
     for (int64_t i = first; i < stop; i += 8) {
       const char* from = at[i / 16] + i % 16 * kBytes + d * 2;
-      if (i % 16 == 0 && quad < 2) {
-        const int64_t half = (quad * kParts + d / 64) * kTile / 16 + i / 16, turn = half / (2 * kParts);
-        if (half % (2 * kParts) == 0 || i == first)
-          lines = next.turn(kTile / 16 + turn, kLinesOf16);
+      if (i % 16 == 0 && next) {
+        const int64_t half = pass * kTile / 16 + i / 16;
+        if (half % kPasses == 0 || i == first)
+          lines = next->turn(kTile / 16 + half / kPasses, kLinesOf16);
       }
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) {
-        Vec x[4];
-        load_pairs(from + 2 * j * kBytes, from + (2 * j + 1) * kBytes, x[0], x[1]);
-        load_pairs(from + 2 * j * kBytes + 64, from + (2 * j + 1) * kBytes + 64, x[2], x[3]);
+        Vec x[kVecsOf];
+#pragma GCC unroll 2
+        for (int64_t k = 0; k < kVecsOf; k += 2)
+          load_pairs(from + 2 * j * kBytes + 32 * k, from + (2 * j + 1) * kBytes + 32 * k, x[k], x[k + 1]);
         lines.one(2 * j);
         lines.one(2 * j + 1);
-#pragma GCC unroll 4
-        for (int64_t r = 0; r < 4; ++r) {
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < kRowsOf; ++r) {
           const Vec p = all_pairs(weights + j * kRows + r);
 #pragma GCC unroll 4
-          for (int64_t k = 0; k < 4; ++k) a[r][k] = dot_bf16_pairs(p, x[k], a[r][k]);
+          for (int64_t k = 0; k < kVecsOf; ++k) a[r][k] = dot_bf16_pairs(p, x[k], a[r][k]);
         }
       }
       weights += 4 * kRows;
     }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < kRowsOf; ++r)
 #pragma GCC unroll 4
-    for (int64_t r = 0; r < 4; ++r)
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < 4; ++j) store(results + r * kDim + j * kLanes, a[r][j]);
+      for (int64_t j = 0; j < kVecsOf; ++j) store(results + r * kDim + j * kLanes, a[r][j]);
   }
 
   float *queries_, *results_;  // queries: [pair][row]

@@ -13,8 +13,10 @@
 namespace kvcellar {
 namespace {
 
-constexpr int64_t kWantedJobs = 24;    // so that the last ones end together
+constexpr int64_t kWantedJobs = 24;    // so that the last ones end together, or
+constexpr int64_t kWantedLarge = 16;   // if small ones follow
 constexpr int64_t kLeastCells = 256;   // a job's cells: below, merging costs too much
+constexpr int64_t kLeastLarge = 1536;  // cells of a large job: three times a small one's
 constexpr int64_t kLeastShared = 64;   // cells that are worth a list of their own
 constexpr double kAloneNs = 12000;     // below, waking a thread costs more than it brings
 
@@ -246,11 +248,15 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
   const int64_t heads = std::min(group, kMaxRows);  // query heads of a job
   const int64_t tokens = std::max<int64_t>(1, kMaxRows / heads);
   int64_t work = 0;
+  made.is_by_size = heads == group;
   for (const CellList& list : lists_) {
     const auto n = static_cast<int64_t>(list.tokens.size());
+    made.is_by_size &= n <= tokens;
     work += (n + tokens - 1) / tokens * ((group + heads - 1) / heads) * list.n_cells;
   }
-  int64_t target = std::max(kLeastCells, work * n_kv_heads / kWantedJobs);
+  work *= n_kv_heads;
+  const bool is_small_last = made.is_by_size && work / kWantedLarge >= kLeastLarge;
+  int64_t target = std::max(kLeastCells, work / (is_small_last ? kWantedLarge : kWantedJobs));
   target = (target + kRound - 1) / kRound * kRound;
 
   std::vector<int32_t> n_parts(static_cast<size_t>(input_.n_tokens * group), 0);
@@ -269,9 +275,14 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
         const int64_t n_cells =
             list.kind == Kind::causal ? list.n_free + t + job.n_tokens : list.n_cells;
         const int64_t n_pieces = std::max<int64_t>(1, (n_cells + target / 2) / target);
-        int64_t piece = (n_cells + n_pieces - 1) / n_pieces;
-        piece = (piece + kRound - 1) / kRound * kRound;
-        for (int64_t c = 0; c < n_cells; c += piece) {
+        const auto rounded = [](int64_t n) { return (n + kRound - 1) / kRound * kRound; };
+        int64_t piece = rounded((n_cells + n_pieces - 1) / n_pieces), large = n_cells;
+        if (is_small_last && n_pieces > 1) {  // two of a third in the last one's place
+          piece = rounded(3 * n_cells / (3 * n_pieces - 1));
+          large = (n_pieces - 1) * piece;
+        }
+        for (int64_t c = 0; c < n_cells; c += job.n_cells) {
+          if (c == large) piece = rounded((n_cells - large + 1) / 2);
           job.first_cell = c;
           job.n_cells = std::min(piece, n_cells - c);
           const auto run = std::upper_bound(list.ends.begin(), list.ends.end(), c);
@@ -287,6 +298,11 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
       }
     }
   }
+
+  if (made.is_by_size)
+    std::stable_sort(made.jobs.begin(), made.jobs.end(), [](const JobSpec& a, const JobSpec& b) {
+      return a.n_cells > b.n_cells;
+    });
 
   // Rows with one part are final; the others go through partial results.
   std::vector<int32_t> at(n_parts.size(), -1);
@@ -547,6 +563,13 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
       return job;
     }
 
+    Job job_of(int64_t i) const {
+      const auto n_jobs = static_cast<int64_t>(made->jobs.size()), n_heads = pool->n_kv_heads;
+      const bool is_by_size = made->is_by_size;
+      return job_of(made->jobs[static_cast<size_t>(is_by_size ? i / n_heads : i % n_jobs)],
+                    is_by_size ? i % n_heads : i / n_jobs);
+    }
+
     void merge_head(int64_t kv_head) const {
       float* scratch = reinterpret_cast<float*>(scratch_buffer.get(scratch_size));
       const Job job = job_of(made->jobs[0], kv_head);
@@ -589,17 +612,15 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
   call.n = n_jobs * pool.n_kv_heads;
   call.run_job = [](const AttendCall& raw, int64_t i, int64_t following) {
     const auto& self = static_cast<const Call&>(raw);
-    const auto n = static_cast<int64_t>(self.made->jobs.size());
-    const int64_t kv_head = i / n;
-    Job job = self.job_of(self.made->jobs[static_cast<size_t>(i % n)], kv_head), next;
+    Job job = self.job_of(i), next;
     if (following < self.n) {
-      next = self.job_of(self.made->jobs[static_cast<size_t>(following % n)], following / n);
+      next = self.job_of(following);
       job.following = &next;
     }
     self.ops->attend(job, scratch_buffer.get(self.scratch_size));
-    auto& left = self.made->remaining[static_cast<size_t>(kv_head)];
+    auto& left = self.made->remaining[static_cast<size_t>(job.kv_head)];
     if (!self.made->merged_rows.empty() && left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      self.merge_head(kv_head);
+      self.merge_head(job.kv_head);
   };
   const int workers = static_cast<int>(std::min<int64_t>(workers_for(n_threads), call.n));
   if (workers > 1 && cost_ns(pool, layout) > kAloneNs)

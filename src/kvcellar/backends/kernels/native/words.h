@@ -57,25 +57,20 @@ class Words : public WordsBase {
     }
   }
 
-  // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
-  // weights are multiplied by `factor`. Logits up to the next multiple of 32 are minus infinity.
-  Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n,
-            const Next& next) {
-    scale_results(r, factor);
-    const int64_t n_groups = v_groups_;
-    set_steps(r, top);
-    // Four rows fetch what is left of the next tile's K rows; the products will fetch its V rows.
-    const int64_t every = rows_ < 8 ? 1 : rows_ / 4, g = r / every, first = kTile / 32;
-    const bool is_fetched = r % every == 0 && g < 4;
-    const int64_t n_lines = v_.dtype == Dtype::int4 ? 8 : 16;
-    const Lines lines = is_fetched ? next.sixteen(kKRows, first + g, n_lines) : Next::nothing();
-    for (int64_t i = r + 1; r == rows_ - 1 && i < 4; ++i) next.sixteen(kKRows, first + i, 0);
-    if (is_weight_by_turns())
-      return n_groups == 2 ? weights_of<2, true>(r, s, base, n, lines)
-                           : weights_of<kMaxGroups, true>(r, s, base, n, lines);
-    return n_groups == 1   ? weights_of<1, false>(r, s, base, n, lines)
-           : n_groups == 2 ? weights_of<2, false>(r, s, base, n, lines)
-                           : weights_of<kMaxGroups, false>(r, s, base, n, lines);
+  // Logits s[row][c] of a tile to weights, up to the next multiple of 32; their sums and those of earlier
+  // tiles are in `sums`, a vector for each row.
+  void weigh(float* s, const Maxima& maxima, float* sums, int64_t n) {
+    for (int64_t r = 0; r < rows_; ++r) scale_results(r, maxima.factor[r]);
+    for (int64_t r = 0; r < rows_; ++r) set_steps(r, maxima.most[r]);
+    for (int64_t quad = 0; quad < quads_; ++quad) {
+      const Quad of{quad, s + quad * 4 * kTile, maxima.top + quad * 4, maxima.most + quad * 4};
+      if (v_.dtype == Dtype::int4 && is_weight_by_turns())
+        weigh_groups<true, 2, true>(of, maxima, sums, n);
+      else if (v_.dtype == Dtype::int4)
+        weigh_groups<true, 1, false>(of, maxima, sums, n);
+      else
+        weigh_groups<false, 1, false>(of, maxima, sums, n);
+    }
   }
 
   // Sums of weight[row][c] * V[c], and of those of earlier tiles.
@@ -110,61 +105,98 @@ class Words : public WordsBase {
   }
   static constexpr int64_t apart(bool is_4) { return is_4 ? 4 : 2; }
 
-  // For kGroups, or up to as many if these are the most.
-  template <int kGroups, bool is_by_turns>
-  Vec weights_of(int64_t r, const float* s, float base, int64_t n, const Lines& given) const {
-    Lines lines = given;
-    const int64_t n_groups = kGroups == kMaxGroups ? v_groups_ : kGroups;
-    const float* steps = steps_ + r * n_groups;
-    Vec total = all(0.f), bias[kGroups], inverse[kGroups];
-    __m512i whole[kGroups];
-    float* biases = biases_ + r * n_groups * 16;
-    const float* affine = v_affine_;
-    for (int64_t g = 0; g < n_groups; ++g) {
-      bias[g] = load(biases + g * 16);
-      inverse[g] = all(steps[g] > 0.f ? 1.f / steps[g] : 0.f);
-      whole[g] = _mm512_setzero_si512();
+  // Logits of 4 rows, the highest of each, and what is its weight beside earlier tiles'.
+  struct Quad {
+    int64_t index;
+    float* s;
+    const float *top, *most;
+  };
+
+  template <bool is_4, int kGroups, bool is_by_turns>
+  void weigh_groups(const Quad& of, const Maxima& maxima, float* sums, int64_t n) {
+    Vec totals[4];
+    weigh_groups<is_4, kGroups, is_by_turns, true>(of, 0, n, totals);
+    for (int64_t i = 0; i < 4; ++i) {
+      const int64_t r = of.index * 4 + i;
+      float* sum = sums + r * kLanes;
+      if (r < rows_)
+        store(sum, fma(load(sum), all(maxima.factor[r]), mul(totals[i], all(maxima.most[r]))));
     }
-    const auto part = [&](int64_t c) __attribute__((always_inline)) {
-      const Vec p = exp2_below_1(sub(_mm512_load_ps(s + c), all(base)));
-      const Vec q = exp2_below_1(sub(_mm512_load_ps(s + c + 16), all(base)));
-      total = add(total, add(p, q));
-      __m512i before = _mm512_setzero_si512();
-      for (int64_t g = 0; g < n_groups; ++g) {
-        const float* scales = affine + g * 2 * kTile + c;
-        const Vec scale_p = mul(inverse[g], _mm512_load_ps(scales));
-        const Vec scale_q = mul(inverse[g], _mm512_load_ps(scales + 16));
-        const __m512i words =
-            _mm512_packs_epi32(to_ints(mul(p, scale_p)), to_ints(mul(q, scale_q)));
-        if (!is_by_turns) {
-          store_ints(weights(r, g) + c, words);
-        } else if (g % 2) {
-          int16_t* both = weights(r, g - 1) + 2 * c;
-          store_ints(both, _mm512_unpacklo_epi32(before, words));
-          store_ints(both + 32, _mm512_unpackhi_epi32(before, words));
+    for (int64_t g = kGroups; g < v_groups_; g += kGroups)
+      weigh_groups<is_4, kGroups, is_by_turns, false>(of, g, n, totals);
+  }
+
+  // Weights of 4 rows, 2**(s[c] - top), times the scales of kGroups groups from the g-th on; the first time
+  // they take the place of the logits, and `totals` are their sums.
+  template <bool is_4, int kGroups, bool is_by_turns, bool is_first>
+  __attribute__((noinline)) void weigh_groups(const Quad& of, int64_t g, int64_t n, Vec* totals) const {
+    const int64_t quad = of.index;
+    const float* affine = v_affine_ + g * 2 * kTile;
+    float* s = of.s;
+    int16_t* to = weights(quad * 4, g);
+    const int64_t to_group = v_groups_ > 1 ? weights(quad * 4, g + 1) - to : 0;
+    const bool is_kept = is_first && v_groups_ > kGroups;
+    Vec total[4], bias[4][kGroups], inverse[kGroups];
+    __m512i whole[4][is_by_turns ? 1 : kGroups];
+    for (int64_t j = 0; j < kGroups; ++j)
+      inverse[j] = all(largest_[g + j] > 0.f ? 32767.f / largest_[g + j] : 0.f);
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < 4; ++r) {
+      total[r] = all(0.f);
+      for (Vec& x : bias[r]) x = all(0.f);
+      for (__m512i& x : whole[r]) x = _mm512_setzero_si512();
+    }
+    for (int64_t c = 0; c < n; c += 32, s += 32, affine += 32, to += is_by_turns ? 64 : 32) {
+      Vec scale[kGroups][2];
+#pragma GCC unroll 2
+      for (int64_t j = 0; j < kGroups; ++j)
+        for (int64_t i = 0; i < 2; ++i)
+          scale[j][i] = mul(inverse[j], load(affine + j * 2 * kTile + 16 * i));
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < 4; ++r) {
+        float* at = s + r * kTile;
+        Vec p = load(at), q = load(at + 16);
+        if (is_first) {
+          p = exp2_rough(sub(p, all(of.top[r])));
+          q = exp2_rough(sub(q, all(of.top[r])));
+          total[r] = add(total[r], add(p, q));
+          if (is_kept) store(at, p), store(at + 16, q);
         }
-        before = words;
-        whole[g] = dot_pairs(whole[g], words, all_ints(0x10001));
-        bias[g] = fma(p, _mm512_load_ps(scales + kTile), bias[g]);
-        bias[g] = fma(q, _mm512_load_ps(scales + kTile + 16), bias[g]);
+        __m512i words[kGroups];
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < kGroups; ++j) {
+          words[j] = _mm512_packs_epi32(to_ints(mul(p, scale[j][0])), to_ints(mul(q, scale[j][1])));
+          const float* biases = affine + j * 2 * kTile + kTile;
+          bias[r][j] = fma(p, load(biases), bias[r][j]);
+          bias[r][j] = fma(q, load(biases + 16), bias[r][j]);
+        }
+        const __m512i ones = all_ints(0x10001);
+        if (is_by_turns) {
+          const __m512i low = _mm512_unpacklo_epi32(words[0], words[kGroups - 1]);
+          const __m512i high = _mm512_unpackhi_epi32(words[0], words[kGroups - 1]);
+          store_ints(to + r * 2 * kTile, low);
+          store_ints(to + r * 2 * kTile + 32, high);
+          whole[r][0] = dot_pairs(dot_pairs(whole[r][0], low, ones), high, ones);
+        } else {
+          for (int64_t j = 0; j < kGroups; ++j) {
+            store_ints(to + r * kTile + j * to_group, words[j]);
+            whole[r][j] = dot_pairs(whole[r][j], words[j], ones);
+          }
+        }
       }
-    };
-    const bool is_4 = v_.dtype == Dtype::int4;
-    int64_t c = 0;
-    for (; given.left && c + 64 <= n; c += 64) {
-      lines.one(0);
-      lines.one(1);
-      if (!is_4) lines.one(2), lines.one(3);
-      part(c);
-      if (!is_4) lines.one(0), lines.one(1);
-      lines.one(2);
-      lines.one(3);
-      part(c + 32);
     }
-    for (; c < n; c += 32) part(c);
-    for (int64_t g = 0; g < n_groups; ++g)
-      store(biases + g * 16, fma(_mm512_cvtepi32_ps(whole[g]), all(-middle() * steps[g]), bias[g]));
-    return total;
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < 4; ++r) {
+      totals[r] = total[r];
+      for (int64_t j = 0; j < kGroups; ++j) {
+        Vec sum = _mm512_cvtepi32_ps(whole[r][is_by_turns ? 0 : j]);
+        if (is_by_turns) sum = _mm512_mask_mov_ps(all(0.f), j ? 0xAAAA : 0x5555, sum);
+        const int64_t row = quad * 4 + r;
+        float* to_bias = biases_ + (row * v_groups_ + g + j) * 16;
+        const Vec tile = fma(sum, all(-middle() / 32767.f * largest_[g + j]), bias[r][j]);
+        store(to_bias, fma(tile, all(of.most[r]), load(to_bias)));
+      }
+    }
   }
 
   // A chunk's numbers in the order of pairs.
@@ -311,10 +343,9 @@ class Words : public WordsBase {
 
   template <bool is_4, int kSubs>
   void logits_of_few(const TileRows& rows, int64_t n, float* s, const Next& next) const {
-    Sixteen places[kTile / 16];
-    for (int64_t c = 0; c < n; c += 16)
-      places[c / 16] = sixteen(rows, c, n, gathered_ + c * k_.packed_bytes(), next);
-    logits_of<is_4, kSubs, false>(places, (n + 15) / 16, 0, 0, s);
+    logits_of<is_4, kSubs, false>(0, 0, n, s, [&](int64_t c) __attribute__((always_inline)) {
+      return sixteen(rows, c, n, gathered_ + c * k_.packed_bytes(), next);
+    });
   }
 
   template <bool is_4, int kSubs>
@@ -327,7 +358,7 @@ class Words : public WordsBase {
     }
     for (int64_t quad = 0; quad < quads_; ++quad) {
       const Sixteen staged{nullptr, 0, quad == c / 32 % quads_ ? more : Next::nothing()};
-      logits_of<is_4, kSubs, true>(&staged, 1, quad, c, s);
+      logits_of<is_4, kSubs, true>(quad, c, c + 16, s, [&](int64_t) { return staged; });
     }
   }
 
@@ -353,17 +384,17 @@ class Words : public WordsBase {
     given.at = lines.at;
   }
 
-  // Logits from `cell` on for the rows of a quad: of n places, or of 32 cells that are staged.
-  template <bool is_4, int kSubs, bool is_staged>
-  __attribute__((noinline)) void logits_of(const Sixteen* places, int64_t n, int64_t quad, int64_t cell,
-                                           float* s) const {
+  // Logits from `cell` to `stop` for the rows of a quad: 16 at a time, or the 32 that are staged.
+  template <bool is_4, int kSubs, bool is_staged, class PlaceOf>
+  __attribute__((noinline)) void logits_of(int64_t quad, int64_t cell, int64_t stop, float* s,
+                                           const PlaceOf& place_of) const {
     float* tops = tops_ + quad * 64;
     Vec highest[4];
     for (int r = 0; r < 4; ++r) highest[r] = load(tops + r * 16);
     s += quad * 4 * kTile;
-    for (; n; --n, ++places, cell += 16) {
+    for (; cell < stop; cell += 16) {
       __m512 result[is_staged ? 2 : 1][4];
-      logits_at<is_4, kSubs, is_staged>(*places, quad, cell, result);
+      logits_at<is_4, kSubs, is_staged>(place_of(cell), quad, cell, result);
       for (int r = 0; r < 4; ++r)
         for (int v = 0; v < (is_staged ? 2 : 1); ++v) {
           store(s + r * kTile + cell + 16 * v, result[v][r]);
@@ -481,59 +512,48 @@ class Words : public WordsBase {
 
   template <bool is_4, int kSubs>
   void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, const Next& next) const {
-    const int64_t n_bytes = v_.packed_bytes();
-    const int64_t group = chunk * 64 / v_.group_size;  // the chunk's first
-    Pairs pairs[kTile / 32];
-    int64_t n_whole = 0;  // of 32 cells each, from the first on
-    bool is_dense = is_4;
-    for (int64_t c = 0; c < n; c += 32) {
-      Pairs& of_32 = pairs[c / 32];
-      for (int64_t i = 0; i < 2 && c + 16 * i < n; ++i) {
-        const int64_t first = c + 16 * i, m = smaller(n - first, 16);
-        of_32.n[i] = (m + 1) / 2;
-        of_32.from[i] =
-            rows.together(kVRows, first, m, n_bytes, gathered_ + first * n_bytes, of_32.step[i]) +
-            chunk * (is_4 ? 32 : 64);
-      }
-      if (of_32.n[1] < 8) continue;  // the last
-      ++n_whole;
-      is_dense &= of_32.step[0] == 32 && of_32.step[1] == 32;
-    }
+    static_assert(kTile * 32767 * 255 < 1ll << 31);  // of int8; int4's are smaller
+    const int64_t n_bytes = v_.packed_bytes(), n_chunks = v_.dim / 64, first_turn = chunk * (kTile / 16);
     for (int64_t quad = 0; quad < quads_; ++quad) {
-      if (!chunk)
-        for (int64_t c = 0; c < n; c += 32) {
-          const bool is_fetched = quad == c / 32 % quads_;
-          pairs[c / 32].lines = is_fetched ? next.sixteen(kVRows, kTile / 32 + c / 32, is_4 ? 8 : 16)
-                                           : Next::nothing();
-          if (!is_fetched) continue;
-          next.affine(kVAffine, c / 16);
-          next.affine(kVAffine, c / 16 + 1);
+      // A turn's lines are as many as 16 cells of all chunks fetch: so each chunk's have a part.
+      Lines lines = Next::nothing();
+      int64_t turn = kTile / 16 + first_turn / n_chunks, part = first_turn % n_chunks, fetching = 0;
+      const auto place_of = [&](int64_t c) __attribute__((always_inline)) {
+        Sixteen found;
+        char* room = gathered_ + c * n_bytes;
+        found.from = rows.together(kVRows, c, smaller(n - c, 16), n_bytes, room, found.step) +
+                     chunk * (is_4 ? 32 : 64);
+        if (fetching == quad) {
+          if (!chunk) next.affine(kVAffine, c / 16);
+          if (part == 0 || c % 32 == 0) lines = next.turn(turn, n_chunks * (is_4 ? 8 : 16));
+          found.lines = lines;
+          found.lines.at += part * (is_4 ? 2 : 4) * lines.step;
+        } else {
+          found.lines = Next::nothing();
         }
-      const int16_t* of = weights(quad * 4, group);
+        if (++part == n_chunks) part = 0, ++turn;
+        if (c % 32 && ++fetching == quads_) fetching = 0;
+        return found;
+      };
+      const int16_t* of = weights(quad * 4, chunk * 64 / v_.group_size);  // the chunk's first group
       if (quad)
-        add_pairs<is_4, kSubs, Place::stage>(pairs, n, of, quad, chunk);
+        add_pairs<is_4, kSubs, Place::stage>(n, of, quad, chunk, place_of);
       else if (quads_ > 1)
-        add_pairs<is_4, kSubs, Place::to_stage>(pairs, n, of, quad, chunk);
-      else if (n_whole * 32 < n)
-        add_pairs<is_4, kSubs, Place::pool>(pairs, n, of, quad, chunk);
-      else if (is_dense)
-        add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(pairs, n, of, quad, chunk);
+        add_pairs<is_4, kSubs, Place::to_stage>(n, of, quad, chunk, place_of);
+      else if (n % 32)
+        add_pairs<is_4, kSubs, Place::pool>(n, of, quad, chunk, place_of);
+      else if (is_4 && rows.stride[kVRows] == 32)
+        add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(n, of, quad, chunk, place_of);
       else
-        add_pairs<is_4, kSubs, Place::whole>(pairs, n, of, quad, chunk);
+        add_pairs<is_4, kSubs, Place::whole>(n, of, quad, chunk, place_of);
     }
   }
 
-  // Rows of twice 16 cells, pair by pair.
-  struct Pairs {
-    int64_t n[2] = {}, step[2] = {};
-    const char* from[2] = {};
-    Lines lines = Next::nothing();  // to fetch: one for each of them, or of int4 for each second one
-  };
   // Results of 4 rows += weights * V of n cells, of a chunk. A function of its own, so that the compiler
   // keeps the sums in registers.
-  template <bool is_4, int kSubs, Place place>
-  __attribute__((noinline)) void add_pairs(const Pairs* pairs, int64_t n, const int16_t* weights,
-                                           int64_t quad, int64_t chunk) const {
+  template <bool is_4, int kSubs, Place place, class PlaceOf>
+  __attribute__((noinline)) void add_pairs(int64_t n, const int16_t* weights, int64_t quad,
+                                           int64_t chunk, const PlaceOf& place_of) const {
     const __m512i low = kept(_mm512_set1_epi16(15));  // not made again each time
     auto* numbers = reinterpret_cast<__m512i*>(values_);
     __m512i a[4][4];
@@ -541,23 +561,27 @@ class Words : public WordsBase {
     for (auto& of_row : a)
 #pragma GCC unroll 4
       for (__m512i& x : of_row) x = _mm512_setzero_si512();
-    for (; n > 0; n -= 32, ++pairs, weights += is_4 && kSubs == 2 ? 64 : 32) {
-      Lines lines = pairs->lines;
+    for (int64_t c = 0; c < n; weights += is_4 && kSubs == 2 ? 64 : 32) {
 #pragma GCC unroll 2
-      for (int64_t half = 0; half < 2; ++half, numbers += 32) {
-        const char* from = pairs->from[half];
-        const int64_t step = pairs->step[half];
+      for (int64_t half = 0; half < 2; ++half, c += 16, numbers += 32) {
+        constexpr bool is_whole = place == Place::dense || place == Place::whole;
+        if (!is_whole && c >= n) break;
+        const Sixteen cells = place_of(c);
+        Lines lines = cells.lines;
+        const char* from = cells.from;
+        const int64_t step = cells.step;
         const int16_t* at = weights + (is_4 && kSubs == 2 ? 32 : 4) * half;
-        if (place == Place::dense || place == Place::whole) {
+        if (is_whole) {
 #pragma GCC unroll 8
           for (int64_t i = 0; i < 8; ++i, from += 2 * step) {
-            if (!is_4 || i % 2) lines.one(is_4 ? i / 2 : i);
+            lines.one(is_4 ? i : 2 * i);
+            if (!is_4) lines.one(2 * i + 1);
             add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
           }
           continue;
         }
-        for (int64_t i = 0; i < pairs->n[half]; ++i, from += 2 * step) {
-          if (i % (is_4 ? 8 : 4) == 0) lines.four();
+        for (int64_t i = 0; i < (smaller(n - c, 16) + 1) / 2; ++i, from += 2 * step) {
+          if (i % (is_4 ? 4 : 2) == 0) lines.four();
           add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers + 4 * i, a);
         }
       }

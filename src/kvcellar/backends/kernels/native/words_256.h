@@ -69,7 +69,7 @@ class Words : public WordsBase {
 
   // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
   // weights are multiplied by `factor`. Logits up to the next multiple of 32 are minus infinity.
-  Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n, const Next&) {
+  Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n) {
     scale_results(r, factor);
     set_steps(r, top);
     return v_groups_ == 1   ? weights_of<1>(r, s, base, n)

@@ -81,11 +81,11 @@ class WordsBase {
       take(sums_, 32 * 16);
       take(v_affine_, 2 * kTile * v_groups_);
       take(steps_, quads_ * 4 * v_groups_);
-      take(biases_, rows * v_groups_ * 16);
+      take(biases_, quads_ * 4 * v_groups_ * 16);
       take(results_, quads_ * 4 * v.dim);
       std::memset(results_, 0, 16 * quads_ * v.dim);
       std::memset(steps_, 0, 16 * quads_ * v_groups_);
-      std::memset(biases_, 0, 64 * rows * v_groups_);
+      std::memset(biases_, 0, 64 * quads_ * 4 * v_groups_);
       std::memset(weights_, 0, 2 * quads_ * 4 * v_groups_ * kTile);
     }
   }
