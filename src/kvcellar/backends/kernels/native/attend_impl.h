@@ -285,12 +285,9 @@ struct Walk {
       if (!data_[part]) continue;
       const int64_t step = strides_[part];
       const char* from = data_[part] + cell * step;
-      if (n == kTile) {
-#pragma GCC unroll 8
-        for (int64_t g = 0; g < kTile / 16; ++g, from += 16 * step) to.first[part][g] = from;
-        continue;
-      }
-      for (int64_t g = 0; g < n_whole; ++g, from += 16 * step) to.first[part][g] = from;
+      // Of all, also behind the n-th: as many each time are a few vectors of addresses.
+      for (int64_t g = 0; g < kTile / 16; ++g) to.first[part][g] = from + g * 16 * step;
+      from += 16 * n_whole * step;
       for (int64_t i = 16 * n_whole; i < n; ++i, from += step) to.at[part][i] = from;
     }
   }
@@ -886,7 +883,6 @@ class Attention {
       }
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool is_main = rows->pool == job_.pool;
-      if (words.has_v && is_main && seen != Seen::nothing) words.prepare(*rows, n);
       if (seen != Seen::nothing && words.has_k && is_main) {
         words.logits(*rows, n, s_, scratch_.tops, next_);
       } else if (seen != Seen::nothing) {
@@ -920,8 +916,11 @@ class Attention {
                             (seen == Seen::everything || words.is_finite(*rows, n));
       if (by_words) {
 #if defined(KVC_AVX512)
-        words.weigh(s_, start_softmax(n, 32), scratch_.sum, n);
+        const Maxima maxima = start_softmax(n, 32);  // one step waits for the other: so meanwhile
+        words.prepare(*rows, n);
+        words.weigh(s_, maxima, scratch_.sum, n);
 #else
+        words.prepare(*rows, n);
         softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {
           return words.weigh(r, s, base, factor, top, n);
         });
@@ -1576,10 +1575,10 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
   const float top = side.dtype == Dtype::int8 ? 255.f : 15.f;
   const float per_step = side.dtype == Dtype::int8 ? static_cast<float>(1.0 / 255)
                                                    : static_cast<float>(1.0 / 15);
-  if (side.dtype == Dtype::int4) std::memset(packed, 0, (side.dim + 1) / 2);
+  const bool is_wide = group % kLanes == 0;
+  if (side.dtype == Dtype::int4 && !is_wide) std::memset(packed, 0, (side.dim + 1) / 2);
   for (int64_t g = 0; g * group < side.dim; ++g) {
     const float* x = row + g * group;
-    const bool is_wide = group % kLanes == 0;
     float low = x[0], high = x[0];
     bool has_nan = false, is_found = false;
     if (is_wide) {
@@ -1624,8 +1623,13 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
       } else {
         uint8_t bytes[kLanes];
         store_u8(bytes, q);
-        for (int j = 0; j + 1 < kLanes; j += 2)
-          packed[(first + i + j) / 2] = static_cast<uint8_t>(bytes[j] | bytes[j + 1] << 4);
+        for (int j = 0; j + 3 < kLanes; j += 4) {
+          uint32_t four;
+          std::memcpy(&four, bytes + j, 4);
+          four |= four >> 4;
+          const auto both = static_cast<uint16_t>((four & 0xFF) | (four >> 8 & 0xFF00));
+          std::memcpy(packed + (first + i + j) / 2, &both, 2);
+        }
       }
     }
     for (int64_t i = 0; !is_wide && i < group; ++i) {

@@ -77,7 +77,7 @@ class Columns {
  private:
   static constexpr int64_t kRows = kVecs * kLanes, kBytes = 2 * kDim;
   static constexpr int64_t kAtOnce = 16 / kVecs;  // cells: as many sums as there are registers for
-  static constexpr int64_t kLinesOf16 = kDim / 2, kPasses = kDim / 32;
+  static constexpr int64_t kLinesOf16 = kDim / 2;
   // Weights may be 2**kHighest: a row's reference follows its highest logit only then.
   static constexpr float kHighest = 30.f, kHighestLogit = 1e6f;
 
@@ -197,19 +197,24 @@ class Columns {
     const char* at[kTile / 16];
     for (int64_t i = first / 16; i * 16 < stop; ++i)
       at[i] = dense(rows, kVRows, c + i * 16, smaller(stop - i * 16, 16), room_ + i * 16 * kBytes);
-    // Half of a row's line at a time, of all cells: so each line comes to the first cache once.
+    quads_ < 4 ? values_of<kDim / 32>(at, first, stop, next) : values_of<kDim / 16>(at, first, stop, next);
+  }
+
+  // One line of V at a time, of all cells: so each comes to the first cache once. The first kPasses passes
+  // fetch, the more the slower: twice as fast as the memory costs a twentieth of the time.
+  template <int64_t kPasses>
+  void values_of(const char* const* at, int64_t first, int64_t stop, const Next& next) {
     int64_t pass = 0;
     for (int64_t d = 0; d < kDim; d += 32)
       for (int64_t r = 0; r + 2 <= quads_; r += 2, ++pass)
-        values_of<8>(r * 4, d, at, first, stop, pass < kPasses ? &next : nullptr, pass);
+        values_of<8, kPasses>(r * 4, d, at, first, stop, pass < kPasses ? &next : nullptr, pass);
     if (quads_ % 2)
       for (int64_t d = 0; d < kDim; d += 64)
-        values_of<4>((quads_ - 1) * 4, d, at, first, stop, nullptr, 0);
+        values_of<4, kPasses>((quads_ - 1) * 4, d, at, first, stop, nullptr, 0);
   }
 
-  // Of kRowsOf rows from `row` on, and 256 / kRowsOf numbers from the d-th on. The first kPasses passes
-  // fetch.
-  template <int64_t kRowsOf>
+  // Of kRowsOf rows from `row` on, and 256 / kRowsOf numbers from the d-th on.
+  template <int64_t kRowsOf, int64_t kPasses>
   __attribute__((noinline)) void values_of(int64_t row, int64_t d, const char* const* at,
                                            int64_t first, int64_t stop, const Next* next,
                                            int64_t pass) {
@@ -221,14 +226,14 @@ class Columns {
     for (int64_t r = 0; r < kRowsOf; ++r)
 #pragma GCC unroll 4
       for (int64_t j = 0; j < kVecsOf; ++j) a[r][j] = load(results + r * kDim + j * kLanes);
-    // Half of a turn's lines with 16 cells.
+    // With 16 cells the share of a turn's lines that makes them all in these passes.
     Lines lines = Next::nothing();
     for (int64_t i = first; i < stop; i += 8) {
       const char* from = at[i / 16] + i % 16 * kBytes + d * 2;
       if (i % 16 == 0 && next) {
-        const int64_t half = pass * kTile / 16 + i / 16;
-        if (half % kPasses == 0 || i == first)
-          lines = next->turn(kTile / 16 + half / kPasses, kLinesOf16);
+        const int64_t share = pass * kTile / 16 + i / 16;
+        if (share % kPasses == 0 || i == first)
+          lines = next->turn(kTile / 16 + share / kPasses, kLinesOf16);
       }
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) {
@@ -236,8 +241,8 @@ class Columns {
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kVecsOf; k += 2)
           load_pairs(from + 2 * j * kBytes + 32 * k, from + (2 * j + 1) * kBytes + 32 * k, x[k], x[k + 1]);
-        lines.one(2 * j);
-        lines.one(2 * j + 1);
+        constexpr int64_t kLinesOf2 = kDim / 16 / kPasses;
+        for (int64_t k = 0; k < kLinesOf2; ++k) lines.one(kLinesOf2 * j + k);
 #pragma GCC unroll 8
         for (int64_t r = 0; r < kRowsOf; ++r) {
           const Vec p = all_pairs(weights + j * kRows + r);
