@@ -3,6 +3,7 @@
 Pages of 4 KiB cost a look-up each, and the machine's own fetching ahead ends with each of them. A
 mapped file has such pages, wherever the system has put them: a step of a 1B model in bfloat16 took
 130 ms from there, or 175, depending on when the file was read in, and 107 from large pages.
+Attention over a pool takes 3 to 8% less from them.
 """
 
 from __future__ import annotations
