@@ -201,7 +201,7 @@ class Columns {
   }
 
   // One line of V at a time, of all cells: so each comes to the first cache once. The first kPasses passes
-  // fetch, the more the slower: twice as fast as the memory costs a twentieth of the time.
+  // fetch, the more the slower: as fast as the memory gives.
   template <int64_t kPasses>
   void values_of(const char* const* at, int64_t first, int64_t stop, const Next& next) {
     int64_t pass = 0;

@@ -64,12 +64,7 @@ class Words : public WordsBase {
     for (int64_t r = 0; r < rows_; ++r) set_steps(r, maxima.most[r]);
     for (int64_t quad = 0; quad < quads_; ++quad) {
       const Quad of{quad, s + quad * 4 * kTile, maxima.top + quad * 4, maxima.most + quad * 4};
-      if (v_.dtype == Dtype::int4 && is_weight_by_turns())
-        weigh_groups<true, 2, true>(of, maxima, sums, n);
-      else if (v_.dtype == Dtype::int4)
-        weigh_groups<true, 1, false>(of, maxima, sums, n);
-      else
-        weigh_groups<false, 1, false>(of, maxima, sums, n);
+      is_weight_by_turns() ? weigh_groups<2>(of, maxima, sums, n) : weigh_groups<1>(of, maxima, sums, n);
     }
   }
 
@@ -112,10 +107,10 @@ class Words : public WordsBase {
     const float *top, *most;
   };
 
-  template <bool is_4, int kGroups, bool is_by_turns>
+  template <int kGroups>
   void weigh_groups(const Quad& of, const Maxima& maxima, float* sums, int64_t n) {
     Vec totals[4];
-    weigh_groups<is_4, kGroups, is_by_turns, true>(of, 0, n, totals);
+    weigh_groups<kGroups, true>(of, 0, n, totals);
     for (int64_t i = 0; i < 4; ++i) {
       const int64_t r = of.index * 4 + i;
       float* sum = sums + r * kLanes;
@@ -123,28 +118,28 @@ class Words : public WordsBase {
         store(sum, fma(load(sum), all(maxima.factor[r]), mul(totals[i], all(maxima.most[r]))));
     }
     for (int64_t g = kGroups; g < v_groups_; g += kGroups)
-      weigh_groups<is_4, kGroups, is_by_turns, false>(of, g, n, totals);
+      weigh_groups<kGroups, false>(of, g, n, totals);
   }
 
-  // Weights of 4 rows, 2**(s[c] - top), times the scales of kGroups groups from the g-th on; the first time
-  // they take the place of the logits, and `totals` are their sums.
-  template <bool is_4, int kGroups, bool is_by_turns, bool is_first>
+  // Weights of 4 rows, 2**(s[c] - top), times the scales of a group, or of two by turns, from the g-th
+  // on; the first time they take the place of the logits, and `totals` are their sums.
+  template <int kGroups, bool is_first>
   __attribute__((noinline)) void weigh_groups(const Quad& of, int64_t g, int64_t n, Vec* totals) const {
+    constexpr bool is_by_turns = kGroups == 2;
     const int64_t quad = of.index;
     const float* affine = v_affine_ + g * 2 * kTile;
     float* s = of.s;
     int16_t* to = weights(quad * 4, g);
-    const int64_t to_group = v_groups_ > 1 ? weights(quad * 4, g + 1) - to : 0;
     const bool is_kept = is_first && v_groups_ > kGroups;
     Vec total[4], bias[4][kGroups], inverse[kGroups];
-    __m512i whole[4][is_by_turns ? 1 : kGroups];
+    __m512i whole[4];
     for (int64_t j = 0; j < kGroups; ++j)
       inverse[j] = all(largest_[g + j] > 0.f ? 32767.f / largest_[g + j] : 0.f);
 #pragma GCC unroll 4
     for (int64_t r = 0; r < 4; ++r) {
       total[r] = all(0.f);
       for (Vec& x : bias[r]) x = all(0.f);
-      for (__m512i& x : whole[r]) x = _mm512_setzero_si512();
+      whole[r] = _mm512_setzero_si512();
     }
     for (int64_t c = 0; c < n; c += 32, s += 32, affine += 32, to += is_by_turns ? 64 : 32) {
       Vec scale[kGroups][2];
@@ -176,12 +171,10 @@ class Words : public WordsBase {
           const __m512i high = _mm512_unpackhi_epi32(words[0], words[kGroups - 1]);
           store_ints(to + r * 2 * kTile, low);
           store_ints(to + r * 2 * kTile + 32, high);
-          whole[r][0] = dot_pairs(dot_pairs(whole[r][0], low, ones), high, ones);
+          whole[r] = dot_pairs(dot_pairs(whole[r], low, ones), high, ones);
         } else {
-          for (int64_t j = 0; j < kGroups; ++j) {
-            store_ints(to + r * kTile + j * to_group, words[j]);
-            whole[r][j] = dot_pairs(whole[r][j], words[j], ones);
-          }
+          store_ints(to + r * kTile, words[0]);
+          whole[r] = dot_pairs(whole[r], words[0], ones);
         }
       }
     }
@@ -189,7 +182,7 @@ class Words : public WordsBase {
     for (int64_t r = 0; r < 4; ++r) {
       totals[r] = total[r];
       for (int64_t j = 0; j < kGroups; ++j) {
-        Vec sum = _mm512_cvtepi32_ps(whole[r][is_by_turns ? 0 : j]);
+        Vec sum = _mm512_cvtepi32_ps(whole[r]);
         if (is_by_turns) sum = _mm512_mask_mov_ps(all(0.f), j ? 0xAAAA : 0x5555, sum);
         const int64_t row = quad * 4 + r;
         float* to_bias = biases_ + (row * v_groups_ + g + j) * 16;
