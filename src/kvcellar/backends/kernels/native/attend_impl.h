@@ -298,15 +298,19 @@ struct Walk {
   int n_parts_ = 0;
 };
 
-// With 256 bits a tile is as large as a first cache is there, and processors with products of bfloat16 wait
-// for fewer lines to their first cache than to the second: Zen 4 reads bfloat16 in half the time.
-#if defined(KVC_AVX2) || defined(KVC_BF16)
-constexpr int kFetchTo = 2;  // the second cache
-#else
-constexpr int kFetchTo = 3;
+// To the second cache: with 256 bits a tile is as large as the first one is there, and Zen 4 waits for fewer
+// lines to its first cache than to the second. It reads bfloat16 in half the time so, but Zen 5 in a tenth more.
+#if defined(KVC_AVX2)
+constexpr bool is_fetched_far = true;
+#elif !defined(KVC_BF16)
+constexpr bool is_fetched_far = false;
 #endif
+template <bool is_far = false>
 inline void fetch(const char* line) {
-  __builtin_prefetch(line, 0, kFetchTo);
+  if (is_far || is_fetched_far)
+    __builtin_prefetch(line, 0, 2);
+  else
+    __builtin_prefetch(line, 0, 3);
   __asm__ volatile("");  // or a function that does nothing else would be taken for one without effect
 }
 
@@ -319,9 +323,10 @@ struct Lines {
   int64_t left;  // how many
 
   // The i-th line from `at` on, where loops are unrolled and i is known. Each fourth one goes on.
+  template <bool is_far = false>
   void one(int64_t i) {
     i %= 4;
-    fetch(at + (i == 1 ? second : i == 2 ? third : i == 3 ? fourth : 0));
+    fetch<is_far>(at + (i == 1 ? second : i == 2 ? third : i == 3 ? fourth : 0));
     if (i == 3) at += step;
   }
   void four() {
@@ -335,14 +340,17 @@ struct Lines {
 // the other (Zen 4 and 5: a tenth of the time of bfloat16, float32 in 1.4 ms, not 2.4).
 class Next {
  public:
+  // `longest`: how many cells a whole tile has.
+  explicit Next(int64_t longest) : longest_(longest) {}
+
   void start(const TileRows& rows, int64_t n) {
     rows_ = &rows;
     n_ = n;
     if (n && rows.pool != pool_) measure();
     cuts_ = nullptr;
-    if (n != kTile) return;
-    for (const bool is_whole : rows.is_whole)
-      if (!is_whole) return;
+    if (n != longest_) return;
+    for (int64_t g = 0; g < n / 16; ++g)
+      if (!rows.is_whole[g]) return;
     cuts_ = rows.is_run ? pages_ : blocks_;
   }
 
@@ -360,6 +368,7 @@ class Next {
   // Of the i-th turn of a tile: each 16 cells have one for logits and, when all have had that, one for
   // values. K and V come alternately, so that more pages are read at a time.
   Lines turn(int64_t i, int64_t n) const { return sixteen(i % 2 ? kVRows : kKRows, i / 2, n); }
+  Lines turn_of_values(int64_t i, int64_t n) const { return turn(longest_ / 16 + i, n); }
 
   // Those of scales and biases, which are few.
   void affine(Part part, int64_t g) const {
@@ -406,8 +415,8 @@ class Next {
     for (const Part part : {kKRows, kVRows}) {
       for (Cut* cuts : {pages_, blocks_}) {
         Cut& cut = cuts[part];
-        const int64_t n_pages = is_amd() ? 1 : bytes[part] * kTile / kPage;
-        const int64_t n = cuts == blocks_ ? kTile / 16 : n_pages;
+        const int64_t n_pages = is_amd() ? 1 : bytes[part] * longest_ / kPage;
+        const int64_t n = cuts == blocks_ ? longest_ / 16 : n_pages;
         cut.n_open = n >= 4 ? 4 : n;
         const int64_t rounds = n >= 4 ? n / 4 : 1;
         if (!is_dense_[part] || bytes[part] % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds)
@@ -435,7 +444,8 @@ class Next {
     } else {
       blocks += first;
       lines.at = blocks[0];
-      set(lines, 4, blocks[1] - lines.at, blocks[2] - lines.at, blocks[3] - lines.at);
+      const auto apart = [&](int64_t i) { return i < cut.n_open ? blocks[i] - lines.at : 0; };
+      set(lines, cut.n_open, apart(1), apart(2), apart(3));
     }
     lines.at += (g >> cut.shift) * cut.share;
     for (; lines.left > n; lines.left -= 4) lines.four();
@@ -455,6 +465,7 @@ class Next {
     return nothing();
   }
 
+  int64_t longest_;
   const TileRows* rows_ = nullptr;
   int64_t n_ = 0;
   const Cut* cuts_ = nullptr;  // of the tile: pages_, blocks_ or none
@@ -754,6 +765,24 @@ namespace {
 
 enum class Seen { nothing, some, everything };
 
+// Cells of a whole tile. What is fetched into a first cache shall not push out what is read, and comes best not
+// long before it is: where reading is all that a few float rows wait for, 8 KB of them (Zen 5, a sequence of 4
+// rows: bfloat16 in a tenth less than with 256 cells, float32 in a sixth).
+inline int64_t longest_tile(const Pool& pool, int64_t rows) {
+#if defined(KVC_BF16)
+  const Dtype k = pool.k.dtype, v = pool.v.dtype;
+  const auto is_light = [](Dtype dtype) { return dtype == Dtype::bf16 || dtype == Dtype::f32; };
+  if (!is_fetched_far && rows <= 4 && is_light(k) && is_light(v)) {
+    int64_t n = kTile;
+    while (n > 32 && n * (pool.k.packed_bytes() + pool.v.packed_bytes()) > 8192) n /= 2;
+    return n;
+  }
+#else
+  (void)pool, (void)rows;
+#endif
+  return kTile;
+}
+
 class Attention {
  public:
   Attention(const Job& job, char* memory)
@@ -774,7 +803,8 @@ class Attention {
         has_k_pairs_(is_split(k_) && job.layout->in == Dtype::bf16),
         has_v_pairs_(is_split(v_) && job.layout->out == Dtype::bf16),
 #endif
-        scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)) {}
+        scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)),
+        next_(longest_tile(*job.pool, rows_)) {}
 
   void run() {
 #if defined(KVC_COLUMNS)
@@ -808,7 +838,7 @@ class Attention {
     // Jobs are whole tiles: what lies in one is the same whatever else is attended, and so are the
     // bits of a row.
     static_assert(kRound % kTile == 0);
-    const int64_t longest = kTile;
+    const int64_t longest = longest_tile(*job_.pool, rows_);
 #endif
     for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
       scratch_.max[r] = scratch_.most[r] = kMinusInfinity;
@@ -822,7 +852,7 @@ class Attention {
 #if defined(KVC_AMX)
     const int64_t shortest = kShortTile;  // the first two: they may not be fetched
 #else
-    const int64_t shortest = kTile;
+    const int64_t shortest = longest;
 #endif
     int64_t left = job_.n_cells, length = shortest;
     const auto take = [&](TileRows& rows) {
@@ -1232,7 +1262,7 @@ class Attention {
       const auto part = [&](auto n_vecs) {
         constexpr int kVecs = decltype(n_vecs)::of;
         pairs_of_4<kVecs>(weights, at, steps, n, v_pad_, scratch_.acc + r * v_pad_ + d, [&](int64_t c) {
-          return r || d ? Next::nothing() : next_.turn(kTile / 16 + c / 16, 32);
+          return r || d ? Next::nothing() : next_.turn_of_values(c / 16, 32);
         });
         d += kVecs * kLanes;
         for (int64_t i = 0; i < n; i += 16) at[i / 16] += kVecs * kLanes * 2;
@@ -1446,7 +1476,7 @@ class Attention {
       Lines lines = Next::nothing();
       if (4 * r < n) {
         const int64_t n_parts = v_pad_ / (kWide * kLanes), n_16 = (n + 15) / 16;
-        lines = next_.turn(kTile / 16 + c / 16 + r / 4, n_parts * n_16 * 2 * kFetched);
+        lines = next_.turn_of_values(c / 16 + r / 4, n_parts * n_16 * 2 * kFetched);
         if (v_.affine) next_.affine(kVAffine, c / 16 + r / 4);
       }
       const auto part = [&](auto n_vecs) {

@@ -140,6 +140,12 @@ bool is_amd() {
 #endif
 }
 
+#if defined(__x86_64__) || defined(_M_X64)
+bool is_fetched_far = __builtin_cpu_is("amdfam19h");  // Zen 4, and Zen 3
+#else
+bool is_fetched_far = false;
+#endif
+
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =
       rows * (2 * k_pad + v_pad + 2 * kMaxTile) + rows * (k_pad + kMaxTile) / 2 + 32 + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +

@@ -103,14 +103,14 @@ inline void values_of_rows(const float* s, const char* const* at, const int64_t*
                            int64_t v_pad, float* acc, const Next& next) {
   constexpr int64_t kLines = lines_of_32(dtype);
   Lines lines = Next::nothing();
-  int64_t turn = kTile / 16, left = 0;
+  int64_t turn = 0, left = 0;
   for (int64_t d = 0; d < v_pad; d += 16, acc += 16) {
     Vec a[4][2];
     for (int r = 0; r < 4; ++r)
       for (int j = 0; j < 2; ++j) a[r][j] = load(acc + r * v_pad + j * 8);
     for (int64_t first = 0; first < n; first += 16) {
       if (is_fetching && !left) {
-        lines = next.turn(turn++, v_pad / 2 * kLines);
+        lines = next.turn_of_values(turn++, v_pad / 2 * kLines);
         left = v_pad / 16;
       }
       --left;

@@ -55,5 +55,7 @@ int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad);
 const Ops& ops();
 
 bool is_amd();  // whose processor it is
+// Whether its second cache is the better place for what is fetched, though the first one has room.
+extern __attribute__((visibility("hidden"))) bool is_fetched_far;
 
 }  // namespace kvcellar

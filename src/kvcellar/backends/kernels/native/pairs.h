@@ -107,7 +107,7 @@ class Columns {
       for (int64_t j = 0; j < 16; ++j) {
         Vec x[kVecs];
         for (int64_t k = 0; k < kVecs; ++k) x[k] = load(queries + j * kRows + k * kLanes);
-        if (j % kVecs == 0) lines.one(j / kVecs);
+        if (j % kVecs == 0) lines.one<true>(j / kVecs);  // no time for a choice
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kAtOnce; ++i)
           for (int64_t k = 0; k < kVecs; ++k)
@@ -233,7 +233,7 @@ class Columns {
       if (i % 16 == 0 && next) {
         const int64_t share = pass * kTile / 16 + i / 16;
         if (share % kPasses == 0 || i == first)
-          lines = next->turn(kTile / 16 + share / kPasses, kLinesOf16);
+          lines = next->turn_of_values(share / kPasses, kLinesOf16);
       }
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) {
@@ -242,7 +242,7 @@ class Columns {
         for (int64_t k = 0; k < kVecsOf; k += 2)
           load_pairs(from + 2 * j * kBytes + 32 * k, from + (2 * j + 1) * kBytes + 32 * k, x[k], x[k + 1]);
         constexpr int64_t kLinesOf2 = kDim / 16 / kPasses;
-        for (int64_t k = 0; k < kLinesOf2; ++k) lines.one(kLinesOf2 * j + k);
+        for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(kLinesOf2 * j + k);
 #pragma GCC unroll 8
         for (int64_t r = 0; r < kRowsOf; ++r) {
           const Vec p = all_pairs(weights + j * kRows + r);

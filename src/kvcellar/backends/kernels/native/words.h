@@ -510,7 +510,7 @@ class Words : public WordsBase {
     for (int64_t quad = 0; quad < quads_; ++quad) {
       // A turn's lines are as many as 16 cells of all chunks fetch: so each chunk's have a part.
       Lines lines = Next::nothing();
-      int64_t turn = kTile / 16 + first_turn / n_chunks, part = first_turn % n_chunks, fetching = 0;
+      int64_t turn = first_turn / n_chunks, part = first_turn % n_chunks, fetching = 0;
       const auto place_of = [&](int64_t c) __attribute__((always_inline)) {
         Sixteen found;
         char* room = gathered_ + c * n_bytes;
@@ -518,7 +518,7 @@ class Words : public WordsBase {
                      chunk * (is_4 ? 32 : 64);
         if (fetching == quad) {
           if (!chunk) next.affine(kVAffine, c / 16);
-          if (part == 0 || c % 32 == 0) lines = next.turn(turn, n_chunks * (is_4 ? 8 : 16));
+          if (part == 0 || c % 32 == 0) lines = next.turn_of_values(turn, n_chunks * (is_4 ? 8 : 16));
           found.lines = lines;
           found.lines.at += part * (is_4 ? 2 : 4) * lines.step;
         } else {

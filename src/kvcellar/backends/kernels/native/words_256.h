@@ -102,7 +102,7 @@ class Words : public WordsBase {
             if (!chunk) next.affine(kVAffine, half);
             if (half % chunks) continue;
             is_second = i;
-            (i ? second : lines) = next.turn(kTile / 16 + half / chunks, chunks * (is_4.of ? 8 : 16));
+            (i ? second : lines) = next.turn_of_values(half / chunks, chunks * (is_4.of ? 8 : 16));
           }
           for (int64_t quad = 0; quad < quads_; ++quad) {
             Lines nothing = Next::nothing();
