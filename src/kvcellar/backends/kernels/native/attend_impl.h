@@ -342,6 +342,7 @@ class Next {
  public:
   // `longest`: how many cells a whole tile has.
   explicit Next(int64_t longest) : longest_(longest) {}
+  int64_t longest() const { return longest_; }
 
   void start(const TileRows& rows, int64_t n) {
     rows_ = &rows;
@@ -838,7 +839,7 @@ class Attention {
     // Jobs are whole tiles: what lies in one is the same whatever else is attended, and so are the
     // bits of a row.
     static_assert(kRound % kTile == 0);
-    const int64_t longest = longest_tile(*job_.pool, rows_);
+    const int64_t longest = next_.longest();
 #endif
     for (int64_t r = 0; r < (rows_ + 15) / 16 * 16; ++r)
       scratch_.max[r] = scratch_.most[r] = kMinusInfinity;

@@ -141,9 +141,9 @@ bool is_amd() {
 }
 
 #if defined(__x86_64__) || defined(_M_X64)
-bool is_fetched_far = __builtin_cpu_is("amdfam19h");  // Zen 4, and Zen 3
+const bool is_fetched_far = __builtin_cpu_is("amdfam19h");  // Zen 4, and Zen 3
 #else
-bool is_fetched_far = false;
+const bool is_fetched_far = false;
 #endif
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {

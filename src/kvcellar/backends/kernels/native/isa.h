@@ -56,6 +56,6 @@ const Ops& ops();
 
 bool is_amd();  // whose processor it is
 // Whether its second cache is the better place for what is fetched, though the first one has room.
-extern __attribute__((visibility("hidden"))) bool is_fetched_far;
+extern __attribute__((visibility("hidden"))) const bool is_fetched_far;
 
 }  // namespace kvcellar
