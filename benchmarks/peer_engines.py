@@ -69,8 +69,8 @@ class Ours:
         self.weight_bytes = model.touch_weights()
         if backend == "executorch":
             self.weight_bytes -= embedding  # in 8 bits, and a row of it is read
-        elif weights != "bf16":
-            self.weight_bytes -= 2 * embedding
+        elif weights != "bf16" or kernels.reads_coded():
+            self.weight_bytes -= 2 * embedding  # apart from the last layer; a row of it is read
         self._stack = contextlib.ExitStack()
         self._saved: Any = None
         config = kv.make_config(model.params, CAPACITY, "bfloat16")

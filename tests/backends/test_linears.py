@@ -13,8 +13,8 @@ from torch import nn
 
 from kvcellar.backends import kernels
 from kvcellar.backends.torch import linears
-from kvcellar.backends.torch.linears import Expanded, KernelLinear, pack
-from kvcellar.models.weights import GROUP, packed_bytes
+from kvcellar.backends.torch.linears import Expanded, KernelLinear, codes_well, pack
+from kvcellar.models.weights import CODED_INPUTS, GROUP, coded_bytes, packed_bytes
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
 LEVELS = kernels.levels() if kernels.is_available() else []
@@ -61,6 +61,8 @@ def held(kernel: KernelLinear) -> torch.Tensor:
     """The weights that a layer holds, ``[n_out, n_in]``, decoded here and not by the kernel."""
     if kernel.bits == 16:
         return kernel.weight.double()
+    if kernel.bits == 12:
+        return decoded(kernel).double()
     data, zero = kernel.weight, 128
     n_groups = kernel.in_features // GROUP
     if kernel.bits == 4:
@@ -72,10 +74,43 @@ def held(kernel: KernelLinear) -> torch.Tensor:
     return rows[: kernel.out_features]
 
 
+def decoded(kernel: KernelLinear) -> torch.Tensor:
+    """bfloat16 weights in 12 bits, as ``native/linear.h`` says that they lie."""
+    n_in, n_out = kernel.in_features, kernel.out_features
+    blocks = kernel.weight.numpy().reshape(-(-n_out // 16), -1)
+    tables = blocks[:, :256].reshape(-1, 16, 16)
+    counts = blocks[:, 256:264].copy().view(np.uint32)
+    groups = blocks[:, 320:].reshape(len(blocks), 16, n_in // 128, 3, 64)
+    codes = np.stack([groups[..., 0, :] & 15, groups[..., 0, :] >> 4], -2)
+    upper = np.take_along_axis(tables, codes.reshape(len(blocks), 16, -1), 2).reshape(codes.shape)
+    numbers = upper.astype(np.uint16) << 8 | groups[..., 1:, :]
+    i = np.arange(64)
+    ordered = numbers[..., i % 32 // 8 * 16 + i // 32 * 8 + i % 8]
+    rows = np.ascontiguousarray(ordered).reshape(len(blocks), 16, n_in)
+    kind = np.dtype([("input", "<u4"), ("output", "<u2"), ("value", "<u2")])
+    escapes = kernel.escapes.numpy().view(kind)
+    for block, (n, first) in enumerate(counts):
+        for one in escapes[first : first + n]:
+            rows[block, one["output"], one["input"]] = one["value"]
+    return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16).view(-1, n_in)[:n_out]
+
+
+def wild(linear: nn.Linear, seed: int, share: float) -> nn.Linear:
+    """The same with so many weights of any magnitude, zeros and denormal numbers among them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        weight = linear.weight
+        odd = 2.0 ** torch.randint(-140, 4, weight.shape, generator=generator)
+        odd[torch.rand(weight.shape, generator=generator) < 0.2] = 0
+        is_odd = torch.rand(weight.shape, generator=generator) < share
+        weight.copy_(torch.where(is_odd, odd.bfloat16(), weight))
+    return linear
+
+
 def bound(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
     """How far results may be off: inputs of packed weights are rounded to 8 bits by group."""
     error = 1e-6 * (x.double().abs() @ weight.abs().T) + 1e-6
-    if bits < 16:
+    if bits < 12:
         steps = x.double().unflatten(-1, (-1, GROUP)).abs().amax(-1) / 127
         error += 0.51 * steps @ weight.abs().unflatten(-1, (-1, GROUP)).sum(-1).T
     return error
@@ -121,6 +156,81 @@ def test_the_kernel_multiplies_bfloat16_for_many_tokens(level, n_in, n_out, n_to
     last = x[-5:].contiguous()
     kernel._weights.linear(last.data_ptr(), 5, dtype, fewer.data_ptr(), dtype)
     assert torch.equal(fewer, got[-5:])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n_groups=st.sampled_from([1, 2, 3, 15, 17, 33]),
+    n_out=st.integers(1, 70),
+    n_tokens=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 16, 47, 48, 50, 96, 97, 110]),
+    share=st.sampled_from([0.0, 0.001, 0.3]),
+    offset=st.sampled_from([0, 8]),
+    seed=st.integers(0, 99),
+)
+def test_weights_in_12_bits_are_those_in_16(level, n_groups, n_out, n_tokens, share, offset, seed):
+    """To the last bit when they are unpacked, and so multiplied, wherever the inputs lie."""
+    linear = wild(layer(n_out, CODED_INPUTS * n_groups, seed=seed), seed, share)
+    kernel = KernelLinear(linear, 12, None)
+    n_in = kernel.in_features
+    assert kernel.weight.nbytes == coded_bytes(n_out, n_in)
+    assert torch.equal(decoded(kernel), linear.weight)
+    to = torch.empty(n_out, n_in).bfloat16()
+    kernel._weights.unpack(0, -(-n_out // 16), to.data_ptr())
+    assert torch.equal(to.view(torch.int16), linear.weight.view(torch.int16))
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randn(n_tokens * n_in + offset, generator=generator).bfloat16()
+    x = memory[offset:].view(n_tokens, n_in)
+    for inputs in (x, x.float()):
+        want = inputs.double() @ linear.weight.double().T
+        error = bound(inputs, linear.weight.double(), 12) + 2**-8 * want.abs()
+        assert bool(((kernel(inputs).double() - want).abs() <= error).all())
+
+
+@pytest.mark.parametrize("n_tokens", [3, 23, 70])
+def test_with_12_bits_a_token_s_result_does_not_depend_on_others(level, n_tokens):
+    linear = wild(layer(40, 5 * CODED_INPUTS), 1, 0.01)
+    kernel = KernelLinear(linear, 12, None)
+    x = torch.randn(n_tokens, kernel.in_features).bfloat16()
+    least = {3: 1, 23: 5, 70: 48}[n_tokens]  # one order of sums up to 4, one up to 47, one for more
+    assert torch.equal(kernel(x)[-least:], kernel(x[-least:].contiguous()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_in_12_bits_that_is_not_finite_is_its_output_s(level, value):
+    linear = layer(20, CODED_INPUTS)
+    with torch.no_grad():
+        linear.weight[3, 77] = value
+    kernel = KernelLinear(linear, 12, None)
+    assert torch.equal(decoded(kernel).isfinite(), linear.weight.isfinite())
+    for n_tokens in (1, 9, 60):
+        out = kernel(torch.ones(n_tokens, CODED_INPUTS).bfloat16())
+        assert not out[:, 3].isfinite().any()
+        assert out[:, :3].isfinite().all()
+        assert out[:, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_in_12_bits_are_expanded_for_torch(monkeypatch, bias):
+    linear = wild(layer(85, 3 * CODED_INPUTS, bias=bias), 2, 0.001)
+    kernel = KernelLinear(linear, 12, Expanded(20 * 3 * CODED_INPUTS))
+    x = torch.randn(2, linears.FEW_PACKED, kernel.in_features).bfloat16()
+    by_torch, asked = linears.F.linear, []
+    monkeypatch.setattr(linears.F, "linear", lambda *of: asked.append(of) or by_torch(*of))
+    got = kernel(x)
+    assert len(asked) == 6
+    want = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+    assert bool(((got.double() - want).abs() <= 2**-6 * want.abs() + 0.05).all())
+
+
+def test_only_weights_that_fit_into_12_bits_are_written_so(monkeypatch):
+    weight = layer(300, 2 * CODED_INPUTS).weight.detach()
+    monkeypatch.setattr(kernels, "reads_coded", lambda: True)
+    assert codes_well(weight)
+    assert not codes_well(weight[:, :-GROUP])
+    assert not codes_well(weight.float())
+    assert not codes_well(wild(layer(300, 2 * CODED_INPUTS), 3, 0.02).weight.detach())
+    monkeypatch.setattr(kernels, "reads_coded", lambda: False)
+    assert not codes_well(weight)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

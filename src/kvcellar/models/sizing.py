@@ -33,7 +33,15 @@ from kvcellar.models.loading import (
     is_quantised_for_mlx,
     without_quantisation,
 )
-from kvcellar.models.weights import bits_of, can_pack, is_packed, packed_bytes, parse_weights
+from kvcellar.models.weights import (
+    bits_of,
+    can_code,
+    can_pack,
+    coded_bytes,
+    is_packed,
+    packed_bytes,
+    parse_weights,
+)
 from kvcellar.registry import load_backend
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
 
@@ -158,8 +166,11 @@ def _spec_of(
         counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
     weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
     if weights is not None and is_packed(weights):
-        weight_bytes = _packed_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
+        weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
         counted += f"; linear layers are packed to {weights} when it is loaded"
+    elif weights == "bf16" and linears and load_backend("torch").codes_weights():
+        weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
+        counted += "; linear layers are written in 12 bits when it is loaded, and nothing is lost"
     if is_for_mlx:
         if files_bytes is None:
             raise ModelError(
@@ -202,20 +213,23 @@ def _dtypes(
     return stored, pick_dtype(wanted, raw, stored_types, is_cpu=True)
 
 
-def _packed_weights(
+def _held_weights(
     sizes: Mapping[str, int], linears: Mapping[str, tuple[int, int]], weights: str, itemsize: int
 ) -> int:
-    """Bytes of all parameters where linear layers are packed and the others are not.
+    """Bytes of all parameters where the kernel reads linear layers that it has written anew.
 
-    A last layer that shares its weights with the embedding is packed, and the embedding stays.
+    A last layer that shares its weights with the embedding is one, and the embedding stays.
     """
-    packed = {
-        name: packed_bytes(*shape, bits_of(weights, is_head=name == _HEAD))
-        for name, shape in linears.items()
-        if can_pack(shape[1])
-    }
-    rest = sum(n * itemsize for name, n in sizes.items() if name not in packed)
-    return rest + sum(packed.values())
+    if is_packed(weights):
+        held = {
+            name: packed_bytes(*shape, bits_of(weights, is_head=name == _HEAD))
+            for name, shape in linears.items()
+            if can_pack(shape[1])
+        }
+    else:
+        held = {name: coded_bytes(*shape) for name, shape in linears.items() if can_code(shape[1])}
+    rest = sum(n * itemsize for name, n in sizes.items() if name not in held)
+    return rest + sum(held.values())
 
 
 def _parameters(

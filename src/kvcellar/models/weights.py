@@ -13,6 +13,11 @@ GROUP = 32
 BLOCK = 16
 """Outputs whose packed weights lie together; the last block is padded."""
 
+CODED_INPUTS = 128
+"""Of an output's weights in 12 bits, those that lie together."""
+
+_CODED_HEAD = 320
+
 MOST_EXACT_BITS = 8
 """The last layer, from features to logits, has at least so many bits: as everybody does."""
 
@@ -50,6 +55,16 @@ def bits_of(weights: str, *, is_head: bool) -> int:
 def can_pack(n_in: int) -> bool:
     """Whether a layer's inputs come in whole groups; others keep the model's own type."""
     return n_in % GROUP == 0
+
+
+def can_code(n_in: int) -> bool:
+    """Whether bfloat16 weights of so many inputs can be written in 12 bits."""
+    return n_in % CODED_INPUTS == 0
+
+
+def coded_bytes(n_out: int, n_in: int) -> int:
+    """Of a layer's weights in 12 bits; the few that do not fit into them are 8 bytes each more."""
+    return -(-n_out // BLOCK) * (_CODED_HEAD + BLOCK * n_in * 3 // 2)
 
 
 def packed_bytes(n_out: int, n_in: int, bits: int) -> int:

@@ -220,26 +220,51 @@ def make_layout(
     return _native.Layout(n_heads, DTYPES[dtype], DTYPES[out_dtype], *q, *k, *v, *out)
 
 
+def reads_coded() -> bool:
+    """Whether bfloat16 weights in 12 bits are read faster here than as they are."""
+    return level() in {"avx2", "avx512", "vnni", "bf16"}
+
+
+def multiplies_pairs() -> bool:
+    """Whether coded weights meet bfloat16 inputs two at a time."""
+    return level() == "bf16"
+
+
+def code(rows: int, n_in: int, n_out: int, to: int) -> bytes:
+    """Write bfloat16 weights in 12 bits, of which nothing is lost; ``native/linear.h`` says how.
+
+    Args:
+        rows: address of ``[n_out, n_in]``.
+        n_in: inputs, a multiple of 128.
+        n_out: outputs.
+        to: address of as many bytes as ``models.weights.coded_bytes`` says.
+
+    Returns:
+        The numbers that do not fit into 12 bits, 8 bytes each.
+    """
+    return _native.code(rows, n_in, n_out, to)
+
+
 def make_linear_weights(
-    bits: int, n_in: int, n_out: int, data: int, scales: int = 0
+    bits: int, n_in: int, n_out: int, data: int, beside: int = 0
 ) -> LinearWeights:
     """Describe a linear layer's weights; ``native/linear.h`` says how they lie.
 
     Its ``linear(x, n_tokens, dtype, out, out_dtype)`` reads rows ``[n_tokens, n_in]`` and writes
     ``[n_tokens, n_out]``, at addresses, in float32 or bfloat16 (numbers of ``DTYPES``). For 8 and 4
     bits each group of 32 inputs is rounded to 8 bits for it; a token's result does not depend on
-    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16. Where
-    ``can_multiply``, ``multiply(x, n_tokens, out)`` does the same on the matrix unit, for many
+    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16, of all but 16 bits.
+    Where ``can_multiply``, ``multiply(x, n_tokens, out)`` does it on the matrix unit, for many
     tokens: all in bfloat16, packed weights rounded to it, inputs as they are.
 
     Args:
-        bits: 16 (bfloat16 ``[n_out, n_in]``), 8 or 4.
+        bits: 16 (bfloat16 ``[n_out, n_in]``), 12 (the same, by :func:`code`), 8 or 4.
         n_in: inputs, for 8 and 4 bits a multiple of 32.
         n_out: outputs.
         data: address of the weights.
-        scales: address of the float16 scales of packed weights.
+        beside: address of the float16 scales of packed weights, or of what :func:`code` returned.
     """
-    return _native.LinearWeights({16: 0, 8: 1, 4: 2}[bits], n_in, n_out, data, scales)
+    return _native.LinearWeights({16: 0, 8: 1, 4: 2, 12: 3}[bits], n_in, n_out, data, beside)
 
 
 def make_eagle3_weights(

@@ -11,7 +11,7 @@ from kvcellar.backends.torch.caches import (
     TorchTreeCache,
 )
 from kvcellar.backends.torch.eagle3 import make_eagle3_kernel
-from kvcellar.backends.torch.linears import hold_weights
+from kvcellar.backends.torch.linears import codes_weights, hold_weights
 from kvcellar.registry import CacheBuilderRegistry
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "TorchPagedCache",
     "TorchSeqCache",
     "TorchTreeCache",
+    "codes_weights",
     "hold_weights",
     "make_eagle3_kernel",
 ]

@@ -119,8 +119,9 @@ def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
         dtype: of the queries.
     """
     stored = {kv.k.name, kv.v.name}
-    if kernels.level() == "avx2":
-        return None  # torch takes 1.1 (512 behind 7,000 cells) to 4 times as long
+    if kernels.level() in {"avx2", "bf16"}:
+        # Torch takes 1.1 (AVX2, 512 behind 7,000 cells) to 4 times as long: with bf16 in floats.
+        return None
     if kernels.level() != "amx" or stored & {"float32", "float16"}:
         return FEW_QUERIES
     return None if dtype == torch.float32 else FEW_QUERIES_AMX  # torch has none for float32

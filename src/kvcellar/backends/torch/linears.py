@@ -1,4 +1,4 @@
-"""Linear layers whose weights the CPU kernel reads: bfloat16 as it is, int8 and int4 packed.
+"""Linear layers whose weights the CPU kernel reads: bfloat16 in 12 or 16 bits, int8, int4.
 
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
 speed; for many, arithmetic is what counts. Where the processor multiplies bfloat16, torch's matrix
@@ -23,13 +23,24 @@ from kvcellar.backends import kernels
 from kvcellar.backends.torch.layers import KernelLayer, KernelLayers, kernel_layer
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
-from kvcellar.models.weights import BLOCK, GROUP, bits_of, can_pack, is_packed
+from kvcellar.models.weights import (
+    BLOCK,
+    GROUP,
+    bits_of,
+    can_code,
+    can_pack,
+    coded_bytes,
+    is_packed,
+)
 
 FEW_BF16 = 4
 """Tokens up to which the kernel reads bfloat16 weights faster than torch does."""
 
 SOME_BF16 = range(64, 257)
 """Tokens for which the kernel's matrix unit is faster than torch with bfloat16 weights: a tenth."""
+
+FEW_CODED = 64
+"""Tokens of a step for which a layer is one call, where weights in 12 bits meet inputs in pairs."""
 
 FEW_PACKED = 48
 """Tokens up to which packed weights are multiplied as they are, where torch multiplies more."""
@@ -41,6 +52,12 @@ EXPANDED = 1 << 24
 """Numbers that are expanded at a time, in 32 MiB."""
 
 _PACKED_AT_A_TIME = 1 << 22
+
+_ASKED = 256
+"""Outputs whose weights say whether those of all fit into 12 bits."""
+
+_FEW_ESCAPES = 512
+"""One in so many may not."""
 
 
 @functools.cache
@@ -71,12 +88,12 @@ class KernelLinear(nn.Module):
         expanded: Expanded | None,
         arena: Arena | None = None,
     ) -> None:
-        """Of a layer's weights: as they are (16 bits), or packed in 8 or 4, with a scale per group.
+        """Of a layer's weights: as they are (16 bits, or 12), or packed in 8 or 4 and scales.
 
         Args:
-            linear: the layer; in bfloat16 for 16 bits, its inputs in whole groups for others.
+            linear: the layer; in bfloat16 for 16 and 12 bits; but for 16, inputs in whole groups.
             bits: of a weight.
-            expanded: for packed weights; None: any number of tokens meets them as they are.
+            expanded: for all but 16 bits; None: any number of tokens meets them as they are.
             arena: where weights shall lie; None: packed ones anywhere, others where they are.
         """
         super().__init__()
@@ -89,22 +106,24 @@ class KernelLinear(nn.Module):
             if arena is not None:
                 weight = arena.copy(weight)
             self.weight = nn.Parameter(weight, requires_grad=False)
-            scales_at = 0
+            beside_at = 0
         else:
-            packed, scales = pack(weight, bits)
+            held, beside = code(weight) if bits == 12 else pack(weight, bits)
             if arena is not None:
-                packed, scales = arena.copy(packed), arena.copy(scales)
-            self.register_buffer("weight", packed)
-            self.register_buffer("scales", scales)
-            scales_at = scales.data_ptr()
+                held, beside = arena.copy(held), arena.copy(beside)
+            self.register_buffer("weight", held)
+            self.register_buffer("escapes" if bits == 12 else "scales", beside)
+            beside_at = beside.data_ptr()
         self._weights = kernels.make_linear_weights(
-            bits, self.in_features, self.out_features, self.weight.data_ptr(), scales_at
+            bits, self.in_features, self.out_features, self.weight.data_ptr(), beside_at
         )
 
     @property
     def few(self) -> int:
         """Tokens up to which the kernel reads the weights."""
-        if self.bits == 16 and torch_multiplies_bf16():
+        if self.bits == 12 and kernels.multiplies_pairs():
+            return FEW_CODED
+        if self.bits >= 12 and torch_multiplies_bf16():
             return FEW_BF16
         return FEW_PACKED_AMX if self._weights.can_multiply else FEW_PACKED
 
@@ -119,7 +138,8 @@ class KernelLinear(nn.Module):
         by_torch = self.bits == 16 and n_tokens > FEW_BF16 and torch_multiplies_bf16()
         if by_torch and not by_matrix:
             return F.linear(x, self.weight, self.bias)
-        if n_tokens > FEW_PACKED and self._expanded is not None and not by_matrix:
+        most = FEW_BF16 if self.bits == 12 else FEW_PACKED
+        if n_tokens > most and self._expanded is not None and not by_matrix:
             return self._by_expanding(x, self._expanded)
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
@@ -154,6 +174,29 @@ class KernelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, for whoever prints the model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def code(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """bfloat16 weights ``[n_out, n_in]`` in 12 bits: bytes, and those of what does not fit in."""
+    n_out, n_in = weight.shape
+    weight = weight.contiguous()
+    data = torch.empty(coded_bytes(n_out, n_in), dtype=torch.uint8)
+    escapes = kernels.code(weight.data_ptr(), n_in, n_out, data.data_ptr())
+    return data, torch.frombuffer(bytearray(escapes or bytes(8)), dtype=torch.uint8)
+
+
+def codes_weights() -> bool:
+    """Whether :func:`hold_weights` writes bfloat16 weights in 12 bits on this machine."""
+    return kernels.is_available() and kernels.reads_coded()
+
+
+def codes_well(weight: Tensor) -> bool:
+    """Whether weights ``[n_out, n_in]`` are read faster in 12 bits: nearly all have to fit."""
+    if weight.dtype != torch.bfloat16 or not can_code(weight.shape[1]) or not codes_weights():
+        return False
+    some = weight[:: max(1, weight.shape[0] // _ASKED)]
+    _, escapes = code(some)
+    return escapes.nbytes // 8 * _FEW_ESCAPES <= some.numel()
 
 
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +256,7 @@ def hold_weights(model: Any, weights: str) -> None:
         )
     packed = is_packed(weights)
     by_torch = torch_multiplies_bf16() and kernels.level() not in {"vnni", "bf16"}
-    is_expanded = packed and model.dtype == torch.bfloat16 and by_torch
+    is_expanded = model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     arena = Arena()
@@ -222,8 +265,11 @@ def hold_weights(model: Any, weights: str) -> None:
         return type(module) is nn.Linear and (not packed or can_pack(module.in_features))
 
     def make(linear: nn.Linear) -> KernelLinear:
-        bits = bits_of(weights, is_head=linear is head) if packed else 16
-        is_moved = not packed and linear.weight is embedding.weight
+        if packed:
+            bits = bits_of(weights, is_head=linear is head)
+        else:
+            bits = 12 if codes_well(linear.weight.detach()) else 16
+        is_moved = bits == 16 and linear.weight is embedding.weight
         return KernelLinear(linear, bits, expanded, None if is_moved else arena)
 
     def replace_in(parent: nn.Module) -> None:

@@ -228,10 +228,9 @@ NB_MODULE(_native, m) {
   nb::class_<LinearWeights>(m, "LinearWeights")
       .def("__init__",
            [](LinearWeights* self, int format, int64_t n_in, int64_t n_out, uintptr_t data,
-              uintptr_t scales) {
-             new (self) LinearWeights(
-                 make_linear_weights(static_cast<WeightFormat>(format), n_in, n_out, at(data),
-                                     static_cast<const uint16_t*>(at(scales))));
+              uintptr_t beside) {
+             new (self) LinearWeights(make_linear_weights(static_cast<WeightFormat>(format), n_in,
+                                                          n_out, at(data), at(beside)));
            })
       .def("linear", [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, int in,
                         uintptr_t out, int result) {
@@ -250,6 +249,15 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
       });
+
+  m.def("code", [](uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t to) {
+    std::vector<Escape> escapes;
+    {
+      nb::gil_scoped_release release;
+      escapes = code(static_cast<const uint16_t*>(at(rows)), n_in, n_out, reinterpret_cast<void*>(to), 0);
+    }
+    return nb::bytes(escapes.data(), escapes.size() * sizeof(Escape));
+  });
 
   nb::class_<Eagle3Weights>(m, "Eagle3Weights")
       .def("__init__",

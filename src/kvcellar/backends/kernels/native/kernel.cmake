@@ -4,7 +4,7 @@ find_package(Threads REQUIRED)
 
 set(KVC_DIR ${CMAKE_CURRENT_LIST_DIR})
 add_library(kvcellar_kernel STATIC
-  ${KVC_DIR}/decoder.cpp ${KVC_DIR}/dispatch.cpp ${KVC_DIR}/eagle3.cpp ${KVC_DIR}/linear.cpp
+  ${KVC_DIR}/coded.cpp ${KVC_DIR}/decoder.cpp ${KVC_DIR}/dispatch.cpp ${KVC_DIR}/eagle3.cpp ${KVC_DIR}/linear.cpp
   ${KVC_DIR}/plan.cpp ${KVC_DIR}/rows.cpp ${KVC_DIR}/threads.cpp ${KVC_DIR}/step_call.cpp
   ${KVC_DIR}/isa_scalar.cpp)
 target_compile_features(kvcellar_kernel PUBLIC cxx_std_17)

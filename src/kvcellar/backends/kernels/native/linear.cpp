@@ -36,13 +36,20 @@ int64_t least_blocks(const LinearWeights& weights) {
 }  // namespace
 
 LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
-                                  const uint16_t* scales) {
-  const int64_t numbers = kBlockRows * n_in;
-  const int64_t bytes = format == WeightFormat::bf16   ? 2 * numbers
-                        : format == WeightFormat::int8 ? numbers
-                                                       : numbers / 2;
-  return {format, n_in, n_out, data, scales, format != WeightFormat::bf16, n_in / kGroupInputs,
-          (n_out + kBlockRows - 1) / kBlockRows, bytes};
+                                  const void* beside) {
+  LinearWeights weights{format, n_in, n_out, data};
+  const bool is_coded = format == WeightFormat::coded;
+  weights.is_packed = format == WeightFormat::int8 || format == WeightFormat::int4;
+  if (weights.is_packed) weights.scales = static_cast<const uint16_t*>(beside);
+  if (is_coded) weights.escapes = static_cast<const Escape*>(beside);
+  weights.n_groups = n_in / kGroupInputs;
+  weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
+  const int64_t half_bytes = kBlockRows * n_in / 2;
+  weights.block_bytes = is_coded                          ? sizeof(CodedHead) + 3 * half_bytes
+                        : format == WeightFormat::bf16    ? 4 * half_bytes
+                        : format == WeightFormat::int8 ? 2 * half_bytes
+                                                       : half_bytes;
+  return weights;
 }
 
 void linear(const LinearCall& call, int n_threads) {
@@ -57,20 +64,24 @@ void linear(const LinearCall& call, int n_threads) {
     inputs.offsets = reinterpret_cast<int32_t*>(memory + 4 * groups);
   } else {
     inputs.rows = reinterpret_cast<float*>(memory);
+    inputs.pairs = static_cast<const uint16_t*>(reinterpret_cast<uintptr_t>(call.x) % 64 ? memory : call.x);
   }
   const int64_t all_bytes = weights.n_blocks * weights.block_bytes;
   const int workers = all_bytes * call.n_tokens > kAloneBytes ? workers_for(n_threads) : 1;
   const LinearOps& ops_now = ops().linear;
   spread(call.n_tokens, 16, 16, workers,
          [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
-  const int64_t piece_bytes = call.n_tokens <= kReadOnce ? kStreamBytes : kPieceBytes;
+  const bool is_paired =
+      ops_now.has_pairs && weights.format == WeightFormat::coded && call.in == Dtype::bf16;
+  const int64_t piece_bytes = call.n_tokens <= kReadOnce || is_paired ? kStreamBytes : kPieceBytes;
   spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
          least_blocks(weights), workers,
          [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
 }
 
 bool can_multiply(const LinearWeights& weights) {
-  return ops().linear.multiply && weights.n_in % kGroupInputs == 0;
+  return ops().linear.multiply && weights.n_in % kGroupInputs == 0 &&
+         weights.format != WeightFormat::coded;
 }
 
 void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "kernel.h"
 #include "rows.h"
 
@@ -9,9 +11,24 @@ namespace kvcellar {
 
 constexpr int64_t kBlockRows = 16;   // outputs whose packed weights lie together
 constexpr int64_t kGroupInputs = 32; // packed weights that share a scale
+constexpr int64_t kCodedInputs = 128; // of a row of coded weights, which lie together
 constexpr int kReadOnce = 4;         // tokens up to which reading weights is what they cost
 
-enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2 };
+enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3 };
+
+// A number of coded weights that its row's table has not.
+struct Escape {
+  uint32_t input;
+  uint16_t output;  // of the block
+  uint16_t value;   // bfloat16
+};
+
+// What 16 outputs' coded weights begin with.
+struct CodedHead {
+  uint8_t tables[kBlockRows][16];  // upper bytes: 8 positive ones, the least first, and their negatives
+  uint32_t n_escapes, first_escape;
+  uint8_t unused[56];              // rows begin with a cache line
+};
 
 // bf16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
 // for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
@@ -22,6 +39,7 @@ struct LinearWeights {
   int64_t n_in = 0, n_out = 0;
   const void* data = nullptr;
   const uint16_t* scales = nullptr;
+  const Escape* escapes = nullptr;
 
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
   bool is_packed = false;
@@ -31,7 +49,8 @@ struct LinearWeights {
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
-  float* rows;       // [tokens, n_in]; bf16 only
+  float* rows;       // [tokens, n_in]; bf16 and coded only
+  const uint16_t* pairs;  // the same, as the call has them; lines of the cache, for coded only
   int8_t* numbers;   // [tokens, n_in], or words of 16 bits
   float* scales;     // [tokens, groups]
   int32_t* offsets;  // [tokens, groups]
@@ -57,20 +76,25 @@ struct ManyTokens {
   int64_t first_pair, stop_pair, first_input, stop_input;
 };
 
+// `beside` are scales or escapes.
 LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
-                                  const uint16_t* scales);
+                                  const void* beside);
+
+// bfloat16 [n_out, n_in] as coded blocks, and their escapes. n_in is a multiple of kCodedInputs.
+std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void* to, int n_threads);
 
 struct LinearOps {
   // Tokens [first, stop) of the inputs.
   void (*prepare)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
   // Blocks [first, stop) of 16 outputs, for all tokens.
   void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
-  // Packed blocks [first, stop) as bf16 [outputs, n_in].
+  // Packed or coded blocks [first, stop) as bf16 [outputs, n_in].
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
   // Tiles of 16 tokens, then panels of 32 outputs. None where there is no matrix unit.
   void (*pack_tokens)(const ManyTokens& call, int64_t first, int64_t stop);
   void (*multiply)(const ManyTokens& call, char* scratch, int64_t first, int64_t stop);
   RowOps rows;  // what comes between linear layers
+  bool has_pairs = false;  // coded weights meet bfloat16 inputs two at a time
 };
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
@@ -83,7 +107,7 @@ bool can_multiply(const LinearWeights& weights);
 void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
               int n_threads);
 
-// Packed blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
+// Packed or coded blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads);
 
 }  // namespace kvcellar

@@ -79,6 +79,15 @@ inline void fetch_ahead(const void* now) {
   __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes, 0, 2);
 }
 
+// The same for packed weights, of which Zen 5 waits for a line in its second cache now and then.
+inline void fetch_packed(const void* now) {
+#if defined(KVC_BF16)
+  __asm__ volatile("");  // else it is a function without effect, whose calls go
+  if (!is_fetched_far) return __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes * 3 / 2, 0, 3);
+#endif
+  fetch_ahead(now);
+}
+
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   if (dtype == Dtype::f32) {
     std::memcpy(to, from, sizeof(float) * n);
@@ -90,16 +99,24 @@ inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = bf16_to_float(p[i]);
 }
 
+inline bool is_paired(const LinearCall& call);
+inline void prepare_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t token);
+
 void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
                     int64_t stop) {
   const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
   const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
   for (int64_t t = first; t < stop; ++t) {
     const char* x = static_cast<const char*>(call.x) + t * n * size;
+    if (is_paired(call)) {
+      prepare_pairs(call, inputs, t);
+      continue;
+    }
     if (!call.weights.is_packed) {
       float* row = inputs.rows + t * n;
       load_floats(x, call.in, n, row);
-      if (call.n_tokens > kReadOnce) split_floats(row, n / (2 * kLanes) * (2 * kLanes), false);
+      if (call.n_tokens > kReadOnce || call.weights.format == WeightFormat::coded)
+        split_floats(row, n / (2 * kLanes) * (2 * kLanes), false);
       continue;
     }
     for (int64_t g = 0; g < call.weights.n_groups; ++g) {
@@ -238,11 +255,22 @@ inline void dots_of_4(const float* w, const float* x, int64_t n_in, int64_t n, f
   }
 }
 
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
+
+#include "coded.h"
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
 // A block for n_tokens tokens, kTokensKept at most.
 inline void block_of_many(const LinearCall& call, const float* x, int64_t token, int64_t n_tokens,
                           int64_t block) {
   const int64_t n = call.weights.n_in, first = block * kBlockRows;
   const int64_t n_rows = smaller(call.weights.n_out - first, kBlockRows);
+  const bool is_coded = call.weights.format == WeightFormat::coded;
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
   const int64_t whole = n / (2 * kLanes) * (2 * kLanes);
   alignas(64) float decoded[kRowsDecoded * kDecodedRow];
@@ -254,8 +282,21 @@ inline void block_of_many(const LinearCall& call, const float* x, int64_t token,
     for (int64_t row = 0; row < n_rows; row += kRowsDecoded) {
       const int64_t rows = smaller(n_rows - row, kRowsDecoded);
       for (int64_t r = 0; r < rows; ++r) {
-        const uint16_t* from = w + (row + r) * n + i;
         float* to = decoded + r * kDecodedRow;
+        if (is_coded) {
+          const CodedHead& head = head_of(call.weights, block);
+          const uint8_t* from = coded_row(call.weights, head, row + r) + i * 3 / 2;
+          const auto table = table_at(head.tables[row + r]);
+          for (int64_t j = 0; j < length; j += kCodedInputs, from += kCodedInputs * 3 / 2) {
+            fetch_group(from + call.weights.block_bytes);
+            split_group(from, table, [&](Vec even, Vec odd, int64_t at) {
+              store(to + j + at, even);
+              store(to + j + at + kLanes, odd);
+            });
+          }
+          continue;
+        }
+        const uint16_t* from = w + (row + r) * n + i;
         for (int64_t j = 0; j < length; j += 2 * kLanes) {
           Vec even, odd;
           load_split(from + j, even, odd);
@@ -274,6 +315,7 @@ inline void block_of_many(const LinearCall& call, const float* x, int64_t token,
       }
     }
   }
+  if (is_coded) add_escapes(call, head_of(call.weights, block), token, n_tokens, out);
   for (int64_t t = 0; t < n_tokens; ++t) {
     for (int64_t r = 0; r < n_rows; ++r)
       for (int64_t i = whole; i < n; ++i)
@@ -314,7 +356,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
       for (Ints& sum : sums[t]) sum = begin<is_int4>(offsets[t * n_groups + g]);
     const int8_t* at = x + g * kGroupInputs * kWide;
     for (int v = 0; v < (is_int4 ? 4 : 8); ++v, at += (is_int4 ? 8 : 4) * kWide, w += 64) {
-      fetch_ahead(w);
+      fetch_packed(w);
       for (int part = 0; part < kParts; ++part) {
         const Ints weight = load_ints(w + part * kLanes * 4);
         for (int t = 0; t < kTokens; ++t) {
@@ -375,18 +417,23 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
 template <int kTokens>
 inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token,
                       int64_t first, int64_t stop) {
+  constexpr int kFew = kTokens > kReadOnce ? kReadOnce : kTokens;  // floats come in no more
   for (int64_t block = first; block < stop; ++block) {
     if (call.weights.format == WeightFormat::int4)
       block_packed<kTokens, true>(call, inputs, token, block);
     else if (call.weights.format == WeightFormat::int8)
       block_packed<kTokens, false>(call, inputs, token, block);
+    else if (call.weights.format == WeightFormat::coded)
+      block_coded<kFew>(call, inputs.rows + token * call.weights.n_in, token, block);
     else
-      block_bf16<(kTokens > kReadOnce ? kReadOnce : kTokens)>(
-          call, inputs.rows + token * call.weights.n_in, token, block);
+      block_bf16<kFew>(call, inputs.rows + token * call.weights.n_in, token, block);
   }
 }
 
 void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
+#if defined(KVC_BF16)
+  if (is_paired(call)) return run_pairs(call, inputs, first, stop);
+#endif
   if (!call.weights.is_packed && call.n_tokens > kReadOnce)
     return run_many(call, inputs.rows, first, stop);
   const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : kReadOnce;
@@ -398,6 +445,7 @@ void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t firs
 }
 
 void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
+  if (weights.format == WeightFormat::coded) return unpack_coded(weights, first, stop, to);
   const bool is_int4 = weights.format == WeightFormat::int4;
   const float zero = is_int4 ? 8.f : 128.f;
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;

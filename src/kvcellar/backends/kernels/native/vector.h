@@ -162,18 +162,20 @@ inline Vec store_pairs(uint32_t* p, Vec x, Vec y, Vec total) {
   _mm512_storeu_si512(p, (__m512i)(pairs));
   return _mm512_dpbf16_ps(total, pairs, (__m512bh)(_mm512_set1_epi32(0x3F803F80)));
 }
-inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
-  const __m512i both = _mm512_loadu_si512(p), zero = _mm512_setzero_si512();
+inline void split(__m512i both, Vec& even, Vec& odd) {
+  const __m512i zero = _mm512_setzero_si512();
   even = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, both));
   odd = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, both));
 }
 #else
-inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
-  const __m512i both = _mm512_loadu_si512(p);
+inline void split(__m512i both, Vec& even, Vec& odd) {
   even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
 }
 #endif
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  split(_mm512_loadu_si512(p), even, odd);
+}
 inline Vec all_fours(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 inline Vec sum_fours(Vec a, Vec b, Vec c, Vec d) {
   const Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -265,10 +267,12 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
-inline void load_split(const uint16_t* p, Vec& x, Vec& y) {
-  const __m256i both = kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+inline void split(__m256i both, Vec& x, Vec& y) {
   x = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), both));
   y = _mm256_castsi256_ps(_mm256_unpackhi_epi16(_mm256_setzero_si256(), both));
+}
+inline void load_split(const uint16_t* p, Vec& x, Vec& y) {
+  split(kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), x, y);
 }
 inline Vec all_fours(const float* p) {
   return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));

@@ -203,16 +203,31 @@ double one_step() {
 
 // Linear layers over memory of exact sizes; how far levels are apart, as a share of the largest.
 double one_linear() {
-  const auto format = static_cast<WeightFormat>(between(0, 2));
-  const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200) : 32 * between(1, 6);
-  const int64_t n_out = between(1, 70), n_tokens = between(1, 20);
+  const auto format = static_cast<WeightFormat>(between(0, 3));
+  const bool is_coded = format == WeightFormat::coded;
+  const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200) : is_coded ? 128 * between(1, 20)
+                                                                               : 32 * between(1, 6);
+  const int64_t n_out = between(1, 70), n_tokens = is_coded ? between(1, 110) : between(1, 20);
   LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
-  Memory data(weights.is_packed ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
+  Memory data(format != WeightFormat::bf16 ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
   Memory scales(weights.is_packed ? weights.n_blocks * weights.n_groups * kBlockRows * 2 : 0);
+  Memory plain(is_coded ? 2 * n_out * n_in : 0);
   fill(data, weights.is_packed ? Dtype::int8 : Dtype::bf16);
   fill(scales, Dtype::f16);
+  fill(plain, Dtype::bf16);
   weights.data = data.data;
   weights.scales = reinterpret_cast<const uint16_t*>(scales.data);
+  std::vector<Escape> escapes;
+  for (int64_t i = 0; i < plain.size / 2; ++i)  // some far from all others
+    if (rng() % 50 == 0) {
+      const auto number = static_cast<uint16_t>(rng() % 0x3F80 + (rng() % 2 << 15));
+      std::memcpy(plain.data + 2 * i, &number, 2);
+    }
+  if (is_coded)
+    escapes = code(reinterpret_cast<const uint16_t*>(plain.data), n_in, n_out, data.data, 2);
+  Memory beside(static_cast<int64_t>(escapes.size() * sizeof(Escape)));
+  if (!escapes.empty()) std::memcpy(beside.data, escapes.data(), static_cast<size_t>(beside.size));
+  weights.escapes = reinterpret_cast<const Escape*>(beside.data);
   const Dtype in = rng() % 2 ? Dtype::f32 : Dtype::bf16;
   Memory x(n_tokens * n_in * (in == Dtype::f32 ? 4 : 2)), out(n_tokens * n_out * 4);
   Memory short_out(n_tokens * n_out * 2), expanded(n_out * n_in * 2);
@@ -230,10 +245,11 @@ double one_linear() {
       fill(many_x, Dtype::bf16);
       multiply(weights, many_x.data, 17 * n_tokens, many_out.data, 2);
     }
-    if (!weights.is_packed) continue;
+    if (!weights.is_packed && !is_coded) continue;
     unpack(weights, 0, weights.n_blocks, expanded.data, 2);
     rows.emplace_back(expanded.data, expanded.data + expanded.size);
     if (rows.back() != rows.front()) return 1;
+    if (is_coded && std::memcmp(plain.data, expanded.data, static_cast<size_t>(plain.size)) != 0) return 1;
   }
   double worst = 0, most = 1;
   for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));

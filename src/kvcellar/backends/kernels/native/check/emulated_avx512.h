@@ -129,6 +129,7 @@ KVC_INTS(maddubs_epi16)
 KVC_INTS(packs_epi32)
 KVC_INTS(unpacklo_epi8)
 KVC_INTS(unpackhi_epi8)
+KVC_INTS(shuffle_epi8)
 KVC_INTS(unpacklo_epi16)
 KVC_INTS(unpackhi_epi16)
 KVC_INTS(unpacklo_epi32)
@@ -170,6 +171,11 @@ inline __m512i _mm512_loadu_si512(const void* p) {
   __m512i x;
   std::memcpy(&x, p, 64);
   return x;
+}
+inline __m512i _mm512_broadcast_i32x4(__m128i x) {
+  emulated::Ints a;
+  for (__m256i& half : a.half) half = _mm256_broadcastsi128_si256(x);
+  return a.all;
 }
 inline __m512 _mm512_load_ps(const void* p) {
   emulated::demand_aligned(p);

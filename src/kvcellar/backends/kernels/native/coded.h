@@ -1,0 +1,403 @@
+// Linear layers with coded weights, once for each instruction set; included by linear_impl.h.
+//
+// Bytes and looked-up bytes by turns are bfloat16 in order. For up to kReadOnce tokens they are operands
+// as they leave the registers; for more, 16 rows of some inputs lie decoded in the first cache.
+
+#include "linear.h"
+
+namespace kvcellar {
+namespace KVC_NAMESPACE {
+namespace {
+
+// 128 numbers of a row, kWords at a time: fn(words, input).
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+constexpr int64_t kWords = 2 * kLanes;
+template <class Fn>
+inline void decode_group(const uint8_t* group, Ints table, const Fn& fn) {
+#pragma GCC unroll 2
+  for (int64_t part = 0; part < 64; part += 2 * kWords) {
+    const Ints codes = load_ints(group + part), low = all_bytes(15);
+    const Ints bytes = load_ints(group + 64 + part), others = load_ints(group + 128 + part);
+    const Ints upper = look_up(table, both(codes, low));
+    const Ints upper_others = look_up(table, both(right_16(codes, 4), low));
+    fn(mix_lower(bytes, upper), part / 2);
+    fn(mix_upper(bytes, upper), part / 2 + 32);
+    fn(mix_lower(others, upper_others), part / 2 + 64);
+    fn(mix_upper(others, upper_others), part / 2 + 96);
+  }
+}
+inline Ints table_at(const uint8_t* table) { return all_16_bytes(table); }
+inline void decode_to(const uint8_t* group, Ints table, uint16_t* to) {
+  decode_group(group, table, [&](Ints words, int64_t i) { store_ints(to + i, words); });
+}
+// fn(one half of kWords numbers, the other one, input), in the order of load_split.
+template <class Fn>
+inline void split_group(const uint8_t* group, Ints table, const Fn& fn) {
+  decode_group(group, table, [&](Ints words, int64_t i) {
+    Vec even, odd;
+    split(words, even, odd);
+    fn(even, odd, i);
+  });
+}
+#else
+constexpr int64_t kWords = 2 * kLanes;
+inline const uint8_t* table_at(const uint8_t* table) { return table; }
+inline void decode_to(const uint8_t* group, const uint8_t* table, uint16_t* to) {
+  for (int64_t half = 0; half < 2; ++half)
+    for (int64_t i = 0; i < 64; ++i) {
+      const int64_t place = i % 32 / 8 * 16 + i / 32 * 8 + i % 8;
+      const int upper = table[group[place] >> (4 * half) & 15];
+      to[64 * half + i] = static_cast<uint16_t>(upper << 8 | group[64 * (1 + half) + place]);
+    }
+}
+template <class Fn>
+inline void split_group(const uint8_t* group, const uint8_t* table, const Fn& fn) {
+  uint16_t numbers[kCodedInputs];
+  decode_to(group, table, numbers);
+  for (int64_t i = 0; i < kCodedInputs; i += kWords) {
+    Vec even, odd;
+    load_split(numbers + i, even, odd);
+    fn(even, odd, i);
+  }
+}
+#endif
+
+#if defined(KVC_BF16)
+constexpr int64_t kTokensMet = 6, kTurnsFrom = 48;  // tokens of a panel, and from which on they lie in panels
+
+// A token's place in its panel.
+inline void to_panel(const uint16_t* x, int64_t n, int64_t token, uint16_t* panels) {
+  uint16_t* to = panels + token / kTokensMet * kTokensMet * n + token % kTokensMet * kWords;
+  for (int64_t i = 0; i < n; i += kWords, to += kTokensMet * kWords) store_ints(to, load_ints(x + i));
+}
+#endif
+
+// Whether inputs are multiplied as bfloat16, two to a lane: then they are not prepared.
+inline bool is_paired([[maybe_unused]] const LinearCall& call) {
+#if defined(KVC_BF16)
+  return call.weights.format == WeightFormat::coded && call.in == Dtype::bf16;
+#else
+  return false;
+#endif
+}
+
+// A token's inputs at the beginning of a cache's line, and many tokens in panels.
+inline void prepare_pairs([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearInputs& inputs,
+                          [[maybe_unused]] int64_t token) {
+#if defined(KVC_BF16)
+  const int64_t n = call.weights.n_in;
+  const uint16_t* x = static_cast<const uint16_t*>(call.x) + token * n;
+  auto* copy = reinterpret_cast<uint16_t*>(inputs.rows);
+  if (call.n_tokens >= kTurnsFrom)
+    to_panel(x, n, token, copy);
+  else if (inputs.pairs != call.x)
+    std::memcpy(copy + token * n, x, static_cast<size_t>(2 * n));
+#endif
+}
+
+inline const CodedHead& head_of(const LinearWeights& weights, int64_t block) {
+  return *reinterpret_cast<const CodedHead*>(static_cast<const char*>(weights.data) + block * weights.block_bytes);
+}
+inline const uint8_t* coded_row(const LinearWeights& weights, const CodedHead& head, int64_t r) {
+  return reinterpret_cast<const uint8_t*>(&head + 1) + r * (weights.n_in * 3 / 2);
+}
+
+// To the first cache, but where the second one is better for it (decision 9).
+inline void fetch_group(const uint8_t* group) {
+  __asm__ volatile("");  // else it is a function without effect, whose calls go
+#if defined(KVC_BF16)
+  if (!is_fetched_far) {
+    __builtin_prefetch(group, 0, 3);
+    __builtin_prefetch(group + 64, 0, 3);
+    __builtin_prefetch(group + 128, 0, 3);
+    return;
+  }
+#endif
+  __builtin_prefetch(group, 0, 2);
+  __builtin_prefetch(group + 64, 0, 2);
+  __builtin_prefetch(group + 128, 0, 2);
+}
+
+// Sums of a row's product: so many that one addition need not wait for another.
+#if defined(KVC_AVX2)
+constexpr int kSums = 2;
+#else
+constexpr int kSums = 4;
+#endif
+
+// An output of kTokens tokens, to out[token * kBlockRows].
+template <int kTokens>
+inline void dot_coded(const uint8_t* row, const uint8_t* table, int64_t n, const float* x, float* out) {
+  Vec sums[kTokens][kSums];
+  for (auto& token : sums)
+    for (Vec& sum : token) sum = all(0.f);
+  const auto bytes = table_at(table);
+  for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+    fetch_group(row + kAheadBytes);
+    split_group(row, bytes, [&](Vec even, Vec odd, int64_t at) {
+      const int64_t k = at / kWords * 2 % kSums;
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        const float* y = x + t * n + i + at;
+        sums[t][k] = fma(even, load(y), sums[t][k]);
+        sums[t][k + 1] = fma(odd, load(y + kLanes), sums[t][k + 1]);
+      }
+    });
+  }
+  for (int t = 0; t < kTokens; ++t) {
+    Vec total = add(sums[t][0], sums[t][1]);
+    if constexpr (kSums == 4) total = add(total, add(sums[t][2], sums[t][3]));
+    out[t * kBlockRows] = sum(total);
+  }
+}
+
+inline float input_of(const LinearCall& call, int64_t token, int64_t i) {
+  const int64_t at = token * call.weights.n_in + i;
+  return call.in == Dtype::f32 ? static_cast<const float*>(call.x)[at]
+                               : bf16_to_float(static_cast<const uint16_t*>(call.x)[at]);
+}
+
+// What a block's escapes add to its outputs, out[token * kBlockRows + row], in place of the table's least.
+inline void add_escapes(const LinearCall& call, const CodedHead& head, int64_t token, int64_t n_tokens,
+                        float* out) {
+  const Escape* escapes = call.weights.escapes + head.first_escape;
+  for (uint32_t e = 0; e < head.n_escapes; ++e) {
+    const Escape& escape = escapes[e];
+    const float value = bf16_to_float(escape.value);
+    const float least = bf16_to_float(static_cast<uint16_t>(head.tables[escape.output][0] << 8));
+    for (int64_t t = 0; t < n_tokens; ++t) {
+      const float x = input_of(call, token + t, escape.input);
+      float& sum = out[t * kBlockRows + escape.output];
+      sum += value * x;
+      sum -= least * x;
+    }
+  }
+}
+
+// What rows that are multiplied leave: their block's escapes are not among it yet.
+template <int kTokens>
+inline void end_block(const LinearCall& call, const CodedHead& head, int64_t token, int64_t block, int64_t n_rows,
+                      float* out) {
+  add_escapes(call, head, token, kTokens, out);
+  for (int t = 0; t < kTokens; ++t)
+    put(call, token + t, block * kBlockRows, n_rows, out + t * kBlockRows);
+}
+
+// A block for kTokens tokens in floats.
+template <int kTokens>
+inline void block_coded(const LinearCall& call, const float* x, int64_t token, int64_t block) {
+  const LinearWeights& weights = call.weights;
+  const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+  const CodedHead& head = head_of(weights, block);
+  if (head.n_escapes) __builtin_prefetch(weights.escapes + head.first_escape);
+  float out[kTokens][kBlockRows];
+  for (int64_t r = 0; r < n_rows; ++r)
+    dot_coded<kTokens>(coded_row(weights, head, r), head.tables[r], weights.n_in, x, out[0] + r);
+  end_block<kTokens>(call, head, token, block, n_rows, out[0]);
+}
+
+#if defined(KVC_BF16)
+constexpr int kTokensPaired = 8;        // that two rows meet at once, a sum each
+constexpr int64_t kInputsNear = 16384;  // of all of these: 32 KB, which stay in the first cache
+
+// Some inputs of kRows outputs for kTokens tokens, added to sums [kRows][kTokens][kSums]. What comes
+// `ahead` bytes behind is fetched.
+template <int kTokens, int kRows, int kSums>
+inline void add_pairs(const uint8_t* row, int64_t row_bytes, int64_t ahead, const uint8_t* tables,
+                      int64_t n, const uint16_t* x, int64_t n_in, Vec (*sums)[kTokens][kSums]) {
+  Ints bytes[kRows];
+  Vec totals[kRows][kTokens][kSums];
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; ++r) {
+    bytes[r] = table_at(tables + 16 * r);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t)
+      for (int k = 0; k < kSums; ++k) totals[r][t][k] = sums[r][t][k];
+  }
+  for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+    Ints words[kRows][4];
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+      fetch_group(row + r * row_bytes + ahead);
+      decode_group(row + r * row_bytes, bytes[r], [&](Ints found, int64_t at) { words[r][at / kWords] = found; });
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        const Vec y = bits_as_floats(load_ints(x + t * n_in + i + v * kWords));
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r)
+          totals[r][t][v % kSums] = dot_bf16_pairs(bits_as_floats(words[r][v]), y, totals[r][t][v % kSums]);
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t)
+      for (int k = 0; k < kSums; ++k) sums[r][t][k] = totals[r][t][k];
+  }
+}
+
+// A block for kTokens tokens, in pairs of bfloat16: some inputs of all rows, and then the next. The order of a
+// token's sums depends on kSums alone.
+template <int kTokens, int kSums>
+inline void block_of_pairs(const LinearCall& call, const uint16_t* x, int64_t token, int64_t block) {
+  const LinearWeights& weights = call.weights;
+  const int64_t n = weights.n_in, row_bytes = n * 3 / 2;
+  const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+  constexpr int kRows = kSums == 1 ? 2 : 1;
+  constexpr int64_t kNear = kInputsNear / kTokens / kCodedInputs * kCodedInputs;
+  // One stream, or the same inputs of the next rows.
+  const int64_t ahead = n <= kNear && kRows == 1 ? kAheadBytes : kRows * row_bytes;
+  const CodedHead& head = head_of(weights, block);
+  if (head.n_escapes) __builtin_prefetch(weights.escapes + head.first_escape);
+  Vec sums[kBlockRows][kTokens][kSums];
+  float out[kTokens][kBlockRows];
+  for (int64_t first = 0; first < n; first += kNear) {
+    const int64_t stop = smaller(first + kNear, n);
+    for (int64_t r = 0; r < n_rows; r += kRows) {
+      if (first == 0)
+        for (int i = 0; i < kRows; ++i)
+          for (auto& token : sums[r + i])
+            for (Vec& sum : token) sum = all(0.f);
+      add_pairs<kTokens, kRows, kSums>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead,
+                                       head.tables[r], stop - first, x + first, n, sums + r);
+      if (stop < n) continue;
+      for (int i = 0; i < kRows; ++i)
+        for (int t = 0; t < kTokens; ++t) {
+          const Vec* of = sums[r + i][t];
+          out[t][r + i] = sum(kSums == 2 ? add(of[0], of[kSums - 1]) : of[0]);
+        }
+    }
+  }
+  end_block<kTokens>(call, head, token, block, n_rows, out[0]);
+}
+
+// Many tokens: some inputs of 4 rows are decoded once for up to kTokensInTurn of them, which lie in
+// panels: of kTokensMet tokens 32 inputs each, and then the next 32. Where they come from, rows a power of two
+// apart would share a few of a cache's sets.
+constexpr int64_t kTokensInTurn = 96, kDecodedRows = 4;
+constexpr int64_t kPairedInputs = 2048;             // 16 KB, beside 24 of a panel in the first cache
+constexpr int64_t kPairedRow = kPairedInputs + 32;
+
+// out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows kPairedRow apart.
+template <int kTokens>
+inline void pairs_of_4(const uint16_t* w, const uint16_t* panel, int64_t n, float* out) {
+  Vec sums[kTokens][4];
+  for (auto& token : sums)
+    for (Vec& a : token) a = all(0.f);
+  for (int64_t i = 0; i < n; i += kWords, panel += kTokensMet * kWords) {
+    Vec y[kTokens];
+    for (int t = 0; t < kTokens; ++t) y[t] = bits_as_floats(load_ints(panel + t * kWords));
+    for (int r = 0; r < 4; ++r) {
+      const Vec weight = bits_as_floats(load_ints(w + r * kPairedRow + i));
+      for (int t = 0; t < kTokens; ++t) sums[t][r] = dot_bf16_pairs(weight, y[t], sums[t][r]);
+    }
+  }
+  for (int t = 0; t < kTokens; ++t) {
+    float four[4];
+    sum_4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], four);
+    for (int r = 0; r < 4; ++r) out[t * kBlockRows + r] += four[r];
+  }
+}
+
+// Up to kBlocksInTurn blocks from `first` on, for up to kTokensInTurn tokens: some inputs of all, which stay in
+// the second cache, and then the next.
+constexpr int64_t kBlocksInTurn = 8;
+inline void blocks_in_turns(const LinearCall& call, const uint16_t* panels, int64_t token, int64_t n_tokens,
+                            int64_t first, int64_t stop) {
+  const LinearWeights& weights = call.weights;
+  const int64_t n = weights.n_in;
+  alignas(64) uint16_t decoded[kDecodedRows * kPairedRow];
+  float out[kBlocksInTurn][kTokensInTurn * kBlockRows];
+  const Escape* escapes[kBlocksInTurn];
+  for (int64_t block = first; block < stop; ++block) {
+    escapes[block - first] = weights.escapes + head_of(weights, block).first_escape;
+    std::memset(out[block - first], 0, sizeof(float) * static_cast<size_t>(n_tokens * kBlockRows));
+  }
+  for (int64_t i = 0; i < n; i += kPairedInputs) {
+    const int64_t length = smaller(n - i, kPairedInputs);
+    for (int64_t block = first; block < stop; ++block) {
+      const CodedHead& head = head_of(weights, block);
+      const Escape* const last = weights.escapes + head.first_escape + head.n_escapes;
+      const Escape *const escape = escapes[block - first], *next = escape;
+      while (next < last && next->input < i + length) ++next;
+      escapes[block - first] = next;
+      const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+      for (int64_t of = 0; of < n_rows; of += kDecodedRows) {
+        for (int64_t r = 0; r < kDecodedRows; ++r) {
+          const uint8_t* row = coded_row(weights, head, of + r) + i * 3 / 2;
+          const Ints table = table_at(head.tables[of + r]);
+          for (int64_t j = 0; j < length; j += kCodedInputs, row += kCodedInputs * 3 / 2) {
+            fetch_group(row + weights.block_bytes);
+            decode_to(row, table, decoded + r * kPairedRow + j);
+          }
+        }
+        for (const Escape* e = escape; e < next; ++e)
+          if (e->output >= of && e->output < of + kDecodedRows)
+            decoded[(e->output - of) * kPairedRow + e->input - i] = e->value;
+        for (int64_t t = 0; t < n_tokens; t += kTokensMet) {
+          with_number<kTokensMet>(smaller(kTokensMet, n_tokens - t), [&](auto at_once) {
+            for (int64_t r = 0; r < kDecodedRows; r += 4)
+              pairs_of_4<decltype(at_once)::of>(decoded + r * kPairedRow, panels + t * n + i * kTokensMet,
+                                                length, out[block - first] + t * kBlockRows + of + r);
+          });
+        }
+      }
+    }
+  }
+  for (int64_t block = first; block < stop; ++block) {
+    const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+    for (int64_t t = 0; t < n_tokens; ++t)
+      put(call, token + t, block * kBlockRows, n_rows, out[block - first] + t * kBlockRows);
+  }
+}
+
+inline void run_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
+  const uint16_t* x = inputs.pairs;
+  const int64_t n = call.n_tokens, n_in = call.weights.n_in;
+  if (n <= kReadOnce) {
+    for (int64_t block = first; block < stop; ++block)
+      with_number<kReadOnce>(n, [&](auto n_tokens) {
+        block_of_pairs<decltype(n_tokens)::of, 2>(call, x, 0, block);
+      });
+  } else if (n < kTurnsFrom) {
+    for (int64_t block = first; block < stop; ++block)
+      for (int64_t t = 0; t < n; t += kTokensPaired)
+        with_number<kTokensPaired>(smaller(kTokensPaired, n - t), [&](auto n_tokens) {
+          block_of_pairs<decltype(n_tokens)::of, 1>(call, x + t * n_in, t, block);
+        });
+  } else {
+    for (int64_t t = 0; t < n; t += kTokensInTurn)
+      for (int64_t block = first; block < stop; block += kBlocksInTurn)
+        blocks_in_turns(call, reinterpret_cast<const uint16_t*>(inputs.rows) + t * n_in, t,
+                        smaller(kTokensInTurn, n - t), block, smaller(block + kBlocksInTurn, stop));
+  }
+}
+#endif
+
+void unpack_coded(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
+  const int64_t n = weights.n_in;
+  for (int64_t block = first; block < stop; ++block) {
+    const CodedHead& head = head_of(weights, block);
+    const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const uint8_t* row = coded_row(weights, head, r);
+      const auto table = table_at(head.tables[r]);
+      for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+        fetch_group(row + kAheadBytes);
+        decode_to(row, table, to + r * n + i);
+      }
+    }
+    const Escape* escapes = weights.escapes + head.first_escape;
+    for (uint32_t e = 0; e < head.n_escapes; ++e)
+      to[escapes[e].output * n + escapes[e].input] = escapes[e].value;
+    to += n_rows * n;
+  }
+}
+
+}  // namespace
+}  // namespace KVC_NAMESPACE
+}  // namespace kvcellar
