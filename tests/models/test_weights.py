@@ -43,6 +43,22 @@ def test_every_family_holds_what_was_counted_before(checkpoint, name):
 
 
 @needs_kernel
+@pytest.mark.parametrize("name", ["llama", "qwen2", "demo"])
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_bfloat16_takes_what_was_counted_before(checkpoint, monkeypatch, name, is_coded):
+    monkeypatch.setattr(kernels, "reads_coded", lambda: is_coded)
+    folder = "demo" if name == "demo" else checkpoint(name)
+    model = load_model(folder, weights="bf16")
+    spec = size_model(folder, weights="bf16")
+    buffers = dict(model._model.named_buffers())
+    beside = sum(b.nbytes for n, b in buffers.items() if "rotary" in n or n.endswith("escapes"))
+    if name == "demo":  # the others have no layer of 128 inputs
+        assert any(n.endswith("escapes") for n in buffers) == is_coded
+    assert ("12 bits" in spec.counted) == is_coded
+    assert model.size_bytes - beside == spec.weight_bytes
+
+
+@needs_kernel
 def test_the_store_tells_packed_weights_apart():
     found = [
         load_model("demo", weights=weights).fingerprint() for weights in (None, "int8", "int4")

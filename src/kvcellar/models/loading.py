@@ -23,7 +23,7 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
-from kvcellar.models.weights import is_packed, parse_weights
+from kvcellar.models.weights import WEIGHTS, is_packed, parse_weights
 from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config
 from kvcellar.types import ModelCacheParams
@@ -142,10 +142,10 @@ class LoadedModel:
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights as they are stored, or as they are packed."""
-        if is_packed(self.weights):
+        """Of the weights as they are stored, or as the kernel holds them."""
+        if self.weights in WEIGHTS:
             tensors = [*self._model.parameters(), *self._model.buffers()]
-            return sum(tensor.nbytes for tensor in tensors)
+            return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
         return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
 
     def fingerprint(

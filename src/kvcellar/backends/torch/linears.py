@@ -53,7 +53,7 @@ EXPANDED = 1 << 24
 
 _PACKED_AT_A_TIME = 1 << 22
 
-_ASKED = 256
+_ASKED = 64
 """Outputs whose weights say whether those of all fit into 12 bits."""
 
 _FEW_ESCAPES = 512
@@ -108,9 +108,12 @@ class KernelLinear(nn.Module):
             self.weight = nn.Parameter(weight, requires_grad=False)
             beside_at = 0
         else:
-            held, beside = code(weight) if bits == 12 else pack(weight, bits)
-            if arena is not None:
-                held, beside = arena.copy(held), arena.copy(beside)
+            if bits == 12:
+                held, beside = code(weight, arena)
+            else:
+                held, beside = pack(weight, bits)
+                if arena is not None:
+                    held, beside = arena.copy(held), arena.copy(beside)
             self.register_buffer("weight", held)
             self.register_buffer("escapes" if bits == 12 else "scales", beside)
             beside_at = beside.data_ptr()
@@ -176,11 +179,12 @@ class KernelLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-def code(weight: Tensor) -> tuple[Tensor, Tensor]:
+def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
     """bfloat16 weights ``[n_out, n_in]`` in 12 bits: bytes, and those of what does not fit in."""
     n_out, n_in = weight.shape
     weight = weight.contiguous()
-    data = torch.empty(coded_bytes(n_out, n_in), dtype=torch.uint8)
+    n_bytes = coded_bytes(n_out, n_in)
+    data = torch.empty(n_bytes, dtype=torch.uint8) if arena is None else arena.take(n_bytes)
     escapes = kernels.code(weight.data_ptr(), n_in, n_out, data.data_ptr())
     return data, torch.frombuffer(bytearray(escapes or bytes(8)), dtype=torch.uint8)
 
@@ -256,7 +260,8 @@ def hold_weights(model: Any, weights: str) -> None:
         )
     packed = is_packed(weights)
     by_torch = torch_multiplies_bf16() and kernels.level() not in {"vnni", "bf16"}
-    is_expanded = model.dtype == torch.bfloat16 and by_torch
+    is_written = packed or codes_weights()
+    is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     arena = Arena()

@@ -37,16 +37,20 @@ class Arena:
         self._memory: mmap.mmap | None = None
         self._at = self._stop = 0
 
+    def take(self, n_bytes: int) -> Tensor:
+        """So many bytes, at least one, of any value, on a cache line's boundary."""
+        if self._memory is None or self._at + n_bytes > self._stop:
+            self._memory = self._map(max(n_bytes, _CHUNK))
+        taken = torch.frombuffer(self._memory, dtype=torch.uint8, count=n_bytes, offset=self._at)
+        self._at += -(-n_bytes // LINE) * LINE
+        return taken
+
     def copy(self, tensor: Tensor) -> Tensor:
         """The same numbers, contiguous, on a cache line's boundary."""
         n_bytes = tensor.numel() * tensor.itemsize
         if not n_bytes:
             return tensor.clone()
-        if self._memory is None or self._at + n_bytes > self._stop:
-            self._memory = self._map(max(n_bytes, _CHUNK))
-        to = torch.frombuffer(self._memory, dtype=torch.uint8, count=n_bytes, offset=self._at)
-        self._at += -(-n_bytes // LINE) * LINE
-        return to.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self.take(n_bytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def move(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Have parameters hold a copy each; what they held is free if nothing else holds it."""

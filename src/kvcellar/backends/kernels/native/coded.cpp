@@ -15,8 +15,11 @@ constexpr int64_t kBlocksOfPiece = 4;
 
 // The 8 most frequent of a row's upper bytes without their signs, the least first.
 std::array<uint8_t, 8> most_frequent(const uint16_t* row, int64_t n) {
-  std::array<int32_t, 128> counts{};
-  for (int64_t i = 0; i < n; ++i) ++counts[row[i] >> 8 & 127];
+  std::array<std::array<int32_t, 128>, 4> parts{};  // neighbours are often the same: none waits for another
+  for (int64_t i = 0; i < n; i += 4)
+    for (int64_t part = 0; part < 4; ++part) ++parts[part][row[i + part] >> 8 & 127];
+  std::array<int32_t, 128> counts;
+  for (int i = 0; i < 128; ++i) counts[i] = parts[0][i] + parts[1][i] + parts[2][i] + parts[3][i];
   std::array<uint8_t, 128> order;
   for (int i = 0; i < 128; ++i) order[i] = static_cast<uint8_t>(i);
   std::partial_sort(order.begin(), order.begin() + 8, order.end(), [&](uint8_t a, uint8_t b) {
@@ -41,17 +44,27 @@ void code_row(const uint16_t* row, int64_t n, uint16_t output, uint8_t* table, u
     codes[table[8 + i]] = 8 + i;
   }
   for (int64_t first = 0; first < n; first += kCodedInputs, to += kCodedInputs * 3 / 2) {
-    std::memset(to, 0, kCodedInputs / 2);
+    std::array<uint8_t, kCodedInputs> found, lower;
+    uint8_t highest = 0;
     for (int64_t i = 0; i < kCodedInputs; ++i) {
-      const uint16_t value = row[first + i];
-      const int64_t half = i / 64, place = i % 32 / 8 * 16 + i % 64 / 32 * 8 + i % 8;
-      uint8_t code = codes[value >> 8], lower = static_cast<uint8_t>(value & 255);
-      if (code == kNotThere) {
-        escapes.push_back({static_cast<uint32_t>(first + i), output, value});
-        code = lower = 0;
-      }
-      to[place] |= static_cast<uint8_t>(code << (4 * half));
-      to[64 * (1 + half) + place] = lower;
+      found[i] = codes[row[first + i] >> 8];
+      lower[i] = static_cast<uint8_t>(row[first + i] & 255);
+      highest = std::max(highest, found[i]);
+    }
+    for (int64_t i = 0; highest == kNotThere && i < kCodedInputs; ++i) {
+      if (found[i] != kNotThere) continue;
+      escapes.push_back({static_cast<uint32_t>(first + i), output, row[first + i]});
+      found[i] = lower[i] = 0;
+    }
+    for (int64_t i = 0; i < 64; i += 8) {  // 8 places that follow on each other
+      uint8_t* place = to + coded_place(i);
+      uint64_t near, far;
+      std::memcpy(&near, &found[i], 8);
+      std::memcpy(&far, &found[64 + i], 8);
+      near |= far << 4;
+      std::memcpy(place, &near, 8);
+      std::memcpy(place + 64, &lower[i], 8);
+      std::memcpy(place + 128, &lower[64 + i], 8);
     }
   }
 }

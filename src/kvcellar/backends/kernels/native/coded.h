@@ -1,7 +1,7 @@
 // Linear layers with coded weights, once for each instruction set; included by linear_impl.h.
 //
-// Bytes and looked-up bytes by turns are bfloat16 in order. For up to kReadOnce tokens they are operands
-// as they leave the registers; for more, 16 rows of some inputs lie decoded in the first cache.
+// Bytes and looked-up bytes by turns are bfloat16 in order. For few tokens they are operands as they leave
+// the registers; for many, some inputs of some rows lie decoded in the first cache.
 
 #include "linear.h"
 
@@ -10,8 +10,8 @@ namespace KVC_NAMESPACE {
 namespace {
 
 // 128 numbers of a row, kWords at a time: fn(words, input).
-#if defined(KVC_AVX512) || defined(KVC_AVX2)
 constexpr int64_t kWords = 2 * kLanes;
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
 template <class Fn>
 inline void decode_group(const uint8_t* group, Ints table, const Fn& fn) {
 #pragma GCC unroll 2
@@ -40,12 +40,11 @@ inline void split_group(const uint8_t* group, Ints table, const Fn& fn) {
   });
 }
 #else
-constexpr int64_t kWords = 2 * kLanes;
 inline const uint8_t* table_at(const uint8_t* table) { return table; }
 inline void decode_to(const uint8_t* group, const uint8_t* table, uint16_t* to) {
   for (int64_t half = 0; half < 2; ++half)
     for (int64_t i = 0; i < 64; ++i) {
-      const int64_t place = i % 32 / 8 * 16 + i / 32 * 8 + i % 8;
+      const int64_t place = coded_place(i);
       const int upper = table[group[place] >> (4 * half) & 15];
       to[64 * half + i] = static_cast<uint16_t>(upper << 8 | group[64 * (1 + half) + place]);
     }
@@ -65,35 +64,19 @@ inline void split_group(const uint8_t* group, const uint8_t* table, const Fn& fn
 #if defined(KVC_BF16)
 constexpr int64_t kTokensMet = 6, kTurnsFrom = 48;  // tokens of a panel, and from which on they lie in panels
 
-// A token's place in its panel.
-inline void to_panel(const uint16_t* x, int64_t n, int64_t token, uint16_t* panels) {
-  uint16_t* to = panels + token / kTokensMet * kTokensMet * n + token % kTokensMet * kWords;
+// A token's inputs at the beginning of a cache's line, and of many tokens in panels.
+inline void prepare_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t token) {
+  const int64_t n = call.weights.n_in;
+  const uint16_t* x = static_cast<const uint16_t*>(call.x) + token * n;
+  auto* to = reinterpret_cast<uint16_t*>(inputs.rows);
+  if (call.n_tokens < kTurnsFrom) {
+    if (inputs.pairs != call.x) std::memcpy(to + token * n, x, static_cast<size_t>(2 * n));
+    return;
+  }
+  to += token / kTokensMet * kTokensMet * n + token % kTokensMet * kWords;
   for (int64_t i = 0; i < n; i += kWords, to += kTokensMet * kWords) store_ints(to, load_ints(x + i));
 }
 #endif
-
-// Whether inputs are multiplied as bfloat16, two to a lane: then they are not prepared.
-inline bool is_paired([[maybe_unused]] const LinearCall& call) {
-#if defined(KVC_BF16)
-  return call.weights.format == WeightFormat::coded && call.in == Dtype::bf16;
-#else
-  return false;
-#endif
-}
-
-// A token's inputs at the beginning of a cache's line, and many tokens in panels.
-inline void prepare_pairs([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearInputs& inputs,
-                          [[maybe_unused]] int64_t token) {
-#if defined(KVC_BF16)
-  const int64_t n = call.weights.n_in;
-  const uint16_t* x = static_cast<const uint16_t*>(call.x) + token * n;
-  auto* copy = reinterpret_cast<uint16_t*>(inputs.rows);
-  if (call.n_tokens >= kTurnsFrom)
-    to_panel(x, n, token, copy);
-  else if (inputs.pairs != call.x)
-    std::memcpy(copy + token * n, x, static_cast<size_t>(2 * n));
-#endif
-}
 
 inline const CodedHead& head_of(const LinearWeights& weights, int64_t block) {
   return *reinterpret_cast<const CodedHead*>(static_cast<const char*>(weights.data) + block * weights.block_bytes);

@@ -45,14 +45,15 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
   weights.n_groups = n_in / kGroupInputs;
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
   const int64_t half_bytes = kBlockRows * n_in / 2;
-  weights.block_bytes = is_coded                          ? sizeof(CodedHead) + 3 * half_bytes
-                        : format == WeightFormat::bf16    ? 4 * half_bytes
+  weights.block_bytes = is_coded                       ? sizeof(CodedHead) + 3 * half_bytes
+                        : format == WeightFormat::bf16 ? 4 * half_bytes
                         : format == WeightFormat::int8 ? 2 * half_bytes
                                                        : half_bytes;
   return weights;
 }
 
 void linear(const LinearCall& call, int n_threads) {
+  const LinearOps& ops_now = ops().linear;
   const LinearWeights& weights = call.weights;
   const int64_t n = call.n_tokens * weights.n_in, groups = call.n_tokens * weights.n_groups;
   char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 8 * groups + 128 : 4 * n + 64);
@@ -64,16 +65,15 @@ void linear(const LinearCall& call, int n_threads) {
     inputs.offsets = reinterpret_cast<int32_t*>(memory + 4 * groups);
   } else {
     inputs.rows = reinterpret_cast<float*>(memory);
-    inputs.pairs = static_cast<const uint16_t*>(reinterpret_cast<uintptr_t>(call.x) % 64 ? memory : call.x);
+    const bool is_aligned = reinterpret_cast<uintptr_t>(call.x) % 64 == 0;
+    if (ops_now.has_pairs && weights.format == WeightFormat::coded && call.in == Dtype::bf16)
+      inputs.pairs = static_cast<const uint16_t*>(is_aligned ? call.x : memory);
   }
   const int64_t all_bytes = weights.n_blocks * weights.block_bytes;
   const int workers = all_bytes * call.n_tokens > kAloneBytes ? workers_for(n_threads) : 1;
-  const LinearOps& ops_now = ops().linear;
   spread(call.n_tokens, 16, 16, workers,
          [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
-  const bool is_paired =
-      ops_now.has_pairs && weights.format == WeightFormat::coded && call.in == Dtype::bf16;
-  const int64_t piece_bytes = call.n_tokens <= kReadOnce || is_paired ? kStreamBytes : kPieceBytes;
+  const int64_t piece_bytes = call.n_tokens <= kReadOnce || inputs.pairs ? kStreamBytes : kPieceBytes;
   spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
          least_blocks(weights), workers,
          [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });

@@ -30,6 +30,9 @@ struct CodedHead {
   uint8_t unused[56];              // rows begin with a cache line
 };
 
+// Where an input's byte lies among 64 of coded weights. Of each translation unit its own.
+static constexpr int64_t coded_place(int64_t i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+
 // bf16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
 // for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
 // unsigned numbers around 128 or 8. int4 puts 4 inputs into the low halves of 64 bytes and the next
@@ -50,7 +53,7 @@ struct LinearWeights {
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
   float* rows;       // [tokens, n_in]; bf16 and coded only
-  const uint16_t* pairs;  // the same, as the call has them; lines of the cache, for coded only
+  const uint16_t* pairs;  // [tokens, n_in] on lines of the cache, where they meet coded weights in pairs
   int8_t* numbers;   // [tokens, n_in], or words of 16 bits
   float* scales;     // [tokens, groups]
   int32_t* offsets;  // [tokens, groups]
@@ -98,7 +101,8 @@ struct LinearOps {
 };
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
-// are summed in one order for up to kReadOnce tokens, and in another for more.
+// are summed in one order for up to kReadOnce tokens, and in another for more; coded ones that meet inputs in
+// pairs in a third one for many.
 void linear(const LinearCall& call, int n_threads);
 
 // The same for any number of tokens in bfloat16, where can_multiply: weights are rounded to bfloat16,

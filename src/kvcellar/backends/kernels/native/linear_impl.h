@@ -99,8 +99,9 @@ inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = bf16_to_float(p[i]);
 }
 
-inline bool is_paired(const LinearCall& call);
+#if defined(KVC_BF16)
 inline void prepare_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t token);
+#endif
 
 void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
                     int64_t stop) {
@@ -108,10 +109,12 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
   const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
   for (int64_t t = first; t < stop; ++t) {
     const char* x = static_cast<const char*>(call.x) + t * n * size;
-    if (is_paired(call)) {
+#if defined(KVC_BF16)
+    if (inputs.pairs) {
       prepare_pairs(call, inputs, t);
       continue;
     }
+#endif
     if (!call.weights.is_packed) {
       float* row = inputs.rows + t * n;
       load_floats(x, call.in, n, row);
@@ -432,7 +435,7 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
 
 void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
 #if defined(KVC_BF16)
-  if (is_paired(call)) return run_pairs(call, inputs, first, stop);
+  if (inputs.pairs) return run_pairs(call, inputs, first, stop);
 #endif
   if (!call.weights.is_packed && call.n_tokens > kReadOnce)
     return run_many(call, inputs.rows, first, stop);
