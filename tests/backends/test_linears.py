@@ -195,6 +195,24 @@ def test_with_12_bits_a_token_s_result_does_not_depend_on_others(level, n_tokens
     assert torch.equal(kernel(x)[-least:], kernel(x[-least:].contiguous()))
 
 
+@pytest.mark.parametrize("n_tokens", [1, 4, 5, 9, 60])
+def test_an_escape_is_all_that_its_input_meets(level, n_tokens):
+    """Where the table's least number, whose code it has, is far from it."""
+    linear = layer(20, 3 * CODED_INPUTS)
+    with torch.no_grad():
+        of_8 = 4.0 ** (torch.arange(linear.weight.numel()) % 8)
+        linear.weight.copy_(of_8.view_as(linear.weight))
+        linear.weight[3, 77] = 2.0**-20
+        linear.weight[19, 300] = -(2.0**-30)
+    kernel = KernelLinear(linear, 12, None)
+    assert kernel.escapes.nbytes == 2 * 8
+    for row, at in ((3, 77), (19, 300)):
+        x = torch.zeros(n_tokens, kernel.in_features)
+        x[:, at] = 1
+        for inputs in (x, x.bfloat16()):
+            assert bool((kernel(inputs)[:, row] == linear.weight[row, at]).all())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_in_12_bits_that_is_not_finite_is_its_output_s(level, value):
     linear = layer(20, CODED_INPUTS)

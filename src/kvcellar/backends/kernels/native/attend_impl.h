@@ -800,11 +800,11 @@ class Attention {
         is_read_k_(fits_registers(*job.pool, k_, rows_)),
         is_read_v_(fits_registers(*job.pool, v_, rows_)),
 #endif
+        scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)),
 #if defined(KVC_BF16)
         has_k_pairs_(is_split(k_) && job.layout->in == Dtype::bf16),
         has_v_pairs_(is_split(v_) && job.layout->out == Dtype::bf16),
 #endif
-        scratch_(cut(memory, rows_pad_, k_pad_, v_pad_)),
         next_(longest_tile(*job.pool, rows_)) {}
 
   void run() {
