@@ -197,13 +197,13 @@ def test_with_12_bits_a_token_s_result_does_not_depend_on_others(level, n_tokens
 
 @pytest.mark.parametrize("n_tokens", [1, 4, 5, 9, 60])
 def test_an_escape_is_all_that_its_input_meets(level, n_tokens):
-    """Where the table's least number, whose code it has, is far from it."""
+    """Where the table's least number, whose code it has and which is 1 here, is far from it."""
     linear = layer(20, 3 * CODED_INPUTS)
     with torch.no_grad():
         of_8 = 4.0 ** (torch.arange(linear.weight.numel()) % 8)
         linear.weight.copy_(of_8.view_as(linear.weight))
         linear.weight[3, 77] = 2.0**-20
-        linear.weight[19, 300] = -(2.0**-30)
+        linear.weight[19, 300] = -(2.0**-18)
     kernel = KernelLinear(linear, 12, None)
     assert kernel.escapes.nbytes == 2 * 8
     for row, at in ((3, 77), (19, 300)):

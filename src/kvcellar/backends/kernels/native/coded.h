@@ -140,7 +140,8 @@ inline float input_of(const LinearCall& call, int64_t token, int64_t i) {
                                : bf16_to_float(static_cast<const uint16_t*>(call.x)[at]);
 }
 
-// What a block's escapes add to its outputs, out[token * kBlockRows + row], in place of the table's least.
+// What a block's escapes add to its outputs, out[token * kBlockRows + row], in place of the table's least: what is
+// left of that is its rounding, 2**-24 of a 2**15th of the row's largest number.
 inline void add_escapes(const LinearCall& call, const CodedHead& head, int64_t token, int64_t n_tokens,
                         float* out) {
   const Escape* escapes = call.weights.escapes + head.first_escape;
