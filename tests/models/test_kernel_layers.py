@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcellar as kv
 from kvcellar.backends import kernels
 from kvcellar.backends.torch import layers
-from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.decoder import KernelDecoder, Rotations
 from kvcellar.backends.torch.layers import KernelLayer
 from kvcellar.backends.torch.linears import KernelLinear
+from kvcellar.errors import PositionError
 from kvcellar.models import load_model
-from kvcellar.models.torch_runner import inputs_of, modules_given
 from tests.models.players import MAKE_SESSION, Player, text
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
@@ -63,12 +65,27 @@ def test_biases_are_joined_too(checkpoint):
     )
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int8:rot"])
+def counted(monkeypatch):
+    """Whether each forward from here on was one call."""
+    taken = []
+    forward = KernelDecoder.forward
+
+    def noted(*arguments):
+        found = forward(*arguments)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(KernelDecoder, "forward", noted)
+    return taken
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int8:first4:last16", "int8:rot"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_window", "qwen3"])
 @pytest.mark.parametrize("kind", list(MAKE_SESSION))
-def test_layers_in_one_call_do_what_each_does(checkpoint, monkeypatch, kind, name, kv_dtype):
+def test_a_model_in_one_call_does_what_its_modules_do(
+    checkpoint, monkeypatch, kind, name, kv_dtype
+):
     model = load_model(checkpoint(name), weights="bf16")
-    taken = []
 
     def play():
         with Player(model, kind, kv_dtype=kv_dtype) as player:
@@ -82,41 +99,81 @@ def test_layers_in_one_call_do_what_each_does(checkpoint, monkeypatch, kind, nam
             found.append(player.feed([3]))
         return np.concatenate(found)
 
-    next_by_kernel = TorchBytes.next_by_kernel
-
-    def counted(*arguments):
-        found = next_by_kernel(*arguments)
-        taken.append(found is not None)
-        return found
-
-    monkeypatch.setattr(TorchBytes, "next_by_kernel", counted)
+    taken = counted(monkeypatch)
     whole = play()
     assert any(taken) == (kv_dtype != "int8:rot")
-    monkeypatch.setattr(TorchBytes, "next_by_kernel", lambda *_: None)
+    assert taken[-1] == taken[-3]
+    monkeypatch.setattr(KernelDecoder, "forward", lambda *_: None)
     assert np.array_equal(whole, play())
 
 
-def test_what_layers_are_given_can_be_seen(checkpoint):
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_what_layers_are_given_comes_from_one_call_too(checkpoint, monkeypatch, weights):
+    model = load_model(checkpoint("llama"), weights=weights, dtype="bfloat16")
+    n_layers = model.config.num_hidden_layers
+    wanted = [0, 2, n_layers]
+
+    def play():
+        config = kv.make_config(model.params, 64, "bfloat16")
+        with kv.make_seq_session(model.backend, config) as session:
+            runner = model.bind(session, feature_layers=wanted)
+            session.cache.begin_step([0, 0, 0])
+            first = runner.forward_with_features([5, 9, 31], range(3), [2, 0])
+            session.cache.begin_step([0])
+            second = runner.forward_with_features([7], [3])
+        return first, second
+
+    taken = counted(monkeypatch)
+    found = play()
+    assert taken == [True, True]
+    hidden = model.config.hidden_size
+    assert [x.shape for x in found[0]] == [(2, model.vocab_size), (3, 3 * hidden)]
+    embedding = model._model.get_input_embeddings().weight.detach().float()
+    assert np.array_equal(found[0][1][:, :hidden], embedding[[5, 9, 31]])
+    monkeypatch.setattr(KernelDecoder, "forward", lambda *_: None)
+    for one, other in zip(found, play(), strict=True):
+        assert np.array_equal(one[0], other[0])
+        assert np.array_equal(one[1], other[1])
+
+
+def test_nothing_is_said_of_no_rows(checkpoint):
     model = load_model(checkpoint("llama"), weights="bf16")
-    modules = modules_given(model._model, range(4))
+    with Player(model, "seq") as player:
+        player.cache.begin_step([0])
+        assert player.runner.forward([5], [0], rows=[]).shape == (0, model.vocab_size)
+        assert player.cache.seq_len(0) == 1
+
+
+def test_rotations_are_those_of_the_model(checkpoint):
+    rotary = load_model(checkpoint("llama"), dtype="bfloat16")._model.model.rotary_emb
+    found = Rotations(rotary, torch.bfloat16)
+    like = torch.empty(0, dtype=torch.bfloat16)
+    for positions in ([0], [255], [256], [3, 9000, 3, 511, 512], [131071]):
+        want = rotary(like, torch.tensor([positions]))
+        assert torch.equal(found.of(np.array(positions)), torch.cat(want))
+
+
+def test_rotations_that_depend_on_the_length_are_worked_out_each_time():
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    )
+    rotary, same = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
+    found = Rotations(rotary, torch.float32)
+    like = torch.empty(0)
+    for positions in ([3], [200], [3], [1, 70]):
+        want = same(like, torch.tensor([positions]))
+        assert torch.equal(found.of(np.array(positions)), torch.cat(want))
+
+
+def test_a_plan_that_is_not_the_forwards_leaves_nothing(checkpoint):
+    model = load_model(checkpoint("llama"), weights="bf16")
     with Player(model, "seq") as player:
         player.feed(text(5))
-        want = player.feed([3])
-        player.cut(5)
-        with inputs_of(modules[2:]) as seen:
-            got = player.feed([3])
-        assert np.array_equal(got, want)
-        player.cut(5)
-        with inputs_of(modules) as every:
-            player.feed([3])
-    assert [x.shape for x in every] == [(1, 1, model.config.hidden_size)] * 4
-    for some, one in zip(seen, every[2:], strict=True):
-        assert torch.equal(some, one)
-
-
-def test_some_layers_are_layers(checkpoint):
-    found = load_model(checkpoint("llama"), weights="bf16")._model.model.layers
-    assert len(found) == 3
-    assert [type(layer) for layer in found] == [KernelLayer] * 3
-    assert list(found[1:]) == [found[1], found[2]]
-    assert len(found[:3]) == 1
+        player.cache.begin_step([0])
+        with pytest.raises(PositionError, match="claimed"):
+            player.runner.forward([5], [9])
+        assert player.cache.seq_len(0) == 5
+        assert player.feed([3]).shape == (1, model.vocab_size)

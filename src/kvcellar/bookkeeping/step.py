@@ -149,6 +149,11 @@ class StepBookkeeping(ABC):
         step.seen[layer] = 1
         return True
 
+    def begun_plans(self) -> Sequence[StepPlan]:
+        """Per layer group the plan of the step that is begun; none where none is."""
+        step = self._open
+        return () if step is None or step.is_complete else step.plans
+
     def needs_positions(self) -> bool:
         """Whether the next ``plan`` call compares positions (or must learn them)."""
         step = self._open

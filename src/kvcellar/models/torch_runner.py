@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvcellar.cache import Cache
@@ -35,7 +36,8 @@ class TorchRunner:
         self.vocab_size = vocab_size
         self.n_features = len(feature_layers) * int(model.config.hidden_size)
         self._model = model
-        self._feature_modules = modules_given(model, feature_layers)
+        self._feature_layers = tuple(feature_layers)
+        self._decoder = getattr(model, "kernel_decoder", None)
         self._session = session
         self._device: torch.device = model.device
 
@@ -46,20 +48,7 @@ class TorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> FloatArray:
         """See :meth:`kvcellar.models.runner.Runner.forward`."""
-        cache: Cache = self._session.cache
-        if not cache.is_step_open:
-            cache.end_step()  # from here on cancel_step can only mean this forward's step
-        try:
-            ids, at, keep = self._checked(token_ids, positions, rows)
-            with use_cache(cache), torch.inference_mode():
-                logits = self._model(
-                    input_ids=ids, position_ids=at, use_cache=False, logits_to_keep=keep
-                ).logits[0]
-                out: FloatArray = logits.float().cpu().numpy()
-        except BaseException:
-            cache.cancel_step()
-            raise
-        return out
+        return self._run(token_ids, positions, rows, ())[0]
 
     def forward_with_features(
         self,
@@ -68,22 +57,53 @@ class TorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
         """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
-        with inputs_of(self._feature_modules) as seen:
-            logits = self.forward(token_ids, positions, rows)
-            features = torch.cat([hidden[0] for hidden in seen], dim=-1)
-            found: FloatArray = features.float().cpu().numpy()
-        return logits, found
+        return self._run(token_ids, positions, rows, self._feature_layers)
 
-    def _checked(
+    def _run(
         self,
         token_ids: Sequence[int] | IntArray,
         positions: Sequence[int] | IntArray,
         rows: Sequence[int] | IntArray | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
-        """Input tensors ``[1, T]`` twice, and what transformers calls ``logits_to_keep``."""
-        ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
-        keep = 1 if wanted is None else self._tensor(wanted)
-        return self._tensor(ids[None]), self._tensor(at[None]), keep
+        feature_layers: Sequence[int],
+    ) -> tuple[FloatArray, FloatArray]:
+        """Logits, and the features of these layers."""
+        cache: Cache = self._session.cache
+        if not cache.is_step_open:
+            cache.end_step()  # from here on cancel_step can only mean this forward's step
+        try:
+            ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
+            if self._decoder is not None:
+                last = np.array([len(ids) - 1]) if wanted is None else wanted
+                whole: tuple[FloatArray, FloatArray] | None = self._decoder.forward(
+                    cache, ids, at, last, feature_layers
+                )
+                if whole is not None:
+                    return whole
+            with use_cache(cache), torch.inference_mode():
+                return self._by_modules(ids, at, wanted, feature_layers)
+        except BaseException:
+            cache.cancel_step()
+            raise
+
+    def _by_modules(
+        self,
+        ids: IntArray,
+        positions: IntArray,
+        rows: IntArray | None,
+        feature_layers: Sequence[int],
+    ) -> tuple[FloatArray, FloatArray]:
+        """As transformers runs it."""
+        keep = 1 if rows is None else self._tensor(rows)
+        with inputs_of(modules_given(self._model, feature_layers)) as seen:
+            logits = self._model(
+                input_ids=self._tensor(ids[None]),
+                position_ids=self._tensor(positions[None]),
+                use_cache=False,
+                logits_to_keep=keep,
+            ).logits[0]
+            features = [hidden[0].float().cpu() for hidden in seen]
+        joined = torch.cat(features, dim=-1) if features else torch.empty(len(ids), 0)
+        return logits.float().cpu().numpy(), joined.numpy()
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -29,6 +29,7 @@ from kvcellar.types import AttendKind, StepPlan
 
 if TYPE_CHECKING:
     from kvcellar.backends.kernels._native import (
+        Decoder,
         DecoderLayer,
         Eagle3Weights,
         Layout,
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Decoder",
     "DecoderLayer",
     "Eagle3Weights",
-    "LayerCall",
     "Layout",
     "LinearWeights",
     "Plan",
@@ -51,6 +52,7 @@ __all__ = [
     "is_available",
     "level",
     "levels",
+    "make_decoder",
     "make_decoder_layer",
     "make_eagle3_weights",
     "make_layout",
@@ -60,7 +62,6 @@ __all__ = [
     "norm",
     "num_threads",
     "rotate",
-    "run_layers",
     "set_level",
     "set_num_threads",
     "set_parallel_for",
@@ -86,6 +87,7 @@ else:
 
         if not TYPE_CHECKING:
             from kvcellar.backends.kernels._native import (
+                Decoder,
                 DecoderLayer,
                 Eagle3Weights,
                 Layout,
@@ -317,6 +319,7 @@ def make_decoder_layer(
     norms: Sequence[tuple[int, float]],
     heads: tuple[int, int, int],
     dtype: int,
+    scale: float,
 ) -> DecoderLayer:
     """Describe a decoder layer, which for a few tokens is two calls around its attention.
 
@@ -332,30 +335,36 @@ def make_decoder_layer(
             weight, or 0 for none of the latter two, and what is added to the mean.
         heads: of q, of k, and numbers of each.
         dtype: number in ``DTYPES`` of float32 or bfloat16, of everything but packed weights.
+        scale: factor on the attention's logits, for a :class:`Decoder`.
     """
     qkv, o, gate_up, down = (_native.LinearLayer(*linear) for linear in linears)
     before, between, q, k = (_native.Norm(*norm) for norm in norms)
-    return _native.DecoderLayer(qkv, o, gate_up, down, before, between, q, k, *heads, dtype)
+    return _native.DecoderLayer(qkv, o, gate_up, down, before, between, q, k, *heads, dtype, scale)
 
 
-LayerCall = tuple["DecoderLayer", "Plan", "Pool", float, float]
-"""A layer, what it writes and reads, in which pool, and the logits' cap and factor."""
+def make_decoder(
+    layers: Sequence[DecoderLayer],
+    embedding: int,
+    norm: tuple[int, float],
+    head: tuple[LinearWeights, int],
+) -> Decoder:
+    """Describe a causal model, of which a forward of a few tokens is one call.
 
-
-def run_layers(
-    calls: Sequence[LayerCall], x: int, n_tokens: int, cos: int, sin: int, out: int
-) -> None:
-    """Decoder layers that follow on each other, with their attention, for a few tokens.
+    ``run(steps, ids, n_tokens, cos, sin, rows, n_rows, logits, feature_layers, features)``, all but
+    numbers addresses. ``steps`` are per layer its plan and pool, those of exact cells or None
+    twice, and the cap on logits, 0.0 for none; ``ids`` int64 ``[n_tokens]``; ``cos`` and ``sin``
+    ``[n_tokens, head_dim]`` in the layers' type; ``rows`` int64 ``[n_rows]``, the tokens whose
+    logits are wanted; ``logits`` float32 ``[n_rows, n_vocab]``; ``features`` float32 ``[n_tokens,
+    number of feature_layers, hidden]``, what these layers are given: behind the last one that is
+    its result. Nothing is checked: ids and rows have to be there.
 
     Args:
-        calls: the layers.
-        x: address of ``[n_tokens, hidden]``.
-        n_tokens: those of the plans.
-        cos: address of ``[n_tokens, head_dim]``.
-        sin: the same.
-        out: address of the result, as x.
+        layers: one or more.
+        embedding: address of ``[n_vocab, hidden]``, in the layers' type.
+        norm: of the last layer's result: as in :func:`make_decoder_layer`.
+        head: from there to logits.
     """
-    _native.run_layers(calls, x, n_tokens, cos, sin, out)
+    return _native.Decoder(layers, embedding, _native.Norm(*norm), _native.LinearLayer(*head))
 
 
 def norm(

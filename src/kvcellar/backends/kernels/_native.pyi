@@ -163,20 +163,31 @@ class DecoderLayer:
         n_kv_heads: int,
         head_dim: int,
         dtype: int,
+        scale: float,
         /,
     ) -> None: ...
     def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int, /) -> None: ...
     def after(self, x: int, attended: int, n_tokens: int, out: int, /) -> None: ...
 
-def run_layers(
-    calls: Sequence[tuple[DecoderLayer, Plan, Pool, float, float]],
-    x: int,
-    n_tokens: int,
-    cos: int,
-    sin: int,
-    out: int,
-    /,
-) -> None: ...
+class Decoder:
+    def __init__(
+        self, layers: Sequence[DecoderLayer], embedding: int, norm: Norm, head: LinearLayer, /
+    ) -> None: ...
+    def run(
+        self,
+        steps: Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]],
+        ids: int,
+        n_tokens: int,
+        cos: int,
+        sin: int,
+        rows: int,
+        n_rows: int,
+        logits: int,
+        feature_layers: Sequence[int],
+        features: int,
+        /,
+    ) -> None: ...
+
 def norm(
     x: int,
     n_tokens: int,

@@ -56,8 +56,6 @@ class PartRead(NamedTuple):
     is_causal: bool
 
 
-_CPU = torch.device("cpu")
-
 Reads = tuple[tuple[int, int, tuple[PartRead, ...]], ...]
 """(first query, how many, what they read) of each segment."""
 
@@ -156,39 +154,6 @@ class TorchBytes(StepBookkeeping):
                 return one if one.dtype == out_dtype else one.to(out_dtype)
         segments = self._store(layer_id, pool, prepared, k, v)
         return attend(q, segments, scale, out_dtype, softcap=group.softcap, sinks=sinks)
-
-    def next_by_kernel(
-        self, layer: int, n_tokens: int, n_heads: int
-    ) -> tuple[kernels.Plan, kernels.Pool, float] | None:
-        """What the CPU kernel needs to store and attend one more layer of a forward.
-
-        For layers that are the kernel's as a whole; ``wrote`` has to follow. The first layer of a
-        group goes through ``update_and_attend``, which checks shapes and positions.
-
-        Args:
-            layer: which layer.
-            n_tokens: of the forward.
-            n_heads: query heads.
-
-        Returns:
-            The plan, the layer's pool and the cap on the logits, 0 for none; or None where the
-            forward has no plan yet or not all of it is the kernel's: nothing has happened then.
-        """
-        index = self.group_of(layer)
-        prepared, group = self._prepared[index], self.groups[index]
-        if (
-            prepared is None
-            or prepared.by_kernel is None
-            or prepared.reads
-            or prepared.exact_by_kernel is not None
-            or self._is_rotated
-            or prepared.shapes[2] != (1, n_heads, n_tokens, group.head_dim)
-            or not self.take_plan(layer, prepared.plan)
-        ):
-            return None
-        pool = self.pools_of_layer[layer]
-        pool.ensure(prepared.plan.n_cells, _CPU)
-        return prepared.by_kernel, pool.for_kernel(), group.softcap or 0.0
 
     def update_and_fetch(
         self, layer: int, position: Tensor | Sequence[int] | None, k: Tensor, v: Tensor

@@ -33,6 +33,24 @@ def can_plan(cache: object) -> bool:
     return isinstance(cache, TorchBytes) and not cache._is_rotated and kernel.takes(_CPU)
 
 
+def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> bool:
+    """Whether the CPU kernel is also what this cache's next forward would attend with.
+
+    Args:
+        cache: any.
+        n_tokens: of the forward.
+        dtype: of its queries.
+    """
+    if not can_plan(cache):
+        return False
+    assert isinstance(cache, TorchBytes), "else it could not plan"
+    most = kernel.most_queries(cache.config.kv, dtype)
+    if most is None or n_tokens <= most:
+        return True
+    plans = cache.begun_plans()
+    return bool(plans) and not any(kernel.is_long(read, most) for p in plans for read in p.reads)
+
+
 def plan_forward(
     cache: TorchBytes, n_tokens: int, positions: Sequence[int] | IntArray | None
 ) -> list[GroupStep]:

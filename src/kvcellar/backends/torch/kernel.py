@@ -127,20 +127,28 @@ def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
     return None if dtype == torch.float32 else FEW_QUERIES_AMX  # torch has none for float32
 
 
+def is_long(read: AttendSpec, n_queries: int) -> bool:
+    """Whether a read of so many queries is faster by torch, if ``n_queries`` is the most.
+
+    Where a mask has to be added that takes more.
+    """
+    if read.kind is AttendKind.EXPLICIT:
+        n_queries = max(n_queries, FEW_QUERIES_MASKED)
+    return read.q_len > n_queries
+
+
 def compile_plan(
     plan: StepPlan, n_queries: int | None
 ) -> tuple[kernels.Plan, tuple[AttendSpec, ...]]:
     """All writes and the reads of up to ``n_queries`` for the kernel; the other reads are left.
 
-    Those are for torch's matrix multiplications, which are faster for many queries, or for more yet
-    where a mask has to be added.
+    Those are for torch's matrix multiplications.
     """
     if n_queries is None:
         return kernels.compile_plan(plan), ()
-    most = {AttendKind.EXPLICIT: max(n_queries, FEW_QUERIES_MASKED)}
-    long = tuple(read for read in plan.reads if read.q_len > most.get(read.kind, n_queries))
+    long = tuple(read for read in plan.reads if is_long(read, n_queries))
     if long:
-        short = tuple(r for r in plan.reads if r.q_len <= most.get(r.kind, n_queries))
+        short = tuple(read for read in plan.reads if not is_long(read, n_queries))
         plan = StepPlan(plan.n_tokens, plan.writes, short, plan.n_cells)
     return kernels.compile_plan(plan), long
 

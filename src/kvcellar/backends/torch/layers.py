@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
-from kvcellar.backends.torch.caches import TorchBytes
-from kvcellar.registry import active_cache
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.linears import KernelLinear
@@ -168,7 +166,7 @@ class KernelLayer(nn.Module):
         self.post_attention_layernorm = KernelNorm(layer.post_attention_layernorm)
         self.mlp = KernelMlp(layer.mlp, make)
         self._dtype = self.input_layernorm.weight.dtype
-        self._few = min(
+        self.few = min(
             linear.few
             for linear in (
                 self.self_attn.qkv_proj,
@@ -177,6 +175,7 @@ class KernelLayer(nn.Module):
                 self.mlp.down_proj,
             )
         )
+        """Tokens up to which it is the kernel's."""
         self._native: kernels.DecoderLayer | None = None
 
     def take_addresses(self) -> None:
@@ -203,7 +202,13 @@ class KernelLayer(nn.Module):
             ],
             (attention.n_heads, attention.n_kv_heads, attention.head_dim),
             _NUMBERS[self._dtype],
+            attention.scaling,
         )
+
+    def native(self) -> kernels.DecoderLayer:
+        """For a whole model, once it has taken addresses."""
+        assert self._native is not None, "weights lie where they stay"
+        return self._native
 
     def forward(
         self,
@@ -238,72 +243,8 @@ class KernelLayer(nn.Module):
     def _fits(self, x: Tensor, cos: Tensor) -> bool:
         """Whether this is for the kernel: few tokens, in its type, as it reads them."""
         n_tokens = x.shape[1]
-        is_few = n_tokens <= self._few and cos.shape[1] == n_tokens
+        is_few = n_tokens <= self.few and cos.shape[1] == n_tokens
         return is_few and x.dtype == self._dtype and x.is_contiguous()
-
-    def call(self, cache: TorchBytes, x: Tensor, cos: Tensor) -> kernels.LayerCall | None:
-        """What the kernel needs for all of it; None: the module has to be called."""
-        is_watched = self._forward_pre_hooks or self._forward_hooks
-        if self._native is None or is_watched or not self._fits(x, cos):
-            return None
-        attention = self.self_attn
-        found = cache.next_by_kernel(attention.layer_idx, x.shape[1], attention.n_heads)
-        return None if found is None else (self._native, *found, attention.scaling)
-
-
-class KernelLayers(nn.ModuleList):
-    """Decoder layers, of which those that follow on each other are one call of the kernel.
-
-    Transformers' models go through a slice of their layers: a slice of all is one that does what
-    they do, one after the other.
-    """
-
-    def __getitem__(self, index: Any) -> Any:
-        """A layer, some of them, or one for all."""
-        if isinstance(index, slice) and len(range(*index.indices(len(self)))) == len(self):
-            return [self.forward]
-        return super().__getitem__(index)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        **kwargs: Any,
-    ) -> Tensor:
-        """``[1, T, hidden] -> [1, T, hidden]``."""
-        x, layers, done = hidden_states, cast(list[KernelLayer], list(self)), 0
-        while done < len(layers):
-            # The first of a group of layers: it goes through the op, which checks the forward.
-            x = layers[done](x, position_embeddings=position_embeddings, **kwargs)
-            done += 1
-            x, n_more = _run_next(layers[done:], x, *position_embeddings)
-            done += n_more
-        return x
-
-
-def _run_next(
-    layers: Sequence[KernelLayer], x: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, int]:
-    """The result of so many of these layers as the kernel can do by itself, and how many."""
-    cache = active_cache()
-    if not isinstance(cache, TorchBytes):
-        return x, 0
-    calls = []
-    for layer in layers:
-        call = layer.call(cache, x, cos)
-        if call is None:
-            break
-        calls.append(call)
-    if not calls:
-        return x, 0
-    out = torch.empty_like(x)
-    kernels.run_layers(
-        calls, x.data_ptr(), x.shape[1], cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    )
-    for layer in layers[: len(calls)]:
-        cache.wrote(layer.self_attn.layer_idx)
-    return out, len(calls)
 
 
 @functools.cache

@@ -20,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from kvcellar.backends import kernels
-from kvcellar.backends.torch.layers import KernelLayer, KernelLayers, kernel_layer
+from kvcellar.backends.torch.decoder import make_decoder
+from kvcellar.backends.torch.layers import KernelLayer, kernel_layer
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import (
@@ -301,8 +302,4 @@ def hold_weights(model: Any, weights: str) -> None:
     for module in model.modules():
         if isinstance(module, KernelLayer):
             module.take_addresses()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            is_list = isinstance(child, nn.ModuleList) and len(child) > 0
-            if is_list and all(isinstance(layer, KernelLayer) for layer in child.children()):
-                setattr(parent, name, KernelLayers(child.children()))
+    model.kernel_decoder = make_decoder(model)

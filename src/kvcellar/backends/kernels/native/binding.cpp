@@ -321,9 +321,9 @@ NB_MODULE(_native, m) {
            [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o,
               const LinearLayer& gate_up, const LinearLayer& down, const Norm& before,
               const Norm& between, const Norm& q, const Norm& k, int64_t n_heads,
-              int64_t n_kv_heads, int64_t head_dim, int dtype) {
+              int64_t n_kv_heads, int64_t head_dim, int dtype, float scale) {
              new (self) DecoderLayer{qkv, o, gate_up, down, before, between, q, k,
-                                     n_heads, n_kv_heads, head_dim, static_cast<Dtype>(dtype)};
+                                     n_heads, n_kv_heads, head_dim, static_cast<Dtype>(dtype), scale};
            })
       .def("before",
            [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos,
@@ -338,16 +338,34 @@ NB_MODULE(_native, m) {
         after_attention(layer, at(x), at(attended), n_tokens, reinterpret_cast<void*>(out), 0);
       });
 
-  m.def("run_layers", [](const nb::sequence& calls, uintptr_t x, int64_t n_tokens, uintptr_t cos,
-                         uintptr_t sin, uintptr_t out) {
-    std::vector<LayerCall> layers;
-    for (const nb::handle call : calls)
-      layers.push_back({nb::cast<const DecoderLayer*>(call[0]), nb::cast<Plan*>(call[1]),
-                        nb::cast<const Pool*>(call[2]), nb::cast<float>(call[4]),
-                        nb::cast<float>(call[3])});
-    const nb::gil_scoped_release release;
-    run_layers(layers, at(x), n_tokens, at(cos), at(sin), reinterpret_cast<void*>(out), 0);
-  });
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__",
+           [](Decoder* self, const nb::sequence& layers, uintptr_t embedding, const Norm& norm,
+              const LinearLayer& head) {
+             new (self) Decoder{{}, at(embedding), norm, head};
+             for (const nb::handle layer : layers)
+               self->layers.push_back(nb::cast<const DecoderLayer&>(layer));
+             if (self->layers.empty()) throw nb::value_error("a decoder has layers");
+           })
+      .def("run", [](const Decoder& decoder, const nb::sequence& steps, uintptr_t ids, int64_t n_tokens,
+                     uintptr_t cos, uintptr_t sin, uintptr_t rows, int64_t n_rows, uintptr_t logits,
+                     const std::vector<int64_t>& feature_layers, uintptr_t features) {
+        std::vector<LayerStep> found;
+        found.reserve(decoder.layers.size());
+        for (const nb::handle step : steps)
+          found.push_back({nb::cast<Plan*>(step[0]), nb::cast<const Pool*>(step[1]),
+                           nb::cast<Plan*>(step[2]), nb::cast<const Pool*>(step[3]),
+                           nb::cast<float>(step[4])});
+        if (found.size() != decoder.layers.size())
+          throw nb::value_error("a forward needs a step for each layer");
+        const auto numbers = [](uintptr_t from) { return static_cast<const int64_t*>(at(from)); };
+        const DecoderCall call{found.data(), n_tokens, numbers(ids), at(cos), at(sin), n_rows,
+                               numbers(rows), reinterpret_cast<float*>(logits),
+                               static_cast<int64_t>(feature_layers.size()), feature_layers.data(),
+                               reinterpret_cast<float*>(features)};
+        const nb::gil_scoped_release release;
+        run_decoder(decoder, call, 0);
+      });
   m.def("norm", [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride,
                    int dtype, uintptr_t weight, float eps, uintptr_t out) {
     const nb::gil_scoped_release release;

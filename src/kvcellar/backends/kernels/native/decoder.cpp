@@ -6,11 +6,12 @@
 
 #include "buffer.h"
 #include "isa.h"
+#include "threads.h"
 
 namespace kvcellar {
 namespace {
 
-thread_local Buffer rows_buffer, attention_buffer;
+thread_local Buffer rows_buffer, attention_buffer, model_buffer;
 
 int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
@@ -79,27 +80,72 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
   rows.add(out, mid, n, dtype);
 }
 
-void run_layers(const std::vector<LayerCall>& calls, const void* x, int64_t n_tokens, const void* cos,
-                const void* sin, void* out, int n_threads) {
-  for (const LayerCall& call : calls) {
-    const DecoderLayer& layer = *call.layer;
-    const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim;
-    const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
-    const Dtype dtype = layer.dtype;
-    Pieces pieces(dtype, n_tokens * (n_joined + n_out), 2, attention_buffer);
-    char* q = static_cast<char*>(pieces.take(n_tokens * n_joined));
-    void* attended = pieces.take(n_tokens * n_out);
-    const char* k = q + n_out * size_of(dtype);
-    const char* v = k + layer.n_kv_heads * dim * size_of(dtype);
-    const Strides joined{dim, n_joined};
-    const Layout layout{layer.n_heads, dtype, dtype, joined, joined, joined, {dim, n_out}};
-    before_attention(layer, x, n_tokens, cos, sin, q, n_threads);
-    call.plan->write(*call.pool, layout, k, v, n_threads);
-    call.plan->attend(*call.pool, layout, {q, attended, call.scale, call.softcap, nullptr},
-                      n_threads);
-    after_attention(layer, x, attended, n_tokens, out, n_threads);
-    x = out;
+namespace {
+
+// From x to x, with the layer's attention.
+void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCall& call, void* x,
+               int n_threads) {
+  const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim, n_tokens = call.n_tokens;
+  const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
+  const Dtype dtype = layer.dtype;
+  Pieces pieces(dtype, n_tokens * (n_joined + n_out), 2, attention_buffer);
+  char* q = static_cast<char*>(pieces.take(n_tokens * n_joined));
+  void* attended = pieces.take(n_tokens * n_out);
+  const char* k = q + n_out * size_of(dtype);
+  const char* v = k + layer.n_kv_heads * dim * size_of(dtype);
+  const Strides joined{dim, n_joined};
+  const Layout layout{layer.n_heads, dtype, dtype, joined, joined, joined, {dim, n_out}};
+  before_attention(layer, x, n_tokens, call.cos, call.sin, q, n_threads);
+  if (step.exact_plan) step.exact_plan->write(*step.exact_pool, layout, k, v, n_threads);
+  step.plan->write(*step.pool, layout, k, v, n_threads);
+  step.plan->attend(*step.pool, layout, {q, attended, layer.scale, step.softcap, nullptr}, n_threads);
+  after_attention(layer, x, attended, n_tokens, x, n_threads);
+}
+
+void to_floats(const void* from, Dtype dtype, int64_t n, float* to) {
+  if (dtype == Dtype::f32) {
+    std::memcpy(to, from, sizeof(float) * static_cast<size_t>(n));
+    return;
   }
+  const auto* numbers = static_cast<const uint16_t*>(from);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+}
+
+}  // namespace
+
+void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads) {
+  const Dtype dtype = decoder.layers.front().dtype;
+  const int64_t hidden = decoder.head.weights.n_in, n_vocab = decoder.head.weights.n_out;
+  const int64_t row_bytes = hidden * size_of(dtype), n_logits = call.n_rows * n_vocab;
+  Pieces pieces(dtype, (call.n_tokens + call.n_rows) * hidden + n_logits, 3, model_buffer);
+  char* x = static_cast<char*>(pieces.take(call.n_tokens * hidden));
+  char* last = static_cast<char*>(pieces.take(call.n_rows * hidden));
+  void* logits = pieces.take(n_logits);
+  const auto* embedding = static_cast<const char*>(decoder.embedding);
+  for (int64_t t = 0; t < call.n_tokens; ++t)
+    std::memcpy(x + t * row_bytes, embedding + call.ids[t] * row_bytes, static_cast<size_t>(row_bytes));
+  const auto n_layers = static_cast<int64_t>(decoder.layers.size());
+  for (int64_t layer = 0; layer <= n_layers; ++layer) {
+    for (int64_t i = 0; i < call.n_features; ++i)
+      for (int64_t t = 0; t < call.n_tokens && call.feature_layers[i] == layer; ++t)
+        to_floats(x + t * row_bytes, dtype, hidden, call.features + (t * call.n_features + i) * hidden);
+    if (layer < n_layers)
+      run_layer(decoder.layers[static_cast<size_t>(layer)], call.steps[layer], call, x, n_threads);
+  }
+  if (call.n_rows == 0) return;
+  for (int64_t r = 0; r < call.n_rows; ++r)
+    std::memcpy(last + r * row_bytes, x + call.rows[r] * row_bytes, static_cast<size_t>(row_bytes));
+  norm({last, call.n_rows, 1, hidden, hidden, dtype}, decoder.norm.weight, decoder.norm.eps, last, hidden,
+       n_threads);
+  run(decoder.head, last, call.n_rows, dtype, logits, n_threads);
+  constexpr int64_t kPiece = 1 << 15;
+  spread(n_logits, kPiece, kPiece, workers_for(n_threads), [&](int64_t first, int64_t stop) {
+    to_floats(static_cast<const char*>(logits) + first * size_of(dtype), dtype, stop - first,
+              call.logits + first);
+  });
 }
 
 }  // namespace kvcellar
