@@ -20,6 +20,7 @@ from kvcellar.models.eagle3.config import read_eagle3_config
 from kvcellar.models.eagle3.head import Eagle3Head
 from kvcellar.models.eagle3.loading import load_eagle3
 from kvcellar.models.eagle3.network import Eagle3Network
+from kvcellar.models.weights import SHARED
 from tests.models.eagle3_heads import head_config, head_tensors
 from tests.models.players import text
 
@@ -54,7 +55,8 @@ def rounded(matrix: torch.Tensor) -> torch.Tensor:
     n_in, n_out = matrix.shape
     data, scales = pack(matrix.t(), 8)
     fours = data.reshape(-1, n_in // 32, 8, 16, 4).float() - 128
-    rows = (fours * scales.float()[:, :, None, :, None]).permute(0, 3, 1, 2, 4)
+    steps = scales.float().repeat_interleave(SHARED[8] // 32, 1)[:, : n_in // 32]
+    rows = (fours * steps[:, :, None, :, None]).permute(0, 3, 1, 2, 4)
     return rows.reshape(-1, n_in)[:n_out].t().contiguous()
 
 

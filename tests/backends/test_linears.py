@@ -14,7 +14,7 @@ from torch import nn
 from kvcellar.backends import kernels
 from kvcellar.backends.torch import linears
 from kvcellar.backends.torch.linears import Expanded, KernelLinear, codes_well, pack
-from kvcellar.models.weights import CODED_INPUTS, GROUP, coded_bytes, packed_bytes
+from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, packed_bytes
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
 LEVELS = kernels.levels() if kernels.is_available() else []
@@ -69,9 +69,15 @@ def held(kernel: KernelLinear) -> torch.Tensor:
         pairs = data.view(-1, n_groups, GROUP // 8, 1, 16, 4)
         data, zero = torch.cat([pairs & 15, pairs >> 4], 3), 8
     fours = data.reshape(-1, n_groups, GROUP // 4, 16, 4).double() - zero
-    scaled = fours * kernel.scales.double()[:, :, None, :, None]
+    scales = of_groups(kernel.scales.double(), kernel.bits, n_groups)
+    scaled = fours * scales[:, :, None, :, None]
     rows = scaled.permute(0, 3, 1, 2, 4).reshape(-1, kernel.in_features)
     return rows[: kernel.out_features]
+
+
+def of_groups(scales: torch.Tensor, bits: int, n_groups: int) -> torch.Tensor:
+    """``[n_blocks, n_scales, 16] -> [n_blocks, n_groups, 16]``: of 32 inputs each."""
+    return scales.repeat_interleave(SHARED[bits] // GROUP, 1)[:, :n_groups]
 
 
 def decoded(kernel: KernelLinear) -> torch.Tensor:
@@ -119,7 +125,7 @@ def bound(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
 @settings(max_examples=25, deadline=None)
 @given(
     bits=st.sampled_from([16, 8, 4]),
-    n_groups=st.integers(1, 4),
+    n_groups=st.integers(1, 9),
     n_out=st.integers(1, 70),
     n_tokens=st.integers(1, 19),
     seed=st.integers(0, 99),
@@ -263,16 +269,19 @@ def test_who_multiplies_many_tokens_depends_on_the_processor(monkeypatch, bf16):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_packed_weights_are_within_a_step_of_the_model_s(bits):
-    linear = layer(37, 3 * GROUP)
+@pytest.mark.parametrize("n_groups", [3, 8, 9])
+def test_packed_weights_are_within_a_step_of_the_model_s(bits, n_groups):
+    linear = layer(37, n_groups * GROUP)
     kernel = KernelLinear(linear, bits, None)
-    step = kernel.scales.float().abs().transpose(1, 2).reshape(-1, 3)[:37, :, None]
-    apart = (held(kernel) - linear.weight.double()).unflatten(-1, (3, GROUP)).abs()
+    assert kernel.scales.shape == (3, -(-n_groups * GROUP // SHARED[bits]), 16)
+    steps = of_groups(kernel.scales.float().abs(), bits, n_groups)
+    step = steps.transpose(1, 2).reshape(-1, n_groups)[:37, :, None]
+    apart = (held(kernel) - linear.weight.double()).unflatten(-1, (n_groups, GROUP)).abs()
     # One end of 4 bits is a step nearer to zero than the other; scales are rounded to float16.
     share = 0.5 if bits == 8 else 1.0
     assert bool((apart <= share * step * (1 + 2**-10 * 2**bits) + 1e-7).all())
     assert bool((held(kernel)[0, :GROUP] == 0).all())
-    assert kernel.weight.nbytes + kernel.scales.nbytes == packed_bytes(37, 3 * GROUP, bits)
+    assert kernel.weight.nbytes + kernel.scales.nbytes == packed_bytes(37, n_groups * GROUP, bits)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -329,7 +338,7 @@ def test_packing_goes_through_weights_in_pieces(monkeypatch):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_results_are_those_of_inputs_rounded_by_group(level, bits):
     """The definition, to float32's own accuracy: any scale that is off by a step shows."""
-    kernel = KernelLinear(layer(37, 5 * GROUP), bits, None)
+    kernel = KernelLinear(layer(37, 9 * GROUP), bits, None)
     x = torch.randn(11, kernel.in_features, generator=torch.Generator().manual_seed(1))
     x *= 10 ** torch.linspace(-3, 3, kernel.in_features)
     groups = x.unflatten(-1, (-1, GROUP))
@@ -343,7 +352,7 @@ def test_packed_results_are_those_of_inputs_rounded_by_group(level, bits):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_expanded_weights_are_those_it_holds(level, bits):
-    kernel = KernelLinear(layer(37, 3 * GROUP), bits, None)
+    kernel = KernelLinear(layer(37, 9 * GROUP), bits, None)
     found = torch.empty(37, kernel.in_features, dtype=torch.bfloat16)
     kernel._weights.unpack(0, 3, found.data_ptr())
     assert torch.equal(found, held(kernel).bfloat16())

@@ -23,7 +23,7 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
-from kvcellar.models.weights import WEIGHTS, is_packed, parse_weights
+from kvcellar.models.weights import PACKINGS, WEIGHTS, parse_weights
 from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config
 from kvcellar.types import ModelCacheParams
@@ -165,7 +165,8 @@ class LoadedModel:
         Raises:
             StoreError: a file cannot be read.
         """
-        kept = f"{self.dtype}+{self.weights}" if is_packed(self.weights) else self.dtype
+        packing = PACKINGS.get(self.weights or "")
+        kept = self.dtype if packing is None else f"{self.dtype}+{packing}"
         return fingerprint_checkpoint(
             self.path, cache_file=cache_file, on_progress=on_progress, dtype=dtype or kept
         )

@@ -8,7 +8,13 @@ WEIGHTS = ("bf16", "int8", "int4")
 """Formats that the torch backend's linear layers read with the kernel of this package."""
 
 GROUP = 32
-"""Packed weights along the input that share a scale."""
+"""Inputs that are rounded together where they meet packed weights."""
+
+SHARED = {8: 128, 4: 32}
+"""By their bits, packed weights along the input that share a scale."""
+
+PACKINGS = {"int8": f"int8/{SHARED[8]}", "int4": "int4"}
+"""A name for each way of packing that gives other K and V, also where it was another before."""
 
 BLOCK = 16
 """Outputs whose packed weights lie together; the last block is padded."""
@@ -44,7 +50,7 @@ def parse_weights(weights: str | None, dtype: object) -> str | None:
 
 def is_packed(weights: str | None) -> bool:
     """Whether K and V become others than those of weights in the model's own type."""
-    return weights in ("int8", "int4")
+    return weights in PACKINGS
 
 
 def bits_of(weights: str, *, is_head: bool) -> int:
@@ -70,4 +76,4 @@ def coded_bytes(n_out: int, n_in: int) -> int:
 def packed_bytes(n_out: int, n_in: int, bits: int) -> int:
     """Of a layer's weights and their float16 scales."""
     rows = -(-n_out // BLOCK) * BLOCK
-    return rows * n_in * bits // 8 + rows * (n_in // GROUP) * 2
+    return rows * n_in * bits // 8 + rows * -(-n_in // SHARED[bits]) * 2

@@ -26,7 +26,7 @@ from kvcellar.backends.torch.memory import Arena
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import (
     BLOCK,
-    GROUP,
+    SHARED,
     bits_of,
     can_code,
     can_pack,
@@ -207,23 +207,24 @@ def codes_well(weight: Tensor) -> bool:
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Weights ``[n_out, n_in]`` as the kernel reads them; see ``native/linear.h``.
 
-    Symmetric around 0, with a float16 scale for each group of 32 inputs: for 8 bits the largest
-    magnitude is 127 steps, for 4 bits the number of the largest magnitude is -8 of them.
+    Symmetric around 0, with a float16 scale for each 128 inputs, or in 4 bits 32: for 8 bits the
+    largest magnitude is 127 steps, for 4 bits the number of the largest magnitude is -8 of them.
 
     Returns:
-        Bytes, and scales ``[n_blocks, n_groups, 16]``.
+        Bytes, and scales ``[n_blocks, n_scales, 16]``.
     """
     n_out, n_in = weight.shape
-    n_blocks, n_groups = -(-n_out // BLOCK), n_in // GROUP
+    n_blocks, n_scales = -(-n_out // BLOCK), -(-n_in // SHARED[bits])
     data = torch.zeros(n_blocks, BLOCK * n_in * bits // 8, dtype=torch.uint8)
-    scales = torch.zeros(n_blocks, n_groups, BLOCK, dtype=torch.float16)
+    scales = torch.zeros(n_blocks, n_scales, BLOCK, dtype=torch.float16)
     zero, top = (128, 255) if bits == 8 else (8, 15)
     at_a_time = max(1, _PACKED_AT_A_TIME // (BLOCK * n_in))
     for first in range(0, n_blocks, at_a_time):
         stop = min(first + at_a_time, n_blocks)
         rows = weight[first * BLOCK : stop * BLOCK].float()
-        rows = F.pad(rows, (0, 0, 0, (stop - first) * BLOCK - rows.shape[0]))
-        groups = rows.view(stop - first, BLOCK, n_groups, GROUP)
+        more = n_scales * SHARED[bits] - n_in, (stop - first) * BLOCK - rows.shape[0]
+        rows = F.pad(rows, (0, more[0], 0, more[1]))
+        groups = rows.view(stop - first, BLOCK, n_scales, SHARED[bits])
         if bits == 8:
             step = groups.abs().amax(-1) / 127
         else:
@@ -231,11 +232,11 @@ def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         step = step.half()
         inverse = torch.where(step == 0, 0.0, 1 / step.float())
         numbers = (groups * inverse[..., None]).round_().add_(zero).clamp_(0, top)
-        # [blocks, groups, fours of inputs, outputs, inputs of a four]
-        ordered = numbers.to(torch.uint8).unflatten(-1, (-1, 4)).permute(0, 2, 3, 1, 4)
+        # [blocks, fours of inputs, outputs, inputs of a four]
+        fours = numbers.to(torch.uint8).flatten(2)[..., :n_in].unflatten(-1, (-1, 4))
+        ordered = fours.transpose(1, 2)
         if bits == 4:
-            pairs = ordered.unflatten(2, (-1, 2))
-            ordered = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
+            ordered = ordered[:, ::2] | ordered[:, 1::2] << 4
         data[first:stop] = ordered.flatten(1)
         scales[first:stop] = step.transpose(1, 2)
     return data, scales

@@ -43,6 +43,8 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
   if (weights.is_packed) weights.scales = static_cast<const uint16_t*>(beside);
   if (is_coded) weights.escapes = static_cast<const Escape*>(beside);
   weights.n_groups = n_in / kGroupInputs;
+  const int64_t shared = format == WeightFormat::int4 ? kInt4Shared : kInt8Shared;
+  if (weights.is_packed) weights.n_scales = (n_in + shared - 1) / shared;
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
   const int64_t half_bytes = kBlockRows * n_in / 2;
   weights.block_bytes = is_coded                       ? sizeof(CodedHead) + 3 * half_bytes

@@ -10,7 +10,8 @@
 namespace kvcellar {
 
 constexpr int64_t kBlockRows = 16;   // outputs whose packed weights lie together
-constexpr int64_t kGroupInputs = 32; // packed weights that share a scale
+constexpr int64_t kGroupInputs = 32; // of a token, which are rounded together
+constexpr int64_t kInt4Shared = 32, kInt8Shared = 128; // packed weights of an output that share a scale
 constexpr int64_t kCodedInputs = 128; // of a row of coded weights, which lie together
 constexpr int kReadOnce = 4;         // tokens up to which reading weights is what they cost
 
@@ -36,7 +37,7 @@ static constexpr int64_t coded_place(int64_t i) { return i % 32 / 8 * 16 + i / 3
 // bf16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
 // for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
 // unsigned numbers around 128 or 8. int4 puts 4 inputs into the low halves of 64 bytes and the next
-// 4 into the high ones. `scales` are float16 [blocks, groups, 16].
+// 4 into the high ones. `scales` are float16 [blocks, n_scales, 16].
 struct LinearWeights {
   WeightFormat format = WeightFormat::bf16;
   int64_t n_in = 0, n_out = 0;
@@ -47,6 +48,7 @@ struct LinearWeights {
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
   bool is_packed = false;
   int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
+  int64_t n_scales = 0;  // of an output
 };
 
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups

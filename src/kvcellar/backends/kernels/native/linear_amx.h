@@ -44,7 +44,7 @@ inline void unpack_tiles(const LinearWeights& weights, int64_t block, int64_t fi
                          uint16_t* to) {
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
   const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
-  const uint16_t* scales = weights.scales + block * weights.n_groups * kBlockRows;
+  const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
   const __m512i low = _mm512_set1_epi8(15);
   const __m512 zero = _mm512_set1_ps(is_int4 ? 8.f : 128.f);
   for (int64_t group = first; group < stop; group += 2) {
@@ -59,7 +59,8 @@ inline void unpack_tiles(const LinearWeights& weights, int64_t block, int64_t fi
         fours[8 * g + v + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[8 * g + v], 4), low);
         fours[8 * g + v] = _mm512_and_si512(fours[8 * g + v], low);
       }
-      _mm512_store_ps(steps[g], load_half(scales + (group + (g < n_groups ? g : 0)) * kBlockRows));
+      const int64_t shared = shared_of<is_int4>(group + (g < n_groups ? g : 0));
+      _mm512_store_ps(steps[g], load_half(scales + shared * kBlockRows));
     }
     turn_16(fours);
     for (int64_t r = 0; r < kBlockRows; ++r)

@@ -74,7 +74,7 @@ inline Ints dot_int8(Ints sum, Ints x, const int8_t* words) {
 
 // Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
 // fetches by itself ends with a page.
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 4096, kScalesAhead = 1024;
 inline void fetch_ahead(const void* now) {
   __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes, 0, 2);
 }
@@ -86,6 +86,12 @@ inline void fetch_packed(const void* now) {
   if (!is_fetched_far) return __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes * 3 / 2, 0, 3);
 #endif
   fetch_ahead(now);
+}
+
+// Of an output's scales that of a group.
+template <bool is_int4>
+constexpr int64_t shared_of(int64_t group) {
+  return group * kGroupInputs / (is_int4 ? kInt4Shared : kInt8Shared);
 }
 
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
@@ -342,7 +348,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, n_groups = weights.n_groups;
   const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
-  const uint16_t* scales = weights.scales + block * n_groups * kBlockRows;
+  const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
   constexpr int64_t kWide = kHasWords && !is_int4 ? 2 : 1;  // bytes of a number
   const int8_t* x = inputs.numbers + token * n * kWide;
   const float* x_scales = inputs.scales + token * n_groups;
@@ -354,6 +360,8 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   for (auto& token : totals)
     for (Vec& total : token) total = all(0.f);
   for (int64_t g = 0; g < n_groups; ++g) {
+    const uint16_t* scales_now = scales + shared_of<is_int4>(g) * kBlockRows;
+    __builtin_prefetch(scales_now + kScalesAhead / 2, 0, 3);
     Ints sums[kTokens][kParts];
     for (int t = 0; t < kTokens; ++t)
       for (Ints& sum : sums[t]) sum = begin<is_int4>(offsets[t * n_groups + g]);
@@ -375,7 +383,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
       }
     }
     for (int part = 0; part < kParts; ++part) {
-      const Vec scale = load_half(scales + g * kBlockRows + part * kLanes);
+      const Vec scale = load_half(scales_now + part * kLanes);
       for (int t = 0; t < kTokens; ++t)
         totals[t][part] = fma(to_floats(end<is_int4>(sums[t][part], offsets[t * n_groups + g])),
                               mul(scale, all(x_scales[t * n_groups + g])), totals[t][part]);
@@ -399,7 +407,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
       w += kGroupInputs * kBlockRows;
     }
     float scale[kBlockRows];
-    for (int r = 0; r < kBlockRows; ++r) scale[r] = half_to_float(scales[g * kBlockRows + r]);
+    for (int r = 0; r < kBlockRows; ++r) scale[r] = half_to_float(scales[shared_of<is_int4>(g) * kBlockRows + r]);
     for (int t = 0; t < kTokens; ++t) {
       const int8_t* from = x + t * n + g * kGroupInputs;
       int32_t sums[kBlockRows];
@@ -454,7 +462,7 @@ void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, ui
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
   for (int64_t block = first; block < stop; ++block) {
     const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
-    const uint16_t* scales = weights.scales + block * weights.n_groups * kBlockRows;
+    const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
     for (int64_t r = 0; r < kBlockRows && block * kBlockRows + r < weights.n_out; ++r) {
       for (int64_t g = 0; g < weights.n_groups; ++g) {
         const char* from = data + g * group_bytes + 4 * r;
@@ -466,7 +474,8 @@ void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, ui
           fours[q] &= 0x0F0F0F0F;
         }
         const auto* numbers = reinterpret_cast<const uint8_t*>(fours);
-        const Vec scale = all(half_to_float(scales[g * kBlockRows + r]));
+        const int64_t shared = is_int4 ? shared_of<true>(g) : shared_of<false>(g);
+        const Vec scale = all(half_to_float(scales[shared * kBlockRows + r]));
         for (int64_t i = 0; i < kGroupInputs; i += kLanes)
           store_bf16(to + g * kGroupInputs + i, mul(sub(load_u8(numbers + i), all(zero)), scale));
       }

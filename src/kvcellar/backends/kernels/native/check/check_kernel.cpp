@@ -206,11 +206,11 @@ double one_linear() {
   const auto format = static_cast<WeightFormat>(between(0, 3));
   const bool is_coded = format == WeightFormat::coded;
   const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200) : is_coded ? 128 * between(1, 20)
-                                                                               : 32 * between(1, 6);
+                                                                               : 32 * between(1, 10);
   const int64_t n_out = between(1, 70), n_tokens = is_coded ? between(1, 110) : between(1, 20);
   LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
   Memory data(format != WeightFormat::bf16 ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
-  Memory scales(weights.is_packed ? weights.n_blocks * weights.n_groups * kBlockRows * 2 : 0);
+  Memory scales(weights.is_packed ? weights.n_blocks * weights.n_scales * kBlockRows * 2 : 0);
   Memory plain(is_coded ? 2 * n_out * n_in : 0);
   fill(data, weights.is_packed ? Dtype::int8 : Dtype::bf16);
   fill(scales, Dtype::f16);
@@ -280,7 +280,7 @@ bool one_level() {
     LinearWeights weights = make_linear_weights(WeightFormat::int8, n_in, n_out, nullptr, nullptr);
     weights.data = memory(weights.n_blocks * weights.block_bytes, Dtype::int8);
     weights.scales = reinterpret_cast<const uint16_t*>(
-        memory(weights.n_blocks * weights.n_groups * kBlockRows * 2, Dtype::f16));
+        memory(weights.n_blocks * weights.n_scales * kBlockRows * 2, Dtype::f16));
     return weights;
   };
   const int64_t width = (n_heads + 2 * n_kv_heads) * dim;
