@@ -175,7 +175,7 @@ inline bool is_split(const Side& side) {
 #if defined(KVC_AMX)
   return false;
 #endif
-  return side.dtype == Dtype::bf16 && side.dim % (2 * kLanes) == 0;
+  return side.dtype == Dtype::bf16 && side.dim % (2 * kLanes) == 0 && side.dim == padded(side.dim);
 }
 
 // n rows `step` bytes apart, to rows of dim floats.
@@ -332,6 +332,10 @@ struct Lines {
   void four() {
     for (int64_t i = 0; i < 4; ++i) one(i);
   }
+  // Whether they follow on each other and go to the first cache: then the i-th is `in_row(i)`, and where all
+  // else is known as well, that is one instruction.
+  bool is_in_row() const { return second == 64 && step == 256 && !is_fetched_far; }
+  void in_row(int64_t i) const { __builtin_prefetch(at + i * 64, 0, 3); }
 };
 
 // The tile that comes next: while 16 cells are attended, as much of each of its parts is fetched as 16

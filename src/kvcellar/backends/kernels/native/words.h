@@ -4,7 +4,8 @@
 // Logits: 32 bits of 16 cells' rows lie side by side and meet the same numbers of one query: a lane is a
 // cell, and nothing is left to add up across lanes. Numbers come apart into words by shifts alone, so that
 // those of a pair are 2 or 4 places apart; queries are 16 bits of about the largest one, in the same
-// order. Scale and bias come in afterwards.
+// order. Scale and bias come in afterwards. With VNNI up to 4 rows meet int8 as it lies, each of their
+// numbers as two bytes.
 // Values: two cells' numbers lie side by side, for the weights of both: 16 bits of about the largest
 // one, times the cell's scale. Biases are added up by themselves.
 //
@@ -26,6 +27,28 @@ inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
   return _mm512_add_epi32(a, _mm512_madd_epi16(x, y));
 #endif
 }
+
+#if defined(KVC_VNNI)
+// a[i] + x[4 i] * y[4 i] + ... + x[4 i + 3] * y[4 i + 3], of bytes of which those of y are signed.
+inline __m512i dot_fours(__m512i a, __m512i x, __m512i y) {
+#if !defined(KVC_EMULATED_AVX512)
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(x), "v"(y));
+  return a;
+#else
+  return _mm512_dpbusd_epi32(a, x, y);
+#endif
+}
+
+// Of each 4 lanes the sums: those of a, b, c and d.
+inline __m512i sum_fours(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+constexpr bool kHasBytes = true;
+#else
+constexpr bool kHasBytes = false;
+#endif
 
 // Two rows of 32 bytes `step` bytes apart; `is_dense`: 32.
 inline __m512i two_rows(const char* row, int64_t step, bool is_dense) {
@@ -226,8 +249,8 @@ class Words : public WordsBase {
       }
       const float zero = sum(zeros);  // NaN if one is not finite
       const float top = _mm512_reduce_max_ps(most);
-      const __m512 inverse = all(top > 0.f ? 32767.f / top : 0.f);
-      const float step = factor_ * (top / 32767.f);
+      const __m512 inverse = all(top > 0.f ? kHighestQuery / top : 0.f);
+      const float step = factor_ * (top / kHighestQuery);
       put_fours(q_steps_ + quad * 16, lane, step);
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         __m512i x[4];
@@ -239,6 +262,16 @@ class Words : public WordsBase {
           if (kSubs == 1) whole = _mm512_add_epi32(whole, _mm512_add_epi32(x[2], x[3]));
           const float sum = step * static_cast<float>(_mm512_reduce_add_epi32(whole)) + zero;
           put_fours(q_sums_ + ((chunk * quads_ + quad) * kSubs + sub) * 16, lane, sum);
+        }
+        if (!is_4 && is_by_bytes()) {
+          auto* to = reinterpret_cast<__m128i*>(query(chunk, quad)) + lane;
+          for (int i = 0; i < 4; ++i) {
+            const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x[i], _mm512_set1_epi32(128)), 8);
+            const __m512i low = _mm512_sub_epi32(x[i], _mm512_slli_epi32(high, 8));
+            _mm_storeu_si128(to + 4 * i, _mm512_cvtepi32_epi8(high));
+            _mm_storeu_si128(to + 4 * (4 + i), _mm512_cvtepi32_epi8(low));
+          }
+          continue;
         }
         const auto words = [&](int i) {
           return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(x[i])),
@@ -256,7 +289,56 @@ class Words : public WordsBase {
     }
   }
 
-  // Pairs of a chunk's numbers of 4 queries: [pair][row].
+  // A query's numbers are 256 times one byte and another byte.
+  static constexpr float kHighestQuery = 127 * 256 + 127;
+
+  // Whether numbers of 8 bits are multiplied as they lie: where 4 rows meet them once, sixteen of a cell at a
+  // time, four lanes for each row. For more rows adding up lanes would take longer than making words once.
+  bool is_by_bytes() const { return kHasBytes && quads_ == 1; }
+
+#if defined(KVC_VNNI)
+  // Sums of 64 products of 4 rows, a lane for each of 16 cells: of the one and of the other 32, or of all.
+  // `kStep`: that of rows where it is known, and lines to fetch are in a row; else 0.
+  template <int kSubs, int kStep>
+  static __attribute__((always_inline)) void sums_of_bytes(const __m512i* q, const char* from, int64_t any_step,
+                                                           Lines& lines, __m512i (&dot)[2][1][4]) {
+    const int64_t step = kStep ? kStep : any_step;
+    __m512i fours[kSubs][4];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 4; ++i) {
+      __m512i a[kSubs][4];
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j, from += step) {
+        kStep ? lines.in_row(4 * i + j) : lines.one(4 * i + j);
+#pragma GCC unroll 2
+        for (int sub = 0; sub < kSubs; ++sub) {
+          constexpr int kPieces = 4 / kSubs;
+          __m512i x[kPieces], sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+          for (int p = 0; p < kPieces; ++p)
+            sum = dot_fours(sum, x[p] = all_16_bytes(from + (sub * kPieces + p) * 16), q[sub * kPieces + p]);
+          sum = _mm512_slli_epi32(sum, 8);
+#pragma GCC unroll 4
+          for (int p = 0; p < kPieces; ++p) sum = dot_fours(sum, x[p], q[4 + sub * kPieces + p]);
+          a[sub][j] = sum;
+        }
+      }
+      for (int sub = 0; sub < kSubs; ++sub)
+        fours[sub][i] = sum_fours(a[sub][0], a[sub][1], a[sub][2], a[sub][3]);
+    }
+    for (int sub = 0; sub < kSubs; ++sub) {
+      const __m512i(&x)[4] = fours[sub];  // [row][cell]
+      const __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x44), b = _mm512_shuffle_i32x4(x[0], x[1], 0xee);
+      const __m512i c = _mm512_shuffle_i32x4(x[2], x[3], 0x44), d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+      dot[sub][0][0] = _mm512_shuffle_i32x4(a, c, 0x88);
+      dot[sub][0][1] = _mm512_shuffle_i32x4(a, c, 0xdd);
+      dot[sub][0][2] = _mm512_shuffle_i32x4(b, d, 0x88);
+      dot[sub][0][3] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+  }
+#endif
+
+  // Pairs of a chunk's numbers of 4 queries: [pair][row]. By bytes: [upper or lower][16 numbers][row][16].
   int32_t* query(int64_t chunk, int64_t quad) const {
     return reinterpret_cast<int32_t*>(queries_) + (chunk * quads_ + quad) * 128;
   }
@@ -414,8 +496,18 @@ class Words : public WordsBase {
       for (auto& of_half : dot)
         for (auto& of_16 : of_half)
           for (__m512i& x : of_16) x = _mm512_setzero_si512();
+#if defined(KVC_VNNI)
+      constexpr bool is_by_bytes = !is_4 && !is_staged;
+      if constexpr (is_by_bytes) {
+        const auto* bytes = reinterpret_cast<const __m512i*>(q);
+        step == 64 && lines.is_in_row() ? sums_of_bytes<kSubs, 64>(bytes, from, step, lines, dot)
+                                        : sums_of_bytes<kSubs, 0>(bytes, from + chunk * 64, step, lines, dot);
+      }
+#else
+      constexpr bool is_by_bytes = false;
+#endif
 #pragma GCC unroll 2
-      for (int64_t part = 0; part < (is_4 ? 1 : 2); ++part) {
+      for (int64_t part = 0; part < (is_by_bytes ? 0 : is_4 ? 1 : 2); ++part) {
         __m512i x[2][4];
         if (!is_staged) load_columns<is_4>(from + chunk * (is_4 ? 32 : 64), step, part, x);
 #pragma GCC unroll 16

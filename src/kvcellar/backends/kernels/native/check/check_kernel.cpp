@@ -88,7 +88,7 @@ struct SideMemory {
 Side random_side(int64_t n_heads, int64_t n_cells, int64_t block_size) {
   Side side;
   side.dtype = static_cast<Dtype>(between(0, 4));
-  side.dim = one_of<int64_t>({1, 5, 16, 32, 33, 64, 80, 128, 192});
+  side.dim = one_of<int64_t>({1, 5, 16, 32, 33, 40, 64, 80, 128, 192});
   side.group_size = side.dim;
   for (const int64_t group : {128, 64, 32})
     if (side.dim % group == 0 && rng() % 2) side.group_size = group;
@@ -341,6 +341,63 @@ struct LayerMemory {
   LinearLayer layer;
 };
 
+// A model of two such layers, behind cells of another one: all that it says is finite, and what its layers
+// are given begins with the embedding.
+bool one_model(const DecoderLayer& layer, const Memory& cos, const Memory& sin, int64_t n_tokens) {
+  const Dtype dtype = layer.dtype;
+  const int64_t size = dtype == Dtype::f32 ? 4 : 2, hidden = layer.qkv.weights.n_in;
+  const int64_t n_vocab = between(1, 40), n_cells = 16 * between(3, 6), n_rows = between(0, n_tokens);
+  Memory embedding(n_vocab * hidden * size), norm(hidden * size), ids(8 * n_tokens), rows(8 * n_rows);
+  Memory logits(4 * n_rows * n_vocab), features(4 * n_tokens * 2 * hidden);
+  LayerMemory head(hidden, n_vocab, dtype);
+  fill(embedding, dtype);
+  fill(norm, dtype);
+  auto* id = reinterpret_cast<int64_t*>(ids.data);
+  auto* row = reinterpret_cast<int64_t*>(rows.data);
+  for (int64_t t = 0; t < n_tokens; ++t) id[t] = between(0, n_vocab - 1);
+  for (int64_t r = 0; r < n_rows; ++r) row[r] = between(0, n_tokens - 1);
+  Side side;
+  side.dtype = dtype;
+  side.dim = layer.head_dim;
+  side.cell_stride = side.packed_bytes();
+  side.head_stride = side.cell_stride * n_cells;
+  SideMemory k(side, layer.n_kv_heads, n_cells), v(side, layer.n_kv_heads, n_cells);
+  SideMemory exact_k(side, layer.n_kv_heads, n_cells), exact_v(side, layer.n_kv_heads, n_cells);
+  const Pool pool{layer.n_kv_heads, n_cells, 0, k.side, v.side, nullptr};
+  const Pool exact{layer.n_kv_heads, n_cells, 0, exact_k.side, exact_v.side, nullptr};
+  StepInput input;
+  input.n_cells = n_cells;
+  input.n_tokens = n_tokens;
+  input.writes = {{0, n_cells - n_tokens, n_tokens}};
+  Plan exact_plan(input);
+  input.runs = {{0, n_cells}};
+  input.reads = {{0, n_tokens, 0, 1, Kind::causal, 0, 0}};
+  Plan plan(input);
+  const bool has_exact = rng() % 2;
+  const LayerStep step{&plan, &pool, has_exact ? &exact_plan : nullptr, has_exact ? &exact : nullptr, 0.f};
+  const LayerStep steps[2] = {step, step};
+  const int64_t feature_layers[2] = {0, 2};
+  const Decoder decoder{{layer, layer}, embedding.data, {norm.data, 1e-5f}, head.layer};
+  auto* said = reinterpret_cast<float*>(logits.data);
+  auto* seen = reinterpret_cast<float*>(features.data);
+  const DecoderCall call{steps, n_tokens, id, cos.data, sin.data, n_rows, row, said, 2, feature_layers, seen};
+  for (const char* name : levels()) {
+    set_level(name);
+    run_decoder(decoder, call, 2);
+    for (int64_t i = 0; i < n_rows * n_vocab; ++i)
+      if (!std::isfinite(said[i])) return false;
+    for (int64_t t = 0; t < n_tokens; ++t)
+      for (int64_t i = 0; i < hidden; ++i) {
+        uint32_t bits = 0;
+        std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, embedding.data + (id[t] * hidden + i) * size,
+                    static_cast<size_t>(size));
+        if (std::memcmp(&bits, seen + t * 2 * hidden + i, 4) != 0) return false;
+        if (!std::isfinite(seen[(2 * t + 1) * hidden + i])) return false;
+      }
+  }
+  return true;
+}
+
 // A decoder layer around an attention that says what came in; how far levels are apart.
 double one_decoder() {
   const Dtype dtype = rng() % 2 ? Dtype::f32 : Dtype::bf16;
@@ -360,7 +417,8 @@ double one_decoder() {
                            {norms[0].data, 1e-5f}, {norms[1].data, 1e-5f},
                            {has_norms ? norms[2].data : nullptr, 1e-5f},
                            {has_norms ? norms[3].data : nullptr, 1e-5f},
-                           n_heads, n_kv_heads, dim, dtype};
+                           n_heads, n_kv_heads, dim, dtype, 0.2f};
+  if (!one_model(layer, cos, sin, n_tokens)) return 1;
   Memory joined(n_tokens * n_joined * size), attended(n_tokens * n_heads * dim * size);
   Memory out(n_tokens * hidden * size);
   std::vector<std::vector<float>> results;

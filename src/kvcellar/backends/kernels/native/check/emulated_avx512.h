@@ -20,8 +20,10 @@
 #undef _mm512_inserti64x4
 #undef _mm512_roundscale_ps
 #undef _mm512_shuffle_f32x4
+#undef _mm512_shuffle_i32x4
 #undef _mm512_shuffle_ps
 #undef _mm512_slli_epi32
+#undef _mm512_srai_epi32
 #undef _mm512_srli_epi16
 #undef _mm512_srli_epi32
 
@@ -150,6 +152,7 @@ KVC_BY_HALVES(__m512i, Ints, or_si512, or_si256)
     return a.all;                                                                          \
   }
 KVC_SHIFT(slli_epi32)
+KVC_SHIFT(srai_epi32)
 KVC_SHIFT(srli_epi32)
 KVC_SHIFT(srli_epi16)
 #undef KVC_SHIFT
@@ -266,6 +269,10 @@ inline __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int order) {
   emulated::Floats to;
   for (int i = 0; i < 4; ++i) to.quarter[i] = (i < 2 ? a : b).quarter[order >> i * 2 & 3];
   return to.all;
+}
+inline __m512i _mm512_shuffle_i32x4(__m512i x, __m512i y, int order) {
+  return _mm512_castps_si512(
+      _mm512_shuffle_f32x4(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), order));
 }
 inline __m512i _mm512_permutexvar_epi16(__m512i from, __m512i x) {
   return emulated::picked<uint16_t>(from, x, x, 1);
