@@ -384,6 +384,14 @@ class Next {
       rows(part, g, 0);
   }
 
+  // All of it at once.
+  void now() const {
+    for (int64_t g = 0; 16 * g < n_; ++g) {
+      for (const Part part : {kKRows, kVRows}) rows(part, g, 0);
+      for (const Part part : {kKAffine, kVAffine}) affine(part, g);
+    }
+  }
+
   // For loops that have nothing to fetch: a line that is there.
   static Lines nothing() {
     static constexpr char there[64] = {};
@@ -888,7 +896,9 @@ class Attention {
       if (matrix.has_v) ahead_.add(*next, n_next, true);
       const bool has_room = !n_third;
 #else
-      const bool has_room = !n_next;
+      // Of a last tile with a few cells, as what was just written is, all comes now: while it is attended there
+      // is no time to fetch a whole one.
+      const bool is_short = n_next && 8 * n_next <= longest, has_room = !n_third && (!n_next || is_short);
 #endif
       next_.start(*next, n_next);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
@@ -897,8 +907,12 @@ class Attention {
 #if defined(KVC_AMX)
         if (matrix.has_k) ahead_.add(*third, n_following, false);
         if (matrix.has_v) ahead_.add(*third, n_following, true);
-#endif
         if (!n_next) next_.start(*third, n_following);
+#else
+        if (is_short) next_.now();
+        next_.start(*third, n_following);
+        following_left = 0;
+#endif
       }
 #if defined(KVC_AMX)
       ahead_.pace();
