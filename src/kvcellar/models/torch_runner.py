@@ -37,6 +37,7 @@ class TorchRunner:
         self.n_features = len(feature_layers) * int(model.config.hidden_size)
         self._model = model
         self._feature_layers = tuple(feature_layers)
+        self._feature_modules = modules_given(model, feature_layers)
         self._decoder = getattr(model, "kernel_decoder", None)
         self._session = session
         self._device: torch.device = model.device
@@ -48,7 +49,7 @@ class TorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> FloatArray:
         """See :meth:`kvcellar.models.runner.Runner.forward`."""
-        return self._run(token_ids, positions, rows, ())[0]
+        return self._run(token_ids, positions, rows, has_features=False)[0]
 
     def forward_with_features(
         self,
@@ -57,30 +58,33 @@ class TorchRunner:
         rows: Sequence[int] | IntArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
         """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
-        return self._run(token_ids, positions, rows, self._feature_layers)
+        return self._run(token_ids, positions, rows, has_features=True)
 
     def _run(
         self,
         token_ids: Sequence[int] | IntArray,
         positions: Sequence[int] | IntArray,
         rows: Sequence[int] | IntArray | None,
-        feature_layers: Sequence[int],
+        *,
+        has_features: bool,
     ) -> tuple[FloatArray, FloatArray]:
-        """Logits, and the features of these layers."""
+        """Logits, and the features, if they are wanted."""
         cache: Cache = self._session.cache
         if not cache.is_step_open:
             cache.end_step()  # from here on cancel_step can only mean this forward's step
         try:
             ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
             if self._decoder is not None:
-                last = np.array([len(ids) - 1]) if wanted is None else wanted
+                last = np.array([len(ids) - 1], np.int64) if wanted is None else wanted
+                layers = self._feature_layers if has_features else ()
                 whole: tuple[FloatArray, FloatArray] | None = self._decoder.forward(
-                    cache, ids, at, last, feature_layers
+                    cache, ids, at, last, layers
                 )
                 if whole is not None:
                     return whole
             with use_cache(cache), torch.inference_mode():
-                return self._by_modules(ids, at, wanted, feature_layers)
+                modules = self._feature_modules if has_features else []
+                return self._by_modules(ids, at, wanted, modules)
         except BaseException:
             cache.cancel_step()
             raise
@@ -90,11 +94,11 @@ class TorchRunner:
         ids: IntArray,
         positions: IntArray,
         rows: IntArray | None,
-        feature_layers: Sequence[int],
+        modules: Sequence[Any],
     ) -> tuple[FloatArray, FloatArray]:
-        """As transformers runs it."""
+        """As transformers runs it; features are what these modules are given."""
         keep = 1 if rows is None else self._tensor(rows)
-        with inputs_of(modules_given(self._model, feature_layers)) as seen:
+        with inputs_of(modules) as seen:
             logits = self._model(
                 input_ids=self._tensor(ids[None]),
                 position_ids=self._tensor(positions[None]),

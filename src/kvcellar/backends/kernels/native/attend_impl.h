@@ -903,8 +903,8 @@ class Attention {
       next_.start(*next, n_next);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
         const int64_t n_following = following.next(smaller(shortest, following_left), *third);
-        following_left -= n_following;
 #if defined(KVC_AMX)
+        following_left -= n_following;
         if (matrix.has_k) ahead_.add(*third, n_following, false);
         if (matrix.has_v) ahead_.add(*third, n_following, true);
         if (!n_next) next_.start(*third, n_following);

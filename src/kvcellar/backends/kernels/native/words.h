@@ -497,17 +497,18 @@ class Words : public WordsBase {
         for (auto& of_16 : of_half)
           for (__m512i& x : of_16) x = _mm512_setzero_si512();
 #if defined(KVC_VNNI)
-      constexpr bool is_by_bytes = !is_4 && !is_staged;
-      if constexpr (is_by_bytes) {
+      constexpr bool are_bytes = !is_4 && !is_staged;
+      if constexpr (are_bytes) {
         const auto* bytes = reinterpret_cast<const __m512i*>(q);
-        step == 64 && lines.is_in_row() ? sums_of_bytes<kSubs, 64>(bytes, from, step, lines, dot)
-                                        : sums_of_bytes<kSubs, 0>(bytes, from + chunk * 64, step, lines, dot);
+        const char* row = from + chunk * 64;
+        step == 64 && lines.is_in_row() ? sums_of_bytes<kSubs, 64>(bytes, row, step, lines, dot)
+                                        : sums_of_bytes<kSubs, 0>(bytes, row, step, lines, dot);
       }
 #else
-      constexpr bool is_by_bytes = false;
+      constexpr bool are_bytes = false;
 #endif
 #pragma GCC unroll 2
-      for (int64_t part = 0; part < (is_by_bytes ? 0 : is_4 ? 1 : 2); ++part) {
+      for (int64_t part = 0; part < (are_bytes ? 0 : is_4 ? 1 : 2); ++part) {
         __m512i x[2][4];
         if (!is_staged) load_columns<is_4>(from + chunk * (is_4 ? 32 : 64), step, part, x);
 #pragma GCC unroll 16
