@@ -18,6 +18,7 @@ __all__ = ["home"]
 if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("needs mlx-lm: pip install 'kvcellar[mlx]'", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("eager")
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = EngineConfig(max_num_batched_tokens=32)
 TEXTS = ["The first thing. " * 4, "And another.", "Then?", "At last."]

@@ -26,6 +26,7 @@ from tests.agents.fakes import (
 )
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("eager")
 CONFIG = EngineConfig(max_num_batched_tokens=64)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 

@@ -15,6 +15,7 @@ from kvcellar.engine import EngineConfig, SamplingParams
 from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.models.tiny_checkpoints import FAMILIES, make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("eager")
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = EngineConfig(max_num_batched_tokens=32)
 

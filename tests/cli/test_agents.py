@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from kvcellar.cli import app
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -16,7 +16,7 @@ from kvcellar.cli import app
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.errors import BackendError, ModelError
 from kvcellar.models import load_model
-from tests.agents.fakes import Eager, manager, run, tokens_of, turn
+from tests.agents.fakes import manager, run, tokens_of, turn
 from tests.backends.executorch.programs import MAX_TOKENS
 from tests.engine.speculate.test_lossless import CAPACITY, agrees
 from tests.models.players import text
@@ -69,6 +69,7 @@ def test_a_head_guesses_for_a_program_that_tells_features(checkpoint, tmp_path):
     agrees(load_model(path, backend="executorch"), "tree", "eagle3")
 
 
+@pytest.mark.usefixtures("eager")
 def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path):
     """Each turn by an engine of another backend, as in a process of its own; one store."""
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
@@ -80,9 +81,7 @@ def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path)
         name = program if backend == "executorch" else folder
 
         def load(_: str) -> ModelHost:
-            opened = open_host(name, capacity=1024, backend=backend, kv_dtype="float32")
-            opened.costs = Eager()  # whatever is stored is loaded, however slow this machine is now
-            return opened
+            return open_host(name, capacity=1024, backend=backend, kv_dtype="float32")
 
         return load
 
