@@ -358,6 +358,26 @@ def test_expanded_weights_are_those_it_holds(level, bits):
     assert torch.equal(found, held(kernel).bfloat16())
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    bits=st.sampled_from([12, 8, 4]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    n_groups=st.sampled_from([1, 3, 9, 33]),
+    n_out=st.integers(1, 70),
+    shape=st.sampled_from([(0,), (1,), (5,), (2, 3), (1, 200)]),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_the_weights_of_outputs(level, bits, dtype, n_groups, n_out, shape, seed):
+    n_in = n_groups * (CODED_INPUTS if bits == 12 else GROUP)
+    kernel = KernelLinear(wild(layer(n_out, n_in, seed=seed), seed, 0.01), bits, None)
+    asked = torch.randint(n_out, shape, generator=torch.Generator().manual_seed(seed))
+    if bits == 12:
+        dtype = torch.bfloat16
+    rows = kernel.rows(asked, dtype)
+    assert rows.dtype == dtype and rows.shape == (*shape, n_in)
+    assert torch.equal(rows, held(kernel).to(dtype)[asked])
+
+
 @needs_matrix_unit
 @settings(max_examples=40, deadline=None)
 @given(

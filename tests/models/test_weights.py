@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+import transformers
 
 import kvcellar as kv
 from kvcellar.backends import kernels
+from kvcellar.backends.torch.decoder import KernelDecoder
+from kvcellar.backends.torch.layers import KernelEmbedding
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models import load_model
+from kvcellar.models.eagle3.loading import load_eagle3
 from kvcellar.models.sizing import size_model
+from tests.models.tiny_checkpoints import COMMON, randomize, save
 
 needs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
 TOKENS = [5, 9, 200, 31, 7, 7, 64, 3]
@@ -56,6 +66,99 @@ def test_bfloat16_takes_what_was_counted_before(checkpoint, monkeypatch, name, i
         assert any(n.endswith("escapes") for n in buffers) == is_coded
     assert ("12 bits" in spec.counted) == is_coded
     assert model.size_bytes - beside == spec.weight_bytes
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["demo", "qwen2_window", "gemma3"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_tied_embedding_is_the_packed_last_layer_s(checkpoint, monkeypatch, name, weights, dtype):
+    folder = "demo" if name == "demo" else checkpoint(name)
+    own = load_model(folder, dtype=dtype)._model.get_input_embeddings()
+    rows = reads_rows_of_its_head(
+        load_model(folder, weights=weights, dtype=dtype), own, monkeypatch
+    )
+    assert (rows.double() - own.weight.double()).norm() < 0.01 * own.weight.double().norm()
+
+
+@needs_kernel
+@pytest.mark.skipif(not kernels.reads_coded(), reason="last layers stay in 16 bits here")
+def test_a_tied_embedding_is_the_last_layer_s_in_12_bits(tmp_path, monkeypatch):
+    save_tied(tmp_path)
+    model = load_model(tmp_path, weights="bf16")
+    buffers = model._model.named_buffers()
+    beside = sum(b.nbytes for n, b in buffers if "rotary" in n or n.endswith("escapes"))
+    assert model.size_bytes - beside == size_model(tmp_path, weights="bf16").weight_bytes
+    own = load_model(tmp_path)._model.get_input_embeddings()
+    assert torch.equal(reads_rows_of_its_head(model, own, monkeypatch), own.weight)
+
+
+def save_tied(folder):
+    """A checkpoint in bfloat16 whose layers can be written in 12 bits."""
+    config = transformers.LlamaConfig(
+        **COMMON | {"hidden_size": 128, "dtype": "bfloat16", "tie_word_embeddings": True},
+        num_hidden_layers=2,
+    )
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    randomize(made)
+    save(made, folder)
+
+
+def reads_rows_of_its_head(model, own, monkeypatch):
+    """The rows: held once, and in one call as in modules what an embedding of them would say."""
+    inner = model._model
+    embedding = inner.get_input_embeddings()
+    assert isinstance(embedding, KernelEmbedding) and embedding.head is inner.lm_head
+    assert not any(p.shape[0] == model.vocab_size for p in inner.parameters())
+    rows, unscaled = embedding.weight, own.weight.clone()
+    own.weight.data.copy_(rows)
+    ids = torch.tensor([[5, 0, model.vocab_size - 1]])
+    assert torch.equal(embedding(ids), own(ids))
+    got = logits_of(model)
+    monkeypatch.setattr(KernelDecoder, "forward", lambda *_: None)
+    assert np.array_equal(logits_of(model), got)
+    inner.set_input_embeddings(own)
+    assert np.array_equal(logits_of(model), got)
+    own.weight.data.copy_(unscaled)
+    return rows
+
+
+@needs_kernel
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_no_file_stays_mapped(tmp_path, weights):
+    def is_mapped() -> bool:
+        return str(tmp_path) in Path("/proc/self/maps").read_text("utf-8")
+
+    save_tied(tmp_path)
+    gc.disable()
+    try:
+        model = load_model(tmp_path)
+        assert is_mapped()
+        del model
+        gc.collect()
+        model = load_model(tmp_path, weights=weights)
+        assert not is_mapped()
+    finally:
+        gc.enable()
+    assert np.isfinite(logits_of(model)).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("ids", [[-1], [3, 4096]])
+def test_an_id_that_no_tied_embedding_has_is_refused(ids):
+    rows = load_model("demo", weights="int8")._model.get_input_embeddings()
+    assert rows(torch.empty(1, 0, dtype=torch.long)).shape == (1, 0, 320)
+    with pytest.raises(IndexError, match="4096 rows"):
+        rows(torch.tensor(ids))
+
+
+@needs_kernel
+def test_a_head_reads_a_tied_embedding():
+    """What guesses has no embedding of its own; its target's is the last layer's."""
+    target = load_model("demo", weights="int8")
+    embedding = target._model.get_input_embeddings()
+    assert torch.equal(load_eagle3(None, target).embedding, embedding.weight)
 
 
 @needs_kernel

@@ -319,7 +319,7 @@ def load_model(
         if hold_weights is not None:
             report(0.95, "packing the weights")
             hold_weights(model, weights)
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    vocab_size = int(model.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
     return LoadedModel(

@@ -57,6 +57,7 @@ _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
 
 _HEAD = "lm_head.weight"
+_EMBEDDING = ".embed_tokens.weight"
 
 
 def size_model(
@@ -218,7 +219,7 @@ def _held_weights(
 ) -> int:
     """Bytes of all parameters where the kernel reads linear layers that it has written anew.
 
-    A last layer that shares its weights with the embedding is one, and the embedding stays.
+    One that shares its weights with the embedding is the embedding too.
     """
     if is_packed(weights):
         held = {
@@ -228,7 +229,10 @@ def _held_weights(
         }
     else:
         held = {name: coded_bytes(*shape) for name, shape in linears.items() if can_code(shape[1])}
-    rest = sum(n * itemsize for name, n in sizes.items() if name not in held)
+    others = sizes.keys() - held.keys()
+    if _HEAD in held and _HEAD not in sizes:
+        others = {name for name in others if not name.endswith(_EMBEDDING)}
+    rest = sum(sizes[name] * itemsize for name in others)
     return rest + sum(held.values())
 
 

@@ -13,7 +13,7 @@ GROUP = 32
 SHARED = {8: 128, 4: 32}
 """By their bits, packed weights along the input that share a scale."""
 
-PACKINGS = {"int8": f"int8/{SHARED[8]}", "int4": "int4"}
+PACKINGS = {name: f"{name}/{SHARED[bits]}" for name, bits in (("int8", 8), ("int4", 4))}
 """A name for each way of packing that gives other K and V, also where it was another before."""
 
 BLOCK = 16

@@ -255,7 +255,9 @@ def make_linear_weights(
     Its ``linear(x, n_tokens, dtype, out, out_dtype)`` reads rows ``[n_tokens, n_in]`` and writes
     ``[n_tokens, n_out]``, at addresses, in float32 or bfloat16 (numbers of ``DTYPES``). For 8 and 4
     bits each group of 32 inputs is rounded to 8 bits for it; a token's result does not depend on
-    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16, of all but 16 bits.
+    others. ``unpack(first, stop, to)`` writes blocks of 16 outputs as bfloat16, of all but 16 bits,
+    and ``gather(outputs, n, dtype, to)`` the weights of n outputs, int64, as ``[n, n_in]``: in
+    bfloat16, those of 8 and 4 bits also in float32. They have to be there: nothing is checked.
     Where ``can_multiply``, ``multiply(x, n_tokens, out)`` does it on the matrix unit, for many
     tokens: all in bfloat16, packed weights rounded to it, inputs as they are.
 
@@ -360,7 +362,8 @@ def make_decoder(
 
     Args:
         layers: one or more.
-        embedding: address of ``[n_vocab, hidden]``, in the layers' type.
+        embedding: address of ``[n_vocab, hidden]``, in the layers' type; 0: the head's weights,
+            of all but 16 bits.
         norm: of the last layer's result: as in :func:`make_decoder_layer`.
         head: from there to logits.
     """

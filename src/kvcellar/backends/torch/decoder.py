@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvcellar.backends import kernels
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
-from kvcellar.backends.torch.layers import KernelLayer, KernelNorm
+from kvcellar.backends.torch.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class KernelDecoder:
         self._rotations = Rotations(inner.rotary_emb, self._dtype)
         self._native = kernels.make_decoder(
             [layer.native() for layer in layers],
-            inner.embed_tokens.weight.data_ptr(),
+            _embedding_at(model),
             (inner.norm.weight.data_ptr(), inner.norm.variance_epsilon),
             head.for_kernel(),
         )
@@ -153,7 +153,20 @@ def make_decoder(model: Any) -> KernelDecoder | None:
         not isinstance(head, nn.Linear)
         and isinstance(inner.norm, KernelNorm)
         and all(isinstance(layer, KernelLayer) for layer in inner.layers)
-        and inner.embed_tokens.weight.dtype == inner.norm.weight.dtype
-        and inner.embed_tokens.weight.is_contiguous()
+        and _is_read(inner.embed_tokens, inner.norm.weight.dtype)
     )
     return KernelDecoder(model) if is_whole else None
+
+
+def _is_read(embedding: Any, dtype: torch.dtype) -> bool:
+    """Whether the kernel can read rows of this type from it."""
+    if isinstance(embedding, KernelEmbedding):
+        return embedding.dtype == dtype and embedding.embed_scale is None
+    weight: Tensor = embedding.weight
+    return weight.dtype == dtype and weight.is_contiguous()
+
+
+def _embedding_at(model: Any) -> int:
+    """The address of the embedding's weights; 0 where they are the last layer's, as it has them."""
+    embedding = model.model.embed_tokens
+    return 0 if isinstance(embedding, KernelEmbedding) else int(embedding.weight.data_ptr())

@@ -68,6 +68,45 @@ class KernelNorm(nn.Module):
         return out
 
 
+class KernelEmbedding(nn.Module):
+    """The embedding of a model whose last layer has the same weights, which are held once."""
+
+    embed_scale: Tensor | None
+
+    def __init__(self, embedding: Any, head: KernelLinear) -> None:
+        """Of one whose rows are those of ``head``, which has them in 12 bits, 8 or 4.
+
+        Args:
+            embedding: what gives the type; one that scales its rows keeps doing so.
+            head: the last layer.
+        """
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.head = head
+        scale = getattr(embedding, "embed_scale", None)
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows ``[num_embeddings, embedding_dim]``, not scaled: made anew each time."""
+        return self.head.rows(torch.arange(self.num_embeddings), self.dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[...] -> [..., embedding_dim]``.
+
+        Raises:
+            IndexError: an id is none of the vocabulary's.
+        """
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(
+                f"ids are between {int(ids.min())} and {int(ids.max())}, and the embedding has "
+                f"{self.num_embeddings} rows; check the tokens"
+            )
+        rows = self.head.rows(ids, self.dtype)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)
+
+
 class KernelMlp(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 

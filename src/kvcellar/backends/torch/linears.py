@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import platform
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 
 from kvcellar.backends import kernels
 from kvcellar.backends.torch.decoder import make_decoder
-from kvcellar.backends.torch.layers import KernelLayer, kernel_layer
-from kvcellar.backends.torch.memory import Arena
+from kvcellar.backends.torch.layers import KernelEmbedding, KernelLayer, kernel_layer
+from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
 from kvcellar.models.weights import (
     BLOCK,
@@ -154,6 +155,17 @@ class KernelLinear(nn.Module):
             self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
         return out if self.bias is None else out.add_(self.bias)
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights of outputs that are there, ``[...] -> [..., in_features]``.
+
+        Of 12 bits in bfloat16; of 8 and 4 bits in that or in float32; of 16 bits not at all.
+        """
+        outputs = outputs.long().contiguous()
+        found = torch.empty(*outputs.shape, self.in_features, dtype=dtype)
+        number = kernels.DTYPES[str(dtype).removeprefix("torch.")]
+        self._weights.gather(outputs.data_ptr(), outputs.numel(), number, found.data_ptr())
+        return found
+
     def _is_for_matrix(self, n_tokens: int) -> bool:
         """Whether the kernel's matrix unit is the fastest for so many tokens in bfloat16."""
         if n_tokens <= FEW_PACKED_AMX or not self._weights.can_multiply:
@@ -271,32 +283,25 @@ def hold_weights(model: Any, weights: str) -> None:
     def can_hold(module: nn.Module) -> bool:
         return type(module) is nn.Linear and (not packed or can_pack(module.in_features))
 
-    def make(linear: nn.Linear) -> KernelLinear:
+    def bits_for(linear: nn.Linear) -> int:
         if packed:
-            bits = bits_of(weights, is_head=linear is head)
-        else:
-            bits = 12 if codes_well(linear.weight.detach()) else 16
+            return bits_of(weights, is_head=linear is head)
+        return 12 if codes_well(linear.weight.detach()) else 16
+
+    def make(linear: nn.Linear) -> KernelLinear:
+        bits = bits_for(linear)
         is_moved = bits == 16 and linear.weight is embedding.weight
         return KernelLinear(linear, bits, expanded, None if is_moved else arena)
 
-    def replace_in(parent: nn.Module) -> None:
-        for name, child in list(parent.named_children()):
-            linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
-            found: nn.Module | None = None
-            if can_hold(child):
-                found = make(cast(nn.Linear, child))
-            elif all(can_hold(linear) for linear in linears):
-                found = kernel_layer(child, make)
-            if found is not None:
-                setattr(parent, name, found)
-            replace_in(found or child)
-
-    if not packed:
+    is_tied = head.weight is embedding.weight and can_hold(head) and bits_for(head) != 16
+    if not packed and not is_tied:
         arena.move(embedding.parameters())
-    replace_in(model)
+    _replace_in(model, can_hold, make)
+    if is_tied:
+        model.set_input_embeddings(KernelEmbedding(embedding, model.get_output_embeddings()))
     # What is left would keep the files mapped, with all that was read of them.
     there = [module.weight for module in model.modules() if isinstance(module, KernelLinear)]
-    if not packed:
+    if not packed and not is_tied:
         there.append(embedding.weight)
     ids = {id(weight) for weight in there}
     arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)
@@ -304,3 +309,22 @@ def hold_weights(model: Any, weights: str) -> None:
         if isinstance(module, KernelLayer):
             module.take_addresses()
     model.kernel_decoder = make_decoder(model)
+    give_back()
+
+
+def _replace_in(
+    parent: nn.Module,
+    can_hold: Callable[[nn.Module], bool],
+    make: Callable[[nn.Linear], KernelLinear],
+) -> None:
+    """Linear layers below a module, and what is made of several of them, by the kernel's."""
+    for name, child in list(parent.named_children()):
+        linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
+        found: nn.Module | None = None
+        if can_hold(child):
+            found = make(cast(nn.Linear, child))
+        elif all(can_hold(linear) for linear in linears):
+            found = kernel_layer(child, make)
+        if found is not None:
+            setattr(parent, name, found)
+        _replace_in(found or child, can_hold, make)

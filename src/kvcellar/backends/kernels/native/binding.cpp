@@ -248,6 +248,11 @@ NB_MODULE(_native, m) {
       .def("unpack", [](const LinearWeights& weights, int64_t first, int64_t stop, uintptr_t to) {
         nb::gil_scoped_release release;
         unpack(weights, first, stop, reinterpret_cast<void*>(to), 0);
+      })
+      .def("gather", [](const LinearWeights& weights, uintptr_t outputs, int64_t n, int dtype, uintptr_t to) {
+        nb::gil_scoped_release release;
+        gather(weights, static_cast<const int64_t*>(at(outputs)), n, static_cast<Dtype>(dtype),
+               reinterpret_cast<void*>(to), 0);
       });
 
   m.def("code", [](uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t to) {

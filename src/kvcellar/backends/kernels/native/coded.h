@@ -362,24 +362,25 @@ inline void run_pairs(const LinearCall& call, const LinearInputs& inputs, int64_
 }
 #endif
 
-void unpack_coded(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
-  const int64_t n = weights.n_in;
-  for (int64_t block = first; block < stop; ++block) {
-    const CodedHead& head = head_of(weights, block);
-    const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
-    for (int64_t r = 0; r < n_rows; ++r) {
-      const uint8_t* row = coded_row(weights, head, r);
-      const auto table = table_at(head.tables[r]);
-      for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
-        fetch_group(row + kAheadBytes);
-        decode_to(row, table, to + r * n + i);
-      }
-    }
-    const Escape* escapes = weights.escapes + head.first_escape;
-    for (uint32_t e = 0; e < head.n_escapes; ++e)
-      to[escapes[e].output * n + escapes[e].input] = escapes[e].value;
-    to += n_rows * n;
+// An output's weights.
+inline void decode_row(const LinearWeights& weights, int64_t output, uint16_t* to) {
+  const int64_t r = output % kBlockRows;
+  const CodedHead& head = head_of(weights, output / kBlockRows);
+  const uint8_t* row = coded_row(weights, head, r);
+  const auto table = table_at(head.tables[r]);
+  for (int64_t i = 0; i < weights.n_in; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+    fetch_group(row + kAheadBytes);
+    decode_to(row, table, to + i);
   }
+  const Escape* escapes = weights.escapes + head.first_escape;
+  for (uint32_t e = 0; e < head.n_escapes; ++e)
+    if (escapes[e].output == r) to[escapes[e].input] = escapes[e].value;
+}
+
+void unpack_coded(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
+  const int64_t last = smaller(stop * kBlockRows, weights.n_out);
+  for (int64_t output = first * kBlockRows; output < last; ++output, to += weights.n_in)
+    decode_row(weights, output, to);
 }
 
 }  // namespace

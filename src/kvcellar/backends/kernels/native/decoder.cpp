@@ -125,7 +125,8 @@ void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads)
   char* last = static_cast<char*>(pieces.take(call.n_rows * hidden));
   void* logits = pieces.take(n_logits);
   const auto* embedding = static_cast<const char*>(decoder.embedding);
-  for (int64_t t = 0; t < call.n_tokens; ++t)
+  if (!embedding) gather(decoder.head.weights, call.ids, call.n_tokens, dtype, x, n_threads);
+  for (int64_t t = 0; embedding && t < call.n_tokens; ++t)
     std::memcpy(x + t * row_bytes, embedding + call.ids[t] * row_bytes, static_cast<size_t>(row_bytes));
   const auto n_layers = static_cast<int64_t>(decoder.layers.size());
   for (int64_t layer = 0; layer <= n_layers; ++layer) {

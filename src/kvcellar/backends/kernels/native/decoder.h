@@ -42,7 +42,7 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
 // A causal model: what a layer makes of the one before, from an embedding to logits.
 struct Decoder {
   std::vector<DecoderLayer> layers;
-  const void* embedding;  // [n_vocab, hidden], in the layers' type
+  const void* embedding;  // [n_vocab, hidden], in the layers' type, or none: the head's weights, packed or coded
   Norm norm;
   LinearLayer head;
 };

@@ -123,4 +123,13 @@ void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to,
          });
 }
 
+void gather(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to, int n_threads) {
+  const int64_t row_bytes = weights.n_in * (dtype == Dtype::f32 ? 4 : 2);
+  const int64_t rows = std::max<int64_t>(1, kPieceBytes / row_bytes);
+  const LinearOps& ops_now = ops().linear;
+  spread(n, rows, rows, n * row_bytes > kAloneBytes ? workers_for(n_threads) : 1, [&](int64_t first, int64_t stop) {
+    ops_now.gather(weights, outputs + first, stop - first, dtype, static_cast<char*>(to) + first * row_bytes);
+  });
+}
+
 }  // namespace kvcellar

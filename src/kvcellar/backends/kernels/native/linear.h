@@ -95,6 +95,8 @@ struct LinearOps {
   void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
   // Packed or coded blocks [first, stop) as bf16 [outputs, n_in].
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
+  // See below; f32 is for packed weights only.
+  void (*gather)(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to);
   // Tiles of 16 tokens, then panels of 32 outputs. None where there is no matrix unit.
   void (*pack_tokens)(const ManyTokens& call, int64_t first, int64_t stop);
   void (*multiply)(const ManyTokens& call, char* scratch, int64_t first, int64_t stop);
@@ -115,5 +117,9 @@ void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, voi
 
 // Packed or coded blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads);
+
+// Packed or coded weights of some outputs [n, n_in], as an embedding that is the last layer's weights is read;
+// f32 or bf16, and of coded ones, which are that, bf16.
+void gather(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to, int n_threads);
 
 }  // namespace kvcellar

@@ -455,32 +455,51 @@ void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t firs
   }
 }
 
-void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
-  if (weights.format == WeightFormat::coded) return unpack_coded(weights, first, stop, to);
+// Packed weights of an output: put(i, kLanes numbers from the i-th on).
+template <class Put>
+inline void packed_row(const LinearWeights& weights, int64_t output, const Put& put) {
+  const int64_t block = output / kBlockRows, r = output % kBlockRows;
   const bool is_int4 = weights.format == WeightFormat::int4;
   const float zero = is_int4 ? 8.f : 128.f;
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
-  for (int64_t block = first; block < stop; ++block) {
-    const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
-    const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
-    for (int64_t r = 0; r < kBlockRows && block * kBlockRows + r < weights.n_out; ++r) {
-      for (int64_t g = 0; g < weights.n_groups; ++g) {
-        const char* from = data + g * group_bytes + 4 * r;
-        uint32_t fours[kGroupInputs / 4];
-        for (int q = 0; q < kGroupInputs / 4; q += is_int4 ? 2 : 1, from += 64) {
-          std::memcpy(fours + q, from, 4);
-          if (!is_int4) continue;
-          fours[q + 1] = fours[q] >> 4 & 0x0F0F0F0F;
-          fours[q] &= 0x0F0F0F0F;
-        }
-        const auto* numbers = reinterpret_cast<const uint8_t*>(fours);
-        const int64_t shared = is_int4 ? shared_of<true>(g) : shared_of<false>(g);
-        const Vec scale = all(half_to_float(scales[shared * kBlockRows + r]));
-        for (int64_t i = 0; i < kGroupInputs; i += kLanes)
-          store_bf16(to + g * kGroupInputs + i, mul(sub(load_u8(numbers + i), all(zero)), scale));
-      }
-      to += weights.n_in;
+  const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
+  const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
+  for (int64_t g = 0; g < weights.n_groups; ++g) {
+    const char* from = data + g * group_bytes + 4 * r;
+    uint32_t fours[kGroupInputs / 4];
+    for (int q = 0; q < kGroupInputs / 4; q += is_int4 ? 2 : 1, from += 64) {
+      std::memcpy(fours + q, from, 4);
+      if (!is_int4) continue;
+      fours[q + 1] = fours[q] >> 4 & 0x0F0F0F0F;
+      fours[q] &= 0x0F0F0F0F;
     }
+    const auto* numbers = reinterpret_cast<const uint8_t*>(fours);
+    const int64_t shared = is_int4 ? shared_of<true>(g) : shared_of<false>(g);
+    const Vec scale = all(half_to_float(scales[shared * kBlockRows + r]));
+    for (int64_t i = 0; i < kGroupInputs; i += kLanes)
+      put(g * kGroupInputs + i, mul(sub(load_u8(numbers + i), all(zero)), scale));
+  }
+}
+
+void unpack_linear(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {
+  if (weights.format == WeightFormat::coded) return unpack_coded(weights, first, stop, to);
+  const int64_t last = smaller(stop * kBlockRows, weights.n_out);
+  for (int64_t output = first * kBlockRows; output < last; ++output, to += weights.n_in)
+    packed_row(weights, output, [to](int64_t i, Vec x) { store_bf16(to + i, x); });
+}
+
+void gather_rows(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (dtype == Dtype::f32) {
+      float* row = static_cast<float*>(to) + i * weights.n_in;
+      packed_row(weights, outputs[i], [row](int64_t at, Vec x) { store(row + at, x); });
+      continue;
+    }
+    uint16_t* row = static_cast<uint16_t*>(to) + i * weights.n_in;
+    if (weights.format == WeightFormat::coded)
+      decode_row(weights, outputs[i], row);
+    else
+      packed_row(weights, outputs[i], [row](int64_t at, Vec x) { store_bf16(row + at, x); });
   }
 }
 

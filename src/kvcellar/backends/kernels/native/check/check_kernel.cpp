@@ -231,6 +231,10 @@ double one_linear() {
   const Dtype in = rng() % 2 ? Dtype::f32 : Dtype::bf16;
   Memory x(n_tokens * n_in * (in == Dtype::f32 ? 4 : 2)), out(n_tokens * n_out * 4);
   Memory short_out(n_tokens * n_out * 2), expanded(n_out * n_in * 2);
+  std::vector<int64_t> asked(static_cast<size_t>(n_tokens));
+  for (int64_t& output : asked) output = between(0, n_out - 1);
+  const Dtype found_in = weights.is_packed ? in : Dtype::bf16;
+  Memory found(n_tokens * n_in * (found_in == Dtype::f32 ? 4 : 2));
   fill(x, in);
   std::vector<std::vector<float>> results;
   std::vector<std::vector<char>> rows;
@@ -250,6 +254,11 @@ double one_linear() {
     rows.emplace_back(expanded.data, expanded.data + expanded.size);
     if (rows.back() != rows.front()) return 1;
     if (is_coded && std::memcmp(plain.data, expanded.data, static_cast<size_t>(plain.size)) != 0) return 1;
+    gather(weights, asked.data(), n_tokens, found_in, found.data, 2);
+    for (int64_t t = 0; found_in == Dtype::bf16 && t < n_tokens; ++t) {
+      const size_t bytes = static_cast<size_t>(2 * n_in);
+      if (std::memcmp(found.data + t * 2 * n_in, expanded.data + asked[t] * 2 * n_in, bytes) != 0) return 1;
+    }
   }
   double worst = 0, most = 1;
   for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
