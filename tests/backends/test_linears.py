@@ -14,6 +14,7 @@ from torch import nn
 from kvcellar.backends import kernels
 from kvcellar.backends.torch import linears
 from kvcellar.backends.torch.linears import Expanded, KernelLinear, codes_well, pack
+from kvcellar.backends.torch.memory import Arena
 from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, packed_bytes
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
@@ -327,12 +328,59 @@ def test_a_bias_is_added_and_shapes_are_kept():
         assert torch.equal(with_bias(every_other), with_bias(every_other.contiguous()))
 
 
-def test_packing_goes_through_weights_in_pieces(monkeypatch):
-    weight = layer(100, 2 * GROUP).weight.detach()
-    whole = pack(weight, 4)
-    monkeypatch.setattr(linears, "_PACKED_AT_A_TIME", 1)
-    for a, b in zip(whole, pack(weight, 4), strict=True):
-        assert np.array_equal(a.numpy(), b.numpy())
+def packed_by_torch(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, in torch's operators: float32 is rounded where the kernel rounds it."""
+    n_out, n_in = weight.shape
+    n_blocks, n_scales = -(-n_out // 16), -(-n_in // SHARED[bits])
+    zero, top = (128, 255) if bits == 8 else (8, 15)
+    missing = n_scales * SHARED[bits] - n_in, n_blocks * 16 - n_out
+    rows = nn.functional.pad(weight.float(), (0, missing[0], 0, missing[1]))
+    groups = rows.view(n_blocks, 16, n_scales, SHARED[bits])
+    if bits == 8:
+        step = groups.abs().amax(-1) / 127
+    else:
+        step = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0] / -8
+    step = step.half()
+    inverse = torch.where(step == 0, 0.0, 1 / step.float())
+    numbers = (groups * inverse[..., None]).round_().add_(zero).clamp_(0, top)
+    # [blocks, fours of inputs, outputs, inputs of a four]
+    fours = numbers.to(torch.uint8).flatten(2)[..., :n_in].unflatten(-1, (-1, 4)).transpose(1, 2)
+    if bits == 4:
+        fours = fours[:, ::2] | fours[:, 1::2] << 4
+    return fours.flatten(1), step.transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bits=st.sampled_from([8, 4]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
+    n_groups=st.integers(1, 9),
+    n_out=st.integers(1, 70),
+    seed=st.integers(0, 99),
+    share=st.sampled_from([0.0, 0.1, 1.0]),
+    is_turned=st.booleans(),
+)
+def test_weights_are_packed_by_the_definition(
+    level, bits, dtype, n_groups, n_out, seed, share, is_turned
+):
+    """To the last bit: with zeros, denormal numbers, and equals of which the first one counts."""
+    weight = wild(layer(n_out, n_groups * GROUP, seed=seed), seed, share).weight.detach().to(dtype)
+    weight[:, 5] = -weight[:, 3]
+    if is_turned:
+        weight = weight.t().contiguous().t()
+    for arena in (None, Arena()):
+        for got, want in zip(pack(weight, bits, arena), packed_by_torch(weight, bits), strict=True):
+            assert got.dtype == want.dtype and got.shape == want.shape
+            assert torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_shows(level, bits, value):
+    linear = layer(20, 2 * GROUP)
+    linear.weight.data[3, 40] = value
+    found = KernelLinear(linear, bits, None)(torch.ones(1, 2 * GROUP))
+    assert found[0].isnan().nonzero().tolist() == [[3]]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -74,6 +74,9 @@ __all__ = [
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 """Storage types and their numbers in the extension; q, k, v and results have one of the first 3."""
 
+_FORMATS = {16: 0, 8: 1, 4: 2, 12: 3}
+"""Bits of linear layers' weights and their numbers in the extension."""
+
 LEVEL_VARIABLE = "KVCELLAR_KERNEL"
 """Environment: an instruction set to use in place of the best, or ``off``."""
 
@@ -247,6 +250,25 @@ def code(rows: int, n_in: int, n_out: int, to: int) -> bytes:
     return _native.code(rows, n_in, n_out, to)
 
 
+def pack(rows: int, dtype: str, bits: int, n_in: int, n_out: int, data: int, scales: int) -> None:
+    """Write weights in 8 or 4 bits and their float16 scales; ``native/linear.h`` says how they lie.
+
+    Symmetric around 0, with a scale for each 128 inputs, or in 4 bits 32: for 8 bits the largest
+    magnitude is 127 steps, for 4 bits the number of the largest magnitude is -8 of them. Where not
+    all that share a scale are finite it is NaN.
+
+    Args:
+        rows: address of ``[n_out, n_in]``.
+        dtype: of them, float32 or bfloat16.
+        bits: 8 or 4.
+        n_in: inputs, a multiple of 32.
+        n_out: outputs.
+        data: address of as many bytes as blocks of 16 outputs take.
+        scales: address of float16 ``[n_blocks, n_scales, 16]``.
+    """
+    _native.pack(rows, DTYPES[dtype], _FORMATS[bits], n_in, n_out, data, scales)
+
+
 def make_linear_weights(
     bits: int, n_in: int, n_out: int, data: int, beside: int = 0
 ) -> LinearWeights:
@@ -268,7 +290,7 @@ def make_linear_weights(
         data: address of the weights.
         beside: address of the float16 scales of packed weights, or of what :func:`code` returned.
     """
-    return _native.LinearWeights({16: 0, 8: 1, 4: 2, 12: 3}[bits], n_in, n_out, data, beside)
+    return _native.LinearWeights(_FORMATS[bits], n_in, n_out, data, beside)
 
 
 def make_eagle3_weights(

@@ -11,6 +11,7 @@ unit or some millions at a time; elsewhere, and where the processor multiplies b
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import threading
 from collections.abc import Callable
@@ -52,8 +53,6 @@ FEW_PACKED_AMX = 32
 
 EXPANDED = 1 << 24
 """Numbers that are expanded at a time, in 32 MiB."""
-
-_PACKED_AT_A_TIME = 1 << 22
 
 _ASKED = 64
 """Outputs whose weights say whether those of all fit into 12 bits."""
@@ -110,12 +109,7 @@ class KernelLinear(nn.Module):
             self.weight = nn.Parameter(weight, requires_grad=False)
             beside_at = 0
         else:
-            if bits == 12:
-                held, beside = code(weight, arena)
-            else:
-                held, beside = pack(weight, bits)
-                if arena is not None:
-                    held, beside = arena.copy(held), arena.copy(beside)
+            held, beside = code(weight, arena) if bits == 12 else pack(weight, bits, arena)
             self.register_buffer("weight", held)
             self.register_buffer("escapes" if bits == 12 else "scales", beside)
             beside_at = beside.data_ptr()
@@ -216,41 +210,24 @@ def codes_well(weight: Tensor) -> bool:
     return escapes.nbytes // 8 * _FEW_ESCAPES <= some.numel()
 
 
-def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Weights ``[n_out, n_in]`` as the kernel reads them; see ``native/linear.h``.
-
-    Symmetric around 0, with a float16 scale for each 128 inputs, or in 4 bits 32: for 8 bits the
-    largest magnitude is 127 steps, for 4 bits the number of the largest magnitude is -8 of them.
+def pack(weight: Tensor, bits: int, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
+    """Weights ``[n_out, n_in]`` in 8 or 4 bits, as :func:`kernels.pack` says.
 
     Returns:
-        Bytes, and scales ``[n_blocks, n_scales, 16]``.
+        Bytes ``[n_blocks, of a block]``, and float16 scales ``[n_blocks, n_scales, 16]``.
     """
     n_out, n_in = weight.shape
-    n_blocks, n_scales = -(-n_out // BLOCK), -(-n_in // SHARED[bits])
-    data = torch.zeros(n_blocks, BLOCK * n_in * bits // 8, dtype=torch.uint8)
-    scales = torch.zeros(n_blocks, n_scales, BLOCK, dtype=torch.float16)
-    zero, top = (128, 255) if bits == 8 else (8, 15)
-    at_a_time = max(1, _PACKED_AT_A_TIME // (BLOCK * n_in))
-    for first in range(0, n_blocks, at_a_time):
-        stop = min(first + at_a_time, n_blocks)
-        rows = weight[first * BLOCK : stop * BLOCK].float()
-        more = n_scales * SHARED[bits] - n_in, (stop - first) * BLOCK - rows.shape[0]
-        rows = F.pad(rows, (0, more[0], 0, more[1]))
-        groups = rows.view(stop - first, BLOCK, n_scales, SHARED[bits])
-        if bits == 8:
-            step = groups.abs().amax(-1) / 127
-        else:
-            step = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0] / -8
-        step = step.half()
-        inverse = torch.where(step == 0, 0.0, 1 / step.float())
-        numbers = (groups * inverse[..., None]).round_().add_(zero).clamp_(0, top)
-        # [blocks, fours of inputs, outputs, inputs of a four]
-        fours = numbers.to(torch.uint8).flatten(2)[..., :n_in].unflatten(-1, (-1, 4))
-        ordered = fours.transpose(1, 2)
-        if bits == 4:
-            ordered = ordered[:, ::2] | ordered[:, 1::2] << 4
-        data[first:stop] = ordered.flatten(1)
-        scales[first:stop] = step.transpose(1, 2)
+    weight = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
+    shape = -(-n_out // BLOCK), BLOCK * n_in * bits // 8
+    of_scales = shape[0], -(-n_in // SHARED[bits]), BLOCK
+    if arena is None:
+        data = torch.empty(shape, dtype=torch.uint8)
+        scales = torch.empty(of_scales, dtype=torch.float16)
+    else:
+        data = arena.take(math.prod(shape)).view(shape)
+        scales = arena.take(2 * math.prod(of_scales)).view(torch.float16).view(of_scales)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    kernels.pack(weight.data_ptr(), dtype, bits, n_in, n_out, data.data_ptr(), scales.data_ptr())
     return data, scales
 
 

@@ -255,6 +255,14 @@ NB_MODULE(_native, m) {
                reinterpret_cast<void*>(to), 0);
       });
 
+  m.def("pack", [](uintptr_t rows, int dtype, int format, int64_t n_in, int64_t n_out, uintptr_t data,
+                   uintptr_t scales) {
+    const nb::gil_scoped_release release;
+    const auto what = static_cast<WeightFormat>(format);
+    pack({make_linear_weights(what, n_in, n_out, nullptr, nullptr), at(rows), static_cast<Dtype>(dtype),
+          reinterpret_cast<uint8_t*>(data), reinterpret_cast<uint16_t*>(scales)}, 0);
+  });
+
   m.def("code", [](uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t to) {
     std::vector<Escape> escapes;
     {

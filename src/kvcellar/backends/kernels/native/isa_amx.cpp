@@ -11,6 +11,6 @@
 namespace kvcellar {
 extern const Ops ops_amx;
 const Ops ops_amx = {"amx", amx::attend, amx::merge, amx::write, amx::sum_of,
-                    {amx::prepare_linear, amx::run_linear, amx::unpack_linear, amx::gather_rows, amx::pack_tokens,
-                     amx::multiply_panels, amx::kRowOps}};
+                    {amx::prepare_linear, amx::run_linear, amx::unpack_linear, amx::pack_linear, amx::gather_rows,
+                    amx::pack_tokens, amx::multiply_panels, amx::kRowOps}};
 }  // namespace kvcellar

@@ -10,6 +10,6 @@
 namespace kvcellar {
 extern const Ops ops_bf16;
 const Ops ops_bf16 = {"bf16", bf16::attend, bf16::merge, bf16::write, bf16::sum_of,
-                     {bf16::prepare_linear, bf16::run_linear, bf16::unpack_linear, bf16::gather_rows, nullptr,
-                     nullptr, bf16::kRowOps, true}};
+                     {bf16::prepare_linear, bf16::run_linear, bf16::unpack_linear, bf16::pack_linear, bf16::gather_rows,
+                     nullptr, nullptr, bf16::kRowOps, true}};
 }  // namespace kvcellar

@@ -54,6 +54,13 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
   return weights;
 }
 
+void pack(const Packing& packing, int n_threads) {
+  constexpr int64_t kBlocks = 8;
+  const LinearOps& ops_now = ops().linear;
+  spread(packing.weights.n_blocks, kBlocks, 1, workers_for(n_threads),
+         [&](int64_t first, int64_t stop) { ops_now.pack(packing, first, stop); });
+}
+
 void linear(const LinearCall& call, int n_threads) {
   const LinearOps& ops_now = ops().linear;
   const LinearWeights& weights = call.weights;

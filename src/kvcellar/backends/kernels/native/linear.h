@@ -88,6 +88,16 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
 // bfloat16 [n_out, n_in] as coded blocks, and their escapes. n_in is a multiple of kCodedInputs.
 std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void* to, int n_threads);
 
+// Packs f32 or bf16 rows [n_out, n_in]: int8 has its largest magnitude at 127 steps, int4 the number of the
+// largest magnitude, the first one of equals, at -8 of them. The scale of numbers that are not all finite is NaN.
+struct Packing {
+  LinearWeights weights;  // what they become; n_in is a multiple of kGroupInputs
+  const void* rows;
+  Dtype dtype;
+  uint8_t* data;          // of the weights
+  uint16_t* scales;
+};
+
 struct LinearOps {
   // Tokens [first, stop) of the inputs.
   void (*prepare)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
@@ -95,6 +105,8 @@ struct LinearOps {
   void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
   // Packed or coded blocks [first, stop) as bf16 [outputs, n_in].
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
+  // Blocks [first, stop).
+  void (*pack)(const Packing& packing, int64_t first, int64_t stop);
   // See below; f32 is for packed weights only.
   void (*gather)(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to);
   // Tiles of 16 tokens, then panels of 32 outputs. None where there is no matrix unit.
@@ -103,6 +115,8 @@ struct LinearOps {
   RowOps rows;  // what comes between linear layers
   bool has_pairs = false;  // coded weights meet bfloat16 inputs two at a time
 };
+
+void pack(const Packing& packing, int n_threads);
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
 // are summed in one order for up to kReadOnce tokens, and in another for more; coded ones that meet inputs in

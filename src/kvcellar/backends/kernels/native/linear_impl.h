@@ -455,6 +455,69 @@ void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t firs
   }
 }
 
+// n weights of an output that share a scale; that.
+template <bool is_int4>
+inline uint16_t pack_shared(const float* x, int64_t n, uint8_t* numbers) {
+  const Vec zeros = all(0.f);
+  Vec most = zeros, least = zeros, doubts = zeros;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Vec y = load(x + i);
+    most = max(most, y);
+    least = max(least, sub(zeros, y));
+    doubts = fma(y, zeros, doubts);
+  }
+  const float high = highest(most), low = highest(least);
+  float step = (high > low ? high : low) / 127.f;
+  if (is_int4) {
+    float largest = high > low ? high : -low;
+    for (int64_t i = n - 1; high == low && i >= 0; --i)
+      if (__builtin_fabsf(x[i]) == high) largest = x[i];
+    step = largest / -8.f;
+  }
+  if (sum(doubts) != 0.f) step = __builtin_nanf("");
+  const uint16_t scale = float_to_half(step);
+  const float held = half_to_float(scale);
+  const Vec inverse = all(held == 0.f ? 0.f : 1.f / held);
+  const Vec zero = all(is_int4 ? 8.f : 128.f), top = all(is_int4 ? 15.f : 255.f);
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_u8(numbers + i, min(max(add(nearest(mul(load(x + i), inverse)), zero), zeros), top));
+  return scale;
+}
+
+template <bool is_int4>
+inline void pack_blocks(const Packing& packing, int64_t first, int64_t stop) {
+  const LinearWeights& weights = packing.weights;
+  constexpr int64_t kShared = is_int4 ? kInt4Shared : kInt8Shared, kTogether = is_int4 ? 8 : 4;
+  const int64_t n = weights.n_in, size = packing.dtype == Dtype::f32 ? 4 : 2;
+  for (int64_t block = first; block < stop; ++block) {
+    uint16_t* scales = packing.scales + block * weights.n_scales * kBlockRows;
+    for (int64_t r = 0; r < kBlockRows; ++r, ++scales) {
+      const int64_t output = block * kBlockRows + r;
+      uint8_t* to = packing.data + block * weights.block_bytes + 4 * r;
+      for (int64_t i = 0; i < n; i += kShared) {
+        float x[kShared] = {};
+        uint8_t numbers[kShared];
+        const int64_t length = smaller(n - i, kShared);
+        if (output < weights.n_out)
+          load_floats(static_cast<const char*>(packing.rows) + (output * n + i) * size, packing.dtype, length, x);
+        scales[i / kShared * kBlockRows] = pack_shared<is_int4>(x, length, numbers);
+        for (int64_t j = 0; j < length; j += kTogether, to += 64) {
+          uint32_t four, more;
+          std::memcpy(&four, numbers + j, 4);
+          std::memcpy(&more, numbers + j + kTogether - 4, 4);
+          if (is_int4) four |= more << 4;
+          std::memcpy(to, &four, 4);
+        }
+      }
+    }
+  }
+}
+
+void pack_linear(const Packing& packing, int64_t first, int64_t stop) {
+  packing.weights.format == WeightFormat::int4 ? pack_blocks<true>(packing, first, stop)
+                                               : pack_blocks<false>(packing, first, stop);
+}
+
 // Packed weights of an output: put(i, kLanes numbers from the i-th on).
 template <class Put>
 inline void packed_row(const LinearWeights& weights, int64_t output, const Put& put) {

@@ -211,14 +211,15 @@ double one_linear() {
   LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
   Memory data(format != WeightFormat::bf16 ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
   Memory scales(weights.is_packed ? weights.n_blocks * weights.n_scales * kBlockRows * 2 : 0);
-  Memory plain(is_coded ? 2 * n_out * n_in : 0);
+  const Dtype plain_in = weights.is_packed && rng() % 2 ? Dtype::f32 : Dtype::bf16;
+  Memory plain(format == WeightFormat::bf16 ? 0 : n_out * n_in * (plain_in == Dtype::f32 ? 4 : 2));
   fill(data, weights.is_packed ? Dtype::int8 : Dtype::bf16);
   fill(scales, Dtype::f16);
-  fill(plain, Dtype::bf16);
+  fill(plain, plain_in);
   weights.data = data.data;
   weights.scales = reinterpret_cast<const uint16_t*>(scales.data);
   std::vector<Escape> escapes;
-  for (int64_t i = 0; i < plain.size / 2; ++i)  // some far from all others
+  for (int64_t i = 0; is_coded && i < plain.size / 2; ++i)  // some far from all others
     if (rng() % 50 == 0) {
       const auto number = static_cast<uint16_t>(rng() % 0x3F80 + (rng() % 2 << 15));
       std::memcpy(plain.data + 2 * i, &number, 2);
@@ -237,9 +238,17 @@ double one_linear() {
   Memory found(n_tokens * n_in * (found_in == Dtype::f32 ? 4 : 2));
   fill(x, in);
   std::vector<std::vector<float>> results;
-  std::vector<std::vector<char>> rows;
+  std::vector<std::vector<char>> rows, packed;
   for (const char* name : levels()) {
     set_level(name);
+    if (weights.is_packed) {
+      Memory numbers(data.size), steps(scales.size);
+      pack({weights, plain.data, plain_in, reinterpret_cast<uint8_t*>(numbers.data),
+            reinterpret_cast<uint16_t*>(steps.data)}, 2);
+      packed.emplace_back(numbers.data, numbers.data + numbers.size);
+      packed.back().insert(packed.back().end(), steps.data, steps.data + steps.size);
+      if (packed.back() != packed.front()) return 1;
+    }
     linear({weights, x.data, short_out.data, n_tokens, in, Dtype::bf16}, 2);
     linear({weights, x.data, out.data, n_tokens, in, Dtype::f32}, 2);
     const auto* from = reinterpret_cast<const float*>(out.data);
