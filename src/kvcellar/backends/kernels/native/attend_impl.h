@@ -16,7 +16,7 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Cells that are attended at a time, at most: each such tile has a start and an end. Twice as many take a
 // twentieth less of int4's time on Zen 4, and with 256 bits a tenth more.
-#if defined(KVC_BF16)
+#if defined(KVC_BF16) || (defined(KVC_VNNI) && !defined(KVC_AMX))
 constexpr int64_t kTile = kMaxTile;
 #else
 constexpr int64_t kTile = kMaxTile / 2;
@@ -304,6 +304,12 @@ struct Walk {
 constexpr bool is_fetched_far = true;
 #elif !defined(KVC_BF16)
 constexpr bool is_fetched_far = false;
+#endif
+// Of Intel's that have no matrix unit, float rows: few lines at a time come to the first cache there, too.
+#if defined(KVC_AVX512) && !defined(KVC_BF16) && !defined(KVC_AMX)
+constexpr bool are_floats_far = true;
+#else
+constexpr bool are_floats_far = false;
 #endif
 template <bool is_far = false>
 inline void fetch(const char* line) {
@@ -646,7 +652,8 @@ inline void logits_of(const float* fours, int64_t any_pad, const float* k, float
         }
         constexpr int64_t kLines = Lane::kNumbers * kCells * 4;  // 32 for each line
         if (kPad && part / 4 * kLines % 32 == 0)
-          for (int64_t i = 0; i < (kLines + 31) / 32; ++i) lines.one(part / 4 * kLines / 32 + i);
+          for (int64_t i = 0; i < (kLines + 31) / 32; ++i)
+            lines.one<are_floats_far>(part / 4 * kLines / 32 + i);
       }
     }
     for (int i = 0; i < kVecs; ++i) {
@@ -694,7 +701,7 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) {
       if (i * kFetched % 8 == 0)
-        for (int64_t j = 0; j < (kFetched + 7) / 8; ++j) lines.one(i * kFetched / 8 + j);
+        for (int64_t j = 0; j < (kFetched + 7) / 8; ++j) lines.one<are_floats_far>(i * kFetched / 8 + j);
       add(c + i);
     }
   }
@@ -791,7 +798,8 @@ inline int64_t longest_tile(const Pool& pool, int64_t rows) {
     return n;
   }
 #else
-  (void)pool, (void)rows;
+  (void)rows;
+  if (!is_quantised(pool.k.dtype) && !is_quantised(pool.v.dtype)) return smaller(kTile, kMaxTile / 2);
 #endif
   return kTile;
 }
@@ -1074,9 +1082,10 @@ class Attention {
 #endif
     if (!columns.is_finite()) return false;
     Walk walk(job_);
+    const int64_t longest = next_.longest();
     int64_t left = job_.n_cells;
-    const auto take = [](Walk& from, int64_t& left, TileRows& rows) {
-      const int64_t n = left ? from.next(smaller(kTile, left), rows) : 0;
+    const auto take = [longest](Walk& from, int64_t& left, TileRows& rows) {
+      const int64_t n = left ? from.next(smaller(longest, left), rows) : 0;
       left -= n;
       return n;
     };

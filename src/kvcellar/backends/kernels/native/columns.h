@@ -28,7 +28,7 @@ class Columns {
       address += static_cast<uintptr_t>(n) * sizeof *piece;
     };
     take(keys_, kCells * kDim);
-    take(values_, kCells * kDim);
+    values_ = keys_;  // when keys have been multiplied
     take(queries_, kRows * kDim / 2);
     take(weights_, kRows * kCells / 2);
     take(logits_, kRows * kCells);
@@ -64,7 +64,7 @@ class Columns {
     for (int64_t j = 0; j < kVecs; ++j) {
       const Vec k_step = mul(load(steps_ + j * kLanes), all(step));
       if (!(highest(k_step) < kHighestLogit / 2147483648.f)) return false;
-      shares[j] = weigh(j, k_step, n, is_higher);
+      shares[j] = weigh(j, k_step, rows, c, n, is_higher);
     }
     if (!load_values(rows, c, n, step, next)) return false;
     for (Vec& share : shares) share = mul(share, all(step));
@@ -101,9 +101,17 @@ class Columns {
 #else
   static constexpr int64_t kAtOnce = 8 / kVecs;
 #endif
-  // What is fetched of the next tile: 64 cells' share in 8 turns, by the products.
+  // What is fetched of the next tile: 64 cells' share in 8 turns. With 256 bits by the products; else evenly by
+  // all that is done, since Intel's processors wait for few lines at a time.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
-  static constexpr int64_t kLinesOf16 = kAtOnce;
+#if defined(KVC_AVX512)
+  static constexpr int64_t kLinesOf2Keys = kDim / 64, kLinesOf2Values = 2 * kLinesOf2Keys;
+  static constexpr int64_t kLinesOf2Weights = kDim / 64, kLinesOf16 = kAtOnce / 2;
+#else
+  static constexpr int64_t kLinesOf2Keys = 0, kLinesOf2Values = 0, kLinesOf2Weights = 0, kLinesOf16 = kAtOnce;
+#endif
+
+  static constexpr int64_t kTurnOfValues = 4;
 
   // Rows as they lie, 16 at a time, and what they are counted in.
   struct Found {
@@ -121,7 +129,7 @@ class Columns {
           rows.together(part, c + i, m, 2 * kDim, room_ + i * 2 * kDim, found.step[i / 16]);
       found.from[i / 16] = from;
       const int64_t row = found.step[i / 16];
-      const auto take = [&](int64_t) {
+      const auto take = [&](int64_t, int64_t) {
         for (int64_t d = 0; d < kDim; d += 2 * kLanes) {
           Ints& larger = most[d / (2 * kLanes) % 2];
           larger = max_u16(larger, both(load_ints(from + 2 * d), all_ints(0x7FFF7FFF)));
@@ -158,14 +166,17 @@ class Columns {
     for (int64_t i = 0; i < kCells; i += 16) {
       const char* from = found.from[i / 16];
       const int64_t row = found.step[i / 16];
-      lines_[i / 16] = next.turn(c / 8 + i / 16, kLinesOfTurn);
-      for_each<1>(smaller(n - i, 16), [&](int64_t) {
+      Lines lines = next.turn(c / 8 + i / 16, kLinesOfTurn);
+      for_each<1>(smaller(n - i, 16), [&](int64_t, int64_t place) {
+        if (place % 2 == 0)
+          for (int64_t k = 0; k < kLinesOf2Keys; ++k) lines.one<true>(place / 2 * kLinesOf2Keys + k);
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           store_ints(to, pairs(even(x), odd(x), found.inverse, found.high_inverse));
         }
         from += row;
       });
+      lines_[i / 16] = lines;
     }
     std::memset(to, 0, sizeof *to * static_cast<size_t>(keys_ + kCells * kDim - to));
     return true;
@@ -179,8 +190,9 @@ class Columns {
     for (int64_t i = 0; i < kCells; i += 16) {
       const char* from = found.from[i / 16];
       const int64_t row = found.step[i / 16], m = smaller(n - i, 16);
-      lines_[i / 16] = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
-      for_each<2>(m, [&](int64_t j) {
+      Lines lines = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
+      for_each<2>(m, [&](int64_t j, int64_t place) {
+        for (int64_t k = 0; k < kLinesOf2Values; ++k) lines.one<true>(place / 2 * kLinesOf2Values + k);
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
@@ -189,19 +201,22 @@ class Columns {
         }
         from += 2 * row;
       });
+      lines_[kTurnOfValues + i / 16] = lines;
     }
     std::memset(to, 0, sizeof *to * static_cast<size_t>(values_ + kCells * kDim - to));
     return true;
   }
 
-  // take(j), for each kStep-th of m <= 16 rows.
+  // take(j, place), for each kStep-th j of m <= 16 rows; `place` is j % 8, and known where loops are unrolled.
+  // Of 16 rows j is 0: all of them are there.
   template <int64_t kStep, class Take>
   static __attribute__((always_inline)) void for_each(int64_t m, const Take& take) {
     if (m == 16) {
+      for (int64_t half = 0; half < 2; ++half)
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < 16; j += kStep) take(0);
+        for (int64_t j = 0; j < 8; j += kStep) take(0, j);
     } else {
-      for (int64_t j = 0; j < m; j += kStep) take(j);
+      for (int64_t j = 0; j < m; j += kStep) take(j, j % 8);
     }
   }
 
@@ -236,7 +251,7 @@ class Columns {
       for (int64_t j = 0; j < 16; ++j) {
         Ints x[kVecs];
         for (int64_t k = 0; k < kVecs; ++k) x[k] = load_ints(columns + j * kRows + k * kLanes);
-        if ((j + 1) * kLinesOf16 / 16 > j * kLinesOf16 / 16) lines.one(j * kLinesOf16 / 16);
+        if ((j + 1) * kLinesOf16 / 16 > j * kLinesOf16 / 16) lines.one<true>(j * kLinesOf16 / 16);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kAtOnce; ++i)
           add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
@@ -275,22 +290,36 @@ class Columns {
 
   // Logits to weights, for the j-th vector of rows; what a result of one is worth. `is_higher` becomes
   // true if earlier sums and results count by `factors_` from now on.
-  Vec weigh(int64_t j, Vec step, int64_t n, bool& is_higher) {
+  Vec weigh(int64_t j, Vec step, const TileRows& rows, int64_t c, int64_t n, bool& is_higher) {
     const int64_t at = j * kLanes;
     const Vec top = mul(to_floats(highest_logits(j, n)), step), zero = all(0.f), below = sub(zero, top);
     Vec totals[2] = {zero, zero};
     float* weights = reinterpret_cast<float*>(logits_) + at;
-    const auto take = [&](int64_t i, Vec& total) __attribute__((always_inline)) {
+    const auto take = [&](int64_t i, int64_t place, Lines& lines, Vec& total) __attribute__((always_inline)) {
       float* to = weights + i * kRows;
-      const Vec p = exp2_below_1(fma(to_floats(load_ints(to)), step, below));
+      if (j == 0) {  // V comes from the second cache meanwhile
+        const char* row = rows.row(kVRows, c + i);
+        for (int64_t at = 0; at < 2 * kDim; at += 64) __builtin_prefetch(row + at, 0, 3);
+        if (place % 2 == 0)
+          for (int64_t k = 0; k < kLinesOf2Weights; ++k) lines.one<true>(place / 2 * kLinesOf2Weights + k);
+      }
+      const Vec x = fma(to_floats(load_ints(to)), step, below);
+#if defined(KVC_AVX512)
+      const Vec p = exp2_rough(x);
+#else
+      const Vec p = exp2_below_1(x);
+#endif
       store(to, p);
       total = add(total, p);
     };
     int64_t first = 0;
-    for (; first + 4 <= n; first += 4)
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < 4; ++i) take(first + i, totals[i % 2]);
-    for (; first < n; ++first) take(first, totals[0]);
+    for (; first + 8 <= n; first += 8) {
+      Lines lines = lines_[first / 16];
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < 8; ++i) take(first + i, i, lines, totals[i % 2]);
+      if (j == 0) lines_[first / 16].at = lines.at;
+    }
+    for (Lines none = Next::nothing(); first < n; ++first) take(first, 0, none, totals[0]);
     const Vec total = add(totals[0], totals[1]);
     for (int64_t i = n; i < kCells; ++i) store(weights + i * kRows, zero);
     const Vec scale = min(all(kMostWeight), div(all(kMostWeights), total));
@@ -321,7 +350,7 @@ class Columns {
     for (int64_t d = 0; d < kDim; d += kAtOnce) {
       float* results = results_ + number(d) * kRows;
       multiply<kCells / 2, 1, kDim>(
-          weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[d / (kDim / 4)],
+          weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[kTurnOfValues + d / (kDim / 4)],
           [results, steps, factors](int64_t i, const Ints* sums) {
             for (int64_t j = 0; j < kVecs; ++j) {
               float* to = results + 2 * i * kRows + j * kLanes;
@@ -337,7 +366,7 @@ class Columns {
   int32_t *queries_, *weights_, *logits_;
   float* results_;
   char* room_;
-  Lines lines_[4];
+  Lines lines_[8];  // turns of 16 cells, for logits and for values
   alignas(64) float steps_[kRows] = {}, sum_[kRows] = {}, factors_[kRows], max_[kRows];
   bool is_finite_ = true;
 };

@@ -74,10 +74,14 @@ std::vector<const Ops*> find_levels() {
     if (has_amx()) found.push_back(&ops_amx);
 #endif
 #if defined(KVC_WITH_BF16)
-    if (has_vnni() && has_bf16()) found.push_back(&ops_bf16);
+    if (has_vnni() && has_bf16() && is_amd()) found.push_back(&ops_bf16);
 #endif
 #if defined(KVC_WITH_VNNI)
     if (has_vnni()) found.push_back(&ops_vnni);
+#endif
+#if defined(KVC_WITH_BF16)
+    // Intel's take two cycles for a product of pairs of bfloat16, four of 16-bit integers' and of float32.
+    if (has_vnni() && has_bf16() && !is_amd()) found.push_back(&ops_bf16);
 #endif
     found.push_back(&ops_avx512);
   }

@@ -519,7 +519,7 @@ inline void with_number(int64_t n, const Run& run) {
 struct FlushToZero {
 #if defined(KVC_AVX512)
   const unsigned was = _mm_getcsr();
-  FlushToZero() { _mm_setcsr(was | _MM_FLUSH_ZERO_ON); }
+  FlushToZero() { _mm_setcsr(was | _MM_FLUSH_ZERO_ON | 0x40); }
   ~FlushToZero() { _mm_setcsr(was); }
   FlushToZero(const FlushToZero&) = delete;
 #endif
@@ -529,7 +529,20 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
 // 2**x for x <= 0 with a relative error of some 5e-7 at most; 0 far below, NaN for NaN.
-#if defined(KVC_AVX512)
+#if defined(KVC_AVX512) && !defined(KVC_BF16)
+// Intel's processors take fractions and set exponents in one operation each, as fast as any other.
+inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+inline Vec exp2_below_1(Vec x) {
+  const Vec f = fraction(x);
+  Vec y = all(1.86713007e-3f);
+  y = fma(y, f, all(9.01703032e-3f));
+  y = fma(y, f, all(5.57999131e-2f));
+  y = fma(y, f, all(2.40164450e-1f));
+  y = fma(y, f, all(6.93151312e-1f));
+  y = fma(y, f, all(1.f));
+  return _mm512_scalef_ps(y, x);
+}
+#elif defined(KVC_AVX512)
 inline Vec exp2_below_1(Vec x) {
   // In sixteenths, which are the last bits of a sum, and what is left: a root of 2 by the lowest four, less
   // what these add when all of them go to the exponent, and two terms of a series. Few of these are
@@ -577,11 +590,17 @@ inline Vec exp2_below_1(Vec x) {
 #endif
 
 // The same for x <= 100 with a relative error of 2.4e-4, none at whole numbers, for weights that become
-// bfloat16 or meet rows that were rounded to more than that; 2**-120 far below. Of sixteenths the power's
-// first and second term lie in tables: products take the same parts of Zen 4 as multiplications do, and leave
-// free what adds, shifts and looks up.
-#if defined(KVC_AVX512)
+// bfloat16 or meet rows that were rounded to more than that; 2**-120 or 0 far below.
+#if defined(KVC_AVX512) && !defined(KVC_BF16)
 inline Vec exp2_rough(Vec x) {
+  const Vec f = fraction(x);
+  const Vec y = fma(fma(all(7.7067042e-2f), f, all(2.27644991e-1f)), f, all(6.95116786e-1f));
+  return _mm512_scalef_ps(fma(y, f, all(1.f)), x);
+}
+#elif defined(KVC_AVX512)
+inline Vec exp2_rough(Vec x) {
+  // Of sixteenths the power's first and second term lie in tables: products take the same parts of Zen 4 as
+  // multiplications do, and leave free what adds, shifts and looks up.
   alignas(64) static constexpr float roots[16] = {
       1.0f, 1.04427373f, 1.09050775f, 1.13878858f, 1.18920708f, 1.24185777f,
       1.29683959f, 1.35425556f, 1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f,

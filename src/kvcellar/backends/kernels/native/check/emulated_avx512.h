@@ -18,7 +18,9 @@
 #undef _mm512_extractf32x8_ps
 #undef _mm512_inserti32x4
 #undef _mm512_inserti64x4
+#undef _mm512_reduce_ps
 #undef _mm512_roundscale_ps
+#undef _mm512_scalef_ps
 #undef _mm512_shuffle_f32x4
 #undef _mm512_shuffle_i32x4
 #undef _mm512_shuffle_ps
@@ -390,6 +392,22 @@ inline __m512 _mm512_roundscale_ps(__m512 x, int how) {
   emulated::Floats a{x};
   for (__m256& half : a.half)
     half = _mm256_round_ps(half, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return a.all;
+}
+inline __m512 _mm512_reduce_ps(__m512 x, int how) {
+  emulated::demand(how == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  emulated::Floats a{x};
+  for (float& number : a.number)
+    number = __builtin_isinf(number) ? 0.f : number - __builtin_floorf(number);
+  return a.all;
+}
+inline __m512 _mm512_scalef_ps(__m512 x, __m512 y) {
+  emulated::Floats a{x}, b{y};
+  for (int i = 0; i < 16; ++i) {
+    const float power = __builtin_floorf(b.number[i]);
+    if (power != power) a.number[i] = power;
+    else a.number[i] = __builtin_ldexpf(a.number[i], power < -1000.f ? -1000 : power > 1000.f ? 1000 : static_cast<int>(power));
+  }
   return a.all;
 }
 // Of x bytes without a sign; what is beyond 32 bits is lost.
