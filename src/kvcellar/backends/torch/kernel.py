@@ -13,7 +13,7 @@ from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications.
 
-Not so with AVX2, where it always is, and with AMX.
+Not so with AVX2, VNNI and bf16, where it always is, and with AMX.
 """
 
 FEW_QUERIES_MASKED = 32
@@ -119,7 +119,7 @@ def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
         dtype: of the queries.
     """
     stored = {kv.k.name, kv.v.name}
-    if kernels.level() in {"avx2", "bf16"}:
+    if kernels.level() in {"avx2", "vnni", "bf16"}:
         # Torch takes 1.1 (AVX2, 512 behind 7,000 cells) to 4 times as long: with bf16 in floats.
         return None
     if kernels.level() != "amx" or stored & {"float32", "float16"}:
