@@ -69,8 +69,6 @@ class Ours:
         self.weight_bytes = model.touch_weights()
         if backend == "executorch":
             self.weight_bytes -= embedding  # in 8 bits, and a row of it is read
-        elif weights != "bf16" or kernels.reads_coded():
-            self.weight_bytes -= 2 * embedding  # apart from the last layer; a row of it is read
         self._stack = contextlib.ExitStack()
         self._saved: Any = None
         config = kv.make_config(model.params, CAPACITY, "bfloat16")
@@ -235,13 +233,14 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp through its C interface, with one unified cache in float16."""
 
-    def __init__(self, path: Path, row_numbers: int, is_repacked: bool) -> None:
+    def __init__(self, path: Path, row_numbers: int, is_repacked: bool, has_flash: bool) -> None:
         """Open a GGUF file.
 
         Args:
             path: the file.
             row_numbers: numbers of a token's K and V in all layers.
             is_repacked: let it bring weights into the order of the machine's best kernels.
+            has_flash: with its flash attention, which is what it chooses by itself.
         """
         import llama_cpp as api
 
@@ -255,6 +254,7 @@ class LlamaCpp:
         context = api.llama_context_default_params()
         context.n_ctx, context.n_seq_max, context.kv_unified = CAPACITY, 8, True
         context.n_batch, context.n_ubatch = 2048, 512
+        context.flash_attn_type = int(has_flash)
         context.n_threads = context.n_threads_batch = torch.get_num_threads()
         self._context = api.llama_init_from_model(self._model, context)
         if not self._context:
