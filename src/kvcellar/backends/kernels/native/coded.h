@@ -108,30 +108,29 @@ constexpr int kSums = 2;
 constexpr int kSums = 4;
 #endif
 
-// An output of kTokens tokens, to out[token * kBlockRows].
+// Numbers of several tokens that a core's first cache keeps beside the weights that pass.
+constexpr int64_t kFloatsNear = 8192;
+
+// Some inputs of an output for kTokens tokens, added to its sums. What comes `ahead` bytes behind is fetched.
 template <int kTokens>
-inline void dot_coded(const uint8_t* row, const uint8_t* table, int64_t n, const float* x, float* out) {
+inline void dot_coded(const uint8_t* row, int64_t ahead, const uint8_t* table, int64_t n, const float* x,
+                      int64_t n_in, Vec (&of_row)[kTokens][kSums]) {
   Vec sums[kTokens][kSums];
-  for (auto& token : sums)
-    for (Vec& sum : token) sum = all(0.f);
+  std::memcpy(sums, of_row, sizeof sums);
   const auto bytes = table_at(table);
   for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
-    fetch_group(row + kAheadBytes);
+    fetch_group(row + ahead);
     split_group(row, bytes, [&](Vec even, Vec odd, int64_t at) {
       const int64_t k = at / kWords * 2 % kSums;
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
-        const float* y = x + t * n + i + at;
+        const float* y = x + t * n_in + i + at;
         sums[t][k] = fma(even, load(y), sums[t][k]);
         sums[t][k + 1] = fma(odd, load(y + kLanes), sums[t][k + 1]);
       }
     });
   }
-  for (int t = 0; t < kTokens; ++t) {
-    Vec total = add(sums[t][0], sums[t][1]);
-    if constexpr (kSums == 4) total = add(total, add(sums[t][2], sums[t][3]));
-    out[t * kBlockRows] = sum(total);
-  }
+  std::memcpy(of_row, sums, sizeof sums);
 }
 
 inline float input_of(const LinearCall& call, int64_t token, int64_t i) {
@@ -167,16 +166,43 @@ inline void end_block(const LinearCall& call, const CodedHead& head, int64_t tok
     put(call, token + t, block * kBlockRows, n_rows, out + t * kBlockRows);
 }
 
-// A block for kTokens tokens in floats.
+// A block for kTokens tokens in floats. Where inputs would come from the second cache for every row, which takes
+// longer than the products: some of them for all rows, and then the next. The order of sums is the same.
 template <int kTokens>
 inline void block_coded(const LinearCall& call, const float* x, int64_t token, int64_t block) {
   const LinearWeights& weights = call.weights;
+  const int64_t n = weights.n_in, row_bytes = n * 3 / 2;
   const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+  constexpr int64_t kNear = kFloatsNear / kTokens;
+  const int64_t n_pieces = kTokens == 1 ? 1 : (n + kNear - 1) / kNear, n_groups = n / kCodedInputs;
   const CodedHead& head = head_of(weights, block);
   if (head.n_escapes) __builtin_prefetch(weights.escapes + head.first_escape);
+  Vec sums[kBlockRows][kTokens][kSums];
+  for (auto& row : sums)
+    for (auto& of_token : row)
+      for (Vec& sum : of_token) sum = all(0.f);
+  for (int64_t piece = 0; piece < n_pieces; ++piece) {
+    const int64_t first = n_groups * piece / n_pieces * kCodedInputs;
+    const int64_t stop = n_groups * (piece + 1) / n_pieces * kCodedInputs;
+    for (int64_t r = 0; r < n_rows; ++r) {
+      // One stream, or these inputs of the row after the next, or of the first two those that come then.
+      int64_t ahead = kAheadBytes;
+      if (n_pieces > 1) {
+        ahead = 2 * row_bytes;
+        if (r + 2 >= n_rows) ahead += (stop < n ? (stop - first) * 3 / 2 : weights.block_bytes - first * 3 / 2) - n_rows * row_bytes;
+      }
+      dot_coded<kTokens>(coded_row(weights, head, r) + first * 3 / 2, ahead, head.tables[r], stop - first,
+                         x + first, n, sums[r]);
+    }
+  }
   float out[kTokens][kBlockRows];
   for (int64_t r = 0; r < n_rows; ++r)
-    dot_coded<kTokens>(coded_row(weights, head, r), head.tables[r], weights.n_in, x, out[0] + r);
+    for (int t = 0; t < kTokens; ++t) {
+      const Vec* of = sums[r][t];
+      Vec total = add(of[0], of[1]);
+      if constexpr (kSums == 4) total = add(total, add(of[2], of[3]));
+      out[t][r] = sum(total);
+    }
   end_block<kTokens>(call, head, token, block, n_rows, out[0]);
 }
 
