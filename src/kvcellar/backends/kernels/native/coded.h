@@ -101,36 +101,66 @@ inline void fetch_group(const uint8_t* group) {
   __builtin_prefetch(group + 128, 0, 2);
 }
 
-// Sums of a row's product: so many that one addition need not wait for another.
-#if defined(KVC_AVX2)
+// Sums of a row's product: an addition waits for the one before the last.
 constexpr int kSums = 2;
-#else
-constexpr int kSums = 4;
-#endif
 
 // Numbers of several tokens that a core's first cache keeps beside the weights that pass.
 constexpr int64_t kFloatsNear = 8192;
 
-// Some inputs of an output for kTokens tokens, added to its sums. What comes `ahead` bytes behind is fetched.
-template <int kTokens>
-inline void dot_coded(const uint8_t* row, int64_t ahead, const uint8_t* table, int64_t n, const float* x,
-                      int64_t n_in, Vec (&of_row)[kTokens][kSums]) {
-  Vec sums[kTokens][kSums];
-  std::memcpy(sums, of_row, sizeof sums);
-  const auto bytes = table_at(table);
-  for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
-    fetch_group(row + ahead);
-    split_group(row, bytes, [&](Vec even, Vec odd, int64_t at) {
-      const int64_t k = at / kWords * 2 % kSums;
+// Some inputs of kRows outputs for kTokens tokens, added to their sums. What comes `ahead` bytes behind is
+// fetched.
+template <int kTokens, int kRows>
+inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead, const uint8_t* tables, int64_t n,
+                       const float* x, int64_t n_in, Vec (*of_rows)[kTokens][kSums]) {
+  Vec sums[kRows][kTokens][kSums];
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-      for (int t = 0; t < kTokens; ++t) {
-        const float* y = x + t * n_in + i + at;
-        sums[t][k] = fma(even, load(y), sums[t][k]);
-        sums[t][k + 1] = fma(odd, load(y + kLanes), sums[t][k + 1]);
+    for (int t = 0; t < kTokens; ++t)
+      for (int k = 0; k < kSums; ++k) sums[r][t][k] = of_rows[r][t][k];
+  for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+    if constexpr (kRows == 1) {
+      fetch_group(row + ahead);
+      split_group(row, table_at(tables), [&](Vec even, Vec odd, int64_t at) {
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) {
+          const float* y = x + t * n_in + i + at;
+          sums[0][t][0] = fma(even, load(y), sums[0][t][0]);
+          sums[0][t][1] = fma(odd, load(y + kLanes), sums[0][t][1]);
+        }
+      });
+#if defined(KVC_AVX512)
+    } else {  // each number of a token is loaded once for two rows
+      Ints words[2][4];
+#pragma GCC unroll 2
+      for (int r = 0; r < 2; ++r) {
+        fetch_group(row + r * row_bytes + ahead);
+        decode_group(row + r * row_bytes, table_at(tables + 16 * r),
+                     [&](Ints found, int64_t at) { words[r][at / kWords] = found; });
       }
-    });
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        Vec even[2], odd[2];
+        for (int r = 0; r < 2; ++r) split(words[r][v], even[r], odd[r]);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) {
+          const float* y = x + t * n_in + i + v * kWords;
+          const Vec first = load(y), second = load(y + kLanes);
+#pragma GCC unroll 2
+          for (int r = 0; r < 2; ++r) {
+            sums[r][t][0] = fma(even[r], first, sums[r][t][0]);
+            sums[r][t][1] = fma(odd[r], second, sums[r][t][1]);
+          }
+        }
+      }
+#endif
+    }
   }
-  std::memcpy(of_row, sums, sizeof sums);
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t)
+      for (int k = 0; k < kSums; ++k) of_rows[r][t][k] = sums[r][t][k];
 }
 
 inline float input_of(const LinearCall& call, int64_t token, int64_t i) {
@@ -174,6 +204,11 @@ inline void block_coded(const LinearCall& call, const float* x, int64_t token, i
   const int64_t n = weights.n_in, row_bytes = n * 3 / 2;
   const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
   constexpr int64_t kNear = kFloatsNear / kTokens;
+#if defined(KVC_AVX512)
+  constexpr int kTogether = kTokens > 2 ? 2 : 1;
+#else
+  constexpr int kTogether = 1;  // there are registers for no more
+#endif
   const int64_t n_pieces = kTokens == 1 ? 1 : (n + kNear - 1) / kNear, n_groups = n / kCodedInputs;
   const CodedHead& head = head_of(weights, block);
   if (head.n_escapes) __builtin_prefetch(weights.escapes + head.first_escape);
@@ -184,24 +219,27 @@ inline void block_coded(const LinearCall& call, const float* x, int64_t token, i
   for (int64_t piece = 0; piece < n_pieces; ++piece) {
     const int64_t first = n_groups * piece / n_pieces * kCodedInputs;
     const int64_t stop = n_groups * (piece + 1) / n_pieces * kCodedInputs;
-    for (int64_t r = 0; r < n_rows; ++r) {
+    for (int64_t r = 0; r < n_rows;) {
       // One stream, or these inputs of the row after the next, or of the first two those that come then.
       int64_t ahead = kAheadBytes;
-      if (n_pieces > 1) {
+      if (n_pieces > 1 || kTogether > 1) {
         ahead = 2 * row_bytes;
-        if (r + 2 >= n_rows) ahead += (stop < n ? (stop - first) * 3 / 2 : weights.block_bytes - first * 3 / 2) - n_rows * row_bytes;
+        if (r + 2 >= n_rows)
+          ahead += (stop < n ? (stop - first) * 3 / 2 : weights.block_bytes - first * 3 / 2) - n_rows * row_bytes;
       }
-      dot_coded<kTokens>(coded_row(weights, head, r) + first * 3 / 2, ahead, head.tables[r], stop - first,
-                         x + first, n, sums[r]);
+      const auto rows = [&](auto at_once) {
+        constexpr int kRows = decltype(at_once)::of;
+        dots_coded<kTokens, kRows>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, head.tables[r],
+                                   stop - first, x + first, n, sums + r);
+        r += kRows;
+      };
+      r + kTogether <= n_rows ? rows(Number<kTogether>()) : rows(Number<1>());
     }
   }
   float out[kTokens][kBlockRows];
   for (int64_t r = 0; r < n_rows; ++r)
     for (int t = 0; t < kTokens; ++t) {
-      const Vec* of = sums[r][t];
-      Vec total = add(of[0], of[1]);
-      if constexpr (kSums == 4) total = add(total, add(of[2], of[3]));
-      out[t][r] = sum(total);
+      out[t][r] = sum(add(sums[r][t][0], sums[r][t][1]));
     }
   end_block<kTokens>(call, head, token, block, n_rows, out[0]);
 }

@@ -89,6 +89,7 @@ class Columns {
   static constexpr float kMost = 8191.f;  // of K and V
   static constexpr float kLowest = 1e-30f, kHighest = 3e38f;
   static constexpr float kHighestLogit = 1e6f;
+  static constexpr int32_t kLowestInt = -2147483647 - 1;
   // Of weights: 2**31 / kMost of 64 of them together; and each, though float32 may find one 4% too high
   // where logits are near the highest.
   static constexpr float kMostWeights = 262000.f, kMostWeight = 31200.f;
@@ -235,7 +236,7 @@ class Columns {
 #endif
   }
 
-  // take(i, sums): sums[row] of all pairs columns[p][row] * numbers[i, p], for kAtOnce i that lie kAcross
+  // take(sums): sums[i][row] of all pairs columns[p][row] * numbers[i, p], for kAtOnce i that lie kAcross
   // apart and kPairs p that lie kAlong apart. A function of its own, so that the compiler keeps the sums
   // in registers.
   template <int64_t kPairs, int64_t kAcross, int64_t kAlong, class Take>
@@ -257,25 +258,35 @@ class Columns {
           add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
       }
     }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kAtOnce; ++i) take(i, a[i]);
+    take(a);
     given.at = lines.at;
   }
 
   // logits_[cell][row].
   void multiply_queries() {
+    for (int64_t j = 0; j < kVecs; ++j) store_ints(tops_ + j * kLanes, all_ints(kLowestInt));
     for (int64_t c = 0; c < kCells; c += kAtOnce) {
       int32_t* to = logits_ + c * kRows;
+      int32_t* tops = tops_;
       multiply<kDim / 2, kDim / 2, 1>(
           queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
-          [to](int64_t i, const Ints* sums) {
-            for (int64_t j = 0; j < kVecs; ++j) store_ints(to + i * kRows + j * kLanes, sums[j]);
+          [to, tops](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+            for (int64_t j = 0; j < kVecs; ++j) {
+              Ints top = load_ints(tops + j * kLanes);
+#pragma GCC unroll 16
+              for (int64_t i = 0; i < kAtOnce; ++i) {
+                store_ints(to + i * kRows + j * kLanes, sums[i][j]);
+                top = max_32(top, sums[i][j]);
+              }
+              store_ints(tops + j * kLanes, top);
+            }
           });
     }
   }
 
   // Of n cells, for the j-th vector of rows.
   Ints highest_logits(int64_t j, int64_t n) const {
+    if (n == kCells) return load_ints(tops_ + j * kLanes);
     const int32_t* from = logits_ + j * kLanes;
     Ints most[4];
     for (Ints& x : most) x = load_ints(from);
@@ -351,12 +362,15 @@ class Columns {
       float* results = results_ + number(d) * kRows;
       multiply<kCells / 2, 1, kDim>(
           weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[kTurnOfValues + d / (kDim / 4)],
-          [results, steps, factors](int64_t i, const Ints* sums) {
-            for (int64_t j = 0; j < kVecs; ++j) {
-              float* to = results + 2 * i * kRows + j * kLanes;
-              Vec before = load(to);
-              if (is_higher) before = mul(before, load(factors + j * kLanes));
-              store(to, fma(to_floats(sums[j]), steps[j], before));
+          [results, steps, factors](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < kAtOnce; ++i) {
+              for (int64_t j = 0; j < kVecs; ++j) {
+                float* to = results + 2 * i * kRows + j * kLanes;
+                Vec before = load(to);
+                if (is_higher) before = mul(before, load(factors + j * kLanes));
+                store(to, fma(to_floats(sums[i][j]), steps[j], before));
+              }
             }
           });
     }
@@ -367,6 +381,7 @@ class Columns {
   float* results_;
   char* room_;
   Lines lines_[8];  // turns of 16 cells, for logits and for values
+  alignas(64) int32_t tops_[kRows];  // the highest logits of all 64 cells
   alignas(64) float steps_[kRows] = {}, sum_[kRows] = {}, factors_[kRows], max_[kRows];
   bool is_finite_ = true;
 };
