@@ -193,12 +193,16 @@ def test_weights_in_12_bits_are_those_in_16(level, n_groups, n_out, n_tokens, sh
         assert bool(((kernel(inputs).double() - want).abs() <= error).all())
 
 
-@pytest.mark.parametrize("n_tokens", [3, 23, 70])
-def test_with_12_bits_a_token_s_result_does_not_depend_on_others(level, n_tokens):
-    linear = wild(layer(40, 5 * CODED_INPUTS), 1, 0.01)
+@pytest.mark.parametrize("n_groups", [5, 33])
+@pytest.mark.parametrize("n_tokens", [2, 3, 4, 23, 70])
+def test_with_12_bits_a_token_s_result_does_not_depend_on_others(level, n_tokens, n_groups):
+    """Nor on whether its inputs are taken a piece at a time."""
+    linear = wild(layer(40, n_groups * CODED_INPUTS), 1, 0.01)
     kernel = KernelLinear(linear, 12, None)
     x = torch.randn(n_tokens, kernel.in_features).bfloat16()
-    least = {3: 1, 23: 5, 70: 48}[n_tokens]  # one order of sums up to 4, one up to 47, one for more
+    least = {23: 5, 70: 48}.get(
+        n_tokens, 1
+    )  # one order of sums up to 4, one up to 47, one for more
     assert torch.equal(kernel(x)[-least:], kernel(x[-least:].contiguous()))
 
 
@@ -267,6 +271,22 @@ def test_who_multiplies_many_tokens_depends_on_the_processor(monkeypatch, bf16):
     monkeypatch.setattr(linears.F, "linear", lambda *_: asked.append(1) or x.new_zeros(1))
     kernel(x)
     assert len(asked) == bf16
+
+
+@pytest.mark.parametrize(
+    ("found", "levels", "is_fast"),
+    [
+        ({}, ["avx2"], False),
+        ({"avx512_bf16": True}, ["bf16", "vnni"], True),  # AMD's
+        ({"avx512_bf16": True}, ["vnni", "bf16"], False),  # Intel's, whose pairs are slow
+        ({"avx512_bf16": True, "amx_bf16": True}, ["amx", "vnni", "bf16"], True),
+    ],
+)
+def test_torch_multiplies_bfloat16_where_that_is_fast(monkeypatch, found, levels, is_fast):
+    monkeypatch.setattr(linears.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr(kernels, "levels", lambda: levels)
+    assert linears.torch_multiplies_bf16.__wrapped__() == is_fast
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -34,8 +34,8 @@ class Columns {
     take(logits_, kRows * kCells);
     take(results_, kRows * kDim);
     take(room_, 2 * kCells * kDim);
-    std::memset(queries_, 0, sizeof(int32_t) * kRows * kDim / 2);
-    std::memset(results_, 0, sizeof(float) * kRows * kDim);
+    alignas(64) int32_t pairs_of[kRows * kDim / 2];
+    for (int64_t i = 0; i < kRows * kDim; i += kLanes) store(results_ + i, all(0.f));
     for (float& x : max_) x = kMinusInfinity;
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = q + r * k_pad;
@@ -49,8 +49,11 @@ class Columns {
       for (int64_t d = 0; d < kDim; d += kLanes)
         store_ints(whole + d, to_ints(mul(load(row + d), all(inverse))));
       for (int64_t p = 0; p < kDim / 2; ++p)
-        queries_[p * kRows + r] = (whole[2 * p] & 0xFFFF) | whole[2 * p + 1] * 65536;
+        pairs_of[r * kDim / 2 + p] = (whole[2 * p] & 0xFFFF) | whole[2 * p + 1] * 65536;
     }
+    std::memset(pairs_of + rows * kDim / 2, 0, sizeof(int32_t) * static_cast<size_t>((kRows - rows) * kDim / 2));
+    turn(reinterpret_cast<float*>(pairs_of), kDim / 2, kRows, kDim / 2, kDim / 2, reinterpret_cast<float*>(queries_),
+         kRows);
   }
 
   // The n <= 64 cells from c on of a tile. False if a number is not finite, or logits are so large that
@@ -80,8 +83,8 @@ class Columns {
       maxima[r] = max_[r];
       store(sums + r * kLanes, all(0.f));
       sums[r * kLanes] = sum_[r];
-      for (int64_t d = 0; d < kDim; ++d) acc[r * v_pad + d] = results_[d * kRows + r];
     }
+    turn(results_, kRows, kDim, kRows, rows, acc, v_pad);
   }
 
  private:
@@ -96,6 +99,24 @@ class Columns {
   // Of queries: 2**31 / (kMost * sqrt(kDim)), which is the length of a K row at most.
   static constexpr float kLongest = kDim == 64 ? 32700.f : 23100.f;
 
+  // Rows [n_rows, n_columns], `step` apart, to columns `to_step` apart: the first n of them.
+  static void turn(const float* from, int64_t step, int64_t n_rows, int64_t n_columns, int64_t n, float* to,
+                   int64_t to_step) {
+#if defined(KVC_AVX512)
+    for (int64_t c = 0; c < n_columns; c += 16) {
+      for (int64_t r = 0; r < n_rows; r += 16) {
+        Vec x[16];
+        for (int64_t i = 0; i < 16; ++i) x[i] = load(from + (r + i) * step + c);
+        transpose16(x);
+        for (int64_t i = 0; i < 16 && c + i < n; ++i) store(to + (c + i) * to_step + r, x[i]);
+      }
+    }
+#else
+    for (int64_t c = 0; c < n_columns && c < n; ++c)
+      for (int64_t r = 0; r < n_rows; ++r) std::memcpy(to + c * to_step + r, from + r * step + c, 4);
+#endif
+  }
+
   // Numbers that are multiplied by all rows at a time: as many sums as there are registers for.
 #if defined(KVC_AVX512)
   static constexpr int64_t kAtOnce = 16 / kVecs;
@@ -103,13 +124,13 @@ class Columns {
   static constexpr int64_t kAtOnce = 8 / kVecs;
 #endif
   // What is fetched of the next tile: 64 cells' share in 8 turns. With 256 bits by the products; else evenly by
-  // all that is done, since Intel's processors wait for few lines at a time.
+  // all that is done, but finding what is largest, which waits for the second cache itself: by two cells that are
+  // loaded or weighed, and by 16 pairs of all sums.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
 #if defined(KVC_AVX512)
-  static constexpr int64_t kLinesOf2Keys = kDim / 64, kLinesOf2Values = 2 * kLinesOf2Keys;
-  static constexpr int64_t kLinesOf2Weights = kDim / 64, kLinesOf16 = kAtOnce / 2;
+  static constexpr int64_t kLinesOf2 = kDim / 64, kLinesOfQueries = kAtOnce / 2, kLinesOfWeights = kAtOnce * 3 / 4;
 #else
-  static constexpr int64_t kLinesOf2Keys = 0, kLinesOf2Values = 0, kLinesOf2Weights = 0, kLinesOf16 = kAtOnce;
+  static constexpr int64_t kLinesOf2 = 0, kLinesOfQueries = kAtOnce, kLinesOfWeights = kAtOnce;
 #endif
 
   static constexpr int64_t kTurnOfValues = 4;
@@ -170,7 +191,7 @@ class Columns {
       Lines lines = next.turn(c / 8 + i / 16, kLinesOfTurn);
       for_each<1>(smaller(n - i, 16), [&](int64_t, int64_t place) {
         if (place % 2 == 0)
-          for (int64_t k = 0; k < kLinesOf2Keys; ++k) lines.one<true>(place / 2 * kLinesOf2Keys + k);
+          for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           store_ints(to, pairs(even(x), odd(x), found.inverse, found.high_inverse));
@@ -193,7 +214,7 @@ class Columns {
       const int64_t row = found.step[i / 16], m = smaller(n - i, 16);
       Lines lines = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
       for_each<2>(m, [&](int64_t j, int64_t place) {
-        for (int64_t k = 0; k < kLinesOf2Values; ++k) lines.one<true>(place / 2 * kLinesOf2Values + k);
+        for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
@@ -239,7 +260,7 @@ class Columns {
   // take(sums): sums[i][row] of all pairs columns[p][row] * numbers[i, p], for kAtOnce i that lie kAcross
   // apart and kPairs p that lie kAlong apart. A function of its own, so that the compiler keeps the sums
   // in registers.
-  template <int64_t kPairs, int64_t kAcross, int64_t kAlong, class Take>
+  template <int64_t kPairs, int64_t kAcross, int64_t kAlong, int64_t kLinesOf16, class Take>
   static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers,
                                                  Lines& given, const Take take) {
     Lines lines = given;
@@ -268,7 +289,7 @@ class Columns {
     for (int64_t c = 0; c < kCells; c += kAtOnce) {
       int32_t* to = logits_ + c * kRows;
       int32_t* tops = tops_;
-      multiply<kDim / 2, kDim / 2, 1>(
+      multiply<kDim / 2, kDim / 2, 1, kLinesOfQueries>(
           queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
           [to, tops](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
             for (int64_t j = 0; j < kVecs; ++j) {
@@ -312,7 +333,7 @@ class Columns {
         const char* row = rows.row(kVRows, c + i);
         for (int64_t at = 0; at < 2 * kDim; at += 64) __builtin_prefetch(row + at, 0, 3);
         if (place % 2 == 0)
-          for (int64_t k = 0; k < kLinesOf2Weights; ++k) lines.one<true>(place / 2 * kLinesOf2Weights + k);
+          for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
       }
       const Vec x = fma(to_floats(load_ints(to)), step, below);
 #if defined(KVC_AVX512)
@@ -360,7 +381,7 @@ class Columns {
     const float* factors = factors_;
     for (int64_t d = 0; d < kDim; d += kAtOnce) {
       float* results = results_ + number(d) * kRows;
-      multiply<kCells / 2, 1, kDim>(
+      multiply<kCells / 2, 1, kDim, kLinesOfWeights>(
           weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[kTurnOfValues + d / (kDim / 4)],
           [results, steps, factors](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
 #pragma GCC unroll 16

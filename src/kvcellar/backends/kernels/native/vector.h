@@ -203,6 +203,32 @@ inline Vec highest_fours(Vec a, Vec b, Vec c, Vec d) {
   const Vec tops = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
   return transposed_fours(tops);
 }
+// 16 vectors of 16: rows to columns.
+inline void transpose16(Vec* x) {
+  Vec t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm512_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
+      x[i + 2 * j + 1] = _mm512_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+    x[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+    x[4 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88);
+    x[12 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
 inline void store_u8(uint8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -515,11 +541,12 @@ inline void with_number(int64_t n, const Run& run) {
   run(Number<kMost>());
 }
 
-// While it lives, results below the normal numbers are 0 where they would cost hundreds of cycles.
+// While it lives, numbers below the normal ones are 0 where they would cost hundreds of cycles: as results, and
+// as what happens to lie in scratch behind a tile's last rows.
 struct FlushToZero {
 #if defined(KVC_AVX512)
   const unsigned was = _mm_getcsr();
-  FlushToZero() { _mm_setcsr(was | _MM_FLUSH_ZERO_ON | 0x40); }
+  FlushToZero() { _mm_setcsr(was | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
   ~FlushToZero() { _mm_setcsr(was); }
   FlushToZero(const FlushToZero&) = delete;
 #endif
