@@ -63,10 +63,10 @@ _FEW_ESCAPES = 512
 
 @functools.cache
 def torch_multiplies_bf16() -> bool:
-    """Whether torch's product of bfloat16 is fast here; elsewhere it converts as it goes, or is slow.
+    """Whether torch's product of bfloat16 is fast here; elsewhere it converts, or is slow.
 
-    Intel's processors without a matrix unit take four times as long for pairs of bfloat16 as for two
-    float32: torch makes 170 GFLOP/s in bfloat16 where it makes 300 in float32 and the kernel 240.
+    Intel's processors without a matrix unit take four times as long for a vector of bfloat16 pairs
+    as for one of float32: torch makes 170 GFLOP/s in bfloat16, 300 in float32, the kernel 240.
     """
     if platform.machine().lower() not in {"x86_64", "amd64"}:
         return True  # not known: torch's product, as anywhere else

@@ -52,8 +52,8 @@ class Columns {
         pairs_of[r * kDim / 2 + p] = (whole[2 * p] & 0xFFFF) | whole[2 * p + 1] * 65536;
     }
     std::memset(pairs_of + rows * kDim / 2, 0, sizeof(int32_t) * static_cast<size_t>((kRows - rows) * kDim / 2));
-    turn(reinterpret_cast<float*>(pairs_of), kDim / 2, kRows, kDim / 2, kDim / 2, reinterpret_cast<float*>(queries_),
-         kRows);
+    transpose(reinterpret_cast<float*>(pairs_of), kDim / 2, kRows, kDim / 2, kDim / 2,
+              reinterpret_cast<float*>(queries_), kRows);
   }
 
   // The n <= 64 cells from c on of a tile. False if a number is not finite, or logits are so large that
@@ -84,7 +84,7 @@ class Columns {
       store(sums + r * kLanes, all(0.f));
       sums[r * kLanes] = sum_[r];
     }
-    turn(results_, kRows, kDim, kRows, rows, acc, v_pad);
+    transpose(results_, kRows, kDim, kRows, rows, acc, v_pad);
   }
 
  private:
@@ -100,8 +100,8 @@ class Columns {
   static constexpr float kLongest = kDim == 64 ? 32700.f : 23100.f;
 
   // Rows [n_rows, n_columns], `step` apart, to columns `to_step` apart: the first n of them.
-  static void turn(const float* from, int64_t step, int64_t n_rows, int64_t n_columns, int64_t n, float* to,
-                   int64_t to_step) {
+  static void transpose(const float* from, int64_t step, int64_t n_rows, int64_t n_columns, int64_t n, float* to,
+                        int64_t to_step) {
 #if defined(KVC_AVX512)
     for (int64_t c = 0; c < n_columns; c += 16) {
       for (int64_t r = 0; r < n_rows; r += 16) {
@@ -125,14 +125,14 @@ class Columns {
 #endif
   // What is fetched of the next tile: 64 cells' share in 8 turns. With 256 bits by the products; else evenly by
   // all that is done, but finding what is largest, which waits for the second cache itself: by two cells that are
-  // loaded or weighed, and by 16 pairs of all sums.
+  // loaded or weighed, and by 16 pairs of all sums, these in fours.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
 #if defined(KVC_AVX512)
-  static constexpr int64_t kLinesOf2 = kDim / 64, kLinesOfQueries = kAtOnce / 2, kLinesOfWeights = kAtOnce * 3 / 4;
+  static constexpr int64_t kLinesOf2 = kDim / 64, kLinesOf2Values = kVecs * kLinesOf2;
+  static constexpr int64_t kLinesOfQueries = kAtOnce / 2, kLinesOfWeights = kVecs == 1 ? 12 : 4;
 #else
-  static constexpr int64_t kLinesOf2 = 0, kLinesOfQueries = kAtOnce, kLinesOfWeights = kAtOnce;
+  static constexpr int64_t kLinesOf2 = 0, kLinesOf2Values = 0, kLinesOfQueries = kAtOnce, kLinesOfWeights = kAtOnce;
 #endif
-
   static constexpr int64_t kTurnOfValues = 4;
 
   // Rows as they lie, 16 at a time, and what they are counted in.
@@ -214,7 +214,8 @@ class Columns {
       const int64_t row = found.step[i / 16], m = smaller(n - i, 16);
       Lines lines = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
       for_each<2>(m, [&](int64_t j, int64_t place) {
-        for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
+        for (int64_t k = 0; k < kLinesOf2Values; ++k)
+          lines.one<true>(place / 2 * kLinesOf2Values + k);
         for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
           const Ints x = load_ints(from + 2 * d);
           const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
