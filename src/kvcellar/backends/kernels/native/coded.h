@@ -110,8 +110,9 @@ constexpr int64_t kFloatsNear = 8192;
 // Some inputs of kRows outputs for kTokens tokens, added to their sums. What comes `ahead` bytes behind is
 // fetched.
 template <int kTokens, int kRows>
-inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead, const uint8_t* tables, int64_t n,
-                       const float* x, int64_t n_in, Vec (*of_rows)[kTokens][kSums]) {
+inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead,
+                       const uint8_t* tables, int64_t n, const float* x, int64_t n_in,
+                       Vec (*of_rows)[kTokens][kSums]) {
   Vec sums[kRows][kTokens][kSums];
 #pragma GCC unroll 2
   for (int r = 0; r < kRows; ++r)

@@ -45,17 +45,6 @@ inline Ints dot_pair(Ints a, Ints x, const int32_t& y) {
 #endif
 }
 
-// a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
-inline Ints dot_pairs(Ints a, Ints x, Ints y) {
-#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
-  // For the intrinsic function GCC copies every sum there and back.
-  __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(x), "v"(y));
-  return a;
-#else
-  return add_32(a, dot_words(x, y));
-#endif
-}
-
 #elif defined(KVC_AVX2)
 using Ints = __m256i;
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }

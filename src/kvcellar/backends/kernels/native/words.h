@@ -17,6 +17,17 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
+// a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
+inline __m512i dot_pairs(__m512i a, __m512i x, __m512i y) {
+#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX512)
+  // For the intrinsic function GCC copies every sum there and back.
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(x), "v"(y));
+  return a;
+#else
+  return _mm512_add_epi32(a, _mm512_madd_epi16(x, y));
+#endif
+}
+
 #if defined(KVC_VNNI)
 // a[i] + x[4 i] * y[4 i] + ... + x[4 i + 3] * y[4 i + 3], of bytes of which those of y are signed.
 inline __m512i dot_fours(__m512i a, __m512i x, __m512i y) {
