@@ -209,6 +209,34 @@ def test_branches_whose_logits_rise(level, n, group, length):
     np.testing.assert_array_less(np.abs(case.run() - want), close)
 
 
+@pytest.mark.parametrize(
+    "levels",
+    [
+        (-90, -40, -20, -9, -8),
+        (-90, -92, -91, -95, -90),
+        (60, -60, 20, 61, -1),
+        (-40, 30, 80, 0.01, 40),
+        (0, -50, 0, -3, 9),
+    ],
+)
+def test_branches_whose_logits_lie_far_from_those_before(level, levels):
+    """Of every 64 cells of the trunk the logits, and with them the size of K, are others: some begin
+    so low that no weight would be left, some rise or fall by hundreds. V is as large or as small."""
+    case = branches(64, 4, 4)
+    factors = np.full((N_CELLS, 1), -99, np.float32)  # a branch's own cells are below all
+    factors[:300] = np.repeat(np.array(levels, np.float32), 64)[:300, None]
+    made = SideBytes(case.k.side, np.abs(case.k.values) * factors, 0)
+    case.k.parts, case.k.values = made.parts, made.values
+    made = SideBytes(case.v.side, case.v.values * np.roll(factors, 64, 0), 0)
+    case.v.parts, case.v.values = made.parts, made.values
+    case.q_rows = stored(np.abs(numbers(case.q_rows)), "bfloat16")
+    case.k_rows = stored(-99 * np.abs(numbers(case.k_rows)), "bfloat16")
+    want = case.expected()
+    top = np.abs(want).max(axis=-1, keepdims=True)
+    # Of logits of some hundreds the last of 14 bits is some hundredths.
+    np.testing.assert_array_less(np.abs(case.run() - want), 2**-8 * np.abs(want) + 3e-2 * top)
+
+
 def test_branches_over_numbers_of_every_size(level):
     """Trunks whose numbers are all zero, tiny or huge."""
     for size in (0.0, 1e-38, 1e-20, 1e15):

@@ -2,11 +2,13 @@
 // is a row. Multiplications of float32 would take longer than the memory, so those of 16-bit integers
 // take their place, two to a lane, and a number of K or V is one of both factors for all rows.
 //
-// Of 64 cells, K and V are 14 bits of about their largest number; queries as many bits as keep the sums
-// of a product within 32, by their length (Cauchy and Schwarz); weights as many as keep these sums
-// there, by their own sum, at most 15. That is some 1e-4 of the largest result, and where a few numbers
-// are 50 times the others as much as the rounding of results to bfloat16: no other results come here.
-// Sums, maxima and results stay in lanes until the end.
+// Of 64 cells, K and V are 14 bits of a limit that their largest number is below, but not below its half;
+// queries as many bits as keep the sums of a product within 32, by their length (Cauchy and Schwarz);
+// weights as many as keep these sums there, by their own sum, at most 15. That is some 1e-4 of the largest
+// result, and where a few numbers are 50 times the others as much as the rounding of results to bfloat16:
+// no other results come here. Sums and results stay in lanes until the end. Nothing is read to find a
+// largest number first: limits, and what weights refer to, are those of the cells before, and what does not
+// fit them is done once more.
 //
 // Only included by attend_impl.h.
 
@@ -30,13 +32,12 @@ class Columns {
     take(keys_, kCells * kDim);
     values_ = keys_;  // when keys have been multiplied
     take(queries_, kRows * kDim / 2);
-    take(weights_, kRows * kCells / 2);
-    take(logits_, kRows * kCells);
+    take(weighed_, kRows * kCells);
+    weights_ = reinterpret_cast<int32_t*>(weighed_);  // two in the place of one
     take(results_, kRows * kDim);
-    take(room_, 2 * kCells * kDim);
+    take(room_, 2 * 16 * kDim);
     alignas(64) int32_t pairs_of[kRows * kDim / 2];
     for (int64_t i = 0; i < kRows * kDim; i += kLanes) store(results_ + i, all(0.f));
-    for (float& x : max_) x = kMinusInfinity;
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = q + r * k_pad;
       Vec squares = all(0.f);
@@ -60,27 +61,37 @@ class Columns {
   // float32 hardly tells them apart: nothing of it counts then.
   bool attend(const TileRows& rows, int64_t c, int64_t n, const Next& next) {
     float step;
-    if (!load_keys(rows, c, n, step, next)) return false;
-    multiply_queries();
-    Vec shares[kVecs];
-    bool is_higher = false;
-    for (int64_t j = 0; j < kVecs; ++j) {
-      const Vec k_step = mul(load(steps_ + j * kLanes), all(step));
-      if (!(highest(k_step) < kHighestLogit / 2147483648.f)) return false;
-      shares[j] = weigh(j, k_step, rows, c, n, is_higher);
+    if (!cells_of<kKRows>(rows, c, n, step, next)) return false;
+    bool is_small = true;
+    for (int64_t at = 0; at < kRows; at += kLanes) {
+      const Vec k_step = mul(load(steps_ + at), all(step));
+      is_small &= highest(k_step) < kHighestLogit / 2147483648.f;
+      store(k_steps_ + at, k_step);
     }
-    if (!load_values(rows, c, n, step, next)) return false;
-    for (Vec& share : shares) share = mul(share, all(step));
-    is_higher ? multiply_values<true>(shares) : multiply_values<false>(shares);
+    if (!is_small) return false;
+    if (!weigh(n)) {
+      raise();
+      weigh(n);
+    }
+    is_begun_ = true;
+    // What weights are multiplied by is known when V has been loaded.
+    Vec scales[kVecs], steps[kVecs];
+    for (int64_t j = 0; j < kVecs; ++j) scales[j] = scale_of_weights(j * kLanes);
+    if (!cells_of<kVRows>(rows, c, n, step, next)) return false;
+    for (int64_t j = 0; j < kVecs; ++j) {
+      count_weights(j * kLanes, scales[j]);
+      steps[j] = div(all(step), scales[j]);
+    }
+    multiply_values(steps);
     return true;
   }
 
   bool is_finite() const { return is_finite_; }
 
-  // Maxima, sums of weights and results of each row.
+  // What weights refer to, their sums and results of each row.
   void finish(int64_t rows, int64_t v_pad, float* maxima, float* sums, float* acc) const {
     for (int64_t r = 0; r < rows; ++r) {
-      maxima[r] = max_[r];
+      maxima[r] = references_[r];
       store(sums + r * kLanes, all(0.f));
       sums[r * kLanes] = sum_[r];
     }
@@ -91,11 +102,11 @@ class Columns {
   static constexpr int64_t kRows = kVecs * kLanes;
   static constexpr float kMost = 8191.f;  // of K and V
   static constexpr float kLowest = 1e-30f, kHighest = 3e38f;
-  static constexpr float kHighestLogit = 1e6f;
-  static constexpr int32_t kLowestInt = -2147483647 - 1;
-  // Of weights: 2**31 / kMost of 64 of them together; and each, though float32 may find one 4% too high
-  // where logits are near the highest.
-  static constexpr float kMostWeights = 262000.f, kMostWeight = 31200.f;
+  // A row's reference follows its highest logit when that is kFurthest above it, or from it at the beginning.
+  static constexpr float kHighestLogit = 1e6f, kFurthest = 30.f;
+  // Of weights as integers: 2**31 / kMost of 64 of them together; and each, which may be rounded up. None
+  // counts where all of 64 are smaller than kLeastWeight.
+  static constexpr float kMostWeights = 262000.f, kMostWeight = 32700.f, kLeastWeight = 1e-25f;
   // Of queries: 2**31 / (kMost * sqrt(kDim)), which is the length of a K row at most.
   static constexpr float kLongest = kDim == 64 ? 32700.f : 23100.f;
 
@@ -124,51 +135,24 @@ class Columns {
   static constexpr int64_t kAtOnce = 8 / kVecs;
 #endif
   // What is fetched of the next tile: 64 cells' share in 8 turns. With 256 bits by the products; else evenly by
-  // all that is done, but finding what is largest, which waits for the second cache itself: by two cells that are
-  // loaded or weighed, and by 16 pairs of all sums, these in fours.
+  // all that is done (more by one, and these wait): by two cells that are loaded, and by 16 pairs of all sums,
+  // these in fours.
   static constexpr int64_t kLinesOfTurn = 32 * (kDim / 64);
 #if defined(KVC_AVX512)
   static constexpr int64_t kLinesOf2 = kDim / 64, kLinesOf2Values = kVecs * kLinesOf2;
-  static constexpr int64_t kLinesOfQueries = kAtOnce / 2, kLinesOfWeights = kVecs == 1 ? 12 : 4;
+  static constexpr int64_t kLinesOfQueries = kVecs == 1 ? 12 : 6, kLinesOfWeights = kVecs == 1 ? 12 : 4;
 #else
   static constexpr int64_t kLinesOf2 = 0, kLinesOf2Values = 0, kLinesOfQueries = kAtOnce, kLinesOfWeights = kAtOnce;
 #endif
   static constexpr int64_t kTurnOfValues = 4;
 
-  // Rows as they lie, 16 at a time, and what they are counted in.
-  struct Found {
-    const char* from[kCells / 16];
-    int64_t step[kCells / 16];
-    Vec inverse, high_inverse;
-  };
-
-  // False if a number is not finite.
-  bool find(const TileRows& rows, Part part, int64_t c, int64_t n, Found& found, float& step) const {
-    Ints most[2] = {all_ints(0), all_ints(0)};
-    for (int64_t i = 0; i < n; i += 16) {
-      const int64_t m = smaller(n - i, 16);
-      const char* from =
-          rows.together(part, c + i, m, 2 * kDim, room_ + i * 2 * kDim, found.step[i / 16]);
-      found.from[i / 16] = from;
-      const int64_t row = found.step[i / 16];
-      const auto take = [&](int64_t, int64_t) {
-        for (int64_t d = 0; d < kDim; d += 2 * kLanes) {
-          Ints& larger = most[d / (2 * kLanes) % 2];
-          larger = max_u16(larger, both(load_ints(from + 2 * d), all_ints(0x7FFF7FFF)));
-        }
-        from += row;
-      };
-      for_each<1>(m, take);
-    }
-    // Magnitudes are in the order of their bits, which are exact as floats.
-    Ints larger = max_u16(most[0], most[1]);
-    larger = both(max_u16(larger, right_32(larger, 16)), all_ints(0xFFFF));
-    const float top = bf16_to_float(static_cast<uint16_t>(highest(to_floats(larger))));
-    const float inverse = top > kLowest ? kMost / top : 0.f;
-    found.inverse = all(inverse);
-    found.high_inverse = all(inverse * 65536.f);
-    step = top / kMost;
-    return top < kHighest;
+  // 2**x, of weights.
+  static Vec power(Vec x) {
+#if defined(KVC_AVX512)
+    return exp2_rough(x);
+#else
+    return exp2_below_1(x);
+#endif
   }
 
   static Vec even(Ints x) { return bits_as_floats(left_32(x, 16)); }
@@ -181,53 +165,82 @@ class Columns {
     return words_by_turns(low, to_ints(fma(y, high_scale, all(32768.f))));
   }
 
-  bool load_keys(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
-    Found found{};
-    if (!find(rows, kKRows, c, n, found, step)) return false;
-    int16_t* to = keys_;
-    for (int64_t i = 0; i < kCells; i += 16) {
-      const char* from = found.from[i / 16];
-      const int64_t row = found.step[i / 16];
-      Lines lines = next.turn(c / 8 + i / 16, kLinesOfTurn);
-      for_each<1>(smaller(n - i, 16), [&](int64_t, int64_t place) {
-        if (place % 2 == 0)
-          for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
-        for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
-          const Ints x = load_ints(from + 2 * d);
-          store_ints(to, pairs(even(x), odd(x), found.inverse, found.high_inverse));
-        }
-        from += row;
-      });
-      lines_[i / 16] = lines;
+  // 64 cells of a part as 14 bits of a limit; what 1 of these counts. Their largest number is found meanwhile:
+  // where that is above the limit, or not half of it, they are loaded again. False if a number is not finite.
+  template <Part part>
+  bool cells_of(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
+    float& limit = limits_[part];
+    if (limit == 0.f) limit = 1.5f * top_of(rows, part, c, smaller(n, 16));
+    const float top = cells_of<part, true>(rows, c, n, limit, next);
+    if (!(top < kHighest / 2)) return false;
+    if (top > limit || top < limit / 2) {
+      limit = 1.25f * top;
+      cells_of<part, false>(rows, c, n, limit, next);
     }
-    std::memset(to, 0, sizeof *to * static_cast<size_t>(keys_ + kCells * kDim - to));
+    step = limit / kMost;
     return true;
   }
 
-  // Two cells' numbers side by side: of each 2 * kLanes first those at even places.
-  bool load_values(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
-    Found found{};
-    if (!find(rows, kVRows, c, n, found, step)) return false;
-    int16_t* to = values_;
-    for (int64_t i = 0; i < kCells; i += 16) {
-      const char* from = found.from[i / 16];
-      const int64_t row = found.step[i / 16], m = smaller(n - i, 16);
-      Lines lines = next.turn(c / 8 + 4 + i / 16, kLinesOfTurn);
-      for_each<2>(m, [&](int64_t j, int64_t place) {
-        for (int64_t k = 0; k < kLinesOf2Values; ++k)
-          lines.one<true>(place / 2 * kLinesOf2Values + k);
-        for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
-          const Ints x = load_ints(from + 2 * d);
-          const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
-          store_ints(to, pairs(even(x), even(y), found.inverse, found.high_inverse));
-          store_ints(to + 2 * kLanes, pairs(odd(x), odd(y), found.inverse, found.high_inverse));
-        }
-        from += 2 * row;
-      });
-      lines_[kTurnOfValues + i / 16] = lines;
+  // As pairs: of K a row's numbers, of V two cells', of each 2 * kLanes first those at even places. The largest
+  // magnitude, if this is the first time.
+  template <Part part, bool is_first>
+  float cells_of(const TileRows& rows, int64_t c, int64_t n, float limit, const Next& next) {
+    const float inverse = limit > kLowest ? kMost / limit : 0.f;
+    const Vec scale = all(inverse), high_scale = all(inverse * 65536.f);
+    Ints most[2] = {all_ints(0), all_ints(0)};
+    const auto meet = [&most](Ints x, int64_t i) __attribute__((always_inline)) {
+      if (is_first) most[i] = max_u16(most[i], both(x, all_ints(0x7FFF7FFF)));
+    };
+    int16_t* to = keys_;
+    for (int64_t i = 0; i < kCells && (is_first || i < n); i += 16) {
+      const int64_t turn = i / 16 + (part == kVRows ? kTurnOfValues : 0), m = smaller(n - i, 16);
+      Lines lines = is_first ? next.turn(c / 8 + turn, kLinesOfTurn) : Next::nothing();
+      int64_t row = 0;
+      const char* from = m > 0 ? rows.together(part, c + i, m, 2 * kDim, room_, row) : nullptr;
+      if constexpr (part == kKRows) {
+        for_each<1>(m, [&](int64_t, int64_t place) __attribute__((always_inline)) {
+          if (is_first && place % 2 == 0)
+            for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
+          for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
+            const Ints x = load_ints(from + 2 * d);
+            meet(x, d / (2 * kLanes) % 2);
+            store_ints(to, pairs(even(x), odd(x), scale, high_scale));
+          }
+          from += row;
+        });
+      } else {
+        for_each<2>(m, [&](int64_t j, int64_t place) __attribute__((always_inline)) {
+          if (is_first)
+            for (int64_t k = 0; k < kLinesOf2Values; ++k) lines.one<true>(place / 2 * kLinesOf2Values + k);
+          for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
+            const Ints x = load_ints(from + 2 * d);
+            const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
+            meet(x, 0);
+            meet(y, 1);
+            store_ints(to, pairs(even(x), even(y), scale, high_scale));
+            store_ints(to + 2 * kLanes, pairs(odd(x), odd(y), scale, high_scale));
+          }
+          from += 2 * row;
+        });
+      }
+      if (is_first) lines_[turn] = lines;
     }
-    std::memset(to, 0, sizeof *to * static_cast<size_t>(values_ + kCells * kDim - to));
-    return true;
+    std::memset(to, 0, sizeof *to * static_cast<size_t>(keys_ + kCells * kDim - to));
+    return top_of(most[0], most[1]);
+  }
+
+  // The largest magnitude of m rows, or in two vectors: in the order of their bits, which are exact as floats.
+  float top_of(const TileRows& rows, Part part, int64_t c, int64_t m) const {
+    Ints most = all_ints(0);
+    for (int64_t i = 0; i < m; ++i)
+      for (int64_t d = 0; d < kDim; d += 2 * kLanes)
+        most = max_u16(most, both(load_ints(rows.row(part, c + i) + 2 * d), all_ints(0x7FFF7FFF)));
+    return top_of(most, most);
+  }
+  static float top_of(Ints x, Ints y) {
+    Ints larger = max_u16(x, y);
+    larger = both(max_u16(larger, right_32(larger, 16)), all_ints(0xFFFF));
+    return bf16_to_float(static_cast<uint16_t>(highest(to_floats(larger))));
   }
 
   // take(j, place), for each kStep-th j of m <= 16 rows; `place` is j % 8, and known where loops are unrolled.
@@ -284,114 +297,89 @@ class Columns {
     given.at = lines.at;
   }
 
-  // logits_[cell][row].
-  void multiply_queries() {
-    for (int64_t j = 0; j < kVecs; ++j) store_ints(tops_ + j * kLanes, all_ints(kLowestInt));
-    for (int64_t c = 0; c < kCells; c += kAtOnce) {
-      int32_t* to = logits_ + c * kRows;
-      int32_t* tops = tops_;
+  // Weights of n cells, [cell][row], by rows' references, their sums and the highest logits less these. False if
+  // one is too far from its reference.
+  bool weigh(int64_t n) {
+    for (int64_t at = 0; at < kRows; at += kLanes) {
+      store(totals_ + at, all(0.f));
+      store(tops_ + at, all(kMinusInfinity));
+    }
+    for (int64_t c = 0; c < n; c += kAtOnce) {
       multiply<kDim / 2, kDim / 2, 1, kLinesOfQueries>(
           queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
-          [to, tops](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
-            for (int64_t j = 0; j < kVecs; ++j) {
-              Ints top = load_ints(tops + j * kLanes);
-#pragma GCC unroll 16
-              for (int64_t i = 0; i < kAtOnce; ++i) {
-                store_ints(to + i * kRows + j * kLanes, sums[i][j]);
-                top = max_32(top, sums[i][j]);
-              }
-              store_ints(tops + j * kLanes, top);
-            }
+          [this, c, m = n - c](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+            m < kAtOnce ? weigh<false>(sums, c, m) : weigh<true>(sums, c, m);
           });
     }
-  }
-
-  // Of n cells, for the j-th vector of rows.
-  Ints highest_logits(int64_t j, int64_t n) const {
-    if (n == kCells) return load_ints(tops_ + j * kLanes);
-    const int32_t* from = logits_ + j * kLanes;
-    Ints most[4];
-    for (Ints& x : most) x = load_ints(from);
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-#pragma GCC unroll 8
-      for (int64_t k = 0; k < 8; ++k)
-        most[k % 4] = max_32(most[k % 4], load_ints(from + (i + k) * kRows));
-    for (; i < n; ++i) most[0] = max_32(most[0], load_ints(from + i * kRows));
-    return max_32(max_32(most[0], most[1]), max_32(most[2], most[3]));
-  }
-
-  // Logits to weights, for the j-th vector of rows; what a result of one is worth. `is_higher` becomes
-  // true if earlier sums and results count by `factors_` from now on.
-  Vec weigh(int64_t j, Vec step, const TileRows& rows, int64_t c, int64_t n, bool& is_higher) {
-    const int64_t at = j * kLanes;
-    const Vec top = mul(to_floats(highest_logits(j, n)), step), zero = all(0.f), below = sub(zero, top);
-    Vec totals[2] = {zero, zero};
-    float* weights = reinterpret_cast<float*>(logits_) + at;
-    const auto take = [&](int64_t i, int64_t place, Lines& lines, Vec& total) __attribute__((always_inline)) {
-      float* to = weights + i * kRows;
-      if (j == 0) {  // V comes from the second cache meanwhile
-        const char* row = rows.row(kVRows, c + i);
-        for (int64_t at = 0; at < 2 * kDim; at += 64) __builtin_prefetch(row + at, 0, 3);
-        if (place % 2 == 0)
-          for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
-      }
-      const Vec x = fma(to_floats(load_ints(to)), step, below);
-#if defined(KVC_AVX512)
-      const Vec p = exp2_rough(x);
-#else
-      const Vec p = exp2_below_1(x);
-#endif
-      store(to, p);
-      total = add(total, p);
-    };
-    int64_t first = 0;
-    for (; first + 8 <= n; first += 8) {
-      Lines lines = lines_[first / 16];
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < 8; ++i) take(first + i, i, lines, totals[i % 2]);
-      if (j == 0) lines_[first / 16].at = lines.at;
+    std::memset(weighed_ + n * kRows, 0, sizeof *weighed_ * static_cast<size_t>((kCells - n) * kRows));
+    bool is_near = true;
+    for (int64_t at = 0; at < kRows; at += kLanes) {
+      const Vec top = load(tops_ + at);
+      is_near &= highest(top) <= kFurthest && (is_begun_ || highest(sub(all(0.f), top)) <= kFurthest);
     }
-    for (Lines none = Next::nothing(); first < n; ++first) take(first, 0, none, totals[0]);
-    const Vec total = add(totals[0], totals[1]);
-    for (int64_t i = n; i < kCells; ++i) store(weights + i * kRows, zero);
-    const Vec scale = min(all(kMostWeight), div(all(kMostWeights), total));
+    return is_near;
+  }
+  // Of kAtOnce cells from the c-th on, or m.
+  template <bool is_all>
+  __attribute__((always_inline)) void weigh(const Ints (&sums)[kAtOnce][kVecs], int64_t c, int64_t m) {
+    for (int64_t j = 0; j < kVecs; ++j) {
+      const int64_t at = j * kLanes;
+      const Vec step = load(k_steps_ + at), below = sub(all(0.f), load(references_ + at));
+      Vec totals[2] = {load(totals_ + at), all(0.f)}, tops[2] = {load(tops_ + at), all(kMinusInfinity)};
+      float* to = weighed_ + c * kRows + at;
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kAtOnce; ++i, to += kRows) {
+        if (!is_all && i >= m) break;
+        const Vec x = fma(to_floats(sums[i][j]), step, below);
+        tops[i % 2] = max(tops[i % 2], x);
+        const Vec p = power(x);
+        totals[i % 2] = add(totals[i % 2], p);
+        store(to, p);
+      }
+      store(totals_ + at, add(totals[0], totals[1]));
+      store(tops_ + at, max(tops[0], tops[1]));
+    }
+  }
+
+  // References to the highest logits that have been weighed, where these are above or nothing was before.
+  void raise() {
+    for (int64_t at = 0; at < kRows; at += kLanes) {
+      const Vec zero = all(0.f), top = load(tops_ + at), higher = max(top, zero);
+      const Vec share = exp2_below_1(sub(zero, higher));
+      store(references_ + at, add(load(references_ + at), is_begun_ ? higher : top));
+      store(sum_ + at, mul(load(sum_ + at), share));
+      for (int64_t d = 0; d < kDim; ++d)
+        store(results_ + d * kRows + at, mul(load(results_ + d * kRows + at), share));
+    }
+  }
+
+  // By what weights are integers, of the rows from the `at`-th on.
+  Vec scale_of_weights(int64_t at) {
+    const Vec total = load(totals_ + at);
+    store(sum_ + at, add(load(sum_ + at), total));
+    const Vec most = max(all(kLeastWeight), power(load(tops_ + at)));
+    return min(div(all(kMostWeight), most), div(all(kMostWeights), max(total, most)));
+  }
+  void count_weights(int64_t at, Vec scale) {
     const Vec high_scale = mul(scale, all(65536.f));
+    const float* from = weighed_ + at;
     int32_t* to = weights_ + at;
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < kCells; i += 2, weights += 2 * kRows, to += kRows)
-      store_ints(to, pairs(load(weights), load(weights + kRows), scale, high_scale));
-    // Earlier results are multiplied where a row's logits have become 2**4 times as large, not whenever
-    // they are larger.
-    Vec now = load(max_ + at), factor = all(1.f);
-    if (highest(sub(top, now)) > 4.f) {
-      const Vec old = now;
-      now = max(now, top);
-      factor = exp2_below_1(sub(old, now));
-      is_higher = true;
-    }
-    const Vec share = exp2_below_1(sub(top, now));
-    store(max_ + at, now);
-    store(factors_ + at, factor);
-    store(sum_ + at, fma(load(sum_ + at), factor, mul(total, share)));
-    return div(share, scale);
+    for (int64_t i = 0; i < kCells; i += 2, from += 2 * kRows, to += kRows)
+      store_ints(to, pairs(load(from), load(from + kRows), scale, high_scale));
   }
 
-  template <bool is_higher>
   void multiply_values(const Vec* steps) {
-    const float* factors = factors_;
     for (int64_t d = 0; d < kDim; d += kAtOnce) {
       float* results = results_ + number(d) * kRows;
       multiply<kCells / 2, 1, kDim, kLinesOfWeights>(
           weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[kTurnOfValues + d / (kDim / 4)],
-          [results, steps, factors](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+          [results, steps](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
             for (int64_t i = 0; i < kAtOnce; ++i) {
               for (int64_t j = 0; j < kVecs; ++j) {
                 float* to = results + 2 * i * kRows + j * kLanes;
-                Vec before = load(to);
-                if (is_higher) before = mul(before, load(factors + j * kLanes));
-                store(to, fma(to_floats(sums[i][j]), steps[j], before));
+                store(to, fma(to_floats(sums[i][j]), steps[j], load(to)));
               }
             }
           });
@@ -399,13 +387,14 @@ class Columns {
   }
 
   int16_t *keys_, *values_;
-  int32_t *queries_, *weights_, *logits_;
-  float* results_;
+  int32_t *queries_, *weights_;
+  float *weighed_, *results_;
   char* room_;
   Lines lines_[8];  // turns of 16 cells, for logits and for values
-  alignas(64) int32_t tops_[kRows];  // the highest logits of all 64 cells
-  alignas(64) float steps_[kRows] = {}, sum_[kRows] = {}, factors_[kRows], max_[kRows];
-  bool is_finite_ = true;
+  alignas(64) float steps_[kRows] = {}, k_steps_[kRows], totals_[kRows], tops_[kRows];
+  alignas(64) float sum_[kRows] = {}, references_[kRows] = {};
+  float limits_[2] = {};  // of K and V
+  bool is_finite_ = true, is_begun_ = false;
 };
 
 }  // namespace

@@ -555,7 +555,7 @@ struct FlushToZero {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
-// 2**x for x <= 0 with a relative error of some 5e-7 at most; 0 far below, NaN for NaN.
+// 2**x for x <= 100 with a relative error of some 5e-7 at most; 0 far below, NaN for NaN.
 #if defined(KVC_AVX512) && !defined(KVC_BF16)
 // Intel's processors take fractions and set exponents in one operation each, as fast as any other.
 inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
