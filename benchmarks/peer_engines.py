@@ -22,6 +22,7 @@ import torch
 
 import kvcellar as kv
 from kvcellar.backends import kernels
+from kvcellar.backends.torch import memory
 from kvcellar.engine.branches import bytes_per_cell
 from kvcellar.models import load_model
 
@@ -364,8 +365,9 @@ class Stream:
     weight_bytes = 256 << 20
 
     def __init__(self) -> None:
-        """Over memory that no core's own cache holds."""
-        self._memory = torch.ones(self.weight_bytes, dtype=torch.uint8)
+        """Over memory that no core's own cache holds, in large pages, as weights are."""
+        shape = (self.weight_bytes,)
+        self._memory = memory.empty(shape, torch.uint8, torch.device("cpu")).fill_(1)
 
     def decode(self, n: int) -> None:
         """Read it all."""

@@ -133,20 +133,28 @@ class Plan {
     int64_t slot;
     int32_t row, n_rows;
   };
+  struct alignas(64) Counter {  // a line of the cache for each
+    std::atomic<int64_t> n{0};
+  };
   struct Schedule {
     int64_t n_kv_heads = -1, group = -1, v_pad = -1;
-    bool is_by_size = false;  // of all heads the large jobs first, where no two read the same cells
+    bool is_by_size = false;  // the large jobs first, where no two read the same cells
     std::vector<JobSpec> jobs;          // of one KV head; the same for all
     std::vector<int32_t> merged_rows;   // token * group + head
     std::vector<int64_t> part_ends;     // per merged row, into parts
     std::vector<Part> parts;
     int64_t n_floats = 0;               // partial results of one head
     int64_t max_rows = 0;
-    std::unique_ptr<std::atomic<int>[]> remaining;
+    std::unique_ptr<Counter[]> remaining;  // jobs of each head
+    // Jobs of all heads, head * jobs.size() + job, in queues: one for each worker where all jobs are of one
+    // token list's rows, else one.
+    std::vector<int64_t> order, queue_ends;
+    std::unique_ptr<Counter[]> taken;  // of each queue
   };
 
   void find_lists();
   void schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad);
+  void share_out(int n_workers);
 
   StepInput input_;
   std::vector<CellList> lists_;

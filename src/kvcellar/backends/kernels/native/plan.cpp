@@ -299,11 +299,6 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
     }
   }
 
-  if (made.is_by_size)
-    std::stable_sort(made.jobs.begin(), made.jobs.end(), [](const JobSpec& a, const JobSpec& b) {
-      return a.n_cells > b.n_cells;
-    });
-
   // Rows with one part are final; the others go through partial results.
   std::vector<int32_t> at(n_parts.size(), -1);
   int64_t n_all = 0;
@@ -343,7 +338,38 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
                                                                                   n_rows};
     }
   }
-  made.remaining.reset(new std::atomic<int>[static_cast<size_t>(n_kv_heads)]);
+  made.remaining.reset(new Counter[static_cast<size_t>(n_kv_heads)]);
+}
+
+// Whose turn each job is. A worker has a queue of its own, of heads that follow on each other, and takes from
+// others' when that is empty: so what a head's jobs leave for each other, their results and who is the last,
+// is mostly in its core's own cache, where cores are far from each other as well.
+void Plan::share_out(int n_workers) {
+  Schedule& made = schedule_;
+  const auto n_queues = static_cast<size_t>(made.is_by_size ? n_workers : 1);
+  if (made.queue_ends.size() == n_queues) return;
+  const auto n_jobs = static_cast<int64_t>(made.jobs.size()), n = n_jobs * made.n_kv_heads;
+  const auto cells = [&](int64_t i) { return made.jobs[static_cast<size_t>(i % n_jobs)].n_cells; };
+  int64_t all = 0, before = 0;
+  for (int64_t i = 0; i < n; ++i) all += cells(i);
+  made.order.resize(static_cast<size_t>(n));
+  made.queue_ends.assign(n_queues, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    made.order[static_cast<size_t>(i)] = i;
+    // By where a job's middle lies among all cells.
+    const auto queue = static_cast<size_t>((2 * before + cells(i)) * static_cast<int64_t>(n_queues) / (2 * all));
+    ++made.queue_ends[std::min(queue, n_queues - 1)];
+    before += cells(i);
+  }
+  auto first = made.order.begin();
+  for (size_t q = 0; q < n_queues; ++q) {
+    if (q) made.queue_ends[q] += made.queue_ends[q - 1];
+    const auto stop = made.order.begin() + made.queue_ends[q];
+    if (made.is_by_size)
+      std::stable_sort(first, stop, [&](int64_t a, int64_t b) { return cells(a) > cells(b); });
+    first = stop;
+  }
+  made.taken.reset(new Counter[n_queues]);
 }
 
 double Plan::cost_ns(const Pool& pool, const Layout& layout) const {
@@ -500,16 +526,16 @@ void move_cells(const Pool& pool, int64_t base, const int64_t* src, int64_t n) {
 
 namespace {
 
-struct AttendCall : Shared {
-  const Plan* plan;
+struct AttendCall {
   void (*run_job)(const AttendCall&, int64_t, int64_t);
+  int64_t (*take)(const AttendCall&, int worker);  // a job, or -1
   // A worker knows its next job before it begins one, and can fetch what that begins with.
-  static void work(void* data, int) {
-    auto* call = static_cast<AttendCall*>(data);
-    int64_t i = call->next.fetch_add(1, std::memory_order_relaxed);
-    while (i < call->n) {
-      const int64_t following = call->next.fetch_add(1, std::memory_order_relaxed);
-      call->run_job(*call, i, following);
+  static void work(void* data, int worker) {
+    const auto& call = *static_cast<AttendCall*>(data);
+    int64_t i = call.take(call, worker);
+    while (i >= 0) {
+      const int64_t following = call.take(call, worker);
+      call.run_job(call, i, following);
       i = following;
     }
   }
@@ -564,10 +590,8 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
     }
 
     Job job_of(int64_t i) const {
-      const auto n_jobs = static_cast<int64_t>(made->jobs.size()), n_heads = pool->n_kv_heads;
-      const bool is_by_size = made->is_by_size;
-      return job_of(made->jobs[static_cast<size_t>(is_by_size ? i / n_heads : i % n_jobs)],
-                    is_by_size ? i % n_heads : i / n_jobs);
+      const auto n_jobs = static_cast<int64_t>(made->jobs.size());
+      return job_of(made->jobs[static_cast<size_t>(i % n_jobs)], i / n_jobs);
     }
 
     void merge_head(int64_t kv_head) const {
@@ -594,7 +618,6 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
       }
     }
   } call;
-  call.plan = this;
   call.pool = &pool;
   call.layout = &layout;
   call.args = &args;
@@ -607,23 +630,37 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
   call.partials = reinterpret_cast<float*>(
       partial_buffer.get(4 * made.n_floats * pool.n_kv_heads + 64));
   for (int64_t h = 0; h < pool.n_kv_heads; ++h)
-    made.remaining[static_cast<size_t>(h)].store(static_cast<int>(n_jobs),
-                                                 std::memory_order_relaxed);
-  call.n = n_jobs * pool.n_kv_heads;
+    made.remaining[static_cast<size_t>(h)].n.store(n_jobs, std::memory_order_relaxed);
   call.run_job = [](const AttendCall& raw, int64_t i, int64_t following) {
     const auto& self = static_cast<const Call&>(raw);
     Job job = self.job_of(i), next;
-    if (following < self.n) {
+    if (following >= 0) {
       next = self.job_of(following);
       job.following = &next;
     }
     self.ops->attend(job, scratch_buffer.get(self.scratch_size));
-    auto& left = self.made->remaining[static_cast<size_t>(job.kv_head)];
+    auto& left = self.made->remaining[static_cast<size_t>(job.kv_head)].n;
     if (!self.made->merged_rows.empty() && left.fetch_sub(1, std::memory_order_acq_rel) == 1)
       self.merge_head(job.kv_head);
   };
-  const int workers = static_cast<int>(std::min<int64_t>(workers_for(n_threads), call.n));
-  if (workers > 1 && cost_ns(pool, layout) > kAloneNs)
+  call.take = [](const AttendCall& raw, int worker) {
+    const Schedule& made = *static_cast<const Call&>(raw).made;
+    const size_t n_queues = made.queue_ends.size();
+    for (size_t turn = 0; turn < n_queues; ++turn) {
+      const size_t q = (static_cast<size_t>(worker) + turn) % n_queues;
+      const int64_t first = q ? made.queue_ends[q - 1] : 0, n = made.queue_ends[q] - first;
+      auto& taken = made.taken[q].n;
+      if (taken.load(std::memory_order_relaxed) >= n) continue;
+      const int64_t i = taken.fetch_add(1, std::memory_order_relaxed);
+      if (i < n) return made.order[static_cast<size_t>(first + i)];
+    }
+    return int64_t{-1};
+  };
+  int workers = static_cast<int>(std::min<int64_t>(workers_for(n_threads), n_jobs * pool.n_kv_heads));
+  if (cost_ns(pool, layout) <= kAloneNs) workers = 1;
+  share_out(workers);
+  for (size_t q = 0; q < made.queue_ends.size(); ++q) made.taken[q].n.store(0, std::memory_order_relaxed);
+  if (workers > 1)
     run_workers(workers, AttendCall::work, &call);
   else
     AttendCall::work(static_cast<AttendCall*>(&call), 0);
