@@ -828,6 +828,7 @@ class Attention {
         next_(longest_tile(*job.pool, rows_)) {}
 
   void run() {
+    if (job_.n_cells <= kFewCells && job_.kind == Kind::none && job_.args->softcap <= 0.f) return run_few();
 #if defined(KVC_COLUMNS)
     if (fits_columns() && run_columns()) return;
 #endif
@@ -1044,6 +1045,48 @@ class Attention {
   }
 
  private:
+  // Cells for which making operands takes longer than what they are for, as a branch's own one.
+  static constexpr int64_t kFewCells = 4;
+
+  void run_few() {
+    load_queries(job_.args->scale * kLog2e);
+    float *logits = scratch_.s, *values = scratch_.v;
+    Walk walk(job_);
+    TileRows& rows = *scratch_.rows;
+    for (int64_t first = 0, n; first < job_.n_cells; first += n) {
+      n = walk.next(job_.n_cells - first, rows);
+      const Side &k = rows.pool->k, &v = rows.pool->v;
+      for (int64_t c = 0; c < n; ++c) {
+        decode_row(k, rows.row(kKRows, c), k.affine ? rows.row(kKAffine, c) : nullptr, k_pad_, scratch_.k);
+        decode_row(v, rows.row(kVRows, c), v.affine ? rows.row(kVAffine, c) : nullptr, v_pad_,
+                   values + (first + c) * v_pad_);
+        for (int64_t r = 0; r < rows_; ++r) {
+          Vec products = all(0.f);
+          for (int64_t d = 0; d < k_pad_; d += kLanes)
+            products = fma(load(scratch_.q + r * k_pad_ + d), load(scratch_.k + d), products);
+          logits[r * kFewCells + first + c] = sum(products);
+        }
+      }
+    }
+    for (int64_t r = 0; r < rows_; ++r) {
+      float* of_row = logits + r * kFewCells;
+      float top = kMinusInfinity, total = 0.f;
+      for (int64_t c = 0; c < job_.n_cells; ++c) top = of_row[c] > top ? of_row[c] : top;
+      const float base = top == kMinusInfinity ? 0.f : top;
+      for (int64_t c = 0; c < job_.n_cells; ++c)
+        total += of_row[c] = of_row[c] == base ? 1.f : exp2_or_0(of_row[c] - base);
+      scratch_.max[r] = top;
+      store(scratch_.sum + r * kLanes, all(0.f));
+      scratch_.sum[r * kLanes] = total;
+      for (int64_t d = 0; d < v_pad_; d += kLanes) {
+        Vec y = mul(all(of_row[0]), load(values + d));
+        for (int64_t c = 1; c < job_.n_cells; ++c) y = fma(all(of_row[c]), load(values + c * v_pad_ + d), y);
+        store(scratch_.acc + r * v_pad_ + d, y);
+      }
+    }
+    finish(false);
+  }
+
 #if defined(KVC_COLUMNS)
   // Whether rows see all cells, are many enough for products in lanes of rows, and their results are
   // rounded to what makes the error of these unseen.
@@ -1115,23 +1158,26 @@ class Attention {
   }
 #endif
 
-  int64_t head_of(int64_t row) const {
+  // run(row, token, head) for each row: its token in the batch, and the query head.
+  template <class Run>
+  void for_rows(const Run& run) const {
     const int64_t group = job_.layout->n_heads / job_.pool->n_kv_heads;
-    return job_.kv_head * group + job_.first_head + row % job_.n_heads;
+    const int64_t first = job_.kv_head * group + job_.first_head;
+    for (int64_t t = 0, row = 0; t < job_.n_tokens; ++t)
+      for (int64_t h = 0; h < job_.n_heads; ++h, ++row) run(row, job_.tokens[job_.first_token + t], first + h);
   }
   int64_t token_index(int64_t row) const { return job_.first_token + row / job_.n_heads; }
 
   void load_queries(float factor) {
     const Layout& layout = *job_.layout;
     const int64_t size = layout.in == Dtype::f32 ? 4 : 2;
-    for (int64_t r = 0; r < rows_; ++r) {
+    for_rows([&](int64_t r, int64_t token, int64_t head) {
       float* q = scratch_.q + r * k_pad_;
-      const int64_t token = job_.tokens[token_index(r)];
-      const int64_t at = head_of(r) * layout.q.head + token * layout.q.token;
+      const int64_t at = head * layout.q.head + token * layout.q.token;
       load_row(static_cast<const char*>(job_.args->q) + at * size, layout.in, k_.dim, q);
       for (int64_t d = 0; d < k_.dim; ++d) q[d] *= factor;
       for (int64_t d = k_.dim; d < k_pad_; ++d) q[d] = 0.f;
-    }
+    });
     for (int64_t r = rows_; r < rows_pad_; ++r)
       std::memset(scratch_.q + r * k_pad_, 0, sizeof(float) * k_pad_);
   }
@@ -1140,14 +1186,14 @@ class Attention {
   // The same of bfloat16 as they are, in the order of `logits_of`.
   void load_query_pairs() {
     const Strides& strides = job_.layout->q;
-    for (int64_t r = 0; r < rows_pad_; ++r) {
-      float* to = scratch_.q_pairs + r / 4 * 2 * k_.dim + r % 4 * 4;
-      const auto* from = static_cast<const uint16_t*>(job_.args->q);
-      if (r < rows_)
-        from += head_of(r) * strides.head + job_.tokens[token_index(r)] * strides.token;
-      for (int64_t d = 0; d < k_.dim; d += 8, from += 8, to += 16)
-        r < rows_ ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
-    }
+    const auto place = [&](int64_t r) { return scratch_.q_pairs + r / 4 * 2 * k_.dim + r % 4 * 4; };
+    for_rows([&](int64_t r, int64_t token, int64_t head) {
+      const auto* from = static_cast<const uint16_t*>(job_.args->q) + head * strides.head + token * strides.token;
+      float* to = place(r);
+      for (int64_t d = 0; d < k_.dim; d += 8) std::memcpy(to + 2 * d, from + d, 16);
+    });
+    for (int64_t r = rows_; r < rows_pad_; ++r)
+      for (int64_t d = 0; d < k_.dim; d += 8) std::memset(place(r) + 2 * d, 0, 16);
   }
 #endif
 
@@ -1597,9 +1643,9 @@ inline void Attention::finish(bool is_split) {
     std::memcpy(job_.partial + 2 * rows_, scratch_.acc, sizeof(float) * rows_ * v_pad_);
     return;
   }
-  for (int64_t r = 0; r < rows_; ++r)
-    write_result(job_, job_.tokens[token_index(r)], head_of(r), scratch_.max[r], scratch_.sum[r],
-                 scratch_.acc + r * v_pad_);
+  for_rows([&](int64_t r, int64_t token, int64_t head) {
+    write_result(job_, token, head, scratch_.max[r], scratch_.sum[r], scratch_.acc + r * v_pad_);
+  });
 }
 
 void attend(const Job& job, char* scratch) {
@@ -1616,11 +1662,17 @@ void merge(const Job& job, int64_t token, int64_t head, int n_parts, const float
   const float base = top == kMinusInfinity ? 0.f : top;
   float total = 0.f;
   std::memset(scratch, 0, sizeof(float) * v_pad);
-  for (int i = 0; i < n_parts; ++i) {
-    const float factor = Attention::exp2_or_0(*maxima[i] - base);
-    total += *sums[i] * factor;
-    for (int64_t d = 0; d < v_pad; d += kLanes)
-      store(scratch + d, fma(all(factor), load(rows[i] + d), load(scratch + d)));
+  for (int first = 0; first < n_parts; first += kLanes) {
+    const int n = n_parts - first < kLanes ? n_parts - first : kLanes;
+    float factors[kLanes];
+    for (int i = 0; i < kLanes; ++i) factors[i] = i < n ? *maxima[first + i] - base : kMinusInfinity;
+    store(factors, exp2_below_1(load(factors)));
+    for (int i = 0; i < n; ++i) total += *sums[first + i] * factors[i];
+    for (int64_t d = 0; d < v_pad; d += kLanes) {
+      Vec y = load(scratch + d);
+      for (int i = 0; i < n; ++i) y = fma(all(factors[i]), load(rows[first + i] + d), y);
+      store(scratch + d, y);
+    }
   }
   write_result(job, token, head, top, total, scratch);
 }
