@@ -166,6 +166,35 @@ def branches(dim: int, n: int, group: int, block_size: int = 0, **spoilt: float)
     return Case(plan, sides["k"], sides["v"], 2 * group, *kinds, 2)
 
 
+def few_cells(n: int, name: str = "bfloat16", first: float | None = None) -> Case:
+    """A token that sees ``n`` cells; ``first``: a number of the first one's K."""
+    rng = np.random.default_rng(n)
+    k, v = (rng.standard_normal((2, N_CELLS, 64)).astype(np.float32) for _ in "kv")
+    if first is not None:
+        k[:, 30, 0] = first
+    runs = (Run(30, n - 1),) * (n > 1) + (Run(50, 1),)
+    reads = (AttendSpec(0, 1, runs, AttendKind.NONE),)
+    plan = StepPlan(1, (Write(0, Run(50, 1)),), reads, N_CELLS)
+    kinds = ("bfloat16", "float32", 0.0, first is None, False)
+    side = SideDtype(name)
+    return Case(plan, SideBytes(side, k, 0), SideBytes(side, v, 0), 8, *kinds, 7)
+
+
+@pytest.mark.parametrize("name", KV_DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_a_few_cells_agree_with_float64(level, n, name):
+    agree(few_cells(n, name))
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_a_logit_without_end_is_no_number_among_few_cells_either(level, n):
+    case = few_cells(n, first=np.inf)
+    with np.errstate(invalid="ignore"):
+        want = np.isnan(case.expected())
+    assert want.any() and not want.all()
+    assert np.array_equal(np.isnan(case.run()), want)
+
+
 @pytest.mark.parametrize("block_size", [0, 16])
 @pytest.mark.parametrize("n, group", [(4, 4), (3, 5), (9, 1), (5, 4)])
 @pytest.mark.parametrize("dim", [64, 128])

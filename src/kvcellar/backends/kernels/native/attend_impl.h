@@ -1073,8 +1073,10 @@ class Attention {
       float top = kMinusInfinity, total = 0.f;
       for (int64_t c = 0; c < job_.n_cells; ++c) top = of_row[c] > top ? of_row[c] : top;
       const float base = top == kMinusInfinity ? 0.f : top;
-      for (int64_t c = 0; c < job_.n_cells; ++c)
-        total += of_row[c] = of_row[c] == base ? 1.f : exp2_or_0(of_row[c] - base);
+      for (int64_t c = 0; c < job_.n_cells; ++c) {
+        const float below = of_row[c] - base;  // NaN of two infinite ones
+        total += of_row[c] = below == 0.f ? 1.f : exp2_or_0(below);
+      }
       scratch_.max[r] = top;
       store(scratch_.sum + r * kLanes, all(0.f));
       scratch_.sum[r * kLanes] = total;

@@ -146,8 +146,7 @@ class Plan {
     int64_t n_floats = 0;               // partial results of one head
     int64_t max_rows = 0;
     std::unique_ptr<Counter[]> remaining;  // jobs of each head
-    // Jobs of all heads, head * jobs.size() + job, in queues: one for each worker where all jobs are of one
-    // token list's rows, else one.
+    // Jobs of all heads, head * jobs.size() + job, in queues: one for each worker if they go by size, else one.
     std::vector<int64_t> order, queue_ends;
     std::unique_ptr<Counter[]> taken;  // of each queue
   };

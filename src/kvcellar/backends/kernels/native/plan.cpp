@@ -357,8 +357,7 @@ void Plan::share_out(int n_workers) {
   for (int64_t i = 0; i < n; ++i) {
     made.order[static_cast<size_t>(i)] = i;
     // By where a job's middle lies among all cells.
-    const auto queue = static_cast<size_t>((2 * before + cells(i)) * static_cast<int64_t>(n_queues) / (2 * all));
-    ++made.queue_ends[std::min(queue, n_queues - 1)];
+    ++made.queue_ends[static_cast<size_t>(2 * before + cells(i)) * n_queues / static_cast<size_t>(2 * all)];
     before += cells(i);
   }
   auto first = made.order.begin();
