@@ -354,15 +354,20 @@ class Next {
   explicit Next(int64_t longest) : longest_(longest) {}
   int64_t longest() const { return longest_; }
 
-  void start(const TileRows& rows, int64_t n) {
+  // `evenly`: whether the tile before fetches in all of its time. So it shall where pages come one after the
+  // other.
+  void start(const TileRows& rows, int64_t n, bool evenly = false) {
     rows_ = &rows;
     n_ = n;
+    is_even_ = false;
     if (n && rows.pool != pool_) measure();
     cuts_ = nullptr;
     if (n != longest_) return;
     for (int64_t g = 0; g < n / 16; ++g)
       if (!rows.is_whole[g]) return;
     cuts_ = rows.is_run ? pages_ : blocks_;
+    is_even_ = evenly && rows.is_run && pages_[kKRows].n_open == 1 && pages_[kVRows].n_open == 1 &&
+               is_dense_[kKAffine] && is_dense_[kVAffine];
   }
 
   // Lines of a part for the g-th 16 cells, for a loop that fetches up to n, a multiple of 4; what is
@@ -377,9 +382,15 @@ class Next {
   }
 
   // Of the i-th turn of a tile: each 16 cells have one for logits and, when all have had that, one for
-  // values. K and V come alternately, so that more pages are read at a time.
-  Lines turn(int64_t i, int64_t n) const { return sixteen(i % 2 ? kVRows : kKRows, i / 2, n); }
+  // values. K and V come alternately, so that more pages are read at a time, or else K first.
+  Lines turn(int64_t i, int64_t n) const {
+    return is_even_ ? sixteen(kKRows, i, n) : sixteen(i % 2 ? kVRows : kKRows, i / 2, n);
+  }
   Lines turn_of_values(int64_t i, int64_t n) const { return turn(longest_ / 16 + i, n); }
+
+  // Whether all of K comes while logits are made, and then V: all parts' lines follow on each other from these.
+  bool is_even() const { return is_even_; }
+  const char* first(Part part) const { return rows_->first[part][0]; }
 
   // Those of scales and biases, which are few.
   void affine(Part part, int64_t g) const {
@@ -488,6 +499,7 @@ class Next {
   const TileRows* rows_ = nullptr;
   int64_t n_ = 0;
   const Cut* cuts_ = nullptr;  // of the tile: pages_, blocks_ or none
+  bool is_even_ = false;
   const Pool* pool_ = nullptr;
   int64_t bytes_[4];  // of a row
   bool is_dense_[4];  // whether rows follow on each other
@@ -909,17 +921,22 @@ class Attention {
       // is no time to fetch a whole one.
       const bool is_short = n_next && 8 * n_next <= longest, has_room = !n_third && (!n_next || is_short);
 #endif
-      next_.start(*next, n_next);
+#if defined(KVC_AVX512) && !defined(KVC_AMX)
+      const bool evenly = words.fetches_evenly(*rows, n);
+#else
+      constexpr bool evenly = false;
+#endif
+      next_.start(*next, n_next, evenly);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
         const int64_t n_following = following.next(smaller(shortest, following_left), *third);
 #if defined(KVC_AMX)
         following_left -= n_following;
         if (matrix.has_k) ahead_.add(*third, n_following, false);
         if (matrix.has_v) ahead_.add(*third, n_following, true);
-        if (!n_next) next_.start(*third, n_following);
+        if (!n_next) next_.start(*third, n_following, evenly);
 #else
         if (is_short) next_.now();
-        next_.start(*third, n_following);
+        next_.start(*third, n_following, evenly);
         following_left = 0;
 #endif
       }
@@ -976,7 +993,7 @@ class Attention {
 #if defined(KVC_AVX512)
         const Maxima maxima = start_softmax(n, 32);  // one step waits for the other: so meanwhile
         words.prepare(*rows, n);
-        words.weigh(s_, maxima, scratch_.sum, n);
+        words.weigh(s_, maxima, scratch_.sum, n, next_);
 #else
         words.prepare(*rows, n);
         softmax(n, 32, [&](int64_t r, const float* s, float base, float factor, float top) {

@@ -63,6 +63,12 @@ class Words : public WordsBase {
     if (has_k) load_queries(q, k_pad);
   }
 
+  // Whether each of its steps can fetch a part of the next tile. What few rows wait for is memory, and with
+  // steps that fetch nothing it waits too.
+  bool fetches_evenly(const TileRows& rows, int64_t n) const {
+    return quads_ == 1 && has_k && has_v && rows.is_run && n % 32 == 0 && kLinesOfWeights % (v_.dim / 64) == 0;
+  }
+
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16 or 32; `tops`: the
   // highest of each row, in 4 parts.
   void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
@@ -82,11 +88,12 @@ class Words : public WordsBase {
 
   // Logits s[row][c] of a tile to weights, up to the next multiple of 32; their sums and those of earlier
   // tiles are in `sums`, a vector for each row.
-  void weigh(float* s, const Maxima& maxima, float* sums, int64_t n) {
+  void weigh(float* s, const Maxima& maxima, float* sums, int64_t n, const Next& next) {
     for (int64_t r = 0; r < rows_; ++r) scale_results(r, maxima.factor[r]);
     for (int64_t r = 0; r < rows_; ++r) set_steps(r, maxima.most[r]);
+    const Row line = next.is_even() ? Row{next.first(kVRows), 64} : Row{Next::nothing().at, 0};
     for (int64_t quad = 0; quad < quads_; ++quad) {
-      const Quad of{quad, s + quad * 4 * kTile, maxima.top + quad * 4, maxima.most + quad * 4};
+      const Quad of{quad, s + quad * 4 * kTile, maxima.top + quad * 4, maxima.most + quad * 4, line};
       is_weight_by_turns() ? weigh_groups<2>(of, maxima, sums, n) : weigh_groups<1>(of, maxima, sums, n);
     }
   }
@@ -94,8 +101,10 @@ class Words : public WordsBase {
   // Sums of weight[row][c] * V[c], and of those of earlier tiles.
   void values(const TileRows& rows, int64_t n, const Next& next) {
     with_kind(v_, [&](auto is_4, auto n_subs) {
+      const char* line = next.is_even() ? next.first(kVRows) + n / 16 * kLinesOfWeights * 64 : nullptr;
       for (int64_t chunk = 0; chunk < v_.dim / 64; ++chunk)
-        values_of_chunk<is_4.of, n_subs.of>(rows, chunk, n, next);
+        line ? values_evenly<is_4.of, n_subs.of>(rows, chunk, n, next, line)
+             : values_of_chunk<is_4.of, n_subs.of>(rows, chunk, n, next);
     });
   }
 
@@ -123,11 +132,33 @@ class Words : public WordsBase {
   }
   static constexpr int64_t apart(bool is_4) { return is_4 ? 4 : 2; }
 
+  // Lines to fetch, `step` bytes apart.
+  struct Row {
+    const char* at;
+    int64_t step;
+  };
+
+  // Rows of V that follow on each other, and what is fetched with them: for each 16 cells so many bytes of
+  // scales and biases, and lines in all slots but those whose numbers from 1 on have none of the bits of
+  // `fetching`.
+  struct InOrder {
+    const char* from;
+    int64_t step;
+    const char* affine;
+    int64_t n_affine;
+    const char* line;
+    int64_t fetching;
+  };
+
+  // So many lines are fetched for each 16 cells while weights are made.
+  static constexpr int64_t kLinesOfWeights = 4;
+
   // Logits of 4 rows, the highest of each, and what is its weight beside earlier tiles'.
   struct Quad {
     int64_t index;
     float* s;
     const float *top, *most;
+    Row line;
   };
 
   template <int kGroups>
@@ -154,6 +185,7 @@ class Words : public WordsBase {
     float* s = of.s;
     int16_t* to = weights(quad * 4, g);
     const bool is_kept = is_first && v_groups_ > kGroups;
+    Row line = of.line;
     Vec total[4], bias[4][kGroups], inverse[kGroups];
     __m512i whole[4];
     for (int64_t j = 0; j < kGroups; ++j)
@@ -175,6 +207,8 @@ class Words : public WordsBase {
         float* at = s + r * kTile;
         Vec p = load(at), q = load(at + 16);
         if (is_first) {
+          static_assert(kLinesOfWeights == 4);  // two for each row of 32 cells
+          for (int i = 0; i < 2; ++i, line.at += line.step) fetch(line.at);
           p = exp2_rough(sub(p, all(of.top[r])));
           q = exp2_rough(sub(q, all(of.top[r])));
           total[r] = add(total[r], add(p, q));
@@ -263,14 +297,17 @@ class Words : public WordsBase {
           const float sum = step * static_cast<float>(_mm512_reduce_add_epi32(whole)) + zero;
           put_fours(q_sums_ + ((chunk * quads_ + quad) * kSubs + sub) * 16, lane, sum);
         }
-        if (!is_4 && is_by_bytes()) {
-          auto* to = reinterpret_cast<__m128i*>(query(chunk, quad)) + lane;
+        if (is_by_bytes()) {
+          alignas(64) int8_t terms[2][64];
           for (int i = 0; i < 4; ++i) {
             const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x[i], _mm512_set1_epi32(128)), 8);
             const __m512i low = _mm512_sub_epi32(x[i], _mm512_slli_epi32(high, 8));
-            _mm_storeu_si128(to + 4 * i, _mm512_cvtepi32_epi8(high));
-            _mm_storeu_si128(to + 4 * (4 + i), _mm512_cvtepi32_epi8(low));
+            _mm_store_si128(reinterpret_cast<__m128i*>(terms[0]) + i, _mm512_cvtepi32_epi8(high));
+            _mm_store_si128(reinterpret_cast<__m128i*>(terms[1]) + i, _mm512_cvtepi32_epi8(low));
           }
+          for (int term = 0; term < 2; ++term)
+            is_4 ? put_nibbles(terms[term], nibble_query(chunk) + lane * 2 + term)
+                 : put_bytes(terms[term], reinterpret_cast<__m128i*>(query(chunk, quad)) + lane + 16 * term);
           continue;
         }
         const auto words = [&](int i) {
@@ -292,8 +329,8 @@ class Words : public WordsBase {
   // A query's numbers are 256 times one byte and another byte.
   static constexpr float kHighestQuery = 127 * 256 + 127;
 
-  // Whether numbers of 8 bits are multiplied as they lie: where 4 rows meet them once, sixteen of a cell at a
-  // time, four lanes for each row. For more rows adding up lanes would take longer than making words once.
+  // Whether numbers are multiplied as bytes: where 4 rows meet them once. For more rows making words once takes
+  // less than adding up lanes.
   bool is_by_bytes() const { return kHasBytes && quads_ == 1; }
 
 #if defined(KVC_VNNI)
@@ -336,11 +373,89 @@ class Words : public WordsBase {
       dot[sub][0][3] = _mm512_shuffle_i32x4(b, d, 0xdd);
     }
   }
+
+  // The same of int4. 32 bits of each of 8 rows lie side by side, of both halves of their numbers, which come
+  // apart into bytes and meet a vector for each row and term of its numbers: a lane is the half of a cell.
+  template <int kStep>
+  static __attribute__((always_inline)) void sums_of_nibbles(const __m512i* q, const char* from, int64_t any_step,
+                                                             Lines& lines, __m512i (&dot)[2][1][4]) {
+    const int64_t step = kStep ? kStep : any_step;
+    const __m512i low = kept(_mm512_set1_epi8(15));
+    __m512i x[2][4], sums[2][4][2];
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; ++i) {
+      __m512i y[4];
+      for (int64_t j = 0; j < 4; ++j) y[j] = two_rows(from + (8 * i + 2 * j) * step, step, step == 32);
+      quarters_of_32(y, x[i]);
+      for (auto& row : sums[i])
+        for (__m512i& sum : row) sum = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < 8; ++j) {
+      kStep ? lines.in_row(j) : lines.one(j);
+      const __m512i a = nibbles(x[0][j / 2], j % 2, low), b = nibbles(x[1][j / 2], j % 2, low);
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < 8; ++k, ++q) {
+        const __m512i of_row = _mm512_load_si512(q);
+        sums[0][k / 2][k % 2] = dot_fours(sums[0][k / 2][k % 2], a, of_row);
+        sums[1][k / 2][k % 2] = dot_fours(sums[1][k / 2][k % 2], b, of_row);
+      }
+    }
+    for (int r = 0; r < 4; ++r) {
+      __m512i both[2];
+      for (int i = 0; i < 2; ++i)
+        both[i] = _mm512_add_epi32(_mm512_slli_epi32(sums[i][r][0], 8), sums[i][r][1]);
+      part_rows(both[0], both[1], dot[0][0][r], dot[1][0][r]);
+    }
+  }
+
+  static __m512i nibbles(__m512i bytes, bool upper, __m512i low) {
+    return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, low);
+  }
 #endif
+
+  // Of each quarter of 4 vectors the first 32 bits, the second, the third and the fourth.
+  static void quarters_of_32(const __m512i* x, __m512i* y) {
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    y[0] = _mm512_unpacklo_epi64(a, c);
+    y[1] = _mm512_unpackhi_epi64(a, c);
+    y[2] = _mm512_unpacklo_epi64(b, d);
+    y[3] = _mm512_unpackhi_epi64(b, d);
+  }
+
+  // Of quarters that are the halves of 4 rows of even numbers and those of 4 of odd ones, twice: all rows' first
+  // halves in order, and the others.
+  static void part_rows(__m512i x, __m512i y, __m512i& first, __m512i& second) {
+    const __m512i low = _mm512_set_epi32(27, 19, 26, 18, 25, 17, 24, 16, 11, 3, 10, 2, 9, 1, 8, 0);
+    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(4));
+    first = _mm512_permutex2var_epi32(x, low, y);
+    second = _mm512_permutex2var_epi32(x, high, y);
+  }
 
   // Pairs of a chunk's numbers of 4 queries: [pair][row]. By bytes: [upper or lower][16 numbers][row][16].
   int32_t* query(int64_t chunk, int64_t quad) const {
     return reinterpret_cast<int32_t*>(queries_) + (chunk * quads_ + quad) * 128;
+  }
+
+  // Of int4 by bytes: [32 bits of both halves][lower or upper 4 bits][row][term], where other rows' words would
+  // be staged.
+  __m512i* nibble_query(int64_t chunk) const { return reinterpret_cast<__m512i*>(staged_) + chunk * 64; }
+
+  // A term of a chunk's numbers of one row.
+  static void put_bytes(const int8_t* numbers, __m128i* to) {
+    for (int i = 0; i < 4; ++i)
+      _mm_storeu_si128(to + 4 * i, _mm_load_si128(reinterpret_cast<const __m128i*>(numbers) + i));
+  }
+  static void put_nibbles(const int8_t* numbers, __m512i* to) {
+    const __m512i all_64 = _mm512_load_si512(numbers);
+    for (int i = 0; i < 8; ++i) {
+      const __m256i of_32 = _mm512_cvtepi16_epi8(i % 2 ? _mm512_srli_epi16(all_64, 8) : all_64);
+      const int first = i / 2, second = 4 + first;
+      const __m512i place = _mm512_set_epi32(second, second, second, second, first, first, first, first, second,
+                                             second, second, second, first, first, first, first);
+      _mm512_store_si512(to + 8 * i, _mm512_permutexvar_epi32(place, _mm512_castsi256_si512(of_32)));
+    }
   }
 
   // 32 bits each of 16 rows of 64 numbers, `step` bytes apart: of int4 all of the first 32 numbers, to x[0],
@@ -363,22 +478,10 @@ class Words : public WordsBase {
         rows = _mm512_inserti32x4(rows, quarter(3), 3);
       }
     }
-    for (auto& z : y) {
-      const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
-      const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
-      z[0] = _mm512_unpacklo_epi64(a, c);
-      z[1] = _mm512_unpackhi_epi64(a, c);
-      z[2] = _mm512_unpacklo_epi64(b, d);
-      z[3] = _mm512_unpackhi_epi64(b, d);
-    }
+    for (auto& z : y) quarters_of_32(z, z);
     for (int j = 0; j < 4; ++j) {
       if (is_4) {
-        // A lane has rows of even or of odd numbers.
-        const __m512i low =
-            _mm512_set_epi32(27, 19, 26, 18, 25, 17, 24, 16, 11, 3, 10, 2, 9, 1, 8, 0);
-        const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(4));
-        x[0][j] = _mm512_permutex2var_epi32(y[0][j], low, y[1][j]);
-        x[1][j] = _mm512_permutex2var_epi32(y[0][j], high, y[1][j]);
+        part_rows(y[0][j], y[1][j], x[0][j], x[1][j]);
       } else {
         x[0][j] = y[0][j];
         x[1][j] = y[1][j];
@@ -416,8 +519,62 @@ class Words : public WordsBase {
     return found;
   }
 
+#if defined(KVC_VNNI)
+  // Where rows and what is fetched follow on each other: with what is known nothing is looked up.
+  template <bool is_4, int kSubs, int kChunks>
+  __attribute__((noinline)) void logits_in_order(const char* from, int64_t n, float* s, const Next& next) const {
+    constexpr int64_t kStep = kChunks * (is_4 ? 32 : 64), kLines = kStep / 4;  // of a row; of 16
+    const float *affine = k_affine_, *sums = q_sums_, *steps = q_steps_;
+    const int64_t of_chunk = 64 / k_.group_size * 2 * kTile, n_affine = 16 * k_.affine_bytes();
+    const char *line = next.first(kKRows), *affine_line = next.first(kKAffine);
+    const auto* bytes = reinterpret_cast<const __m512i*>(queries_);
+    const __m512i* nibbles = nibble_query(0);
+    Vec highest[4];
+    for (Vec& x : highest) x = all(kMinusInfinity);
+    for (int64_t c = 0; c < n; c += 16, from += 16 * kStep, s += 16, affine += 16) {
+      Vec logit[4];
+#pragma GCC unroll 2
+      for (int64_t chunk = 0; chunk < kChunks; ++chunk, line += 64 * kLines / kChunks) {
+        __m512i dot[2][1][4];
+        Lines lines{line, 64, 128, 192, 256, 0};
+        if constexpr (is_4)
+          sums_of_nibbles<kStep>(nibbles + chunk * 64, from + chunk * 32, kStep, lines, dot);
+        else
+          sums_of_bytes<kSubs, kStep>(bytes + chunk * 8, from + chunk * 64, kStep, lines, dot);
+        const float* of_16 = affine + chunk * of_chunk;
+        const float* sum = sums + chunk * kSubs * 16;
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+          __m512i whole = dot[0][0][r];
+          if (is_4 && kSubs == 1) whole = _mm512_add_epi32(whole, dot[1][0][r]);
+          Vec dots = mul(_mm512_cvtepi32_ps(whole), load(of_16)), bias = load(of_16 + kTile);
+          Vec to = chunk ? fma(bias, all(sum[4 * r]), logit[r]) : mul(bias, all(sum[4 * r]));
+          if (kSubs == 2) {
+            dots = fma(_mm512_cvtepi32_ps(dot[1][0][r]), load(of_16 + 2 * kTile), dots);
+            to = fma(load(of_16 + 3 * kTile), all(sum[16 + 4 * r]), to);
+          }
+          logit[r] = fma(dots, all(steps[4 * r]), to);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        store(s + r * kTile, logit[r]);
+        highest[r] = max(highest[r], logit[r]);
+      }
+      for (int64_t i = 0; i < n_affine; i += 64, affine_line += 64) fetch(affine_line);
+    }
+    for (int r = 0; r < 4; ++r) store(tops_ + r * 16, highest[r]);
+  }
+#endif
+
   template <bool is_4, int kSubs>
   void logits_of_few(const TileRows& rows, int64_t n, float* s, const Next& next) const {
+#if defined(KVC_VNNI)
+    if (next.is_even() && rows.is_run && rows.stride[kKRows] == k_.packed_bytes()) {
+      if (k_.dim == 64) return logits_in_order<is_4, kSubs, 1>(rows.first[kKRows][0], n, s, next);
+      if (k_.dim == 128) return logits_in_order<is_4, kSubs, 2>(rows.first[kKRows][0], n, s, next);
+    }
+#endif
     logits_of<is_4, kSubs, false>(0, 0, n, s, [&](int64_t c) __attribute__((always_inline)) {
       return sixteen(rows, c, n, gathered_ + c * k_.packed_bytes(), next);
     });
@@ -497,8 +654,10 @@ class Words : public WordsBase {
         for (auto& of_16 : of_half)
           for (__m512i& x : of_16) x = _mm512_setzero_si512();
 #if defined(KVC_VNNI)
-      constexpr bool are_bytes = !is_4 && !is_staged;
-      if constexpr (are_bytes) {
+      constexpr bool are_bytes = !is_staged;
+      if constexpr (are_bytes && is_4) {
+        sums_of_nibbles<0>(nibble_query(chunk), from + chunk * 32, step, lines, dot);
+      } else if constexpr (are_bytes) {
         const auto* bytes = reinterpret_cast<const __m512i*>(q);
         const char* row = from + chunk * 64;
         step == 64 && lines.is_in_row() ? sums_of_bytes<kSubs, 64>(bytes, row, step, lines, dot)
@@ -596,6 +755,19 @@ class Words : public WordsBase {
     }
   }
 
+  // Of rows that follow on each other, where lines are fetched evenly, those from `line` on.
+  template <bool is_4, int kSubs>
+  void values_evenly(const TileRows& rows, int64_t chunk, int64_t n, const Next& next, const char*& line) const {
+    constexpr int64_t kSlots = is_4 ? 8 : 16;  // of 16 cells
+    const int64_t step = rows.stride[kVRows];
+    const InOrder place{rows.first[kVRows][0] + chunk * (is_4 ? 32 : 64), step, next.first(kVAffine),
+                        chunk ? 0 : 16 * v_.affine_bytes(), line, kSlots / (kLinesOfWeights / (v_.dim / 64)) - 1};
+    const int16_t* of = weights(0, chunk * 64 / v_.group_size);
+    line = is_4 && step == 32
+               ? add_pairs<is_4, kSubs, is_4 ? Place::dense : Place::whole>(n, of, 0, chunk, place)
+               : add_pairs<is_4, kSubs, Place::whole>(n, of, 0, chunk, place);
+  }
+
   template <bool is_4, int kSubs>
   void values_of_chunk(const TileRows& rows, int64_t chunk, int64_t n, const Next& next) const {
     static_assert(kTile * 32767 * 255 < 1ll << 31);  // of int8; int4's are smaller
@@ -635,11 +807,12 @@ class Words : public WordsBase {
     }
   }
 
-  // Results of 4 rows += weights * V of n cells, of a chunk. A function of its own, so that the compiler
+  // Results of 4 rows += weights * V of n cells, of a chunk; the next line in order. A function of its own, so that the compiler
   // keeps the sums in registers.
   template <bool is_4, int kSubs, Place place, class PlaceOf>
-  __attribute__((noinline)) void add_pairs(int64_t n, const int16_t* weights, int64_t quad,
-                                           int64_t chunk, const PlaceOf& place_of) const {
+  __attribute__((noinline)) const char* add_pairs(int64_t n, const int16_t* weights, int64_t quad, int64_t chunk,
+                                                  const PlaceOf& place_of) const {
+    constexpr bool is_in_order = std::is_same_v<PlaceOf, InOrder>;
     const __m512i low = kept(_mm512_set1_epi16(15));  // not made again each time
     auto* numbers = reinterpret_cast<__m512i*>(values_);
     __m512i a[4][4];
@@ -647,12 +820,27 @@ class Words : public WordsBase {
     for (auto& of_row : a)
 #pragma GCC unroll 4
       for (__m512i& x : of_row) x = _mm512_setzero_si512();
+    InOrder in_order{};
+    if constexpr (is_in_order) in_order = place_of;
+    const auto fetch_slot = [&](int64_t slot) __attribute__((always_inline)) {
+      if (!((slot + 1) & in_order.fetching)) return;
+      fetch(in_order.line);
+      in_order.line += 64;
+    };
     for (int64_t c = 0; c < n; weights += is_4 && kSubs == 2 ? 64 : 32) {
 #pragma GCC unroll 2
       for (int64_t half = 0; half < 2; ++half, c += 16, numbers += 32) {
         constexpr bool is_whole = place == Place::dense || place == Place::whole;
         if (!is_whole && c >= n) break;
-        const Sixteen cells = place_of(c);
+        Sixteen cells;
+        if constexpr (is_in_order) {
+          for (int64_t i = 0; i < in_order.n_affine; i += 64, in_order.affine += 64) fetch(in_order.affine);
+          cells.from = in_order.from;
+          cells.step = in_order.step;
+          in_order.from += 16 * in_order.step;
+        } else {
+          cells = place_of(c);
+        }
         Lines lines = cells.lines;
         const char* from = cells.from;
         const int64_t step = cells.step;
@@ -660,8 +848,8 @@ class Words : public WordsBase {
         if (is_whole) {
 #pragma GCC unroll 8
           for (int64_t i = 0; i < 8; ++i, from += 2 * step) {
-            lines.one(is_4 ? i : 2 * i);
-            if (!is_4) lines.one(2 * i + 1);
+            for (int64_t j = is_4 ? i : 2 * i; j <= (is_4 ? i : 2 * i + 1); ++j)
+              is_in_order ? fetch_slot(j) : lines.one(j);
             add_pair<is_4, kSubs, place>(from, step, at, i, low, numbers, a);
           }
           continue;
@@ -673,6 +861,7 @@ class Words : public WordsBase {
       }
     }
     add_sums<is_4, kSubs>(quad, chunk, a);
+    return in_order.line;
   }
 
   template <bool is_4, int kSubs, Place place>
