@@ -186,6 +186,20 @@ def test_a_few_cells_agree_with_float64(level, n, name):
     agree(few_cells(n, name))
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("dim, group", [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128), (256, 64)])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_long_run_of_integer_rows_agrees_with_float64(level, name, dim, group, rows):
+    """Two whole tiles and more, one behind the other, by the few rows of one token."""
+    rng = np.random.default_rng(dim + group)
+    side = SideDtype(name, group)
+    k, v = (rng.standard_normal((2, N_CELLS, dim)).astype(np.float32) for _ in "kv")
+    reads = (AttendSpec(0, 1, (Run(7, 611),), AttendKind.NONE),)
+    plan = StepPlan(1, (Write(0, Run(617, 1)),), reads, N_CELLS)
+    kinds = ("bfloat16", "float32", 0.0, False, False)
+    agree(Case(plan, SideBytes(side, k, 0), SideBytes(side, v, 0), 2 * rows, *kinds, 5))
+
+
 @pytest.mark.parametrize("n", [2, 4, 5])
 def test_a_logit_without_end_is_no_number_among_few_cells_either(level, n):
     case = few_cells(n, first=np.inf)
