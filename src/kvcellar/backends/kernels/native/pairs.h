@@ -156,8 +156,8 @@ class Columns {
   // Pending exponents to weights, the i-th two of 16 vectors.
   __attribute__((always_inline)) void weigh_two(int64_t i, uint32_t* weights, Vec* totals) const {
     const int64_t k = kVecs == 1 ? 0 : i / 2 % kVecs, at = i / 2 / kVecs * 2 * kRows + k * kLanes;
-    totals[k] = store_by_turns(weights + at / 2 + k * kLanes / 2, exp2_rough(load(exponents_ + at)),
-                               exp2_rough(load(exponents_ + at + kRows)), totals[k]);
+    totals[k] = store_by_turns(weights + at / 2 + k * kLanes / 2, exp2_beside_products(load(exponents_ + at)),
+                               exp2_beside_products(load(exponents_ + at + kRows)), totals[k]);
   }
   void weigh(uint32_t* weights) {
     Vec totals[kVecs];

@@ -555,10 +555,13 @@ struct FlushToZero {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
+#if defined(KVC_AVX512)
+inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+#endif
+
 // 2**x for x <= 100 with a relative error of some 5e-7 at most; 0 far below, NaN for NaN.
 #if defined(KVC_AVX512) && !defined(KVC_BF16)
 // Intel's processors take fractions and set exponents in one operation each, as fast as any other.
-inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 inline Vec exp2_below_1(Vec x) {
   const Vec f = fraction(x);
   Vec y = all(1.86713007e-3f);
@@ -618,14 +621,16 @@ inline Vec exp2_below_1(Vec x) {
 
 // The same for x <= 100 with a relative error of 2.4e-4, none at whole numbers, for weights that become
 // bfloat16 or meet rows that were rounded to more than that; 2**-120 or 0 far below.
-#if defined(KVC_AVX512) && !defined(KVC_BF16)
+#if defined(KVC_AVX512)
 inline Vec exp2_rough(Vec x) {
   const Vec f = fraction(x);
   const Vec y = fma(fma(all(7.7067042e-2f), f, all(2.27644991e-1f)), f, all(6.95116786e-1f));
   return _mm512_scalef_ps(fma(y, f, all(1.f)), x);
 }
-#elif defined(KVC_AVX512)
-inline Vec exp2_rough(Vec x) {
+#endif
+#if defined(KVC_BF16)
+// The same with more operations, of which fewer wait for the units that multiply.
+inline Vec exp2_beside_products(Vec x) {
   // Of sixteenths the power's first and second term lie in tables: products take the same parts of Zen 4 as
   // multiplications do, and leave free what adds, shifts and looks up.
   alignas(64) static constexpr float roots[16] = {

@@ -72,10 +72,14 @@ class Words : public WordsBase {
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16 or 32; `tops`: the
   // highest of each row, in 4 parts.
   void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
-    load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
+    const bool are_in_order = has_keys_in_order(rows, next);
+    if (!are_in_order || k_.dim != 64) load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
     for (int64_t r = 0; r < quads_ * 4; ++r) store(tops_ + r * 16, all(kMinusInfinity));
     with_kind(k_, [&](auto is_4, auto n_subs) {
-      if (quads_ == 1)
+      if (are_in_order)
+        k_.dim == 64 ? logits_in_order<is_4.of, n_subs.of, 1>(rows, n, s, next)
+                     : logits_in_order<is_4.of, n_subs.of, 2>(rows, n, s, next);
+      else if (quads_ == 1)
         logits_of_few<is_4.of, n_subs.of>(rows, n, s, next);
       else
         for (int64_t c = 0; c < n; c += 32) logits_of_32<is_4.of, n_subs.of>(rows, c, n, s, next);
@@ -217,7 +221,7 @@ class Words : public WordsBase {
         __m512i words[kGroups];
 #pragma GCC unroll 2
         for (int64_t j = 0; j < kGroups; ++j) {
-          words[j] = _mm512_packs_epi32(to_ints(mul(p, scale[j][0])), to_ints(mul(q, scale[j][1])));
+          words[j] = low_words(fma(p, scale[j][0], all(kWhole)), fma(q, scale[j][1], all(kWhole)));
           const float* biases = affine + j * 2 * kTile + kTile;
           bias[r][j] = fma(p, load(biases), bias[r][j]);
           bias[r][j] = fma(q, load(biases + 16), bias[r][j]);
@@ -247,6 +251,20 @@ class Words : public WordsBase {
         store(to_bias, fma(tile, all(of.most[r]), load(to_bias)));
       }
     }
+  }
+
+  // Added to a number below 2**15 this leaves the nearest integer in the lowest 16 bits.
+  static constexpr float kWhole = 3 << 22;
+  // Those of both vectors, of 4 lanes each by turns.
+  static __m512i low_words(Vec x, Vec y) {
+    struct Order {
+      uint16_t of[32];
+      constexpr Order() : of{} {
+        for (int i = 0; i < 32; ++i) of[i] = static_cast<uint16_t>(i / 8 * 8 + i % 4 * 2 + i % 8 / 4 * 32);
+      }
+    };
+    alignas(64) static constexpr Order order;
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(x), _mm512_load_si512(order.of), _mm512_castps_si512(y));
   }
 
   // A chunk's numbers in the order of pairs.
@@ -519,19 +537,27 @@ class Words : public WordsBase {
     return found;
   }
 
-#if defined(KVC_VNNI)
-  // Where rows and what is fetched follow on each other: with what is known nothing is looked up.
+  // Whether K rows and what is fetched meanwhile follow on each other.
+  bool has_keys_in_order(const TileRows& rows, const Next& next) const {
+    return kHasBytes && next.is_even() && (k_.dim == 64 || k_.dim == 128) &&
+           rows.stride[kKRows] == k_.packed_bytes() && rows.stride[kKAffine] == k_.affine_bytes();
+  }
+
+  // Logits of those: with what is known nothing is looked up. Of rows of one chunk scales and biases too are read
+  // where they lie.
   template <bool is_4, int kSubs, int kChunks>
-  __attribute__((noinline)) void logits_in_order(const char* from, int64_t n, float* s, const Next& next) const {
+  __attribute__((noinline)) void logits_in_order(const TileRows& rows, int64_t n, float* s, const Next& next) const {
+#if defined(KVC_VNNI)
     constexpr int64_t kStep = kChunks * (is_4 ? 32 : 64), kLines = kStep / 4;  // of a row; of 16
-    const float *affine = k_affine_, *sums = q_sums_, *steps = q_steps_;
+    const char *from = rows.first[kKRows][0], *affine = rows.first[kKAffine][0];
+    const float *parted = k_affine_, *sums = q_sums_, *steps = q_steps_;
     const int64_t of_chunk = 64 / k_.group_size * 2 * kTile, n_affine = 16 * k_.affine_bytes();
     const char *line = next.first(kKRows), *affine_line = next.first(kKAffine);
     const auto* bytes = reinterpret_cast<const __m512i*>(queries_);
     const __m512i* nibbles = nibble_query(0);
     Vec highest[4];
     for (Vec& x : highest) x = all(kMinusInfinity);
-    for (int64_t c = 0; c < n; c += 16, from += 16 * kStep, s += 16, affine += 16) {
+    for (int64_t c = 0; c < n; c += 16, from += 16 * kStep, s += 16, parted += 16, affine += 64 * kSubs) {
       Vec logit[4];
 #pragma GCC unroll 2
       for (int64_t chunk = 0; chunk < kChunks; ++chunk, line += 64 * kLines / kChunks) {
@@ -541,17 +567,21 @@ class Words : public WordsBase {
           sums_of_nibbles<kStep>(nibbles + chunk * 64, from + chunk * 32, kStep, lines, dot);
         else
           sums_of_bytes<kSubs, kStep>(bytes + chunk * 8, from + chunk * 64, kStep, lines, dot);
-        const float* of_16 = affine + chunk * of_chunk;
+        Vec of_16[2 * kSubs];  // scale and bias of each group
+        if (kChunks == 1)
+          part_affine<kSubs>(affine, of_16);
+        else
+          for (int64_t i = 0; i < 2 * kSubs; ++i) of_16[i] = load(parted + chunk * of_chunk + i * kTile);
         const float* sum = sums + chunk * kSubs * 16;
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
           __m512i whole = dot[0][0][r];
           if (is_4 && kSubs == 1) whole = _mm512_add_epi32(whole, dot[1][0][r]);
-          Vec dots = mul(_mm512_cvtepi32_ps(whole), load(of_16)), bias = load(of_16 + kTile);
-          Vec to = chunk ? fma(bias, all(sum[4 * r]), logit[r]) : mul(bias, all(sum[4 * r]));
+          Vec dots = mul(_mm512_cvtepi32_ps(whole), of_16[0]);
+          Vec to = chunk ? fma(of_16[1], all(sum[4 * r]), logit[r]) : mul(of_16[1], all(sum[4 * r]));
           if (kSubs == 2) {
-            dots = fma(_mm512_cvtepi32_ps(dot[1][0][r]), load(of_16 + 2 * kTile), dots);
-            to = fma(load(of_16 + 3 * kTile), all(sum[16 + 4 * r]), to);
+            dots = fma(_mm512_cvtepi32_ps(dot[1][0][r]), of_16[2 * kSubs - 2], dots);
+            to = fma(of_16[2 * kSubs - 1], all(sum[16 + 4 * r]), to);
           }
           logit[r] = fma(dots, all(steps[4 * r]), to);
         }
@@ -564,17 +594,13 @@ class Words : public WordsBase {
       for (int64_t i = 0; i < n_affine; i += 64, affine_line += 64) fetch(affine_line);
     }
     for (int r = 0; r < 4; ++r) store(tops_ + r * 16, highest[r]);
-  }
+#else
+    (void)rows, (void)n, (void)s, (void)next;
 #endif
+  }
 
   template <bool is_4, int kSubs>
   void logits_of_few(const TileRows& rows, int64_t n, float* s, const Next& next) const {
-#if defined(KVC_VNNI)
-    if (next.is_even() && rows.is_run && rows.stride[kKRows] == k_.packed_bytes()) {
-      if (k_.dim == 64) return logits_in_order<is_4, kSubs, 1>(rows.first[kKRows][0], n, s, next);
-      if (k_.dim == 128) return logits_in_order<is_4, kSubs, 2>(rows.first[kKRows][0], n, s, next);
-    }
-#endif
     logits_of<is_4, kSubs, false>(0, 0, n, s, [&](int64_t c) __attribute__((always_inline)) {
       return sixteen(rows, c, n, gathered_ + c * k_.packed_bytes(), next);
     });
