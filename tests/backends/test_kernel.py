@@ -187,7 +187,9 @@ def test_a_few_cells_agree_with_float64(level, n, name):
 
 
 @pytest.mark.parametrize("rows", [3, 4])
-@pytest.mark.parametrize("dim, group", [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    "dim, group", [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128), (256, 64)]
+)
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_long_run_of_integer_rows_agrees_with_float64(level, name, dim, group, rows):
     """Two whole tiles and more, one behind the other, by the few rows of one token."""

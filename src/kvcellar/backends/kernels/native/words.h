@@ -539,7 +539,7 @@ class Words : public WordsBase {
 
   // Whether K rows and what is fetched meanwhile follow on each other.
   bool has_keys_in_order(const TileRows& rows, const Next& next) const {
-    return kHasBytes && next.is_even() && (k_.dim == 64 || k_.dim == 128) &&
+    return kHasBytes && !is_fetched_far && next.is_even() && (k_.dim == 64 || k_.dim == 128) &&
            rows.stride[kKRows] == k_.packed_bytes() && rows.stride[kKAffine] == k_.affine_bytes();
   }
 
