@@ -66,7 +66,8 @@ class Words : public WordsBase {
   // Whether each of its steps can fetch a part of the next tile. What few rows wait for is memory, and with
   // steps that fetch nothing it waits too.
   bool fetches_evenly(const TileRows& rows, int64_t n) const {
-    return quads_ == 1 && has_k && has_v && rows.is_run && n % 32 == 0 && kLinesOfWeights % (v_.dim / 64) == 0;
+    return quads_ == 1 && has_k && has_v && &rows.pool->k == &k_ && rows.is_run && n % 32 == 0 &&
+           kLinesOfWeights % (v_.dim / 64) == 0;
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16 or 32; `tops`: the
@@ -95,7 +96,7 @@ class Words : public WordsBase {
   void weigh(float* s, const Maxima& maxima, float* sums, int64_t n, const Next& next) {
     for (int64_t r = 0; r < rows_; ++r) scale_results(r, maxima.factor[r]);
     for (int64_t r = 0; r < rows_; ++r) set_steps(r, maxima.most[r]);
-    const Row line = next.is_even() ? Row{next.first(kVRows), 64} : Row{Next::nothing().at, 0};
+    const char* line = next.is_even() ? next.first(kVRows) : nullptr;
     for (int64_t quad = 0; quad < quads_; ++quad) {
       const Quad of{quad, s + quad * 4 * kTile, maxima.top + quad * 4, maxima.most + quad * 4, line};
       is_weight_by_turns() ? weigh_groups<2>(of, maxima, sums, n) : weigh_groups<1>(of, maxima, sums, n);
@@ -136,12 +137,6 @@ class Words : public WordsBase {
   }
   static constexpr int64_t apart(bool is_4) { return is_4 ? 4 : 2; }
 
-  // Lines to fetch, `step` bytes apart.
-  struct Row {
-    const char* at;
-    int64_t step;
-  };
-
   // Rows of V that follow on each other, and what is fetched with them: for each 16 cells so many bytes of
   // scales and biases, and lines in all slots but those whose numbers from 1 on have none of the bits of
   // `fetching`.
@@ -162,7 +157,7 @@ class Words : public WordsBase {
     int64_t index;
     float* s;
     const float *top, *most;
-    Row line;
+    const char* line;  // to fetch from there on, or none
   };
 
   template <int kGroups>
@@ -189,7 +184,7 @@ class Words : public WordsBase {
     float* s = of.s;
     int16_t* to = weights(quad * 4, g);
     const bool is_kept = is_first && v_groups_ > kGroups;
-    Row line = of.line;
+    const char* line = of.line;
     Vec total[4], bias[4][kGroups], inverse[kGroups];
     __m512i whole[4];
     for (int64_t j = 0; j < kGroups; ++j)
@@ -212,7 +207,7 @@ class Words : public WordsBase {
         Vec p = load(at), q = load(at + 16);
         if (is_first) {
           static_assert(kLinesOfWeights == 4);  // two for each row of 32 cells
-          for (int i = 0; i < 2; ++i, line.at += line.step) fetch(line.at);
+          if (line) fetch(line), fetch(line + 64), line += 128;
           p = exp2_rough(sub(p, all(of.top[r])));
           q = exp2_rough(sub(q, all(of.top[r])));
           total[r] = add(total[r], add(p, q));
@@ -833,8 +828,8 @@ class Words : public WordsBase {
     }
   }
 
-  // Results of 4 rows += weights * V of n cells, of a chunk; the next line in order. A function of its own, so that the compiler
-  // keeps the sums in registers.
+  // Results of 4 rows += weights * V of n cells, of a chunk; the next line in order. A function of its own, so
+  // that the compiler keeps the sums in registers.
   template <bool is_4, int kSubs, Place place, class PlaceOf>
   __attribute__((noinline)) const char* add_pairs(int64_t n, const int16_t* weights, int64_t quad, int64_t chunk,
                                                   const PlaceOf& place_of) const {
