@@ -382,11 +382,11 @@ class Next {
   }
 
   // Of the i-th turn of a tile: each 16 cells have one for logits and, when all have had that, one for
-  // values. K and V come alternately, so that more pages are read at a time, or else K first.
-  Lines turn(int64_t i, int64_t n) const {
-    return is_even_ ? sixteen(kKRows, i, n) : sixteen(i % 2 ? kVRows : kKRows, i / 2, n);
-  }
+  // values. K and V come alternately, so that more pages are read at a time.
+  Lines turn(int64_t i, int64_t n) const { return sixteen(i % 2 ? kVRows : kKRows, i / 2, n); }
   Lines turn_of_values(int64_t i, int64_t n) const { return turn(longest_ / 16 + i, n); }
+  // The same where K may come first.
+  Lines turn_of_logits(int64_t i, int64_t n) const { return is_even_ ? sixteen(kKRows, i, n) : turn(i, n); }
 
   // Whether all of K comes while logits are made, and then V: all parts' lines follow on each other from these.
   bool is_even() const { return is_even_; }

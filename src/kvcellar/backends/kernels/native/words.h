@@ -526,7 +526,7 @@ class Words : public WordsBase {
     // Of the next tile, as many V rows are fetched here as K rows.
     const int64_t n_lines = k_.dim / 64 * (k_.dtype == Dtype::int4 ? 8 : 16);
     Sixteen found;
-    found.lines = next.turn(c / 16, n_lines);
+    found.lines = next.turn_of_logits(c / 16, n_lines);
     next.affine(kKAffine, c / 16);
     found.from = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(), room, found.step);
     return found;
