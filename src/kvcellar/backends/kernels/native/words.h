@@ -4,8 +4,8 @@
 // Logits: 32 bits of 16 cells' rows lie side by side and meet the same numbers of one query: a lane is a
 // cell, and nothing is left to add up across lanes. Numbers come apart into words by shifts alone, so that
 // those of a pair are 2 or 4 places apart; queries are 16 bits of about the largest one, in the same
-// order. Scale and bias come in afterwards. With VNNI up to 4 rows meet int8 as it lies, each of their
-// numbers as two bytes.
+// order. Scale and bias come in afterwards. With VNNI up to 4 rows meet int8 as it lies and int4 as bytes, each
+// of their numbers as two bytes.
 // Values: two cells' numbers lie side by side, for the weights of both: 16 bits of about the largest
 // one, times the cell's scale. Biases are added up by themselves.
 //
@@ -532,6 +532,21 @@ class Words : public WordsBase {
     return found;
   }
 
+  // x and the part of a chunk in 16 cells' logits of a row: of the sums of the one and of the other half, and `affine`,
+  // scale and bias of each group. `sum`: the row's numbers' own, of the second half 16 places on.
+  template <int kSubs>
+  static __attribute__((always_inline)) Vec add_scaled(Vec x, __m512i first, __m512i second, const Vec* affine,
+                                                       const float* sum, float step) {
+    const __m512i whole = kSubs == 1 ? _mm512_add_epi32(first, second) : first;
+    Vec dots = mul(_mm512_cvtepi32_ps(whole), affine[0]);
+    x = fma(affine[1], all(sum[0]), x);
+    if constexpr (kSubs == 2) {
+      dots = fma(_mm512_cvtepi32_ps(second), affine[2], dots);
+      x = fma(affine[3], all(sum[16]), x);
+    }
+    return fma(dots, all(step), x);
+  }
+
   // Whether K rows and what is fetched meanwhile follow on each other.
   bool has_keys_in_order(const TileRows& rows, const Next& next) const {
     return kHasBytes && !is_fetched_far && next.is_even() && (k_.dim == 64 || k_.dim == 128) &&
@@ -554,9 +569,11 @@ class Words : public WordsBase {
     for (Vec& x : highest) x = all(kMinusInfinity);
     for (int64_t c = 0; c < n; c += 16, from += 16 * kStep, s += 16, parted += 16, affine += 64 * kSubs) {
       Vec logit[4];
+      for (Vec& x : logit) x = all(0.f);
 #pragma GCC unroll 2
       for (int64_t chunk = 0; chunk < kChunks; ++chunk, line += 64 * kLines / kChunks) {
         __m512i dot[2][1][4];
+        for (__m512i& x : dot[1][0]) x = _mm512_setzero_si512();
         Lines lines{line, 64, 128, 192, 256, 0};
         if constexpr (is_4)
           sums_of_nibbles<kStep>(nibbles + chunk * 64, from + chunk * 32, kStep, lines, dot);
@@ -569,17 +586,8 @@ class Words : public WordsBase {
           for (int64_t i = 0; i < 2 * kSubs; ++i) of_16[i] = load(parted + chunk * of_chunk + i * kTile);
         const float* sum = sums + chunk * kSubs * 16;
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r) {
-          __m512i whole = dot[0][0][r];
-          if (is_4 && kSubs == 1) whole = _mm512_add_epi32(whole, dot[1][0][r]);
-          Vec dots = mul(_mm512_cvtepi32_ps(whole), of_16[0]);
-          Vec to = chunk ? fma(of_16[1], all(sum[4 * r]), logit[r]) : mul(of_16[1], all(sum[4 * r]));
-          if (kSubs == 2) {
-            dots = fma(_mm512_cvtepi32_ps(dot[1][0][r]), of_16[2 * kSubs - 2], dots);
-            to = fma(of_16[2 * kSubs - 1], all(sum[16 + 4 * r]), to);
-          }
-          logit[r] = fma(dots, all(steps[4 * r]), to);
-        }
+        for (int r = 0; r < 4; ++r)
+          logit[r] = add_scaled<kSubs>(logit[r], dot[0][0][r], dot[1][0][r], of_16, sum + 4 * r, steps[4 * r]);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
@@ -714,19 +722,11 @@ class Words : public WordsBase {
       }
       const float* sums = one_base(q_sums_ + (chunk * quads_ + quad) * kSubs * 16);
       for (int v = 0; v < kVecs; ++v) {
-        const float* of_16 = affine + 16 * v;
-        for (int r = 0; r < 4; ++r) {
-          __m512i whole = dot[0][v][r];
-          __m512& to = result[v][r];
-          if (kSubs == 1) whole = _mm512_add_epi32(whole, dot[1][v][r]);
-          __m512 dots = mul(_mm512_cvtepi32_ps(whole), load(of_16));
-          to = fma(load(of_16 + kTile), all(sums[4 * r]), to);
-          if (kSubs == 2) {
-            dots = fma(_mm512_cvtepi32_ps(dot[1][v][r]), load(of_16 + 2 * kTile), dots);
-            to = fma(load(of_16 + 3 * kTile), all(sums[16 + 4 * r]), to);
-          }
-          to = fma(dots, all(q_steps_[quad * 16 + 4 * r]), to);
-        }
+        Vec of_16[2 * kSubs];
+        for (int64_t i = 0; i < 2 * kSubs; ++i) of_16[i] = load(affine + 16 * v + i * kTile);
+        for (int r = 0; r < 4; ++r)
+          result[v][r] = add_scaled<kSubs>(result[v][r], dot[0][v][r], dot[1][v][r], of_16, sums + 4 * r,
+                                           q_steps_[quad * 16 + 4 * r]);
       }
       if ((done += 64) >= k_.group_size) {
         done = 0;
