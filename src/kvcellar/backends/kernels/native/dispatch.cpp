@@ -149,6 +149,7 @@ const bool is_fetched_far = __builtin_cpu_is("amdfam19h");  // Zen 4, and Zen 3
 #else
 const bool is_fetched_far = false;
 #endif
+const bool are_branches_far = is_fetched_far || !is_amd();
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
   const int64_t floats =

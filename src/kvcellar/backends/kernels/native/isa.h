@@ -57,5 +57,7 @@ const Ops& ops();
 bool is_amd();  // whose processor it is
 // Whether its second cache is the better place for what is fetched, though the first one has room.
 extern __attribute__((visibility("hidden"))) const bool is_fetched_far;
+// The same of what many rows of queries read with products of bfloat16: all but Zen 5's.
+extern __attribute__((visibility("hidden"))) const bool are_branches_far;
 
 }  // namespace kvcellar

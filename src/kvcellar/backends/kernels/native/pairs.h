@@ -92,6 +92,8 @@ class Columns {
     return room;
   }
 
+  static void one_of(Lines& lines, int64_t i) { are_branches_far ? lines.one<true>(i) : lines.one(i); }
+
   // Products of kAtOnce cells; those from the n-th on are minus infinity. between(i), for each of the 16
   // vectors, is called meanwhile.
   template <class Between>
@@ -107,7 +109,7 @@ class Columns {
       for (int64_t j = 0; j < 16; ++j) {
         Vec x[kVecs];
         for (int64_t k = 0; k < kVecs; ++k) x[k] = load(queries + j * kRows + k * kLanes);
-        if (j % kVecs == 0) lines.one<true>(j / kVecs);  // no time for a choice
+        if (j % kVecs == 0) one_of(lines, j / kVecs);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kAtOnce; ++i)
           for (int64_t k = 0; k < kVecs; ++k)
@@ -242,7 +244,7 @@ class Columns {
         for (int64_t k = 0; k < kVecsOf; k += 2)
           load_pairs(from + 2 * j * kBytes + 32 * k, from + (2 * j + 1) * kBytes + 32 * k, x[k], x[k + 1]);
         constexpr int64_t kLinesOf2 = kDim / 16 / kPasses;
-        for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(kLinesOf2 * j + k);
+        for (int64_t k = 0; k < kLinesOf2; ++k) one_of(lines, kLinesOf2 * j + k);
 #pragma GCC unroll 8
         for (int64_t r = 0; r < kRowsOf; ++r) {
           const Vec p = all_pairs(weights + j * kRows + r);
