@@ -227,7 +227,7 @@ def make_layout(
 
 def reads_coded() -> bool:
     """Whether bfloat16 weights in 12 bits are read faster here than as they are."""
-    return level() in {"avx2", "avx512", "vnni", "bf16"}
+    return level() in {"avx2", "avx512", "vnni", "bf16", "amx"}
 
 
 def multiplies_pairs() -> bool:

@@ -1,11 +1,12 @@
 """Linear layers whose weights the CPU kernel reads: bfloat16 in 12 or 16 bits, int8, int4.
 
 Decoding reads every weight once per step. For few tokens the kernel does that at the memory's
-speed; for many, arithmetic is what counts. Where the processor multiplies bfloat16, torch's matrix
-product is as fast as any from some hundreds on; elsewhere it is slow, and the kernel's, in float32,
-is not. Packed weights are expanded as they are needed for it, tile by tile for the kernel's matrix
-unit or some millions at a time; elsewhere, and where the processor multiplies bytes four at a time
-(VNNI), any number of tokens meets them as they are.
+speed; for many, arithmetic is what counts. With a matrix unit the kernel's product is as fast as
+torch's, and what is not in 16 bits becomes that on its way there, in a core's cache. Elsewhere
+torch's product of bfloat16 is slow unless the processor multiplies it, and the kernel's, in
+float32, is not. Where torch's is used packed weights are expanded for it, some millions at a time;
+where the processor multiplies bytes four at a time (VNNI), any number of tokens meets them as they
+are.
 """
 
 from __future__ import annotations
@@ -37,13 +38,10 @@ from kvcellar.models.weights import (
 )
 
 FEW_BF16 = 4
-"""Tokens up to which the kernel reads bfloat16 weights faster than torch does."""
-
-SOME_BF16 = range(64, 257)
-"""Tokens for which the kernel's matrix unit is faster than torch with bfloat16 weights: a tenth."""
+"""Tokens up to which reading bfloat16 weights is what they cost; more are for a matrix product."""
 
 FEW_CODED = 64
-"""Tokens of a step for which a layer is one call, where weights in 12 bits meet inputs in pairs."""
+"""Tokens of a step for which a layer is one call, where the kernel multiplies any number."""
 
 FEW_PACKED = 48
 """Tokens up to which packed weights are multiplied as they are, where torch multiplies more."""
@@ -125,11 +123,12 @@ class KernelLinear(nn.Module):
     @property
     def few(self) -> int:
         """Tokens up to which the kernel reads the weights."""
-        if self.bits == 12 and kernels.multiplies_pairs():
+        can_multiply = self._weights.can_multiply
+        if self.bits >= 12 and (can_multiply or (self.bits == 12 and kernels.multiplies_pairs())):
             return FEW_CODED
         if self.bits >= 12 and torch_multiplies_bf16():
             return FEW_BF16
-        return FEW_PACKED_AMX if self._weights.can_multiply else FEW_PACKED
+        return FEW_PACKED_AMX if can_multiply else FEW_PACKED
 
     def for_kernel(self) -> tuple[kernels.LinearWeights, int]:
         """What the kernel reads: the weights, and the address of the bias, or 0."""
@@ -166,10 +165,9 @@ class KernelLinear(nn.Module):
         return found
 
     def _is_for_matrix(self, n_tokens: int) -> bool:
-        """Whether the kernel's matrix unit is the fastest for so many tokens in bfloat16."""
-        if n_tokens <= FEW_PACKED_AMX or not self._weights.can_multiply:
-            return False
-        return n_tokens in SOME_BF16 if self.bits == 16 else self._expanded is not None
+        """Whether so many tokens in bfloat16 are for the kernel's matrix unit."""
+        few = FEW_BF16 if self.bits >= 12 else FEW_PACKED_AMX
+        return n_tokens > few and self._weights.can_multiply
 
     def _by_expanding(self, x: Tensor, expanded: Expanded) -> Tensor:
         """Through torch's matrix product, some rows of the weights at a time."""
@@ -255,7 +253,7 @@ def hold_weights(model: Any, weights: str) -> None:
             f"leave one of the two out"
         )
     packed = is_packed(weights)
-    by_torch = torch_multiplies_bf16() and kernels.level() not in {"vnni", "bf16"}
+    by_torch = torch_multiplies_bf16() and kernels.level() not in {"vnni", "bf16", "amx"}
     is_written = packed or codes_weights()
     is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None

@@ -780,7 +780,7 @@ struct Maxima {
 #include "floats_256.h"
 #include "words_256.h"
 #endif
-#if defined(KVC_VNNI) || defined(KVC_AVX2)
+#if (defined(KVC_VNNI) && !defined(KVC_AMX)) || defined(KVC_AVX2)
 #define KVC_COLUMNS
 #if defined(KVC_BF16)
 #include "pairs.h"
@@ -816,6 +816,19 @@ inline int64_t longest_tile(const Pool& pool, int64_t rows) {
   return kTile;
 }
 
+// Whether rows see all cells, are many enough for products in lanes of rows, and their results are
+// rounded to what makes the error of these unseen.
+inline bool fits_columns(const Job& job) {
+  const Side &k = job.pool->k, &v = job.pool->v;
+  const int64_t rows = job.n_tokens * job.n_heads;
+#if defined(KVC_BF16)
+  if (job.layout->in != Dtype::bf16) return false;
+#endif
+  return k.dtype == Dtype::bf16 && v.dtype == Dtype::bf16 && job.layout->out == Dtype::bf16 &&
+         k.dim == v.dim && (k.dim == 64 || k.dim == 128) && rows > 8 && rows <= 2 * kLanes &&
+         job.kind == Kind::none && job.args->softcap <= 0.f && !job.pool->exact;
+}
+
 class Attention {
  public:
   Attention(const Job& job, char* memory)
@@ -842,20 +855,15 @@ class Attention {
   void run() {
     if (job_.n_cells <= kFewCells && job_.kind == Kind::none && job_.args->softcap <= 0.f) return run_few();
 #if defined(KVC_COLUMNS)
-    if (fits_columns() && run_columns()) return;
+    if (fits_columns(job_) && run_columns()) return;
 #endif
     const float softcap = job_.args->softcap;
     // Without a cap the softmax works in powers of two, and the factor is in the logits already.
     const float factor = softcap > 0.f ? job_.args->scale / softcap : job_.args->scale * kLog2e;
 #if defined(KVC_AMX)
-    // For less work than this, making its operands takes longer than it saves.
-    const bool is_worth = job_.n_cells > 24 || rows_ > 8;
-    const bool has_k = is_worth && fits_matrix(k_), has_v = is_worth && fits_matrix(v_);
-    load_queries(has_k ? 1.f : factor);
-    Matrix matrix(has_k, has_v, k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
-    // Of integers, which are small, more cells at a time.
-    const bool is_long = (has_k || has_v) && rows_ <= 16 && k_.dtype != Dtype::bf16;
-    const int64_t longest = is_long ? kTile : kShortTile;
+    load_queries(1.f);
+    Matrix matrix(k_, v_, rows_, k_pad_, v_pad_, scratch_.q, factor, scratch_.extra);
+    const int64_t longest = kShortTile;
 #else
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
     const bool has_k = fits_chunks(k_), has_v = fits_chunks(v_);
@@ -883,16 +891,10 @@ class Attention {
     // Three tiles at a time: one is attended, of the next the logits are made meanwhile if the matrix
     // unit makes them, and what is behind is fetched.
     Walk walk(job_);
-#if defined(KVC_AMX)
-    const int64_t shortest = kShortTile;  // the first two: they may not be fetched
-#else
-    const int64_t shortest = longest;
-#endif
-    int64_t left = job_.n_cells, length = shortest;
+    int64_t left = job_.n_cells;
     const auto take = [&](TileRows& rows) {
-      const int64_t n = left ? walk.next(smaller(length, left), rows) : 0;
+      const int64_t n = left ? walk.next(smaller(longest, left), rows) : 0;
       left -= n;
-      if (left < job_.n_cells - shortest) length = longest;
       return n;
     };
     Walk following(job_.following ? *job_.following : job_);
@@ -902,19 +904,16 @@ class Attention {
     s_ = scratch_.s;
     float* next_s = s_ + rows_pad_ * kTile;
 #if defined(KVC_AMX)
-    bool is_staged = matrix.has_k && rows->pool == job_.pool;
-    if (is_staged) {
-      matrix.stage(*rows, n);
-      matrix.multiply(ahead_);
-      matrix.logits(s_, ahead_);
-    }
+    matrix.stage(*rows, n);
+    matrix.multiply(ahead_);
+    matrix.logits(s_, ahead_);
 #endif
     for (int64_t first = job_.first_cell; n; first += n, n = n_next, n_next = n_third) {
       n_third = take(*third);
 #if defined(KVC_AMX)
       ahead_.start((n + 31) / 32 * (12 + rows_));
-      if (matrix.has_k) ahead_.add(*third, n_third, false);
-      if (matrix.has_v) ahead_.add(*next, n_next, true);
+      ahead_.add(*third, n_third, false);
+      ahead_.add(*next, n_next, true);
       const bool has_room = !n_third;
 #else
       // Of a last tile with a few cells, as what was just written is, all comes now: while it is attended there
@@ -928,12 +927,11 @@ class Attention {
 #endif
       next_.start(*next, n_next, evenly);
       if (has_room && job_.following && following_left) {  // its first tiles, in the free room
-        const int64_t n_following = following.next(smaller(shortest, following_left), *third);
+        const int64_t n_following = following.next(smaller(longest, following_left), *third);
 #if defined(KVC_AMX)
         following_left -= n_following;
-        if (matrix.has_k) ahead_.add(*third, n_following, false);
-        if (matrix.has_v) ahead_.add(*third, n_following, true);
-        if (!n_next) next_.start(*third, n_following, evenly);
+        ahead_.add(*third, n_following, false);
+        ahead_.add(*third, n_following, true);
 #else
         if (is_short) next_.now();
         next_.start(*third, n_following, evenly);
@@ -948,14 +946,8 @@ class Attention {
       // Whether `tops` will say which logits are the highest: of whole blocks of cells, as they come.
       has_tops_ = n % 32 == 0 && seen == Seen::everything && job_.args->softcap <= 0.f;
 #if defined(KVC_AMX)
-      const bool has_logits = is_staged;
-      is_staged = n_next && matrix.has_k && next->pool == job_.pool;
-      if (is_staged) matrix.stage(*next, n_next);
-      has_tops_ &= !matrix.has_k;
-      if (!has_logits && seen != Seen::nothing) {
-        logits(*rows, n);
-        if (matrix.has_k) multiply_logits(n, factor);
-      }
+      has_tops_ = false;
+      if (n_next) matrix.stage(*next, n_next);
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
       const bool is_main = rows->pool == job_.pool;
       if (seen != Seen::nothing && words.has_k && is_main) {
@@ -972,18 +964,15 @@ class Attention {
       if (seen == Seen::some) hide(first, n);
 #if defined(KVC_AMX)
       matrix.settle(scratch_.acc);
-      const bool by_matrix = matrix.has_v && rows->pool == job_.pool && seen != Seen::nothing &&
-                             (seen == Seen::everything || matrix.is_finite(*rows, n));
-      if (by_matrix) {
-        matrix.prepare(*rows, n);
-        softmax(n, 64, [&](int64_t r, const float* s, float base, float factor, float top) {
-          return matrix.weigh(r, s, base, factor, top, n, ahead_);
+      const bool by_matrix = seen == Seen::everything || (seen == Seen::some && matrix.is_finite(*rows, n));
+      if (by_matrix)
+        softmax(n, 64, [&](int64_t r, const float* s, float base, float, float) {
+          return matrix.weigh(r, s, base, n, ahead_);
         });
-      }
-      if (is_staged) matrix.multiply(ahead_);
+      if (n_next) matrix.multiply(ahead_);
       if (by_matrix) matrix.interleave(*rows, n, ahead_);
       if (by_matrix) next_s = s_;  // its logits are weights by now, and elsewhere
-      if (is_staged) matrix.logits(next_s, ahead_);
+      if (n_next) matrix.logits(next_s, ahead_);
       if (by_matrix) matrix.sum_values(n, scratch_.acc, ahead_);
       const bool is_done = by_matrix || seen == Seen::nothing;
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
@@ -1026,9 +1015,7 @@ class Attention {
 #endif
       if (!is_done && !by_pairs) {
         softmax(n, kLanes, [&](int64_t r, float* s, float base, float factor, float) {
-#if defined(KVC_AMX)
-          matrix.scale_biases(r, factor);
-#elif defined(KVC_AVX512) || defined(KVC_AVX2)
+#if (defined(KVC_AVX512) && !defined(KVC_AMX)) || defined(KVC_AVX2)
           words.scale_results(r, factor);
 #else
           static_cast<void>(r), static_cast<void>(factor);
@@ -1054,7 +1041,7 @@ class Attention {
       next_s = s_ == scratch_.s ? s_ + rows_pad_ * kTile : scratch_.s;
     }
 #if defined(KVC_AMX)
-    matrix.finish(scratch_.acc);
+    matrix.settle(scratch_.acc);
 #elif defined(KVC_AVX512) || defined(KVC_AVX2)
     words.finish(scratch_.acc);
 #endif
@@ -1107,24 +1094,6 @@ class Attention {
   }
 
 #if defined(KVC_COLUMNS)
-  // Whether rows see all cells, are many enough for products in lanes of rows, and their results are
-  // rounded to what makes the error of these unseen.
-  bool fits_columns() const {
-#if defined(KVC_AMX)
-    constexpr int64_t most = kLanes;  // of more rows the matrix unit makes products
-#else
-    constexpr int64_t most = 2 * kLanes;
-#endif
-    const bool is_bf16 = k_.dtype == Dtype::bf16 && v_.dtype == Dtype::bf16 &&
-                         job_.layout->out == Dtype::bf16;
-#if defined(KVC_BF16)
-    if (job_.layout->in != Dtype::bf16) return false;
-#endif
-    return is_bf16 && k_.dim == v_.dim && (k_.dim == 64 || k_.dim == 128) && rows_ > 8 &&
-           rows_ <= most && job_.kind == Kind::none && job_.args->softcap <= 0.f &&
-           !job_.pool->exact;
-  }
-
   // False if they cannot: nothing has happened then.
   bool run_columns() {
 #if defined(KVC_AVX512)
@@ -1667,7 +1636,19 @@ inline void Attention::finish(bool is_split) {
   });
 }
 
+#if defined(KVC_AMX)
+// What is multiplied has to be stored where the unit loads it, and its results are: so it is worth it for many
+// rows of bfloat16. All other jobs are faster without.
+inline bool is_for_matrix(const Job& job) {
+  return job.n_tokens * job.n_heads > 8 && fits_matrix(job.pool->k) && fits_matrix(job.pool->v) &&
+         !job.pool->exact && !fits_columns(job);
+}
+#endif
+
 void attend(const Job& job, char* scratch) {
+#if defined(KVC_AMX)
+  if (!is_for_matrix(job)) return ops_vnni.attend(job, scratch);
+#endif
   [[maybe_unused]] const FlushToZero flush;
   Attention(job, scratch).run();
 }

@@ -16,9 +16,9 @@ constexpr int64_t kStreamBytes = 1 << 19; // where they are read once: long stre
 constexpr int64_t kLeastBytes = 1 << 16;  // of the last pieces
 constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
 
-constexpr int64_t kTokensOfBlock = 256, kInputsOfBlock = 2048;  // for the matrix unit: 1 MiB
+constexpr int64_t kTokensOfBlock = 256;  // for the matrix unit: 1 MiB of kInputsOfBlock
 constexpr int64_t kPanel = 32;          // outputs that the matrix unit takes at a time
-constexpr int64_t kPanelsOfPiece = 8;
+constexpr int64_t kPanelsOfPiece = 16;
 
 thread_local Buffer inputs_buffer, tokens_buffer, sums_buffer, panel_buffer;
 
@@ -62,6 +62,9 @@ void pack(const Packing& packing, int n_threads) {
 }
 
 void linear(const LinearCall& call, int n_threads) {
+  const bool is_bf16 = call.in == Dtype::bf16 && call.result == Dtype::bf16;
+  if (call.n_tokens > kReadOnce && is_bf16 && !call.weights.is_packed && can_multiply(call.weights))
+    return multiply(call.weights, call.x, call.n_tokens, call.out, n_threads);
   const LinearOps& ops_now = ops().linear;
   const LinearWeights& weights = call.weights;
   const int64_t n = call.n_tokens * weights.n_in, groups = call.n_tokens * weights.n_groups;
@@ -89,8 +92,7 @@ void linear(const LinearCall& call, int n_threads) {
 }
 
 bool can_multiply(const LinearWeights& weights) {
-  return ops().linear.multiply && weights.n_in % kGroupInputs == 0 &&
-         weights.format != WeightFormat::coded;
+  return ops().linear.multiply && weights.n_in % kGroupInputs == 0;
 }
 
 void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
@@ -102,17 +104,19 @@ void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, voi
   ManyTokens call{weights, static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), n_tokens,
                   nullptr, nullptr, n_pairs, 0, 0, 0, 0};
   call.tokens = reinterpret_cast<uint16_t*>(tokens_buffer.get(n_pairs * 32 * n_in * 2));
-  if (n_in > kInputsOfBlock)
+  // A few tokens go through all inputs of a panel at once.
+  const int64_t n_inputs = n_pairs == 1 ? n_in : kInputsOfBlock;
+  if (n_in > n_inputs)
     call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
-  spread(2 * n_pairs, 2, 1, workers,
+  spread((n_tokens + 15) / 16, 2, 1, workers,
          [&](int64_t first, int64_t stop) { ops_now.pack_tokens(call, first, stop); });
-  const int64_t scratch = std::min(n_in, kInputsOfBlock) * kPanel * 2 + 4096;
+  const int64_t scratch = 2 * (kInputsOfBlock + 32) * kPanel * 2 + 4096;
   for (int64_t pair = 0; pair < n_pairs; pair = call.stop_pair) {
     call.first_pair = pair;
     call.stop_pair = std::min(pair + kTokensOfBlock / 32, n_pairs);
     for (int64_t input = 0; input < n_in; input = call.stop_input) {
       call.first_input = input;
-      call.stop_input = std::min(input + kInputsOfBlock, n_in);
+      call.stop_input = std::min(input + n_inputs, n_in);
       spread(n_panels, kPanelsOfPiece, 1, workers, [&](int64_t first, int64_t stop) {
         ops_now.multiply(call, panel_buffer.get(scratch), first, stop);
       });

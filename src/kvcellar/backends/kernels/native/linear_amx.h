@@ -1,9 +1,10 @@
-// Linear layers for many tokens on the matrix unit; after linear_impl.h.
+// Linear layers on the matrix unit; after linear_impl.h.
 //
 // 16 outputs' weights are a tile as they lie; tokens are the other operand, interleaved by 2. A panel
-// of 32 outputs meets 32 tokens at a time, so that 4 results share 4 operands. Tokens of a block and a
-// panel stay in the core's cache; the next panel is fetched while this one is multiplied. Each token's
-// sums are taken in one order, whatever other tokens come with it.
+// of 32 outputs meets 32 tokens at a time, so that 4 results share 4 operands. Tokens of a block and two
+// panels stay in the core's cache: while one is multiplied, the next one's weights become bfloat16, a few at
+// a time, so that neither memory nor the unit waits. Each token's sums are taken in one order, whatever
+// other tokens come with it.
 
 #include <immintrin.h>
 
@@ -38,99 +39,154 @@ void pack_tokens(const ManyTokens& call, int64_t first, int64_t stop) {
   }
 }
 
-// Packed weights of 16 outputs as tiles of bfloat16: groups [first, stop) of 32 inputs.
+constexpr int64_t kOutputsNear = 1 << 19;  // of all tokens: 1 MiB
+
+// Numbers of a row of a panel: not all rows in the same of a cache's sets.
+constexpr int64_t kPanelRow = kInputsOfBlock + 32;
+
+// Packed weights of 16 outputs as rows of bfloat16: up to two groups of 32 inputs.
 template <bool is_int4>
-inline void unpack_tiles(const LinearWeights& weights, int64_t block, int64_t first, int64_t stop,
-                         uint16_t* to) {
+inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t group, int64_t n_groups,
+                          uint16_t* to) {
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
   const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
   const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
   const __m512i low = _mm512_set1_epi8(15);
   const __m512 zero = _mm512_set1_ps(is_int4 ? 8.f : 128.f);
-  for (int64_t group = first; group < stop; group += 2) {
-    const int64_t n_groups = stop - group < 2 ? 1 : 2;
-    __m512i fours[16];  // 4 inputs of 16 outputs each
-    alignas(64) float steps[2][16];
-    for (int64_t g = 0; g < 2; ++g) {
-      const char* from = data + (group + (g < n_groups ? g : 0)) * group_bytes;
-      for (int v = 0; v < 8; v += is_int4 ? 2 : 1, from += 64) {
-        fours[8 * g + v] = _mm512_loadu_si512(from);
-        if (!is_int4) continue;
-        fours[8 * g + v + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[8 * g + v], 4), low);
-        fours[8 * g + v] = _mm512_and_si512(fours[8 * g + v], low);
-      }
-      const int64_t shared = shared_of<is_int4>(group + (g < n_groups ? g : 0));
-      _mm512_store_ps(steps[g], load_half(scales + shared * kBlockRows));
+  __m512i fours[16];  // 4 inputs of 16 outputs each
+  alignas(64) float steps[2][16];
+  for (int64_t g = 0; g < 2; ++g) {
+    const char* from = data + (group + (g < n_groups ? g : 0)) * group_bytes;
+    for (int v = 0; v < 8; v += is_int4 ? 2 : 1, from += 64) {
+      fetch_packed(from);
+      fours[8 * g + v] = _mm512_loadu_si512(from);
+      if (!is_int4) continue;
+      fours[8 * g + v + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[8 * g + v], 4), low);
+      fours[8 * g + v] = _mm512_and_si512(fours[8 * g + v], low);
     }
-    turn_16(fours);
-    for (int64_t r = 0; r < kBlockRows; ++r)
-      for (int64_t g = 0; g < n_groups; ++g) {
-        const __m256i bytes = g ? _mm512_extracti64x4_epi64(fours[r], 1)
-                                : _mm512_castsi512_si256(fours[r]);
-        const __m512 step = _mm512_set1_ps(steps[g][r]);
-        const auto number = [&](__m128i sixteen) {
-          return _mm512_mul_ps(
-              _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen)), zero), step);
-        };
-        const __m512bh row = _mm512_cvtne2ps_pbh(number(_mm256_extracti128_si256(bytes, 1)),
-                                                 number(_mm256_castsi256_si128(bytes)));
-        _mm512_store_si512(to + (group - first + g) * 1024 + r * 32,
-                           reinterpret_cast<const __m512i&>(row));
-      }
+    const int64_t shared = shared_of<is_int4>(group + (g < n_groups ? g : 0));
+    _mm512_store_ps(steps[g], load_half(scales + shared * kBlockRows));
   }
+  turn_16(fours);
+  for (int64_t r = 0; r < kBlockRows; ++r)
+    for (int64_t g = 0; g < n_groups; ++g) {
+      const __m256i bytes = g ? _mm512_extracti64x4_epi64(fours[r], 1)
+                              : _mm512_castsi512_si256(fours[r]);
+      const __m512 step = _mm512_set1_ps(steps[g][r]);
+      const auto number = [&](__m128i sixteen) {
+        return _mm512_mul_ps(
+            _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen)), zero), step);
+      };
+      const __m512bh row = _mm512_cvtne2ps_pbh(number(_mm256_extracti128_si256(bytes, 1)),
+                                               number(_mm256_castsi256_si128(bytes)));
+      _mm512_store_si512(to + r * kPanelRow + g * kGroupInputs, reinterpret_cast<const __m512i&>(row));
+    }
 }
 
-// Inputs [first, stop) of a panel's 32 outputs as tiles, in steps of 32 inputs: two tiles each.
-inline void pack_panel(const LinearWeights& weights, int64_t panel, int64_t first, int64_t stop,
-                       uint16_t* to) {
-  const int64_t n = weights.n_in;
-  for (int64_t half = 0; half < 2; ++half) {
-    const int64_t block = 2 * panel + half, there = weights.n_out - block * kBlockRows;
-    if (weights.is_packed && there > 0) {
-      (weights.format == WeightFormat::int4 ? unpack_tiles<true> : unpack_tiles<false>)(
-          weights, block, first / kGroupInputs, stop / kGroupInputs, to + half * 512);
-      continue;
-    }
-    const uint16_t* rows = static_cast<const uint16_t*>(weights.data) + block * kBlockRows * n;
-    for (int64_t r = 0; r < kBlockRows; ++r) {
-      uint16_t* tile = to + half * 512 + r * 32;
-      for (int64_t k = first; k < stop; k += 32, tile += 1024)
-        _mm512_store_si512(tile, r < there ? _mm512_loadu_si512(rows + r * n + k)
-                                           : _mm512_setzero_si512());
-    }
-  }
+// Some inputs of an output's weights to bfloat16; what comes `ahead` bytes behind is fetched.
+inline void decode_inputs(const LinearWeights& weights, int64_t block, int64_t r, int64_t first, int64_t stop,
+                          int64_t ahead, uint16_t* to) {
+  const CodedHead& head = head_of(weights, block);
+  const uint8_t* group = coded_row(weights, head, r) + first * 3 / 2;
+  const Ints table = table_at(head.tables[r]);
+  for (int64_t k = first; k < stop; k += kCodedInputs, group += kCodedInputs * 3 / 2)
+    decode_group(group, table, [&](Ints words, int64_t i) {
+      if (i < 96) fetch_line(group + ahead + 2 * i, group + kNearBytes + 2 * i, words);
+      store_ints(to + k - first + i, words);
+    });
+  const Escape* escapes = weights.escapes + head.first_escape;
+  for (uint32_t e = 0; e < head.n_escapes; ++e)
+    if (escapes[e].output == r && escapes[e].input >= first && escapes[e].input < stop)
+      to[escapes[e].input - first] = escapes[e].value;
 }
 
-// Lines of the next panel's weights, some at a time.
-struct PanelAhead {
-  const char* data = nullptr;
-  int64_t row_bytes = 0, stride = 0, n_bytes = 0, at = 0;
-  void fetch(int64_t lines) {
-    for (; lines > 0 && at < n_bytes; --lines, at += 64)
-      __builtin_prefetch(data + at / row_bytes * stride + at % row_bytes, 0, 2);
+// Some inputs of a panel's 32 outputs on their way to rows of bfloat16, in units: some of an output's bf16 and
+// coded weights, two groups of 16 outputs' packed ones.
+class PanelUnits {
+ public:
+  PanelUnits() = default;
+  PanelUnits(const LinearWeights& weights, int64_t panel, int64_t first, int64_t stop, uint16_t* to)
+      : weights_(&weights), first_block_(2 * panel), first_(first), stop_(stop), to_(to) {
+    const int64_t n = stop - first;
+    per_row_ = weights.is_packed ? 1 : (n + kUnitInputs - 1) / kUnitInputs;
+    per_half_ = weights.is_packed ? (n + 2 * kGroupInputs - 1) / (2 * kGroupInputs) : kBlockRows * per_row_;
+    left_ = 2 * per_half_;
   }
+
+  int64_t left() const { return left_; }
+
+  __attribute__((noinline)) void next() {
+    const int64_t unit = 2 * per_half_ - left_--, half = unit / per_half_, i = unit % per_half_;
+    const int64_t block = first_block_ + half;
+    uint16_t* to = to_ + half * kBlockRows * kPanelRow;
+    const LinearWeights& weights = *weights_;
+    if (weights.is_packed) {
+      to += 2 * i * kGroupInputs;
+      const int64_t group = first_ / kGroupInputs + 2 * i, n_groups = smaller(stop_ / kGroupInputs - group, 2);
+      if (block >= weights.n_blocks)
+        for (int64_t r = 0; r < kBlockRows; ++r) std::memset(to + r * kPanelRow, 0, static_cast<size_t>(n_groups * 64));
+      else if (weights.format == WeightFormat::int4)
+        unpack_groups<true>(weights, block, group, n_groups, to);
+      else
+        unpack_groups<false>(weights, block, group, n_groups, to);
+      return;
+    }
+    const int64_t r = i / per_row_, output = block * kBlockRows + r, first = first_ + i % per_row_ * kUnitInputs;
+    const int64_t stop = smaller(first + kUnitInputs, stop_);
+    to += r * kPanelRow + first - first_;
+    if (output >= weights.n_out)
+      std::memset(to, 0, static_cast<size_t>(2 * (stop - first)));
+    else if (weights.format == WeightFormat::coded)
+      // One stream, or these inputs of the next row.
+      decode_inputs(weights, block, r, first, stop, (is_one_stream() ? kAheadBytes : weights.n_in * 3 / 2) +
+                    (r == kBlockRows - 1 ? static_cast<int64_t>(sizeof(CodedHead)) : 0), to);
+    else
+      copy(weights, output, first, stop, to);
+  }
+
+ private:
+  static constexpr int64_t kUnitInputs = 512;
+
+  bool is_one_stream() const { return first_ == 0 && stop_ == weights_->n_in; }
+
+  void copy(const LinearWeights& weights, int64_t output, int64_t first, int64_t stop, uint16_t* to) const {
+    const uint16_t* row = static_cast<const uint16_t*>(weights.data) + output * weights.n_in;
+    const int64_t ahead = is_one_stream() ? kAheadBytes : 2 * weights.n_in;
+    for (int64_t k = first; k < stop; k += 32, to += 32) {
+      const auto* line = reinterpret_cast<const uint8_t*>(row + k);
+      __m512i x = _mm512_loadu_si512(line);
+      fetch_line(line + ahead, line + kNearBytes, x);
+      _mm512_store_si512(to, x);
+    }
+  }
+
+  const LinearWeights* weights_ = nullptr;
+  int64_t first_block_ = 0, first_ = 0, stop_ = 0, per_row_ = 1, per_half_ = 1, left_ = 0;
+  uint16_t* to_ = nullptr;
 };
 
-// 32 outputs of 32 tokens: 4 tiles to rows of bfloat16.
+// 32 outputs of 32 tokens: 4 tiles to rows of bfloat16. A token's are a line of the cache: what is too much to stay
+// there goes to memory as a whole, which need not be read first.
 inline void put_tiles(const ManyTokens& call, const float* tiles, int64_t panel, int64_t pair) {
-  const int64_t n = call.weights.n_out, first = 32 * panel;
+  const int64_t n = call.weights.n_out, output = 32 * panel, there = smaller(n - output, 32);
+  const bool is_far = there == 32 && call.n_tokens * n >= kOutputsNear && n % 32 == 0 &&
+                      reinterpret_cast<uintptr_t>(call.out) % 64 == 0;
+  const auto mask = static_cast<__mmask32>((uint64_t{1} << there) - 1);
   for (int64_t side = 0; side < 2; ++side) {
-    const int64_t token = 32 * pair + 16 * side;
-    if (token >= call.n_tokens) return;
-    const int64_t n_tokens = call.n_tokens - token < 16 ? call.n_tokens - token : 16;
+    const int64_t token = 32 * pair + 16 * side, n_tokens = smaller(call.n_tokens - token, 16);
+    __m512i rows[2][16];
     for (int64_t half = 0; half < 2; ++half) {
-      const int64_t output = first + 16 * half, there = n - output;
-      if (there <= 0) break;
-      __m512i rows[16];
-      for (int i = 0; i < 16; ++i)
-        rows[i] = _mm512_load_si512(tiles + 512 * half + 256 * side + 16 * i);
-      turn_16(rows);
-      const auto mask = static_cast<__mmask16>(there < 16 ? (1 << there) - 1 : 0xFFFF);
-      for (int64_t t = 0; t < n_tokens; ++t) {
-        const auto short_row =
-            reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_castsi512_ps(rows[t])));
-        _mm256_mask_storeu_epi16(call.out + (token + t) * n + output, mask, short_row);
-      }
+      for (int i = 0; i < 16; ++i) rows[half][i] = _mm512_load_si512(tiles + 512 * half + 256 * side + 16 * i);
+      turn_16(rows[half]);
+    }
+    for (int64_t t = 0; t < n_tokens; ++t) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_castsi512_ps(rows[1][t]), _mm512_castsi512_ps(rows[0][t]));
+      const auto line = reinterpret_cast<const __m512i&>(both);
+      uint16_t* to = call.out + (token + t) * n + output;
+      if (is_far)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line);
+      else
+        _mm512_mask_storeu_epi16(to, mask, line);
     }
   }
 }
@@ -139,34 +195,35 @@ inline void put_tiles(const ManyTokens& call, const float* tiles, int64_t panel,
 void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64_t stop) {
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, all_steps = n / 32;
-  const int64_t steps = (call.stop_input - call.first_input) / 32;
-  const bool is_first = call.first_input == 0, is_last = call.stop_input == n;
-  auto* panel_data = reinterpret_cast<uint16_t*>(scratch);
-  auto* tiles = reinterpret_cast<float*>(scratch + steps * 2048);
+  uint16_t* panels[2];
+  for (int64_t i = 0; i < 2; ++i) panels[i] = reinterpret_cast<uint16_t*>(scratch) + i * 32 * kPanelRow;
+  auto* tiles = reinterpret_cast<float*>(scratch + 2 * 32 * kPanelRow * 2);
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {
     shapes.rows[tile] = 16;
     shapes.bytes[tile] = 64;
   }
   load_shapes(shapes);
-  for (int64_t panel = first; panel < stop; ++panel) {
-    pack_panel(weights, panel, call.first_input, call.stop_input, panel_data);
-    keep_order();
-    PanelAhead ahead;
-    if (panel + 1 < stop && 32 * (panel + 2) <= weights.n_out) {
-      const char* data = static_cast<const char*>(weights.data) + 2 * (panel + 1) * weights.block_bytes;
-      if (weights.is_packed) {
-        const int64_t bytes = weights.block_bytes / weights.n_groups * steps;  // of 16 outputs
-        const int64_t skipped = weights.block_bytes / all_steps * (call.first_input / 32);
-        ahead = {data + skipped, bytes, weights.block_bytes, 2 * bytes, 0};
-      } else {
-        ahead = {data + 2 * call.first_input, 64 * steps, 2 * n, 32 * 64 * steps, 0};
-      }
+  int64_t panel = first, input = call.first_input;
+  const auto units_at = [&](int64_t panel, int64_t input, int64_t buffer) {
+    return PanelUnits(weights, panel, input, smaller(input + kInputsOfBlock, call.stop_input), panels[buffer]);
+  };
+  PanelUnits units = units_at(panel, input, 0);
+  while (units.left()) units.next();
+  for (int64_t buffer = 0; panel < stop; buffer ^= 1) {
+    const int64_t stop_input = smaller(input + kInputsOfBlock, call.stop_input), steps = (stop_input - input) / 32;
+    const bool is_first = input == 0, is_last = stop_input == n;
+    int64_t next_panel = panel, next_input = stop_input;
+    if (next_input == call.stop_input) {
+      ++next_panel;
+      next_input = call.first_input;
     }
-    const int64_t pairs = call.stop_pair - call.first_pair;
-    const int64_t lines = ahead.n_bytes / 64 / (pairs * steps) + 1;
+    units = next_panel < stop ? units_at(next_panel, next_input, buffer ^ 1) : PanelUnits();
+    keep_order();
+    const int64_t n_units = units.left(), all = (call.stop_pair - call.first_pair) * steps;
+    int64_t due = 0;
     for (int64_t pair = call.first_pair; pair < call.stop_pair; ++pair) {
-      float* sums = is_first && is_last ? tiles : call.sums + (panel * call.n_pairs + pair) * 1024;
+      float* sums = call.sums ? call.sums + (panel * call.n_pairs + pair) * 1024 : tiles;
       if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -178,19 +235,22 @@ void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64
         _tile_loadd(2, sums + 512, 64);
         _tile_loadd(3, sums + 768, 64);
       }
-      const uint16_t* w = panel_data;
-      const uint16_t* left = call.tokens + (2 * pair * all_steps + call.first_input / 32) * 512;
+      const uint16_t *upper = panels[buffer], *lower = upper + 16 * kPanelRow;
+      const uint16_t* left = call.tokens + (2 * pair * all_steps + input / 32) * 512;
       const uint16_t* right = left + all_steps * 512;
-      for (int64_t k = 0; k < steps; ++k, w += 1024, left += 512, right += 512) {
-        _tile_loadd(4, w, 64);
+      const bool is_half = call.n_tokens - 32 * pair <= 16;
+      for (int64_t k = 0; k < steps; ++k, upper += 32, lower += 32, left += 512, right += 512) {
+        _tile_loadd(4, upper, 2 * kPanelRow);
         _tile_loadd(6, left, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, right, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, w + 512, 64);
+        _tile_loadd(5, lower, 2 * kPanelRow);
         _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-        ahead.fetch(lines);
+        if (!is_half) {
+          _tile_loadd(7, right, 64);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        for (due += n_units; due >= all; due -= all) units.next();
       }
       _tile_stored(0, sums, 64);
       _tile_stored(1, sums + 256, 64);
@@ -199,6 +259,8 @@ void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64
       keep_order();
       if (is_last) put_tiles(call, sums, panel, pair);
     }
+    panel = next_panel;
+    input = next_input;
   }
   _tile_release();
 }

@@ -73,19 +73,29 @@ inline Ints dot_int8(Ints sum, Ints x, const int8_t* words) {
 #endif
 
 // Rows are hardly longer than what the machine needs to see that it reads a stream, and what it
-// fetches by itself ends with a page.
+// fetches by itself ends with a page. Intel's processors wait less where lines come to the first cache from the
+// second one as well, before they are read.
 constexpr int64_t kAheadBytes = 4096, kScalesAhead = 1024;
+#if defined(KVC_AVX512) && !defined(KVC_BF16)
+constexpr int64_t kNearBytes = 1536, kNearPacked = 1024;
+#else
+constexpr int64_t kNearBytes = 0, kNearPacked = 0;
+#endif
+template <int64_t kNear = kNearBytes>
 inline void fetch_ahead(const void* now) {
-  __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes, 0, 2);
+  __asm__ volatile("");  // else it is a function without effect, whose calls go
+  const auto* line = static_cast<const char*>(now);
+  __builtin_prefetch(line + kAheadBytes, 0, 2);
+  if (kNear) __builtin_prefetch(line + kNear, 0, 3);
 }
 
 // The same for packed weights, of which Zen 5 waits for a line in its second cache now and then.
 inline void fetch_packed(const void* now) {
 #if defined(KVC_BF16)
-  __asm__ volatile("");  // else it is a function without effect, whose calls go
+  __asm__ volatile("");
   if (!is_fetched_far) return __builtin_prefetch(static_cast<const char*>(now) + kAheadBytes * 3 / 2, 0, 3);
 #endif
-  fetch_ahead(now);
+  fetch_ahead<kNearPacked>(now);
 }
 
 // Of an output's scales that of a group.
@@ -324,7 +334,11 @@ inline void block_of_many(const LinearCall& call, const float* x, int64_t token,
       }
     }
   }
-  if (is_coded) add_escapes(call, head_of(call.weights, block), token, n_tokens, out);
+  if (is_coded) {
+    const CodedHead& head = head_of(call.weights, block);
+    add_escapes(head, escapes_of(call.weights, head), n_tokens,
+                [=](int64_t t, int64_t i) { return split_input(x + t * n, i); }, out);
+  }
   for (int64_t t = 0; t < n_tokens; ++t) {
     for (int64_t r = 0; r < n_rows; ++r)
       for (int64_t i = whole; i < n; ++i)

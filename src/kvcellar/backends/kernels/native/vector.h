@@ -486,7 +486,9 @@ inline void store_bf16(uint16_t* p, Vec x) {
 // d, sum_4 their sums, store_fours puts them `step` numbers apart, highest_fours gives the highest of each
 // of a's, then of b's, c's and d's.
 
-#if !defined(KVC_AVX2)
+#if defined(KVC_AVX2)
+constexpr int split_place(int i) { return i / 4 % 2 * kLanes + i / 8 * 4 + i % 4; }
+#else
 #if defined(KVC_BF16)
 constexpr int split_place(int i) { return i % 8 / 4 * kLanes + i / 8 * 4 + i % 4; }
 #else
