@@ -26,6 +26,15 @@ inline void decode_group(const uint8_t* group, Ints table, const Fn& fn) {
     fn(mix_upper(others, upper_others), part / 2 + 96);
   }
 }
+#if defined(KVC_AVX512)
+// The first 64 of the same numbers, or the others.
+inline void decode_half(const uint8_t* group, Ints table, int half, Ints (&words)[2]) {
+  const Ints codes = load_ints(group), bytes = load_ints(group + 64 * (1 + half));
+  const Ints upper = look_up(table, both(half ? right_16(codes, 4) : codes, all_bytes(15)));
+  words[0] = mix_lower(bytes, upper);
+  words[1] = mix_upper(bytes, upper);
+}
+#endif
 inline Ints table_at(const uint8_t* table) { return all_16_bytes(table); }
 inline void decode_to(const uint8_t* group, Ints table, uint16_t* to) {
   decode_group(group, table, [&](Ints words, int64_t i) { store_ints(to + i, words); });
@@ -126,7 +135,7 @@ constexpr int64_t kFloatsNear = 8192;
 // Some inputs of kRows outputs for kTokens tokens, added to their sums. What comes `ahead` bytes behind is
 // fetched.
 template <int kTokens, int kRows>
-inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead,
+inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead, int64_t near,
                        const uint8_t* tables, int64_t n, const float* x, int64_t n_in,
                        Vec (*of_rows)[kTokens][kSums]) {
   Vec sums[kRows][kTokens][kSums];
@@ -138,7 +147,7 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, i
   for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
     if constexpr (kRows == 1) {
       split_group(row, table_at(tables), [&](Vec even, Vec odd, int64_t at) {
-        if (at % 32 == 0 && at < 96) fetch_line(row + ahead + at * 2, row + kNearBytes + at * 2, even);
+        if (at % 32 == 0 && at < 96) fetch_line(row + ahead + at * 2, row + near + at * 2, even);
 #pragma GCC unroll 4
         for (int t = 0; t < kTokens; ++t) {
           const float* y = x + t * n_in + i + at;
@@ -147,29 +156,33 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, i
         }
       });
 #if defined(KVC_AVX512)
-    } else {  // each number of a token is loaded once for two rows
-      Ints words[2][4];
+    } else {
+      // Each number of a token is loaded once for two rows: a load takes as long as two products. Half of a
+      // group at a time leaves registers for all sums.
 #pragma GCC unroll 2
-      for (int r = 0; r < 2; ++r) {
-        decode_group(row + r * row_bytes, table_at(tables + 16 * r),
-                     [&](Ints found, int64_t at) { words[r][at / kWords] = found; });
-      }
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        Vec even[2], odd[2];
-        for (int r = 0; r < 2; ++r) {
-          split(words[r][v], even[r], odd[r]);
-          const uint8_t* line = row + r * row_bytes + v * 64;
-          if (v < 3) fetch_line(line + ahead, line + kNearBytes, even[r]);
-        }
-#pragma GCC unroll 4
-        for (int t = 0; t < kTokens; ++t) {
-          const float* y = x + t * n_in + i + v * kWords;
-          const Vec first = load(y), second = load(y + kLanes);
+      for (int half = 0; half < 2; ++half) {
+        Ints words[2][2];
+#pragma GCC unroll 2
+        for (int r = 0; r < 2; ++r) decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, words[r]);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const int64_t at = (2 * half + v) * kWords;
+          Vec even[2], odd[2];
 #pragma GCC unroll 2
           for (int r = 0; r < 2; ++r) {
-            sums[r][t][0] = fma(even[r], first, sums[r][t][0]);
-            sums[r][t][1] = fma(odd[r], second, sums[r][t][1]);
+            split(words[r][v], even[r], odd[r]);
+            const uint8_t* line = row + r * row_bytes + 2 * at;
+            if (at < 96) fetch_line(line + ahead, line + near, even[r]);
+          }
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t) {
+            const float* y = x + t * n_in + i + at;
+            const Vec first = kept(load(y)), second = kept(load(y + kLanes));
+#pragma GCC unroll 2
+            for (int r = 0; r < 2; ++r) {
+              sums[r][t][0] = fma(even[r], first, sums[r][t][0]);
+              sums[r][t][1] = fma(odd[r], second, sums[r][t][1]);
+            }
           }
         }
       }
@@ -238,11 +251,12 @@ inline void block_coded(const LinearCall& call, const float* x, int64_t token, i
   const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
   constexpr int64_t kNear = kFloatsNear / kTokens;
 #if defined(KVC_AVX512)
-  constexpr int kTogether = kTokens > 2 ? 2 : 1;
+  constexpr int kTogether = kTokens > 1 ? 2 : 1;
 #else
   constexpr int kTogether = 1;  // there are registers for no more
 #endif
   const int64_t n_pieces = kTokens == 1 ? 1 : (n + kNear - 1) / kNear, n_groups = n / kCodedInputs;
+  const int64_t near = n_pieces > 1 ? kNearBytes / 4 : kNearBytes;  // not far behind a piece's end
   const CodedHead& head = head_of(weights, block);
   const Escapes escapes = escapes_of(weights, head);
   for (int64_t i = 0; i < static_cast<int64_t>(sizeof head); i += 64)  // what no row fetches
@@ -264,8 +278,8 @@ inline void block_coded(const LinearCall& call, const float* x, int64_t token, i
       }
       const auto rows = [&](auto at_once) {
         constexpr int kRows = decltype(at_once)::of;
-        dots_coded<kTokens, kRows>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, head.tables[r],
-                                   stop - first, x + first, n, sums + r);
+        dots_coded<kTokens, kRows>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, near,
+                                   head.tables[r], stop - first, x + first, n, sums + r);
         r += kRows;
       };
       r + kTogether <= n_rows ? rows(Number<kTogether>()) : rows(Number<1>());
