@@ -13,14 +13,14 @@ from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications.
 
-Not so with AVX2, VNNI and bf16, where it always is, and with AMX.
+Not so with AVX2, VNNI and bf16, where it always is, and over bfloat16, int8 and int4 with AMX.
 """
 
 FEW_QUERIES_MASKED = 32
 """The same for reads with a mask, as trees of guesses have: torch's way gathers and adds it."""
 
 FEW_QUERIES_AMX = 64
-"""The same where both use the matrix unit."""
+"""The same where torch uses a matrix unit."""
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -135,7 +135,7 @@ constexpr int64_t kFloatsNear = 8192;
 // Some inputs of kRows outputs for kTokens tokens, added to their sums. What comes `ahead` bytes behind is
 // fetched.
 template <int kTokens, int kRows>
-inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead, int64_t near,
+inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead,
                        const uint8_t* tables, int64_t n, const float* x, int64_t n_in,
                        Vec (*of_rows)[kTokens][kSums]) {
   Vec sums[kRows][kTokens][kSums];
@@ -145,6 +145,9 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, i
     for (int t = 0; t < kTokens; ++t)
       for (int k = 0; k < kSums; ++k) sums[r][t][k] = of_rows[r][t][k];
   for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+    // Behind these inputs of two rows come those of the next two.
+    const bool is_at_end = kRows == 2 && 3 * i + 2 * kNearBytes >= 3 * n;
+    const int64_t near = kNearBytes + (is_at_end ? 2 * row_bytes - n * 3 / 2 : 0);
     if constexpr (kRows == 1) {
       split_group(row, table_at(tables), [&](Vec even, Vec odd, int64_t at) {
         if (at % 32 == 0 && at < 96) fetch_line(row + ahead + at * 2, row + near + at * 2, even);
@@ -256,7 +259,6 @@ inline void block_coded(const LinearCall& call, const float* x, int64_t token, i
   constexpr int kTogether = 1;  // there are registers for no more
 #endif
   const int64_t n_pieces = kTokens == 1 ? 1 : (n + kNear - 1) / kNear, n_groups = n / kCodedInputs;
-  const int64_t near = n_pieces > 1 ? kNearBytes / 4 : kNearBytes;  // not far behind a piece's end
   const CodedHead& head = head_of(weights, block);
   const Escapes escapes = escapes_of(weights, head);
   for (int64_t i = 0; i < static_cast<int64_t>(sizeof head); i += 64)  // what no row fetches
@@ -278,8 +280,8 @@ inline void block_coded(const LinearCall& call, const float* x, int64_t token, i
       }
       const auto rows = [&](auto at_once) {
         constexpr int kRows = decltype(at_once)::of;
-        dots_coded<kTokens, kRows>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, near,
-                                   head.tables[r], stop - first, x + first, n, sums + r);
+        dots_coded<kTokens, kRows>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, head.tables[r],
+                                   stop - first, x + first, n, sums + r);
         r += kRows;
       };
       r + kTogether <= n_rows ? rows(Number<kTogether>()) : rows(Number<1>());

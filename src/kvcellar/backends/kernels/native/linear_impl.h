@@ -79,7 +79,7 @@ constexpr int64_t kAheadBytes = 4096, kScalesAhead = 1024;
 #if defined(KVC_AVX512) && !defined(KVC_BF16)
 constexpr int64_t kNearBytes = 1536, kNearPacked = 1024;
 #else
-constexpr int64_t kNearBytes = 0, kNearPacked = 0;
+constexpr int64_t kNearBytes = 1536, kNearPacked = 0;
 #endif
 template <int64_t kNear = kNearBytes>
 inline void fetch_ahead(const void* now) {

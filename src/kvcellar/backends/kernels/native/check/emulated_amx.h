@@ -57,28 +57,6 @@ inline void store(int t, void* base, int64_t stride) {
     std::memcpy(static_cast<char*>(base) + r * stride, tile.data[r], tile.bytes);
 }
 
-// c[m][n] += sum over k and i of a[m][k * kParts + i] * b[k][n * kParts + i].
-template <class Sum, class A, class B, int kParts, class Product>
-void multiply(int to, int left, int right, const Product& product) {
-  Tile& c = configured(to);
-  const Tile &a = configured(left), &b = configured(right);
-  if (a.rows != c.rows || b.bytes != c.bytes || a.bytes / 4 != b.rows) __builtin_trap();
-  for (int m = 0; m < c.rows; ++m)
-    for (int n = 0; n < c.bytes / 4; ++n) {
-      Sum sum;
-      std::memcpy(&sum, c.data[m] + 4 * n, 4);
-      for (int k = 0; k < a.bytes / 4; ++k)
-        for (int i = 0; i < kParts; ++i) {
-          A x;
-          B y;
-          std::memcpy(&x, a.data[m] + sizeof(A) * (k * kParts + i), sizeof(A));
-          std::memcpy(&y, b.data[k] + sizeof(B) * (n * kParts + i), sizeof(B));
-          sum += product(x, y);
-        }
-      std::memcpy(c.data[m] + 4 * n, &sum, 4);
-    }
-}
-
 inline float wide(uint16_t bits) {
   const uint32_t all = static_cast<uint32_t>(bits) << 16;
   float value;
@@ -86,17 +64,24 @@ inline float wide(uint16_t bits) {
   return value;
 }
 
-inline void multiply_bf16(int c, int a, int b) {
-  multiply<float, uint16_t, uint16_t, 2>(
-      c, a, b, [](uint16_t x, uint16_t y) { return wide(x) * wide(y); });
-}
-inline void multiply_uu(int c, int a, int b) {
-  multiply<uint32_t, uint8_t, uint8_t, 4>(
-      c, a, b, [](uint8_t x, uint8_t y) { return static_cast<uint32_t>(x * y); });
-}
-inline void multiply_us(int c, int a, int b) {
-  multiply<uint32_t, uint8_t, int8_t, 4>(
-      c, a, b, [](uint8_t x, int8_t y) { return static_cast<uint32_t>(x * y); });
+// c[m][n] += sum over k and i of a[m][2 * k + i] * b[k][2 * n + i].
+inline void multiply_bf16(int to, int left, int right) {
+  Tile& c = configured(to);
+  const Tile &a = configured(left), &b = configured(right);
+  if (a.rows != c.rows || b.bytes != c.bytes || a.bytes / 4 != b.rows) __builtin_trap();
+  for (int m = 0; m < c.rows; ++m)
+    for (int n = 0; n < c.bytes / 4; ++n) {
+      float sum;
+      std::memcpy(&sum, c.data[m] + 4 * n, 4);
+      for (int k = 0; k < a.bytes / 4; ++k)
+        for (int i = 0; i < 2; ++i) {
+          uint16_t x, y;
+          std::memcpy(&x, a.data[m] + 2 * (2 * k + i), 2);
+          std::memcpy(&y, b.data[k] + 2 * (2 * n + i), 2);
+          sum += wide(x) * wide(y);
+        }
+      std::memcpy(c.data[m] + 4 * n, &sum, 4);
+    }
 }
 
 inline uint16_t narrow(float value) {
@@ -132,15 +117,11 @@ inline __m512bh narrow_32(__m512 high, __m512 low) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbuud
-#undef _tile_dpbusd
 #define _tile_loadconfig(from) kvcellar_emulated::load_config(from)
 #define _tile_release() kvcellar_emulated::release()
 #define _tile_zero(tile) kvcellar_emulated::zero(tile)
 #define _tile_loadd(tile, base, stride) kvcellar_emulated::load(tile, base, stride)
 #define _tile_stored(tile, base, stride) kvcellar_emulated::store(tile, base, stride)
 #define _tile_dpbf16ps(c, a, b) kvcellar_emulated::multiply_bf16(c, a, b)
-#define _tile_dpbuud(c, a, b) kvcellar_emulated::multiply_uu(c, a, b)
-#define _tile_dpbusd(c, a, b) kvcellar_emulated::multiply_us(c, a, b)
 #define _mm512_cvtneps_pbh(x) kvcellar_emulated::narrow_16(x)
 #define _mm512_cvtne2ps_pbh(high, low) kvcellar_emulated::narrow_32(high, low)
