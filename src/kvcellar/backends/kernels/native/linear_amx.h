@@ -3,8 +3,7 @@
 // 16 outputs' weights are a tile as they lie; tokens are the other operand, interleaved by 2. A panel
 // of 32 outputs meets 32 tokens at a time, so that 4 results share 4 operands. Tokens of a block and two
 // panels stay in the core's cache: while one is multiplied, the next one's weights become bfloat16, a few at
-// a time, so that neither memory nor the unit waits. Each token's sums are taken in one order, whatever
-// other tokens come with it.
+// a time. Each token's sums are taken in one order, whatever other tokens come with it.
 
 #include <immintrin.h>
 
@@ -262,6 +261,7 @@ void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64
     panel = next_panel;
     input = next_input;
   }
+  _mm_sfence();  // who waits for this worker sees the lines that went past the caches
   _tile_release();
 }
 
