@@ -523,7 +523,6 @@ struct Ahead {
     n_ = n_ < count ? count : n_;
     const Side& side = is_v ? rows.pool->v : rows.pool->k;
     add(rows, count, is_v ? kVRows : kKRows, side.packed_bytes());
-    if (side.affine) add(rows, count, is_v ? kVAffine : kKAffine, side.affine_bytes());
   }
 
   // Behind the last `add`. Some lines at a time: one by one would cost more than it brings.
@@ -615,7 +614,7 @@ struct Ahead {
     stream.line = line;
   }
 
-  Stream streams_[8];
+  Stream streams_[4];
   int n_streams_ = 0;
   int64_t n_ = 0, next_ = 0, lines_ = 0, turns_ = 1, every_ = 1, count_ = 1, wait_ = 1;
 };

@@ -479,19 +479,31 @@ inline void run_pairs(const LinearCall& call, const LinearInputs& inputs, int64_
 }
 #endif
 
-// An output's weights.
-inline void decode_row(const LinearWeights& weights, int64_t output, uint16_t* to) {
-  const int64_t r = output % kBlockRows;
-  const CodedHead& head = head_of(weights, output / kBlockRows);
-  const uint8_t* row = coded_row(weights, head, r);
+// Some inputs of an output's weights, the r-th of its block; what comes `ahead` bytes behind is fetched.
+inline void decode_inputs(const LinearWeights& weights, int64_t block, int64_t r, int64_t first, int64_t stop,
+                          int64_t ahead, uint16_t* to) {
+  const CodedHead& head = head_of(weights, block);
+  const uint8_t* group = coded_row(weights, head, r) + first * 3 / 2;
   const auto table = table_at(head.tables[r]);
-  for (int64_t i = 0; i < weights.n_in; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
-    fetch_group(row + kAheadBytes);
-    decode_to(row, table, to + i);
+  for (int64_t k = first; k < stop; k += kCodedInputs, group += kCodedInputs * 3 / 2) {
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+    decode_group(group, table, [&](Ints words, int64_t i) {
+      if (i % 32 == 0 && i < 96) fetch_line(group + ahead + 2 * i, group + kNearBytes + 2 * i, words);
+      store_ints(to + k - first + i, words);
+    });
+#else
+    fetch_group(group + ahead);
+    decode_to(group, table, to + k - first);
+#endif
   }
   const Escape* escapes = weights.escapes + head.first_escape;
   for (uint32_t e = 0; e < head.n_escapes; ++e)
-    if (escapes[e].output == r) to[escapes[e].input] = escapes[e].value;
+    if (escapes[e].output == r && escapes[e].input >= first && escapes[e].input < stop)
+      to[escapes[e].input - first] = escapes[e].value;
+}
+
+inline void decode_row(const LinearWeights& weights, int64_t output, uint16_t* to) {
+  decode_inputs(weights, output / kBlockRows, output % kBlockRows, 0, weights.n_in, kAheadBytes, to);
 }
 
 void unpack_coded(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to) {

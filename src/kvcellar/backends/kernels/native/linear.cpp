@@ -110,7 +110,7 @@ void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, voi
     call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
   spread((n_tokens + 15) / 16, 2, 1, workers,
          [&](int64_t first, int64_t stop) { ops_now.pack_tokens(call, first, stop); });
-  const int64_t scratch = 2 * (kInputsOfBlock + 32) * kPanel * 2 + 4096;
+  const int64_t scratch = 2 * kPanel * kPanelRow * 2 + 4096;  // two panels, and results
   for (int64_t pair = 0; pair < n_pairs; pair = call.stop_pair) {
     call.first_pair = pair;
     call.stop_pair = std::min(pair + kTokensOfBlock / 32, n_pairs);

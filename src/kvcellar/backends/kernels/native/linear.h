@@ -14,6 +14,7 @@ constexpr int64_t kGroupInputs = 32; // of a token, which are rounded together
 constexpr int64_t kInt4Shared = 32, kInt8Shared = 128; // packed weights of an output that share a scale
 constexpr int64_t kCodedInputs = 128; // of a row of coded weights, which lie together
 constexpr int64_t kInputsOfBlock = 2048; // that the matrix unit takes at a time
+constexpr int64_t kPanelRow = kInputsOfBlock + 32; // where they lie: not all rows in the same of a cache's sets
 constexpr int kReadOnce = 4;         // tokens up to which reading weights is what they cost
 
 enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3 };

@@ -40,9 +40,6 @@ void pack_tokens(const ManyTokens& call, int64_t first, int64_t stop) {
 
 constexpr int64_t kOutputsNear = 1 << 19;  // of all tokens: 1 MiB
 
-// Numbers of a row of a panel: not all rows in the same of a cache's sets.
-constexpr int64_t kPanelRow = kInputsOfBlock + 32;
-
 // Packed weights of 16 outputs as rows of bfloat16: up to two groups of 32 inputs.
 template <bool is_int4>
 inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t group, int64_t n_groups,
@@ -80,23 +77,6 @@ inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t g
                                                number(_mm256_castsi256_si128(bytes)));
       _mm512_store_si512(to + r * kPanelRow + g * kGroupInputs, reinterpret_cast<const __m512i&>(row));
     }
-}
-
-// Some inputs of an output's weights to bfloat16; what comes `ahead` bytes behind is fetched.
-inline void decode_inputs(const LinearWeights& weights, int64_t block, int64_t r, int64_t first, int64_t stop,
-                          int64_t ahead, uint16_t* to) {
-  const CodedHead& head = head_of(weights, block);
-  const uint8_t* group = coded_row(weights, head, r) + first * 3 / 2;
-  const Ints table = table_at(head.tables[r]);
-  for (int64_t k = first; k < stop; k += kCodedInputs, group += kCodedInputs * 3 / 2)
-    decode_group(group, table, [&](Ints words, int64_t i) {
-      if (i < 96) fetch_line(group + ahead + 2 * i, group + kNearBytes + 2 * i, words);
-      store_ints(to + k - first + i, words);
-    });
-  const Escape* escapes = weights.escapes + head.first_escape;
-  for (uint32_t e = 0; e < head.n_escapes; ++e)
-    if (escapes[e].output == r && escapes[e].input >= first && escapes[e].input < stop)
-      to[escapes[e].input - first] = escapes[e].value;
 }
 
 // Some inputs of a panel's 32 outputs on their way to rows of bfloat16, in units: some of an output's bf16 and
