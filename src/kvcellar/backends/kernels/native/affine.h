@@ -63,15 +63,6 @@ inline void transpose_lanes(const __m512* x, __m512* y) {
 }
 
 #else
-// Numbers at even places of 16 and those at odd ones.
-inline void part_pairs(Vec x, Vec y, Vec& even, Vec& odd) {
-  const auto in_order = [](Vec z) {
-    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(z), 0xd8));
-  };
-  even = in_order(_mm256_shuffle_ps(x, y, 0x88));
-  odd = in_order(_mm256_shuffle_ps(x, y, 0xdd));
-}
-
 // kGroups scales and biases of each of 8 cells, side by side as halves, to vectors of 8 cells: scale
 // and bias of the first group, and of the second.
 template <int kGroups>

@@ -26,15 +26,13 @@ inline void decode_group(const uint8_t* group, Ints table, const Fn& fn) {
     fn(mix_upper(others, upper_others), part / 2 + 96);
   }
 }
-#if defined(KVC_AVX512)
-// The first 64 of the same numbers, or the others.
-inline void decode_half(const uint8_t* group, Ints table, int half, Ints (&words)[2]) {
-  const Ints codes = load_ints(group), bytes = load_ints(group + 64 * (1 + half));
+// Of the first 64 of the same numbers, or the others: kWords from the (part / 2)-th on, and from 32 behind it.
+inline void decode_half(const uint8_t* group, Ints table, int half, int64_t part, Ints (&words)[2]) {
+  const Ints codes = load_ints(group + part), bytes = load_ints(group + 64 * (1 + half) + part);
   const Ints upper = look_up(table, both(half ? right_16(codes, 4) : codes, all_bytes(15)));
   words[0] = mix_lower(bytes, upper);
   words[1] = mix_upper(bytes, upper);
 }
-#endif
 inline Ints table_at(const uint8_t* table) { return all_16_bytes(table); }
 inline void decode_to(const uint8_t* group, Ints table, uint16_t* to) {
   decode_group(group, table, [&](Ints words, int64_t i) { store_ints(to + i, words); });
@@ -126,36 +124,51 @@ inline void fetch_line(const uint8_t* line, [[maybe_unused]] const uint8_t* near
 #endif
 }
 
-// Sums of a row's product: an addition waits for the one before the last.
+// Sums of a row's product: an addition waits for the one before the last. With AVX2, which has not the registers
+// for that, it waits for those of the other rows.
+#if defined(KVC_AVX2)
+constexpr int kSums = 1;
+#else
 constexpr int kSums = 2;
+#endif
 
 // Numbers of several tokens that a core's first cache keeps beside the weights that pass.
+#if defined(KVC_AVX2)
+constexpr int64_t kFloatsNear = 4096;
+#else
 constexpr int64_t kFloatsNear = 8192;
+#endif
 
-// Some inputs of kRows outputs for kTokens tokens, added to their sums. What comes `ahead` bytes behind is
-// fetched.
+// What is fetched while a group of each row passes: 192 bytes from `at` on, and for the next row those `apart`
+// from them; `step` bytes further for the next groups.
+struct Fetched {
+  const uint8_t* at;
+  int64_t apart, step;
+};
+
+// Some inputs of kRows outputs for kTokens tokens, added to their sums.
 template <int kTokens, int kRows>
-inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, int64_t ahead,
+inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, Fetched fetched,
                        const uint8_t* tables, int64_t n, const float* x, int64_t n_in,
                        Vec (*of_rows)[kTokens][kSums]) {
   Vec sums[kRows][kTokens][kSums];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t)
       for (int k = 0; k < kSums; ++k) sums[r][t][k] = of_rows[r][t][k];
-  for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2) {
+  for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2, fetched.at += fetched.step) {
     // Behind these inputs of two rows come those of the next two.
     const bool is_at_end = kRows == 2 && 3 * i + 2 * kNearBytes >= 3 * n;
     const int64_t near = kNearBytes + (is_at_end ? 2 * row_bytes - n * 3 / 2 : 0);
     if constexpr (kRows == 1) {
       split_group(row, table_at(tables), [&](Vec even, Vec odd, int64_t at) {
-        if (at % 32 == 0 && at < 96) fetch_line(row + ahead + at * 2, row + near + at * 2, even);
+        if (at % 32 == 0 && at < 96) fetch_line(fetched.at + at * 2, row + near + at * 2, even);
 #pragma GCC unroll 4
         for (int t = 0; t < kTokens; ++t) {
           const float* y = x + t * n_in + i + at;
           sums[0][t][0] = fma(even, load(y), sums[0][t][0]);
-          sums[0][t][1] = fma(odd, load(y + kLanes), sums[0][t][1]);
+          sums[0][t][kSums - 1] = fma(odd, load(y + kLanes), sums[0][t][kSums - 1]);
         }
       });
 #if defined(KVC_AVX512)
@@ -166,7 +179,7 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, i
       for (int half = 0; half < 2; ++half) {
         Ints words[2][2];
 #pragma GCC unroll 2
-        for (int r = 0; r < 2; ++r) decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, words[r]);
+        for (int r = 0; r < 2; ++r) decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, 0, words[r]);
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
           const int64_t at = (2 * half + v) * kWords;
@@ -174,8 +187,8 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, i
 #pragma GCC unroll 2
           for (int r = 0; r < 2; ++r) {
             split(words[r][v], even[r], odd[r]);
-            const uint8_t* line = row + r * row_bytes + 2 * at;
-            if (at < 96) fetch_line(line + ahead, line + near, even[r]);
+            if (at < 96)
+              fetch_line(fetched.at + r * fetched.apart + 2 * at, row + r * row_bytes + near + 2 * at, even[r]);
           }
 #pragma GCC unroll 4
           for (int t = 0; t < kTokens; ++t) {
@@ -189,10 +202,35 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, i
           }
         }
       }
+#elif defined(KVC_AVX2)
+    } else {
+      // All of a row's sums have one product more before one of them has two.
+#pragma GCC unroll 4
+      for (int64_t quarter = 0; quarter < 4; ++quarter) {
+        const int half = static_cast<int>(quarter / 2);
+        const int64_t part = quarter % 2 * 32;
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          Ints words[2];
+          decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, part, words);
+#pragma GCC unroll 2
+          for (int v = 0; v < 2; ++v) {
+            const int64_t at = 64 * half + part / 2 + 32 * v;
+            Vec even, odd;
+            split(words[v], even, odd);
+            if (at % 32 == 0 && at < 96) fetch_line(fetched.at + r * fetched.apart + 2 * at, nullptr, even);
+            const float* y = x + i + at;
+#pragma GCC unroll 4
+            for (int t = 0; t < kTokens; ++t) sums[r][t][0] = fma(even, load(y + t * n_in), sums[r][t][0]);
+#pragma GCC unroll 4
+            for (int t = 0; t < kTokens; ++t) sums[r][t][0] = fma(odd, load(y + t * n_in + kLanes), sums[r][t][0]);
+          }
+        }
+      }
 #endif
     }
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t)
@@ -245,53 +283,81 @@ inline void end_block(const LinearCall& call, const CodedHead& head, const Escap
     put(call, token + t, block * kBlockRows, n_rows, out + t * kBlockRows);
 }
 
+// Rows that meet some inputs before the next ones come, and rows at a time of these.
+#if defined(KVC_AVX2)
+constexpr int64_t kRowsNear = 8;
+template <int kTokens>
+constexpr int kRowsMet = kTokens <= 2 ? 4 : 2;
+#elif defined(KVC_AVX512)
+constexpr int64_t kRowsNear = kBlockRows;
+template <int kTokens>
+constexpr int kRowsMet = kTokens > 1 ? 2 : 1;
+#else
+constexpr int64_t kRowsNear = kBlockRows;
+template <int kTokens>
+constexpr int kRowsMet = 1;  // there are registers for no more
+#endif
+
 // A block for kTokens tokens in floats. Where inputs would come from the second cache for every row, which takes
-// longer than the products: some of them for all rows, and then the next. The order of sums is the same.
+// longer than the products: some of them for kRowsNear rows, and then the next. The order of sums is the same.
 template <int kTokens>
 inline void block_coded(const LinearCall& call, const float* x, int64_t token, int64_t block) {
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, row_bytes = n * 3 / 2;
   const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
   constexpr int64_t kNear = kFloatsNear / kTokens;
-#if defined(KVC_AVX512)
-  constexpr int kTogether = kTokens > 1 ? 2 : 1;
-#else
-  constexpr int kTogether = 1;  // there are registers for no more
-#endif
+  constexpr int kTogether = kRowsMet<kTokens>;
   const int64_t n_pieces = kTokens == 1 ? 1 : (n + kNear - 1) / kNear, n_groups = n / kCodedInputs;
   const CodedHead& head = head_of(weights, block);
   const Escapes escapes = escapes_of(weights, head);
+#if defined(KVC_AVX2)
+  // One stream in the order of addresses, as far ahead as rows are not read in that order.
+  const int64_t span = (n_pieces > 1 ? kRowsNear : kTogether) * row_bytes;
+  const int64_t far = span > kAheadBytes ? span : kAheadBytes;
+  const uint8_t* stream = coded_row(weights, head, 0) + far;
+#else
+  constexpr int64_t far = kAheadBytes;
+#endif
   for (int64_t i = 0; i < static_cast<int64_t>(sizeof head); i += 64)  // what no row fetches
-    __builtin_prefetch(reinterpret_cast<const char*>(&head) + kAheadBytes + i, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(&head) + far + i, 0, 2);
   Vec sums[kBlockRows][kTokens][kSums];
   for (auto& row : sums)
     for (auto& of_token : row)
       for (Vec& sum : of_token) sum = all(0.f);
-  for (int64_t piece = 0; piece < n_pieces; ++piece) {
-    const int64_t first = n_groups * piece / n_pieces * kCodedInputs;
-    const int64_t stop = n_groups * (piece + 1) / n_pieces * kCodedInputs;
-    for (int64_t r = 0; r < n_rows;) {
-      // One stream, or these inputs of the row after the next, or of the first two those that come then.
-      int64_t ahead = kAheadBytes;
-      if (n_pieces > 1 || kTogether > 1) {
-        ahead = 2 * row_bytes;
-        if (r + 2 >= n_rows)
-          ahead += (stop < n ? (stop - first) * 3 / 2 : weights.block_bytes - first * 3 / 2) - n_rows * row_bytes;
+  for (int64_t from = 0; from < n_rows; from += kRowsNear) {
+    const int64_t until = smaller(from + kRowsNear, n_rows);
+    for (int64_t piece = 0; piece < n_pieces; ++piece) {
+      const int64_t first = n_groups * piece / n_pieces * kCodedInputs;
+      const int64_t stop = n_groups * (piece + 1) / n_pieces * kCodedInputs;
+      for (int64_t r = from; r < until;) {
+        const uint8_t* row = coded_row(weights, head, r) + first * 3 / 2;
+        const auto rows = [&](auto at_once) {
+          constexpr int kRows = decltype(at_once)::of;
+          constexpr int64_t kGroupBytes = kCodedInputs * 3 / 2;
+#if defined(KVC_AVX2)
+          const Fetched fetched{stream, kGroupBytes, kRows * kGroupBytes};
+          stream += kRows * (stop - first) * 3 / 2;
+#else
+          // One stream, or these inputs of the row after the next, or of the first two those that come then.
+          int64_t ahead = kAheadBytes;
+          if (n_pieces > 1 || kTogether > 1) {
+            ahead = 2 * row_bytes;
+            if (r + 2 >= n_rows)
+              ahead += (stop < n ? (stop - first) * 3 / 2 : weights.block_bytes - first * 3 / 2) - n_rows * row_bytes;
+          }
+          const Fetched fetched{row + ahead, row_bytes, kGroupBytes};
+#endif
+          dots_coded<kTokens, kRows>(row, row_bytes, fetched, head.tables[r], stop - first, x + first, n, sums + r);
+          r += kRows;
+        };
+        r + kTogether <= until ? rows(Number<kTogether>()) : rows(Number<1>());
       }
-      const auto rows = [&](auto at_once) {
-        constexpr int kRows = decltype(at_once)::of;
-        dots_coded<kTokens, kRows>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, head.tables[r],
-                                   stop - first, x + first, n, sums + r);
-        r += kRows;
-      };
-      r + kTogether <= n_rows ? rows(Number<kTogether>()) : rows(Number<1>());
     }
   }
   float out[kTokens][kBlockRows];
   for (int64_t r = 0; r < n_rows; ++r)
-    for (int t = 0; t < kTokens; ++t) {
-      out[t][r] = sum(add(sums[r][t][0], sums[r][t][1]));
-    }
+    for (int t = 0; t < kTokens; ++t)
+      out[t][r] = sum(kSums == 2 ? add(sums[r][t][0], sums[r][t][kSums - 1]) : sums[r][t][0]);
   const auto input_of = [=](int64_t t, int64_t i) { return split_input(x + t * n, i); };
   end_block<kTokens>(call, head, escapes, token, block, n_rows, input_of, out[0]);
 }
@@ -406,7 +472,6 @@ inline void pairs_of_4(const uint16_t* w, const uint16_t* panel, int64_t n, floa
 
 // Up to kBlocksInTurn blocks from `first` on, for up to kTokensInTurn tokens: some inputs of all, which stay in
 // the second cache, and then the next.
-constexpr int64_t kBlocksInTurn = 8;
 inline void blocks_in_turns(const LinearCall& call, const uint16_t* panels, int64_t token, int64_t n_tokens,
                             int64_t first, int64_t stop) {
   const LinearWeights& weights = call.weights;

@@ -68,7 +68,8 @@ void linear(const LinearCall& call, int n_threads) {
   const LinearOps& ops_now = ops().linear;
   const LinearWeights& weights = call.weights;
   const int64_t n = call.n_tokens * weights.n_in, groups = call.n_tokens * weights.n_groups;
-  char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 8 * groups + 128 : 4 * n + 64);
+  const int64_t float_bytes = 4 * (call.n_tokens + kMostOfPanel - 1) * weights.n_in;
+  char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 8 * groups + 128 : float_bytes + 64);
   LinearInputs inputs{};
   if (weights.is_packed) {
     inputs.numbers = reinterpret_cast<int8_t*>(memory);
@@ -85,7 +86,9 @@ void linear(const LinearCall& call, int n_threads) {
   const int workers = all_bytes * call.n_tokens > kAloneBytes ? workers_for(n_threads) : 1;
   spread(call.n_tokens, 16, 16, workers,
          [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
-  const int64_t piece_bytes = call.n_tokens <= kReadOnce || inputs.pairs ? kStreamBytes : kPieceBytes;
+  const int64_t piece_bytes = call.n_tokens <= kReadOnce || inputs.pairs ? kStreamBytes
+                              : weights.is_packed                       ? kPieceBytes
+                                                                        : kBlocksInTurn * weights.block_bytes;
   spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
          least_blocks(weights), workers,
          [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });

@@ -16,6 +16,8 @@ constexpr int64_t kCodedInputs = 128; // of a row of coded weights, which lie to
 constexpr int64_t kInputsOfBlock = 2048; // that the matrix unit takes at a time
 constexpr int64_t kPanelRow = kInputsOfBlock + 32; // where they lie: not all rows in the same of a cache's sets
 constexpr int kReadOnce = 4;         // tokens up to which reading weights is what they cost
+constexpr int64_t kMostOfPanel = 6;  // more tokens lie in panels of so many, at most
+constexpr int64_t kBlocksInTurn = 8; // that meet some inputs of these before the next ones come
 
 enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3 };
 
@@ -56,7 +58,7 @@ struct LinearWeights {
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
-  float* rows;       // [tokens, n_in]; bf16 and coded only
+  float* rows;       // [tokens, n_in], of many in panels; bf16 and coded only
   const uint16_t* pairs;  // [tokens, n_in] on lines of the cache, where they meet coded weights in pairs
   int8_t* numbers;   // [tokens, n_in], or words of 16 bits
   float* scales;     // [tokens, groups]

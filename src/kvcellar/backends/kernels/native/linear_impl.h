@@ -119,6 +119,39 @@ inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
 inline void prepare_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t token);
 #endif
 
+// Of many tokens kTokensOfPanel lie in a panel: a vector of each by turns, in the order of load_split, and behind
+// them what numbers of each are left. Where they come from, rows a power of two apart share a few of a cache's sets.
+#if defined(KVC_AVX512) || defined(KVC_NEON)
+constexpr int kTokensOfPanel = 6;
+#else
+constexpr int kTokensOfPanel = 3;
+#endif
+static_assert(kTokensOfPanel <= kMostOfPanel);
+
+inline int64_t whole_vectors(int64_t n) { return n / (2 * kLanes) * (2 * kLanes); }
+
+// Where a token's i-th number lies among panels.
+inline int64_t panel_place(int64_t token, int64_t i, int64_t n_in) {
+  constexpr int64_t kBoth = 2 * kLanes;
+  const int64_t whole = whole_vectors(n_in), of_panel = token % kTokensOfPanel, panel = (token - of_panel) * n_in;
+  if (i >= whole) return panel + kTokensOfPanel * whole + of_panel * (n_in - whole) + i - whole;
+  const int64_t place = i / kBoth * kBoth + split_place(static_cast<int>(i % kBoth));
+  return panel + (place / kLanes * kTokensOfPanel + of_panel) * kLanes + place % kLanes;
+}
+
+inline void put_in_panel(const LinearCall& call, const char* x, int64_t token, float* panels) {
+  const int64_t n = call.weights.n_in, whole = whole_vectors(n), size = call.in == Dtype::f32 ? 4 : 2;
+  float* to = panels + panel_place(token, 0, n);
+  for (int64_t i = 0; i < whole; i += 2 * kLanes, to += 2 * kTokensOfPanel * kLanes) {
+    float both[2 * kLanes];
+    load_floats(x + i * size, call.in, 2 * kLanes, both);
+    split_floats(both, 2 * kLanes, false);
+    store(to, load(both));
+    store(to + kTokensOfPanel * kLanes, load(both + kLanes));
+  }
+  if (whole < n) load_floats(x + whole * size, call.in, n - whole, panels + panel_place(token, whole, n));
+}
+
 void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
                     int64_t stop) {
   const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
@@ -132,9 +165,13 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
     }
 #endif
     if (!call.weights.is_packed) {
+      if (call.n_tokens > kReadOnce) {
+        put_in_panel(call, x, t, inputs.rows);
+        continue;
+      }
       float* row = inputs.rows + t * n;
       load_floats(x, call.in, n, row);
-      if (call.n_tokens > kReadOnce || call.weights.format == WeightFormat::coded)
+      if (call.weights.format == WeightFormat::coded)
         split_floats(row, n / (2 * kLanes) * (2 * kLanes), false);
       continue;
     }
@@ -242,26 +279,27 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
-// More tokens at once: some rows' weights become floats once for up to kTokensKept tokens, whose inputs
-// stay in the second cache while all blocks meet them. Every sum is one register's.
-constexpr int64_t kTokensKept = 48;
-#if defined(KVC_AVX512) || defined(KVC_NEON)
-constexpr int kManyTokens = 6;
+// More tokens at once: some inputs of some rows become floats once for up to kTokensKept tokens, of which these
+// inputs stay in the second cache while kBlocksInTurn blocks meet them. Every sum is one register's.
+constexpr int64_t kTokensKept = 66;
+#if defined(KVC_AVX2)
+constexpr int64_t kRowsDecoded = 4, kInputsDecoded = 1024;  // half of a first cache
 #else
-constexpr int kManyTokens = 3;
+constexpr int64_t kRowsDecoded = 8, kInputsDecoded = 512;
 #endif
-constexpr int64_t kRowsDecoded = 8, kInputsDecoded = 512;  // half of a first cache
-constexpr int64_t kDecodedRow = kInputsDecoded + 16;       // not all in the same of its sets
+constexpr int64_t kDecodedRow = kInputsDecoded + 16;  // not all in the same of its sets
+static_assert(kTokensKept % kTokensOfPanel == 0);
 
-// out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows kDecodedRow apart.
+// out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows kDecodedRow apart and the first
+// kTokens of a panel.
 template <int kTokens>
-inline void dots_of_4(const float* w, const float* x, int64_t n_in, int64_t n, float* out) {
+inline void dots_of_4(const float* w, const float* panel, int64_t n, float* out) {
   Vec sums[kTokens][4];
   for (auto& token : sums)
     for (Vec& a : token) a = all(0.f);
-  for (int64_t i = 0; i < n; i += kLanes) {
+  for (int64_t i = 0; i < n; i += kLanes, panel += kTokensOfPanel * kLanes) {
     Vec y[kTokens];
-    for (int t = 0; t < kTokens; ++t) y[t] = load(x + t * n_in + i);
+    for (int t = 0; t < kTokens; ++t) y[t] = load(panel + t * kLanes);
     for (int r = 0; r < 4; ++r) {
       const Vec weight = load(w + r * kDecodedRow + i);
       for (int t = 0; t < kTokens; ++t) sums[t][r] = fma(weight, y[t], sums[t][r]);
@@ -284,74 +322,90 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-// A block for n_tokens tokens, kTokensKept at most.
-inline void block_of_many(const LinearCall& call, const float* x, int64_t token, int64_t n_tokens,
-                          int64_t block) {
-  const int64_t n = call.weights.n_in, first = block * kBlockRows;
-  const int64_t n_rows = smaller(call.weights.n_out - first, kBlockRows);
-  const bool is_coded = call.weights.format == WeightFormat::coded;
-  const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
-  const int64_t whole = n / (2 * kLanes) * (2 * kLanes);
-  alignas(64) float decoded[kRowsDecoded * kDecodedRow];
-  float out[kTokensKept * kBlockRows];
-  if (n_rows < kBlockRows) std::memset(decoded, 0, sizeof decoded);  // rows are multiplied by fours
-  std::memset(out, 0, sizeof(float) * static_cast<size_t>(n_tokens * kBlockRows));
-  for (int64_t i = 0; i < whole; i += kInputsDecoded) {
-    const int64_t length = smaller(whole - i, kInputsDecoded);
-    for (int64_t row = 0; row < n_rows; row += kRowsDecoded) {
-      const int64_t rows = smaller(n_rows - row, kRowsDecoded);
-      for (int64_t r = 0; r < rows; ++r) {
-        float* to = decoded + r * kDecodedRow;
-        if (is_coded) {
-          const CodedHead& head = head_of(call.weights, block);
-          const uint8_t* from = coded_row(call.weights, head, row + r) + i * 3 / 2;
-          const auto table = table_at(head.tables[row + r]);
-          for (int64_t j = 0; j < length; j += kCodedInputs, from += kCodedInputs * 3 / 2) {
-            fetch_group(from + call.weights.block_bytes);
-            split_group(from, table, [&](Vec even, Vec odd, int64_t at) {
-              store(to + j + at, even);
-              store(to + j + at + kLanes, odd);
-            });
-          }
-          continue;
-        }
-        const uint16_t* from = w + (row + r) * n + i;
-        for (int64_t j = 0; j < length; j += 2 * kLanes) {
-          Vec even, odd;
-          load_split(from + j, even, odd);
-          store(to + j, even);
-          store(to + j + kLanes, odd);
-          // What follows: the same inputs of the next rows.
-          if (j % 32 == 0) __builtin_prefetch(from + kRowsDecoded * n + j, 0, 2);
-        }
-      }
-      for (int64_t t = 0; t < n_tokens; t += kManyTokens) {
-        with_number<kManyTokens>(smaller(kManyTokens, n_tokens - t), [&](auto at_once) {
-          for (int64_t r = 0; r < rows; r += 4)
-            dots_of_4<decltype(at_once)::of>(decoded + r * kDecodedRow, x + t * n + i, n,
-                                             length, out + t * kBlockRows + row + r);
+// Some inputs of 8 rows of a block as floats in the order of load_split, kDecodedRow apart.
+inline void decode_floats(const LinearWeights& weights, int64_t block, int64_t row, int64_t n_rows, int64_t first,
+                          int64_t length, float* to) {
+  if (weights.format == WeightFormat::coded) {
+    const CodedHead& head = head_of(weights, block);
+    for (int64_t r = row; r < row + n_rows; ++r, to += kDecodedRow) {
+      const uint8_t* from = coded_row(weights, head, r) + first * 3 / 2;
+      const auto table = table_at(head.tables[r]);
+      for (int64_t i = 0; i < length; i += kCodedInputs, from += kCodedInputs * 3 / 2) {
+        fetch_group(from + weights.block_bytes);
+        split_group(from, table, [&](Vec even, Vec odd, int64_t at) {
+          store(to + i + at, even);
+          store(to + i + at + kLanes, odd);
         });
       }
     }
+    return;
   }
-  if (is_coded) {
-    const CodedHead& head = head_of(call.weights, block);
-    add_escapes(head, escapes_of(call.weights, head), n_tokens,
-                [=](int64_t t, int64_t i) { return split_input(x + t * n, i); }, out);
+  const int64_t n = weights.n_in;
+  const auto* from = static_cast<const uint16_t*>(weights.data) + (block * kBlockRows + row) * n + first;
+  for (int64_t r = 0; r < n_rows; ++r, from += n, to += kDecodedRow) {
+    for (int64_t i = 0; i < length; i += 2 * kLanes) {
+      Vec even, odd;
+      load_split(from + i, even, odd);
+      store(to + i, even);
+      store(to + i + kLanes, odd);
+      // What follows: the same inputs of the next rows.
+      if (i % 32 == 0) __builtin_prefetch(from + kRowsDecoded * n + i, 0, 2);
+    }
   }
-  for (int64_t t = 0; t < n_tokens; ++t) {
-    for (int64_t r = 0; r < n_rows; ++r)
-      for (int64_t i = whole; i < n; ++i)
-        out[t * kBlockRows + r] += bf16_to_float(w[r * n + i]) * x[t * n + i];
-    put(call, token + t, first, n_rows, out + t * kBlockRows);
+}
+
+// Some blocks, kBlocksInTurn at most, for n_tokens tokens, kTokensKept at most: some inputs of all, and then the
+// next.
+inline void blocks_of_many(const LinearCall& call, const float* x, int64_t token, int64_t n_tokens, int64_t first,
+                           int64_t stop) {
+  const LinearWeights& weights = call.weights;
+  const int64_t n = weights.n_in, whole = whole_vectors(n);
+  alignas(64) float decoded[kRowsDecoded * kDecodedRow];
+  float out[kBlocksInTurn][kTokensKept * kBlockRows];
+  for (int64_t block = first; block < stop; ++block)
+    std::memset(out[block - first], 0, sizeof(float) * static_cast<size_t>(n_tokens * kBlockRows));
+  std::memset(decoded, 0, sizeof decoded);  // rows are multiplied by fours, the last ones too
+  for (int64_t i = 0; i < whole; i += kInputsDecoded) {
+    const int64_t length = smaller(whole - i, kInputsDecoded);
+    for (int64_t block = first; block < stop; ++block) {
+      const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+      for (int64_t row = 0; row < n_rows; row += kRowsDecoded) {
+        const int64_t rows = smaller(n_rows - row, kRowsDecoded);
+        decode_floats(weights, block, row, rows, i, length, decoded);
+        for (int64_t t = 0; t < n_tokens; t += kTokensOfPanel) {
+          with_number<kTokensOfPanel>(smaller(kTokensOfPanel, n_tokens - t), [&](auto at_once) {
+            for (int64_t r = 0; r < rows; r += 4)
+              dots_of_4<decltype(at_once)::of>(decoded + r * kDecodedRow, x + t * n + i * kTokensOfPanel, length,
+                                               out[block - first] + t * kBlockRows + row + r);
+          });
+        }
+      }
+    }
+  }
+  for (int64_t block = first; block < stop; ++block) {
+    float* of_block = out[block - first];
+    const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
+    if (weights.format == WeightFormat::coded) {
+      const CodedHead& head = head_of(weights, block);
+      add_escapes(head, escapes_of(weights, head), n_tokens,
+                  [=](int64_t t, int64_t i) { return x[panel_place(t, i, n)]; }, of_block);
+    }
+    const auto* w = static_cast<const uint16_t*>(weights.data) + block * kBlockRows * n;
+    for (int64_t t = 0; t < n_tokens; ++t) {
+      for (int64_t r = 0; r < n_rows; ++r)
+        for (int64_t i = whole; i < n; ++i)
+          of_block[t * kBlockRows + r] += bf16_to_float(w[r * n + i]) * x[panel_place(t, i, n)];
+      put(call, token + t, block * kBlockRows, n_rows, of_block + t * kBlockRows);
+    }
   }
 }
 
 inline void run_many(const LinearCall& call, const float* rows, int64_t first, int64_t stop) {
   for (int64_t kept = 0; kept < call.n_tokens; kept += kTokensKept) {
     const int64_t n_tokens = smaller(call.n_tokens - kept, kTokensKept);
-    for (int64_t block = first; block < stop; ++block)
-      block_of_many(call, rows + kept * call.weights.n_in, kept, n_tokens, block);
+    for (int64_t block = first; block < stop; block += kBlocksInTurn)
+      blocks_of_many(call, rows + kept * call.weights.n_in, kept, n_tokens, block,
+                     smaller(block + kBlocksInTurn, stop));
   }
 }
 

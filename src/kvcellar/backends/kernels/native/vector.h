@@ -293,12 +293,20 @@ inline Vec load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
 }
-inline void split(__m256i both, Vec& x, Vec& y) {
-  x = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), both));
-  y = _mm256_castsi256_ps(_mm256_unpackhi_epi16(_mm256_setzero_si256(), both));
+// Numbers at even places of 16 and those at odd ones.
+inline void part_pairs(Vec x, Vec y, Vec& even, Vec& odd) {
+  const auto in_order = [](Vec z) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(z), 0xd8));
+  };
+  even = in_order(_mm256_shuffle_ps(x, y, 0x88));
+  odd = in_order(_mm256_shuffle_ps(x, y, 0xdd));
 }
-inline void load_split(const uint16_t* p, Vec& x, Vec& y) {
-  split(kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), x, y);
+inline void split(__m256i both, Vec& even, Vec& odd) {
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)));
+}
+inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
+  split(kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), even, odd);
 }
 inline Vec all_fours(const float* p) {
   return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
@@ -481,19 +489,15 @@ inline void store_bf16(uint16_t* p, Vec x) {
 #endif
 
 // Of all: load_split gives 2 * kLanes numbers in the order that is cheapest: those at even places, then
-// those at odd ones, but with AVX2 four numbers to each vector by turns. Fours are the kLanes / 4 parts of
-// a vector: all_fours loads the same 4 numbers into each, sum_fours gives of each the sums in a, b, c and
-// d, sum_4 their sums, store_fours puts them `step` numbers apart, highest_fours gives the highest of each
-// of a's, then of b's, c's and d's.
+// those at odd ones, but with products of bfloat16 four numbers to each vector by turns. Fours are the
+// kLanes / 4 parts of a vector: all_fours loads the same 4 numbers into each, sum_fours gives of each the
+// sums in a, b, c and d, sum_4 their sums, store_fours puts them `step` numbers apart, highest_fours gives
+// the highest of each of a's, then of b's, c's and d's.
 
-#if defined(KVC_AVX2)
-constexpr int split_place(int i) { return i / 4 % 2 * kLanes + i / 8 * 4 + i % 4; }
-#else
 #if defined(KVC_BF16)
 constexpr int split_place(int i) { return i % 8 / 4 * kLanes + i / 8 * 4 + i % 4; }
 #else
 constexpr int split_place(int i) { return i % 2 * kLanes + i / 2; }
-#endif
 #endif
 #if defined(KVC_AVX512)
 struct SplitOrder {
@@ -518,8 +522,16 @@ inline void split_floats(float* row, int64_t n, [[maybe_unused]] bool is_back) {
     store(row + d + kLanes, _mm512_permutex2var_ps(x, high, y));
 #elif defined(KVC_AVX2)
     const Vec x = load(row + d), y = load(row + d + kLanes);
-    store(row + d, _mm256_permute2f128_ps(x, y, 0x20));  // and back in the same way
-    store(row + d + kLanes, _mm256_permute2f128_ps(x, y, 0x31));
+    if (is_back) {
+      const Vec low = _mm256_unpacklo_ps(x, y), high = _mm256_unpackhi_ps(x, y);
+      store(row + d, _mm256_permute2f128_ps(low, high, 0x20));
+      store(row + d + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
+    } else {
+      Vec even, odd;
+      part_pairs(x, y, even, odd);
+      store(row + d, even);
+      store(row + d + kLanes, odd);
+    }
 #else
     float was[2 * kLanes];
     std::memcpy(was, row + d, sizeof was);
