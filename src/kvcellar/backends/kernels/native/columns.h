@@ -146,23 +146,19 @@ class Columns {
 #endif
   static constexpr int64_t kTurnOfValues = 4;
 
-  // 2**x, of weights.
-  static Vec power(Vec x) {
-#if defined(KVC_AVX512)
-    return exp2_rough(x);
-#else
-    return exp2_below_1(x);
-#endif
-  }
-
   static Vec even(Ints x) { return bits_as_floats(left_32(x, 16)); }
   static Vec odd(Ints x) { return bits_as_floats(both(x, all_ints(-65536))); }
 
   // Floats as integers, x[i] beside y[i]: those of x are in the lower bits of a sum, those of y in the
-  // upper ones of the other.
-  static Ints pairs(Vec x, Vec y, Vec scale, Vec high_scale) {
-    const Ints low = bits_as_ints(fma(x, scale, all(12582912.f)));
+  // upper ones of the other. With AVX2 a conversion waits for the units that multiply words, and a shift does not.
+  static Ints pairs(Vec x, Vec y, Vec scale, [[maybe_unused]] Vec high_scale) {
+    const Vec whole = all(12582912.f);
+    const Ints low = bits_as_ints(fma(x, scale, whole));
+#if defined(KVC_AVX512)
     return words_by_turns(low, to_ints(fma(y, high_scale, all(32768.f))));
+#else
+    return words_by_turns(low, left_32(bits_as_ints(fma(y, scale, whole)), 16));
+#endif
   }
 
   // 64 cells of a part as 14 bits of a limit; what 1 of these counts. Their largest number is found meanwhile:
@@ -298,7 +294,8 @@ class Columns {
   }
 
   // Weights of n cells, [cell][row], by rows' references, their sums and the highest logits less these. False if
-  // one is too far from its reference.
+  // one is too far from its reference. With AVX2 when all products are made: those that come behind would wait for
+  // a few cells' powers, of which each step waits for the one before.
   bool weigh(int64_t n) {
     for (int64_t at = 0; at < kRows; at += kLanes) {
       store(totals_ + at, all(0.f));
@@ -308,9 +305,22 @@ class Columns {
       multiply<kDim / 2, kDim / 2, 1, kLinesOfQueries>(
           queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
           [this, c, m = n - c](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+#if defined(KVC_AVX512)
             m < kAtOnce ? weigh<false>(sums, c, m) : weigh<true>(sums, c, m);
+#else
+            for (int64_t i = 0; i < kAtOnce; ++i)
+              for (int64_t j = 0; j < kVecs; ++j) store_ints(weights_ + (c + i) * kRows + j * kLanes, sums[i][j]);
+#endif
           });
     }
+#if !defined(KVC_AVX512)
+    for (int64_t c = 0; c < n; c += kAtOnce) {
+      Ints sums[kAtOnce][kVecs];
+      for (int64_t i = 0; i < kAtOnce; ++i)
+        for (int64_t j = 0; j < kVecs; ++j) sums[i][j] = load_ints(weights_ + (c + i) * kRows + j * kLanes);
+      n - c < kAtOnce ? weigh<false>(sums, c, n - c) : weigh<true>(sums, c, n - c);
+    }
+#endif
     std::memset(weighed_ + n * kRows, 0, sizeof *weighed_ * static_cast<size_t>((kCells - n) * kRows));
     bool is_near = true;
     for (int64_t at = 0; at < kRows; at += kLanes) {
@@ -332,7 +342,7 @@ class Columns {
         if (!is_all && i >= m) break;
         const Vec x = fma(to_floats(sums[i][j]), step, below);
         tops[i % 2] = max(tops[i % 2], x);
-        const Vec p = power(x);
+        const Vec p = exp2_rough(x);
         totals[i % 2] = add(totals[i % 2], p);
         store(to, p);
       }
@@ -357,7 +367,7 @@ class Columns {
   Vec scale_of_weights(int64_t at) {
     const Vec total = load(totals_ + at);
     store(sum_ + at, add(load(sum_ + at), total));
-    const Vec most = max(all(kLeastWeight), power(load(tops_ + at)));
+    const Vec most = max(all(kLeastWeight), exp2_rough(load(tops_ + at)));
     return min(div(all(kMostWeight), most), div(all(kMostWeights), max(total, most)));
   }
   void count_weights(int64_t at, Vec scale) {

@@ -641,6 +641,13 @@ inline Vec exp2_rough(Vec x) {
   const Vec y = fma(fma(all(7.7067042e-2f), f, all(2.27644991e-1f)), f, all(6.95116786e-1f));
   return _mm512_scalef_ps(fma(y, f, all(1.f)), x);
 }
+#elif defined(KVC_AVX2)
+inline Vec exp2_rough(Vec x) {
+  const Vec large = all(12582912.f + 127.f), clipped = max(all(-127.f), x);
+  const Vec shifted = add(clipped, large), f = sub(clipped, sub(shifted, large));
+  const Vec y = fma(fma(all(5.5008700e-2f), f, all(2.42210660e-1f)), f, all(6.93282920e-1f));
+  return mul(fma(y, f, all(1.f)), _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+}
 #endif
 #if defined(KVC_BF16)
 // The same with more operations, of which fewer wait for the units that multiply.

@@ -351,6 +351,13 @@ inline __m256i _mm512_cvtepi32_epi16(__m512i x) {
       _mm256_packus_epi32(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
   return _mm256_permute4x64_epi64(words, 0xD8);
 }
+inline __m256i _mm512_cvtepi16_epi8(__m512i x) {
+  const emulated::Ints a{x};
+  const __m256i low = _mm256_set1_epi16(0xFF);
+  const __m256i bytes =
+      _mm256_packus_epi16(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
+  return _mm256_permute4x64_epi64(bytes, 0xD8);
+}
 inline __m128i _mm512_cvtepi32_epi8(__m512i x) {
   const __m256i low = _mm256_set1_epi16(0xFF);
   const __m256i words = _mm256_and_si256(_mm512_cvtepi32_epi16(x), low);
