@@ -198,6 +198,21 @@ def test_weights_in_12_bits_are_those_in_16(level, n_groups, n_out, n_tokens, sh
         assert bool(((kernel(inputs).double() - want).abs() <= error).all())
 
 
+@pytest.mark.parametrize("bits", [12, 16])
+@pytest.mark.parametrize("n_tokens", [4, 5, 66, 67, 140])
+def test_many_outputs_meet_inputs_piece_by_piece(level, bits, n_tokens):
+    """Of so many that some inputs of several blocks are met before the next inputs are."""
+    linear = layer(1100, 9 * CODED_INPUTS, seed=n_tokens)
+    kernel = KernelLinear(linear, bits, None)
+    x = torch.randn(n_tokens, kernel.in_features).bfloat16()
+    dtype = kernels.DTYPES["bfloat16"]
+    got = torch.empty(n_tokens, kernel.out_features).bfloat16()
+    kernel._weights.linear(x.data_ptr(), n_tokens, dtype, got.data_ptr(), dtype)
+    want = x.double() @ linear.weight.double().T
+    error = bound(x, linear.weight.double(), bits) + 2**-8 * want.abs()
+    assert bool(((got.double() - want).abs() <= error).all())
+
+
 @pytest.mark.parametrize("n_groups", [5, 33])
 @pytest.mark.parametrize("n_tokens", [2, 3, 4, 23, 70])
 def test_with_12_bits_a_token_s_result_does_not_depend_on_others(level, n_tokens, n_groups):
