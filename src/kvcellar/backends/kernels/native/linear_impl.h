@@ -172,7 +172,7 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
       float* row = inputs.rows + t * n;
       load_floats(x, call.in, n, row);
       if (call.weights.format == WeightFormat::coded)
-        split_floats(row, n / (2 * kLanes) * (2 * kLanes), false);
+        split_floats(row, whole_vectors(n), false);
       continue;
     }
     for (int64_t g = 0; g < call.weights.n_groups; ++g) {
@@ -322,7 +322,7 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-// Some inputs of 8 rows of a block as floats in the order of load_split, kDecodedRow apart.
+// Some inputs of n_rows rows of a block as floats in the order of load_split, kDecodedRow apart.
 inline void decode_floats(const LinearWeights& weights, int64_t block, int64_t row, int64_t n_rows, int64_t first,
                           int64_t length, float* to) {
   if (weights.format == WeightFormat::coded) {
