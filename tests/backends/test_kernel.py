@@ -481,6 +481,7 @@ def test_random_steps_are_clean_under_the_address_and_undefined_behaviour_saniti
     if compiler is None or shutil.which("cmake") is None:
         pytest.skip("a C++ compiler and CMake are needed to build with sanitisers")
     emulated = ["amx"] if can_emulate_amx(compiler) else []
+    emulated += ["avx_vnni"] if "avx2" in LEVELS else []
     if can_emulate_avx512(compiler):
         emulated += ["bf16", "vnni", "avx512"]
     subprocess.run(

@@ -253,7 +253,7 @@ def hold_weights(model: Any, weights: str) -> None:
             f"leave one of the two out"
         )
     packed = is_packed(weights)
-    by_torch = torch_multiplies_bf16() and kernels.level() not in {"vnni", "bf16", "amx"}
+    by_torch = torch_multiplies_bf16() and not kernels.multiplies_packed()
     is_written = packed or codes_weights()
     is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None

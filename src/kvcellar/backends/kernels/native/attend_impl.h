@@ -16,7 +16,7 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Cells that are attended at a time, at most: each such tile has a start and an end. Twice as many take a
 // twentieth less of int4's time on Zen 4, and with 256 bits a tenth more.
-#if defined(KVC_BF16) || (defined(KVC_VNNI) && !defined(KVC_AMX))
+#if defined(KVC_AVX512) && defined(KVC_VNNI) && !defined(KVC_AMX)
 constexpr int64_t kTile = kMaxTile;
 #else
 constexpr int64_t kTile = kMaxTile / 2;
@@ -779,7 +779,7 @@ struct Maxima {
 #include "floats_256.h"
 #include "words_256.h"
 #endif
-#if (defined(KVC_VNNI) && !defined(KVC_AMX)) || defined(KVC_AVX2)
+#if (defined(KVC_AVX512) && defined(KVC_VNNI) && !defined(KVC_AMX)) || defined(KVC_AVX2)
 #define KVC_COLUMNS
 #if defined(KVC_BF16)
 #include "pairs.h"

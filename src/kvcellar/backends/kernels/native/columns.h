@@ -263,7 +263,7 @@ class Columns {
     for (int64_t j = 0; j < kVecs; ++j) sums[j] = dot_pair(sums[j], x[j], y);
 #else
     const Ints all_y = kept(all_ints(y));
-    for (int64_t j = 0; j < kVecs; ++j) sums[j] = kept(add_32(sums[j], dot_words(x[j], all_y)));
+    for (int64_t j = 0; j < kVecs; ++j) sums[j] = dot_pairs(sums[j], x[j], all_y);
 #endif
   }
 

@@ -19,6 +19,9 @@ extern const Ops ops_scalar;
 #if defined(KVC_WITH_AVX2)
 extern const Ops ops_avx2;
 #endif
+#if defined(KVC_WITH_AVX_VNNI)
+extern const Ops ops_avx_vnni;
+#endif
 #if defined(KVC_WITH_AVX512)
 extern const Ops ops_avx512;
 #endif
@@ -49,6 +52,15 @@ bool has_avx512() {
 }
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+#if defined(KVC_EMULATED_AVX_VNNI)
+bool has_avx_vnni() { return true; }
+#elif defined(KVC_WITH_AVX_VNNI)
+bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 4;
+}
 #endif
 
 #if defined(KVC_EMULATED_AMX)
@@ -89,8 +101,12 @@ std::vector<const Ops*> find_levels() {
 #if defined(KVC_WITH_AVX2)
   unsigned eax, ebx, ecx, edx;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c) {
+#if defined(KVC_WITH_AVX_VNNI)
+    if (has_avx_vnni()) found.push_back(&ops_avx_vnni);
+#endif
     found.push_back(&ops_avx2);
+  }
 #endif
 #if defined(KVC_WITH_NEON)
   found.push_back(&ops_neon);

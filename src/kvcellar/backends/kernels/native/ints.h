@@ -71,6 +71,31 @@ inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline Ints to_ints(Vec x) { return _mm256_cvtps_epi32(x); }  // the nearest
 inline Vec bits_as_floats(Ints x) { return _mm256_castsi256_ps(x); }
 inline Ints bits_as_ints(Vec x) { return _mm256_castps_si256(x); }
+
+// a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
+inline Ints dot_pairs(Ints a, Ints x, Ints y) {
+#if defined(KVC_VNNI) && !defined(KVC_EMULATED_AVX_VNNI)
+  // For the intrinsic function GCC copies every sum.
+  __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(a) : "x"(x), "x"(y));
+  return a;
+#elif defined(KVC_VNNI)
+  return _mm256_dpwssd_avx_epi32(a, x, y);
+#else
+  // Kept: else GCC adds products to each other first, for which there are not enough registers.
+  return kept(add_32(a, dot_words(x, y)));
+#endif
+}
+#if defined(KVC_VNNI)
+// a[i] + x[4 i] * y[4 i] + ... + x[4 i + 3] * y[4 i + 3], of bytes of which those of y are signed.
+inline Ints dot_fours(Ints a, Ints x, Ints y) {
+#if !defined(KVC_EMULATED_AVX_VNNI)
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(a) : "x"(x), "x"(y));
+  return a;
+#else
+  return _mm256_dpbusd_avx_epi32(a, x, y);
+#endif
+}
+#endif
 #endif
 
 }  // namespace

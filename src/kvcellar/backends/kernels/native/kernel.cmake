@@ -31,6 +31,15 @@ endfunction()
 string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" KVC_PROCESSOR)
 if(KVC_PROCESSOR MATCHES "x86_64|amd64")
   kvc_level(avx2 "-mavx2 -mfma -mf16c")
+  if(KVC_EMULATE_AVX_VNNI)  # for checks
+    kvc_level(avx_vnni "-mavx2 -mfma -mf16c")
+    set_property(SOURCE ${KVC_DIR}/isa_avx_vnni.cpp APPEND PROPERTY
+      COMPILE_OPTIONS -include ${KVC_DIR}/check/emulated_avx_vnni.h)
+    set_property(SOURCE ${KVC_DIR}/isa_avx_vnni.cpp ${KVC_DIR}/dispatch.cpp APPEND PROPERTY
+      COMPILE_DEFINITIONS KVC_EMULATED_AVX_VNNI)
+  else()
+    kvc_level(avx_vnni "-mavx2 -mfma -mf16c -mavxvnni")
+  endif()
   if(KVC_EMULATE_AVX512)  # for checks: its code on a processor that has AVX2 only
     set(emulated ${KVC_DIR}/isa_avx512.cpp ${KVC_DIR}/isa_vnni.cpp ${KVC_DIR}/isa_bf16.cpp)
     kvc_level(avx512 "-mavx2 -mfma -mf16c -Wno-psabi -Wno-maybe-uninitialized")

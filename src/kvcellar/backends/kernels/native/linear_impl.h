@@ -44,11 +44,15 @@ template <bool is_int4>
 inline Ints end(Ints sum, int32_t) {
   return sum;
 }
-inline Ints dot_int4(Ints sum, Ints x, const int8_t* numbers) {
-  return _mm512_dpbusd_epi32(sum, x, four(numbers));
-}
 inline Ints dot_int8(Ints sum, Ints x, const int8_t* numbers) {
-  return _mm512_dpbusd_epi32(sum, x, four(numbers));
+#if defined(KVC_AVX512)
+  return _mm512_dpbusd_epi32(sum, x, four(numbers));  // which loads them
+#else
+  return dot_fours(sum, x, four(numbers));
+#endif
+}
+inline Ints dot_int4(Ints sum, Ints x, const int8_t* numbers) {
+  return dot_int8(sum, x, numbers);
 }
 #else
 // Sums are kept: GCC would else add products to each other first, for which there are no registers.
@@ -76,7 +80,7 @@ inline Ints dot_int8(Ints sum, Ints x, const int8_t* words) {
 // fetches by itself ends with a page. Intel's processors wait less where lines come to the first cache from the
 // second one as well, before they are read.
 constexpr int64_t kAheadBytes = 4096, kScalesAhead = 1024;
-#if defined(KVC_AVX512) && !defined(KVC_BF16)
+#if (defined(KVC_AVX512) || defined(KVC_VNNI)) && !defined(KVC_BF16)
 constexpr int64_t kNearBytes = 1536, kNearPacked = 1024;
 #else
 constexpr int64_t kNearBytes = 1536, kNearPacked = 0;

@@ -19,12 +19,6 @@ inline void store_whole(void* to, __m256i x) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), x);
 }
 
-// a[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1].
-inline __m256i dot_pairs(__m256i a, __m256i x, __m256i y) {
-  // Kept: else GCC adds products to each other first, for which there are not enough registers.
-  return kept(_mm256_add_epi32(a, _mm256_madd_epi16(x, y)));
-}
-
 class Words : public WordsBase {
  public:
   Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
