@@ -1199,9 +1199,9 @@ class Attention {
       if (is_k_split_) split_floats(q, k_.dim, false);
 #if defined(KVC_AVX2)
       if (is_read_k_) {
-        float* to = scratch_.fours + r / 4 * 4 * k_pad_ + r % 4 * 16;
-        for (int64_t d = 0; d < k_pad_; d += 16)
-          std::memcpy(to + 4 * d, q + d, 16 * sizeof(float));
+        float* to = scratch_.fours + r / 4 * 4 * k_pad_;
+        for (int64_t d = 0; d < k_pad_; d += 4)
+          std::memcpy(to + place_of_four(k_.dtype, r % 4, d), q + d, 4 * sizeof(float));
         continue;
       }
 #endif
@@ -1363,12 +1363,11 @@ class Attention {
       int64_t step;
       const char* row = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(),
                                       scratch_.gathered, step);
-      logits_of_rows<kDtype, kPad, true>(scratch_.fours, k_pad_, row, step, s_ + c, scratch_.tops,
-                                         next_.turn(c / 16, kPad / 2 * lines_of_32(kDtype)));
+      const Lines lines = next_.turn(c / 16, kPad / 2 * lines_of_32(kDtype));
+      logits_of_rows<kDtype, kPad, true>(scratch_.fours, k_pad_, row, step, s_ + c, scratch_.tops, lines);
       for (int64_t r = 4; r < rows_pad_; r += 4)
-        logits_of_rows<kDtype, kPad, false>(scratch_.fours + r * k_pad_, k_pad_, row, step,
-                                            s_ + r * kTile + c, scratch_.tops + 4 * r,
-                                            Next::nothing());
+        logits_of_rows<kDtype, kPad, false>(scratch_.fours + r * k_pad_, k_pad_, row, step, s_ + r * kTile + c,
+                                            scratch_.tops + 4 * r, Next::nothing());
     };
     with_float(k_.dtype, [&](auto dtype) {
       for (int64_t c = 0; c < n; c += 16)

@@ -41,11 +41,66 @@ inline void load_16(const char* row, int64_t d, Vec* x) {
   }
 }
 
-// s[r][c] = q[r] . k[c] for 4 rows and 16 cells whose K rows lie `step` bytes apart, two cells at a
-// time. `queries`: [k_pad / 16][row][16], each 16 in the order of load_16. `tops`, `kPad` and `given` as of
-// logits_of.
+// 8 numbers of a row from the d-th on, in vectors that have four of them twice: of bfloat16 those at even places,
+// then those at odd ones.
+template <Dtype dtype>
+inline void load_8_twice(const char* row, int64_t d, Vec* x) {
+  if (dtype == Dtype::bf16) {
+    const auto* eight = reinterpret_cast<const __m128i*>(row + 2 * d);
+    split(kept(_mm256_broadcastsi128_si256(_mm_loadu_si128(eight))), x[0], x[1]);
+  } else {
+    for (int i = 0; i < 2; ++i) x[i] = all_fours(reinterpret_cast<const float*>(row) + d + 4 * i);
+  }
+}
+
+// Where numbers [i, i + 4) of the r-th of 4 queries lie for what follows; those of bfloat16 come in the order of
+// load_split.
+inline int64_t place_of_four(Dtype dtype, int64_t r, int64_t i) {
+  if (dtype == Dtype::f16) return i / 16 * 64 + r * 16 + i % 16;
+  const bool is_split = dtype == Dtype::bf16;
+  return (is_split ? i / 16 * 2 + i % 8 / 4 : i / 8) * 32 + i % (is_split ? 16 : 8) / (is_split ? 8 : 4) * 16 + r * 4;
+}
+
+// s[r][c] = q[r] . k[c] for 4 rows and 16 cells whose K rows lie `step` bytes apart, four cells at a time: a vector
+// is four numbers of each of two queries. `tops`, `kPad` and `given` as of logits_of.
 template <Dtype dtype, int kPad, bool is_fetching>
-inline void logits_of_rows(const float* queries, int64_t any_pad, const char* row, int64_t step,
+inline void logits_of_twos(const float* queries, int64_t any_pad, const char* row, int64_t step, float* s,
+                           float* tops, const Lines& given) {
+  Lines lines = given;
+  const int64_t k_pad = kPad ? kPad : any_pad;
+  constexpr int64_t kLines = lines_of_32(dtype);
+  Vec most[2] = {load(tops), load(tops + 8)};
+  for (int64_t c = 0; c < 16; c += 4, row += 4 * step) {
+    Vec a[4][2];
+    for (auto& cell : a)
+      for (Vec& x : cell) x = all(0.f);
+    const float* q = queries;
+    __asm__("" : "+r"(q));  // or all queries would be kept, on the stack
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < k_pad; d += 8, q += 32) {
+      Vec x[4][2];
+      for (int half = 0; half < 2; ++half) {
+        const Vec y = kept(load(q + half * 16)), z = kept(load(q + half * 16 + 8));
+        for (int i = 0; i < 4; ++i) {
+          if (half == 0) load_8_twice<dtype>(row + i * step, d, x[i]);
+          a[i][0] = fma(x[i][half], y, a[i][0]);
+          a[i][1] = fma(x[i][half], z, a[i][1]);
+        }
+      }
+      for (int64_t i = 0; is_fetching && kPad && i < kLines; ++i) lines.one(d / 8 * kLines + i);
+    }
+    for (int k = 0; k < 2; ++k) {
+      const Vec logits = sum_fours(a[0][k], a[1][k], a[2][k], a[3][k]);
+      most[k] = max(most[k], logits);
+      store_fours(logits, s + 2 * k * kTile + c, kTile);
+    }
+  }
+  for (int k = 0; k < 2; ++k) store(tops + 8 * k, most[k]);
+}
+
+// The same of float16, whose conversions give eight numbers: two cells at a time, a vector is eight of one query.
+template <Dtype dtype, int kPad, bool is_fetching>
+inline void logits_of_ones(const float* queries, int64_t any_pad, const char* row, int64_t step,
                            float* s, float* tops, const Lines& given) {
   Lines lines = given;
   const int64_t k_pad = kPad ? kPad : any_pad;
@@ -94,6 +149,15 @@ inline void logits_of_rows(const float* queries, int64_t any_pad, const char* ro
     const __m128 top = _mm_max_ps(_mm256_castps256_ps128(most[r]), _mm256_extractf128_ps(most[r], 1));
     _mm_storeu_ps(tops + 4 * r, _mm_max_ps(top, _mm_loadu_ps(tops + 4 * r)));
   }
+}
+
+template <Dtype dtype, int kPad, bool is_fetching>
+inline void logits_of_rows(const float* queries, int64_t k_pad, const char* row, int64_t step, float* s, float* tops,
+                           const Lines& given) {
+  if constexpr (dtype == Dtype::f16)
+    logits_of_ones<dtype, kPad, is_fetching>(queries, k_pad, row, step, s, tops, given);
+  else
+    logits_of_twos<dtype, kPad, is_fetching>(queries, k_pad, row, step, s, tops, given);
 }
 
 // acc[r] += s[r][c] * v[c] for 4 rows and the n cells of a tile: V rows from `at` on, `steps` bytes apart,
