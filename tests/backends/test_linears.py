@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -120,10 +121,19 @@ def wild(linear: nn.Linear, seed: int, share: float) -> nn.Linear:
 
 
 def bound(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """How far results may be off: inputs of packed weights are rounded to 8 bits by group."""
-    error = 1e-6 * (x.double().abs() @ weight.abs().T) + 1e-6
+    """How far results may be off: inputs of packed weights are rounded to 8 bits by group.
+
+    With AVX2 many bfloat16 inputs are rounded by the length of 128 of them, weights to 15 bits.
+    """
+    x, dtype, weight = x.double(), x.dtype, weight.double()
+    error = 1e-6 * (x.abs() @ weight.abs().T) + 1e-6
+    are_many = len(x) > linears.FEW_BF16 and dtype == torch.bfloat16
+    if bits >= 12 and are_many and kernels.level() in {"avx2", "avx_vnni"}:
+        groups = [F.pad(t, (0, -t.shape[1] % 128)).unflatten(-1, (-1, 128)) for t in (x, weight)]
+        error += 0.51 / 32700 * groups[0].norm(dim=-1) @ groups[1].abs().sum(-1).T
+        error += 0.51 / 16380 * x.abs().sum(-1)[:, None] * weight.abs().amax(-1)
     if bits < 12:
-        steps = x.double().unflatten(-1, (-1, GROUP)).abs().amax(-1) / 127
+        steps = x.unflatten(-1, (-1, GROUP)).abs().amax(-1) / 127
         error += 0.51 * steps @ weight.abs().unflatten(-1, (-1, GROUP)).sum(-1).T
     return error
 
@@ -205,12 +215,61 @@ def test_many_outputs_meet_inputs_piece_by_piece(level, bits, n_tokens):
     linear = layer(1100, 9 * CODED_INPUTS, seed=n_tokens)
     kernel = KernelLinear(linear, bits, None)
     x = torch.randn(n_tokens, kernel.in_features).bfloat16()
-    dtype = kernels.DTYPES["bfloat16"]
-    got = torch.empty(n_tokens, kernel.out_features).bfloat16()
-    kernel._weights.linear(x.data_ptr(), n_tokens, dtype, got.data_ptr(), dtype)
+    got = multiplied(kernel, x)
     want = x.double() @ linear.weight.double().T
     error = bound(x, linear.weight.double(), bits) + 2**-8 * want.abs()
     assert bool(((got.double() - want).abs() <= error).all())
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+@pytest.mark.parametrize("lane", [slice(0, None, 16), slice(1, None, 16), slice(0, None, 2)])
+def test_sums_of_many_tokens_have_room_for_the_largest_there_are(level, bits, lane):
+    """Inputs in proportion to weights, in the places that one sum has or in all of its pairs."""
+    linear = layer(20, 2 * CODED_INPUTS)
+    with torch.no_grad():
+        linear.weight.zero_()
+        linear.weight[:, lane] = 1.75
+        linear.weight[:, 1:][:, lane] = 1.75
+    kernel = KernelLinear(linear, bits, None)
+    x = (linear.weight[0] * torch.tensor([[1.0], [-1.0], [64.0], [0.5], [-0.25]])).bfloat16()
+    got = multiplied(kernel, x)
+    want = x.double() @ linear.weight.double().T
+    assert bool(((got.double() - want).abs() <= 2**-8 * want.abs()).all())
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+@pytest.mark.parametrize("exponents", [(-100, 10), (100, -110), (-60, -60), (100, 10)])
+def test_many_tokens_may_be_of_any_size(level, bits, exponents):
+    linear = layer(20, 3 * CODED_INPUTS)
+    x = torch.randn(9, 3 * CODED_INPUTS, generator=torch.Generator().manual_seed(2)).bfloat16()
+    plain = multiplied(KernelLinear(linear, bits, None), x)
+    with torch.no_grad():
+        linear.weight.mul_(2.0 ** exponents[1])
+    found = multiplied(KernelLinear(linear, bits, None), x * 2.0 ** exponents[0])
+    assert bool(
+        ((found.double() * 2.0 ** -sum(exponents) - plain).abs() <= 2**-7 * plain.abs()).all()
+    )
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_many_inputs_that_are_not_finite_or_far_larger_stay_in_their_token(level, bits):
+    kernel = KernelLinear(layer(20, 2 * CODED_INPUTS), bits, None)
+    x = torch.randn(9, kernel.in_features).bfloat16()
+    whole = multiplied(kernel, x)
+    x[3, 5], x[6, 200], x[7, 255], x[8, 0] = float("nan"), float("inf"), -float("inf"), 2.0**90
+    spoilt = multiplied(kernel, x)
+    assert not spoilt[[3, 6, 7]].isfinite().any()
+    assert torch.equal(spoilt[[0, 1, 2, 4, 5]], whole[[0, 1, 2, 4, 5]])
+    want = x[8].double() @ held(kernel).T
+    error = bound(x.nan_to_num(), held(kernel), bits)[8] + 2**-8 * want.abs()
+    assert bool(((spoilt[8].double() - want).abs() <= error).all())
+
+
+def multiplied(kernel: KernelLinear, x: torch.Tensor) -> torch.Tensor:
+    """By the kernel, whoever multiplies so many tokens here."""
+    out, dtype = torch.empty(len(x), kernel.out_features).bfloat16(), kernels.DTYPES["bfloat16"]
+    kernel._weights.linear(x.data_ptr(), len(x), dtype, out.data_ptr(), dtype)
+    return out
 
 
 @pytest.mark.parametrize("n_groups", [5, 33])

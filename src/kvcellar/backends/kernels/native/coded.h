@@ -257,8 +257,9 @@ inline Escapes escapes_of(const LinearWeights& weights, const CodedHead& head) {
 
 // What a block's escapes add to its outputs, out[token * kBlockRows + row], in place of the table's least: what is
 // left of that is its rounding, 2**-24 of a 2**15th of the row's largest number.
-// `input_of(token, i)`: where products have taken it from, as elsewhere it would come from memory.
-template <class InputOf>
+// `input_of(token, i)`: where products have taken it from, as elsewhere it would come from memory. `is_least_in`: or
+// products have met 0 in its place.
+template <bool is_least_in = true, class InputOf>
 inline void add_escapes(const CodedHead& head, const Escapes& escapes, int64_t n_tokens, const InputOf& input_of,
                         float* out) {
   for (uint32_t e = 0; e < escapes.n; ++e) {
@@ -269,7 +270,7 @@ inline void add_escapes(const CodedHead& head, const Escapes& escapes, int64_t n
       const float x = input_of(t, escape.input);
       float& sum = out[t * kBlockRows + escape.output];
       sum += value * x;
-      sum -= least * x;
+      if (is_least_in) sum -= least * x;
     }
   }
 }

@@ -149,18 +149,6 @@ class Columns {
   static Vec even(Ints x) { return bits_as_floats(left_32(x, 16)); }
   static Vec odd(Ints x) { return bits_as_floats(both(x, all_ints(-65536))); }
 
-  // Floats as integers, x[i] beside y[i]: those of x are in the lower bits of a sum, those of y in the
-  // upper ones of the other. With AVX2 a conversion waits for the units that multiply words, and a shift does not.
-  static Ints pairs(Vec x, Vec y, Vec scale, [[maybe_unused]] Vec high_scale) {
-    const Vec whole = all(12582912.f);
-    const Ints low = bits_as_ints(fma(x, scale, whole));
-#if defined(KVC_AVX512)
-    return words_by_turns(low, to_ints(fma(y, high_scale, all(32768.f))));
-#else
-    return words_by_turns(low, left_32(bits_as_ints(fma(y, scale, whole)), 16));
-#endif
-  }
-
   // 64 cells of a part as 14 bits of a limit; what 1 of these counts. Their largest number is found meanwhile:
   // where that is above the limit, or not half of it, they are loaded again. False if a number is not finite.
   template <Part part>
@@ -200,7 +188,7 @@ class Columns {
           for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
             const Ints x = load_ints(from + 2 * d);
             meet(x, d / (2 * kLanes) % 2);
-            store_ints(to, pairs(even(x), odd(x), scale, high_scale));
+            store_ints(to, whole_pairs(even(x), odd(x), scale, high_scale));
           }
           from += row;
         });
@@ -213,8 +201,8 @@ class Columns {
             const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
             meet(x, 0);
             meet(y, 1);
-            store_ints(to, pairs(even(x), even(y), scale, high_scale));
-            store_ints(to + 2 * kLanes, pairs(odd(x), odd(y), scale, high_scale));
+            store_ints(to, whole_pairs(even(x), even(y), scale, high_scale));
+            store_ints(to + 2 * kLanes, whole_pairs(odd(x), odd(y), scale, high_scale));
           }
           from += 2 * row;
         });
@@ -376,7 +364,7 @@ class Columns {
     int32_t* to = weights_ + at;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kCells; i += 2, from += 2 * kRows, to += kRows)
-      store_ints(to, pairs(load(from), load(from + kRows), scale, high_scale));
+      store_ints(to, whole_pairs(load(from), load(from + kRows), scale, high_scale));
   }
 
   void multiply_values(const Vec* steps) {

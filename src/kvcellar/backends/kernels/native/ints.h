@@ -81,8 +81,9 @@ inline Ints dot_pairs(Ints a, Ints x, Ints y) {
 #elif defined(KVC_VNNI)
   return _mm256_dpwssd_avx_epi32(a, x, y);
 #else
-  // Kept: else GCC adds products to each other first, for which there are not enough registers.
-  return kept(add_32(a, dot_words(x, y)));
+  // GCC would add products to each other first, for which there are not enough registers, or copy every sum.
+  __asm__("vpaddd %1, %0, %0" : "+x"(a) : "x"(dot_words(x, y)));
+  return a;
 #endif
 }
 #if defined(KVC_VNNI)
@@ -96,6 +97,21 @@ inline Ints dot_fours(Ints a, Ints x, Ints y) {
 #endif
 }
 #endif
+#endif
+
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+// Floats times `scale` as integers, x[i] beside y[i]: those of x are in the lower bits of a sum, those of y in the
+// upper ones of the other, of which the scale is `high_scale`, 65536 times the other one. With AVX2 a conversion
+// waits for the units that multiply words, and a shift does not.
+inline Ints whole_pairs(Vec x, Vec y, Vec scale, [[maybe_unused]] Vec high_scale) {
+  const Vec whole = all(12582912.f);
+  const Ints low = bits_as_ints(fma(x, scale, whole));
+#if defined(KVC_AVX512)
+  return words_by_turns(low, to_ints(fma(y, high_scale, all(32768.f))));
+#else
+  return words_by_turns(low, left_32(bits_as_ints(fma(y, scale, whole)), 16));
+#endif
+}
 #endif
 
 }  // namespace

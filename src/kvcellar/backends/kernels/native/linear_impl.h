@@ -156,62 +156,6 @@ inline void put_in_panel(const LinearCall& call, const char* x, int64_t token, f
   if (whole < n) load_floats(x + whole * size, call.in, n - whole, panels + panel_place(token, whole, n));
 }
 
-void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
-                    int64_t stop) {
-  const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
-  const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
-  for (int64_t t = first; t < stop; ++t) {
-    const char* x = static_cast<const char*>(call.x) + t * n * size;
-#if defined(KVC_BF16)
-    if (inputs.pairs) {
-      prepare_pairs(call, inputs, t);
-      continue;
-    }
-#endif
-    if (!call.weights.is_packed) {
-      if (call.n_tokens > kReadOnce) {
-        put_in_panel(call, x, t, inputs.rows);
-        continue;
-      }
-      float* row = inputs.rows + t * n;
-      load_floats(x, call.in, n, row);
-      if (call.weights.format == WeightFormat::coded)
-        split_floats(row, whole_vectors(n), false);
-      continue;
-    }
-    for (int64_t g = 0; g < call.weights.n_groups; ++g) {
-      float row[kGroupInputs];
-      load_floats(x + g * kGroupInputs * size, call.in, kGroupInputs, row);
-      float most = 0.f, doubt = 0.f;
-      for (const float value : row) {
-        const float magnitude = __builtin_fabsf(value);
-        most = magnitude > most ? magnitude : most;
-        doubt += value * 0.f;
-      }
-      const bool is_finite = doubt == 0.f;
-      const float inverse = is_finite && most > 0.f ? 127.f / most : 0.f;
-      int32_t total = 0;
-      int8_t numbers[kGroupInputs];
-      for (int64_t i = 0; i < kGroupInputs; ++i) {
-        const auto number = static_cast<int32_t>(__builtin_rintf(is_finite ? row[i] * inverse : 0.f));
-        numbers[i] = static_cast<int8_t>(number);
-        total += number;
-      }
-      const int64_t at = t * n + g * kGroupInputs;
-      if (kHasWords && call.weights.format == WeightFormat::int8) {
-        int16_t words[kGroupInputs];
-        for (int64_t i = 0; i < kGroupInputs; ++i) words[i ^ (i % 4 == 1 || i % 4 == 2 ? 3 : 0)] = numbers[i];
-        std::memcpy(inputs.numbers + 2 * at, words, sizeof words);
-      } else {
-        std::memcpy(inputs.numbers + at, numbers, sizeof numbers);
-      }
-      // What is not finite makes this token's results NaN, and no other's.
-      inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
-      inputs.offsets[t * call.weights.n_groups + g] = -zero * total;
-    }
-  }
-}
-
 inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n, const float* values) {
   if (call.result == Dtype::f32) {
     std::memcpy(static_cast<float*>(call.out) + token * call.weights.n_out + first, values,
@@ -283,7 +227,7 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
 
-// More tokens at once: some inputs of some rows become floats once for up to kTokensKept tokens, of which these
+// More tokens at once: some inputs of some rows are decoded once for up to kTokensKept tokens, of which these
 // inputs stay in the second cache while kBlocksInTurn blocks meet them. Every sum is one register's.
 constexpr int64_t kTokensKept = 66;
 #if defined(KVC_AVX2)
@@ -292,7 +236,6 @@ constexpr int64_t kRowsDecoded = 4, kInputsDecoded = 1024;  // half of a first c
 constexpr int64_t kRowsDecoded = 8, kInputsDecoded = 512;
 #endif
 constexpr int64_t kDecodedRow = kInputsDecoded + 16;  // not all in the same of its sets
-static_assert(kTokensKept % kTokensOfPanel == 0);
 
 // out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows kDecodedRow apart and the first
 // kTokens of a panel.
@@ -321,66 +264,91 @@ inline void dots_of_4(const float* w, const float* panel, int64_t n, float* out)
 }  // namespace kvcellar
 
 #include "coded.h"
+#if defined(KVC_AVX2)
+#include "many_words.h"
+#endif
 
 namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-// Some inputs of n_rows rows of a block as floats in the order of load_split, kDecodedRow apart.
-inline void decode_floats(const LinearWeights& weights, int64_t block, int64_t row, int64_t n_rows, int64_t first,
-                          int64_t length, float* to) {
-  if (weights.format == WeightFormat::coded) {
-    const CodedHead& head = head_of(weights, block);
-    for (int64_t r = row; r < row + n_rows; ++r, to += kDecodedRow) {
-      const uint8_t* from = coded_row(weights, head, r) + first * 3 / 2;
-      const auto table = table_at(head.tables[r]);
-      for (int64_t i = 0; i < length; i += kCodedInputs, from += kCodedInputs * 3 / 2) {
-        fetch_group(from + weights.block_bytes);
-        split_group(from, table, [&](Vec even, Vec odd, int64_t at) {
-          store(to + i + at, even);
-          store(to + i + at + kLanes, odd);
-        });
+// Many tokens in float32.
+struct ManyFloats {
+  static constexpr int kTokens = kTokensOfPanel;
+  static constexpr int64_t kRows = kRowsDecoded, kInputs = kInputsDecoded;
+  static constexpr bool is_least_in = true;  // an escape's place
+  struct Decoded {
+    alignas(64) float numbers[kRowsDecoded * kDecodedRow];
+  };
+  const LinearWeights& weights;
+  const float* panels;
+
+  // Some inputs of n_rows rows of a block in the order of load_split, kDecodedRow apart.
+  void decode(int64_t block, int64_t row, int64_t n_rows, int64_t first, int64_t length, Decoded& to) const {
+    float* at = to.numbers;
+    if (weights.format == WeightFormat::coded) {
+      const CodedHead& head = head_of(weights, block);
+      for (int64_t r = row; r < row + n_rows; ++r, at += kDecodedRow) {
+        const uint8_t* from = coded_row(weights, head, r) + first * 3 / 2;
+        const auto table = table_at(head.tables[r]);
+        for (int64_t i = 0; i < length; i += kCodedInputs, from += kCodedInputs * 3 / 2) {
+          fetch_group(from + weights.block_bytes);
+          split_group(from, table, [&](Vec even, Vec odd, int64_t place) {
+            store(at + i + place, even);
+            store(at + i + place + kLanes, odd);
+          });
+        }
+      }
+      return;
+    }
+    const int64_t n = weights.n_in;
+    const auto* from = static_cast<const uint16_t*>(weights.data) + (block * kBlockRows + row) * n + first;
+    for (int64_t r = 0; r < n_rows; ++r, from += n, at += kDecodedRow) {
+      for (int64_t i = 0; i < length; i += 2 * kLanes) {
+        Vec even, odd;
+        load_split(from + i, even, odd);
+        store(at + i, even);
+        store(at + i + kLanes, odd);
+        // What follows: the same inputs of the next rows.
+        if (i % 32 == 0) __builtin_prefetch(from + kRowsDecoded * n + i, 0, 2);
       }
     }
-    return;
   }
-  const int64_t n = weights.n_in;
-  const auto* from = static_cast<const uint16_t*>(weights.data) + (block * kBlockRows + row) * n + first;
-  for (int64_t r = 0; r < n_rows; ++r, from += n, to += kDecodedRow) {
-    for (int64_t i = 0; i < length; i += 2 * kLanes) {
-      Vec even, odd;
-      load_split(from + i, even, odd);
-      store(to + i, even);
-      store(to + i + kLanes, odd);
-      // What follows: the same inputs of the next rows.
-      if (i % 32 == 0) __builtin_prefetch(from + kRowsDecoded * n + i, 0, 2);
-    }
+
+  template <int kTokensNow>
+  void dots(const Decoded& decoded, int64_t row, int64_t token, int64_t first, int64_t length, float* out) const {
+    const float* panel = panels + token * weights.n_in + first * kTokens;
+    dots_of_4<kTokensNow>(decoded.numbers + row * kDecodedRow, panel, length, out);
   }
-}
+
+  float input(int64_t token, int64_t i) const { return panels[panel_place(token, i, weights.n_in)]; }
+};
 
 // Some blocks, kBlocksInTurn at most, for n_tokens tokens, kTokensKept at most: some inputs of all, and then the
 // next.
-inline void blocks_of_many(const LinearCall& call, const float* x, int64_t token, int64_t n_tokens, int64_t first,
+template <class Many>
+inline void blocks_of_many(const LinearCall& call, const Many& many, int64_t token, int64_t n_tokens, int64_t first,
                            int64_t stop) {
+  static_assert(kTokensKept % Many::kTokens == 0);
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, whole = whole_vectors(n);
-  alignas(64) float decoded[kRowsDecoded * kDecodedRow];
+  typename Many::Decoded decoded;
   float out[kBlocksInTurn][kTokensKept * kBlockRows];
   for (int64_t block = first; block < stop; ++block)
     std::memset(out[block - first], 0, sizeof(float) * static_cast<size_t>(n_tokens * kBlockRows));
-  std::memset(decoded, 0, sizeof decoded);  // rows are multiplied by fours, the last ones too
-  for (int64_t i = 0; i < whole; i += kInputsDecoded) {
-    const int64_t length = smaller(whole - i, kInputsDecoded);
+  std::memset(&decoded, 0, sizeof decoded);  // rows are multiplied by fours, the last ones too
+  for (int64_t i = 0; i < whole; i += Many::kInputs) {
+    const int64_t length = smaller(whole - i, Many::kInputs);
     for (int64_t block = first; block < stop; ++block) {
       const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
-      for (int64_t row = 0; row < n_rows; row += kRowsDecoded) {
-        const int64_t rows = smaller(n_rows - row, kRowsDecoded);
-        decode_floats(weights, block, row, rows, i, length, decoded);
-        for (int64_t t = 0; t < n_tokens; t += kTokensOfPanel) {
-          with_number<kTokensOfPanel>(smaller(kTokensOfPanel, n_tokens - t), [&](auto at_once) {
+      for (int64_t row = 0; row < n_rows; row += Many::kRows) {
+        const int64_t rows = smaller(n_rows - row, Many::kRows);
+        many.decode(block, row, rows, i, length, decoded);
+        for (int64_t t = 0; t < n_tokens; t += Many::kTokens) {
+          with_number<Many::kTokens>(smaller(Many::kTokens, n_tokens - t), [&](auto at_once) {
             for (int64_t r = 0; r < rows; r += 4)
-              dots_of_4<decltype(at_once)::of>(decoded + r * kDecodedRow, x + t * n + i * kTokensOfPanel, length,
-                                               out[block - first] + t * kBlockRows + row + r);
+              many.template dots<decltype(at_once)::of>(decoded, r, token + t, i, length,
+                                                        out[block - first] + t * kBlockRows + row + r);
           });
         }
       }
@@ -391,25 +359,25 @@ inline void blocks_of_many(const LinearCall& call, const float* x, int64_t token
     const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
     if (weights.format == WeightFormat::coded) {
       const CodedHead& head = head_of(weights, block);
-      add_escapes(head, escapes_of(weights, head), n_tokens,
-                  [=](int64_t t, int64_t i) { return x[panel_place(t, i, n)]; }, of_block);
+      add_escapes<Many::is_least_in>(head, escapes_of(weights, head), n_tokens,
+                                     [&](int64_t t, int64_t i) { return many.input(token + t, i); }, of_block);
     }
     const auto* w = static_cast<const uint16_t*>(weights.data) + block * kBlockRows * n;
     for (int64_t t = 0; t < n_tokens; ++t) {
       for (int64_t r = 0; r < n_rows; ++r)
         for (int64_t i = whole; i < n; ++i)
-          of_block[t * kBlockRows + r] += bf16_to_float(w[r * n + i]) * x[panel_place(t, i, n)];
+          of_block[t * kBlockRows + r] += bf16_to_float(w[r * n + i]) * many.input(token + t, i);
       put(call, token + t, block * kBlockRows, n_rows, of_block + t * kBlockRows);
     }
   }
 }
 
-inline void run_many(const LinearCall& call, const float* rows, int64_t first, int64_t stop) {
+template <class Many>
+inline void run_many(const LinearCall& call, const Many& many, int64_t first, int64_t stop) {
   for (int64_t kept = 0; kept < call.n_tokens; kept += kTokensKept) {
     const int64_t n_tokens = smaller(call.n_tokens - kept, kTokensKept);
     for (int64_t block = first; block < stop; block += kBlocksInTurn)
-      blocks_of_many(call, rows + kept * call.weights.n_in, kept, n_tokens, block,
-                     smaller(block + kBlocksInTurn, stop));
+      blocks_of_many(call, many, kept, n_tokens, block, smaller(block + kBlocksInTurn, stop));
   }
 }
 
@@ -513,12 +481,78 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
   }
 }
 
+void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
+                    int64_t stop) {
+  const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
+  const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
+  for (int64_t t = first; t < stop; ++t) {
+    const char* x = static_cast<const char*>(call.x) + t * n * size;
+#if defined(KVC_BF16)
+    if (inputs.pairs) {
+      prepare_pairs(call, inputs, t);
+      continue;
+    }
+#endif
+    if (!call.weights.is_packed) {
+      if (call.n_tokens > kReadOnce) {
+#if defined(KVC_AVX2)
+        if (ManyWords::fits(call)) {
+          ManyWords(call, inputs).put(t);
+          continue;
+        }
+#endif
+        put_in_panel(call, x, t, inputs.rows);
+        continue;
+      }
+      float* row = inputs.rows + t * n;
+      load_floats(x, call.in, n, row);
+      if (call.weights.format == WeightFormat::coded)
+        split_floats(row, whole_vectors(n), false);
+      continue;
+    }
+    for (int64_t g = 0; g < call.weights.n_groups; ++g) {
+      float row[kGroupInputs];
+      load_floats(x + g * kGroupInputs * size, call.in, kGroupInputs, row);
+      float most = 0.f, doubt = 0.f;
+      for (const float value : row) {
+        const float magnitude = __builtin_fabsf(value);
+        most = magnitude > most ? magnitude : most;
+        doubt += value * 0.f;
+      }
+      const bool is_finite = doubt == 0.f;
+      const float inverse = is_finite && most > 0.f ? 127.f / most : 0.f;
+      int32_t total = 0;
+      int8_t numbers[kGroupInputs];
+      for (int64_t i = 0; i < kGroupInputs; ++i) {
+        const auto number = static_cast<int32_t>(__builtin_rintf(is_finite ? row[i] * inverse : 0.f));
+        numbers[i] = static_cast<int8_t>(number);
+        total += number;
+      }
+      const int64_t at = t * n + g * kGroupInputs;
+      if (kHasWords && call.weights.format == WeightFormat::int8) {
+        int16_t words[kGroupInputs];
+        for (int64_t i = 0; i < kGroupInputs; ++i) words[i ^ (i % 4 == 1 || i % 4 == 2 ? 3 : 0)] = numbers[i];
+        std::memcpy(inputs.numbers + 2 * at, words, sizeof words);
+      } else {
+        std::memcpy(inputs.numbers + at, numbers, sizeof numbers);
+      }
+      // What is not finite makes this token's results NaN, and no other's.
+      inputs.scales[t * call.weights.n_groups + g] = is_finite ? most / 127.f : __builtin_nanf("");
+      inputs.offsets[t * call.weights.n_groups + g] = -zero * total;
+    }
+  }
+}
+
 void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
 #if defined(KVC_BF16)
   if (inputs.pairs) return run_pairs(call, inputs, first, stop);
 #endif
-  if (!call.weights.is_packed && call.n_tokens > kReadOnce)
-    return run_many(call, inputs.rows, first, stop);
+  if (!call.weights.is_packed && call.n_tokens > kReadOnce) {
+#if defined(KVC_AVX2)
+    if (ManyWords::fits(call)) return run_many(call, ManyWords(call, inputs), first, stop);
+#endif
+    return run_many(call, ManyFloats{call.weights, inputs.rows}, first, stop);
+  }
   const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : kReadOnce;
   for (int64_t token = 0; token < call.n_tokens; token += at_once) {
     with_number<kTokensAtOnce>(smaller(at_once, call.n_tokens - token), [&](auto n_tokens) {
