@@ -4,9 +4,9 @@ Decoding reads every weight once per step. For few tokens the kernel does that a
 speed; for many, arithmetic is what counts. With a matrix unit the kernel's product is as fast as
 torch's, and what is not in 16 bits becomes that on its way there, in a core's cache. Elsewhere
 torch's product of bfloat16 is slow unless the processor multiplies it, and the kernel's, in
-float32, is not. Where torch's is used packed weights are expanded for it, some millions at a time;
-where the processor multiplies bytes four at a time (VNNI), any number of tokens meets them as they
-are.
+float32 or with AVX2 in integers of 16 bits, is not. Where torch's is used packed weights are
+expanded for it, some millions at a time; where the processor multiplies bytes four at a time
+(VNNI), any number of tokens meets them as they are.
 """
 
 from __future__ import annotations

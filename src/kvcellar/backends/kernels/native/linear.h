@@ -58,7 +58,7 @@ struct LinearWeights {
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
-  float* rows;       // [tokens, n_in], of many in panels; bf16 and coded only
+  float* rows;       // [tokens, n_in], of many in panels, or these as words; bf16 and coded only
   const uint16_t* pairs;  // [tokens, n_in] on lines of the cache, where they meet coded weights in pairs
   int8_t* numbers;   // [tokens, n_in], or words of 16 bits
   float* scales;     // [tokens, groups]
@@ -123,8 +123,8 @@ struct LinearOps {
 void pack(const Packing& packing, int n_threads);
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
-// are summed in one order for up to kReadOnce tokens, and in another for more; coded ones that meet inputs in
-// pairs in a third one for many.
+// are summed in one order for up to kReadOnce tokens, and in another for more, with AVX2 and both of bf16 in words
+// of 16 bits; coded ones that meet inputs in pairs in a third one for many.
 void linear(const LinearCall& call, int n_threads);
 
 // The same for any number of tokens in bfloat16, where can_multiply: weights are rounded to bfloat16,

@@ -1,10 +1,11 @@
 // Many tokens of bfloat16 through weights in 12 or 16 bits with AVX2: products of 16-bit integers, two to a lane,
 // in place of float32's.
 //
-// Of each kGroup inputs a token's numbers are integers that count parts of the group's length, an output's weights,
-// some inputs of them at a time, 15 bits of the largest one: a group's sums stay below 2**31 (Cauchy and Schwarz), and
-// from group to group they are floats. That is some 1e-4 of a result, which is rounded to bfloat16 (2e-3); an input
-// or a weight that is hundreds of times the others beside it takes their last bits.
+// Of each kGroup inputs a token's numbers are integers that count parts of the group's length, an output's weights
+// 15 bits of a limit, which of 16-bit weights is the largest of some inputs and of coded ones what their row's table
+// ends with, up to four times the largest: a group's sums stay below 2**31 (Cauchy and Schwarz), and from group to
+// group they are floats. That is 1e-4 to 3e-4 of a result, which is rounded to bfloat16 (2e-3); an input or a weight
+// that is hundreds of times the others beside it takes their last bits.
 //
 // Only included by linear_impl.h.
 
@@ -78,41 +79,39 @@ class ManyWords {
     const Escapes escapes = is_coded ? escapes_of(weights, *head) : Escapes{nullptr, 0};
     for (int64_t r = 0; r < n_rows; ++r) {
       int16_t* at = to.numbers + r * kRow;
-      Ints most = all_ints(0);
-      const auto take = [&](Ints words, int64_t i) {
-        most = max_u16(most, both(words, all_ints(0x7FFF7FFF)));
-        store_ints(at + i, words);
-      };
       if (is_coded) {
         const uint8_t* from = coded_row(weights, *head, row + r) + first * 3 / 2;
-        const Ints table = table_at(head->tables[row + r]);
+        const uint8_t* uppers = head->tables[row + r];
+        const Ints table = table_at(uppers);
+        const Vec scale = all(scale_below(static_cast<uint16_t>(uppers[7] << 8 | 255), to.steps[r]));
         for (int64_t i = 0; i < length; i += kCodedInputs, from += kCodedInputs * 3 / 2) {
           fetch_group(from + weights.block_bytes);
-          decode_group(from, table, [&](Ints words, int64_t place) { take(words, i + place); });
+          split_group(from, table, [&](Vec even, Vec odd, int64_t place) {
+            store_ints(at + i + place, whole_pairs(even, odd, scale, scale));
+          });
+        }
+        for (uint32_t e = 0; e < escapes.n; ++e) {
+          const Escape& escape = escapes.first[e];
+          if (escape.output == row + r && escape.input >= first && escape.input < first + length)
+            at[escape.input - first] = 0;
         }
       } else {
         const auto* from =
             static_cast<const uint16_t*>(weights.data) + (block * kBlockRows + row + r) * weights.n_in + first;
+        Ints most = all_ints(0);
         for (int64_t i = 0; i < length; i += 2 * kLanes) {
-          take(load_ints(from + i), i);
+          most = max_u16(most, both(load_ints(from + i), all_ints(0x7FFF7FFF)));
           // What follows: the same inputs of the next rows.
           if (i % 32 == 0) __builtin_prefetch(from + kRows * weights.n_in + i, 0, 2);
         }
-      }
-      for (uint32_t e = 0; e < escapes.n; ++e) {
-        const Escape& escape = escapes.first[e];
-        if (escape.output == row + r && escape.input >= first && escape.input < first + length)
-          at[escape.input - first] = 0;
-      }
-      most = both(max_u16(most, right_32(most, 16)), all_ints(0xFFFF));
-      const float top = bf16_to_float(static_cast<uint16_t>(highest(to_floats(most))));
-      const bool is_finite = top * 0.f == 0.f;
-      const Vec scale = all(is_finite && top > kLowest ? kMost / top : 0.f);
-      to.steps[r] = is_finite ? top / kMost : __builtin_nanf("");
-      for (int64_t i = 0; is_finite && i < length; i += 2 * kLanes) {
-        Vec even, odd;
-        split(load_ints(at + i), even, odd);
-        store_ints(at + i, whole_pairs(even, odd, scale, scale));
+        most = both(max_u16(most, right_32(most, 16)), all_ints(0xFFFF));
+        const auto top = static_cast<uint16_t>(highest(to_floats(most)));
+        const Vec scale = all(scale_below(top, to.steps[r]));
+        for (int64_t i = 0; i < length; i += 2 * kLanes) {
+          Vec even, odd;
+          load_split(from + i, even, odd);
+          store_ints(at + i, whole_pairs(even, odd, scale, scale));
+        }
       }
     }
   }
@@ -165,6 +164,14 @@ class ManyWords {
   }
 
  private:
+  // By what weights up to `most`, a bfloat16, are integers; what 1 of these counts.
+  static float scale_below(uint16_t most, float& step) {
+    const float top = bf16_to_float(most);
+    const bool is_finite = top * 0.f == 0.f;
+    step = is_finite ? top / kMost : __builtin_nanf("");
+    return is_finite && top > kLowest ? kMost / top : 0.f;
+  }
+
   static constexpr int64_t kGroup = 128;
   static constexpr float kLowest = 1e-34f;  // what others are divided by
   // Of weights, and of inputs the length, which is no less than any of them: their product times the root of how many
