@@ -124,6 +124,19 @@ inline void fetch_line(const uint8_t* line, [[maybe_unused]] const uint8_t* near
 #endif
 }
 
+#if defined(KVC_AVX2)
+// a += x * numbers, b += y * numbers, which are loaded once. The compiler would load more of them ahead, and keep
+// sums on the stack for it.
+inline void add_products(Vec x, Vec y, const float* numbers, Vec& a, Vec& b) {
+  Vec loaded, sum = a, other = b;
+  __asm__("vmovups %5, %2\n\tvfmadd231ps %2, %3, %0\n\tvfmadd231ps %2, %4, %1"
+          : "+x"(sum), "+x"(other), "=&x"(loaded)
+          : "x"(x), "x"(y), "m"(*reinterpret_cast<const Vec*>(numbers)));
+  a = sum;
+  b = other;
+}
+#endif
+
 // Sums of a row's product: an addition waits for the one before the last. With AVX2, which has not the registers
 // for that, it waits for those of the other rows.
 #if defined(KVC_AVX2)
@@ -158,6 +171,58 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, F
     for (int t = 0; t < kTokens; ++t)
       for (int k = 0; k < kSums; ++k) sums[r][t][k] = of_rows[r][t][k];
   for (int64_t i = 0; i < n; i += kCodedInputs, row += kCodedInputs * 3 / 2, fetched.at += fetched.step) {
+#if defined(KVC_AVX2)
+#pragma GCC unroll 4
+    for (int64_t quarter = 0; quarter < 4; ++quarter) {
+      const int half = static_cast<int>(quarter / 2);
+      const int64_t part = quarter % 2 * 32;
+      if constexpr (kTokens > 1 && kRows == 2) {
+        // Each number of a token is loaded once for two rows: a load takes as long as a product.
+        Ints words[2][2];
+#pragma GCC unroll 2
+        for (int r = 0; r < 2; ++r)
+          decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, part, words[r]);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const int64_t at = 64 * half + part / 2 + 32 * v;
+          const float* y = x + i + at;
+          Vec numbers[2];
+#pragma GCC unroll 2
+          for (int r = 0; r < 2; ++r) {
+            numbers[r] = even_of(words[r][v]);
+            if (at % 32 == 0 && at < 96) fetch_line(fetched.at + r * fetched.apart + 2 * at, nullptr, numbers[r]);
+          }
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t)
+            add_products(numbers[0], numbers[1], y + t * n_in, sums[0][t][0], sums[1][t][0]);
+#pragma GCC unroll 2
+          for (int r = 0; r < 2; ++r) numbers[r] = odd_of(words[r][v]);
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t)
+            add_products(numbers[0], numbers[1], y + t * n_in + kLanes, sums[0][t][0], sums[1][t][0]);
+        }
+      } else {
+        // All of a row's sums have one product more before one of them has two.
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          Ints words[2];
+          decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, part, words);
+#pragma GCC unroll 2
+          for (int v = 0; v < 2; ++v) {
+            const int64_t at = 64 * half + part / 2 + 32 * v;
+            Vec even, odd;
+            split(words[v], even, odd);
+            if (at % 32 == 0 && at < 96) fetch_line(fetched.at + r * fetched.apart + 2 * at, nullptr, even);
+            const float* y = x + i + at;
+#pragma GCC unroll 4
+            for (int t = 0; t < kTokens; ++t) sums[r][t][0] = fma(even, load(y + t * n_in), sums[r][t][0]);
+#pragma GCC unroll 4
+            for (int t = 0; t < kTokens; ++t) sums[r][t][0] = fma(odd, load(y + t * n_in + kLanes), sums[r][t][0]);
+          }
+        }
+      }
+    }
+#else
     // Behind these inputs of two rows come those of the next two.
     const bool is_at_end = kRows == 2 && 3 * i + 2 * kNearBytes >= 3 * n;
     const int64_t near = kNearBytes + (is_at_end ? 2 * row_bytes - n * 3 / 2 : 0);
@@ -202,33 +267,9 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, F
           }
         }
       }
-#elif defined(KVC_AVX2)
-    } else {
-      // All of a row's sums have one product more before one of them has two.
-#pragma GCC unroll 4
-      for (int64_t quarter = 0; quarter < 4; ++quarter) {
-        const int half = static_cast<int>(quarter / 2);
-        const int64_t part = quarter % 2 * 32;
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          Ints words[2];
-          decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, part, words);
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) {
-            const int64_t at = 64 * half + part / 2 + 32 * v;
-            Vec even, odd;
-            split(words[v], even, odd);
-            if (at % 32 == 0 && at < 96) fetch_line(fetched.at + r * fetched.apart + 2 * at, nullptr, even);
-            const float* y = x + i + at;
-#pragma GCC unroll 4
-            for (int t = 0; t < kTokens; ++t) sums[r][t][0] = fma(even, load(y + t * n_in), sums[r][t][0]);
-#pragma GCC unroll 4
-            for (int t = 0; t < kTokens; ++t) sums[r][t][0] = fma(odd, load(y + t * n_in + kLanes), sums[r][t][0]);
-          }
-        }
-      }
 #endif
     }
+#endif
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
@@ -288,7 +329,7 @@ inline void end_block(const LinearCall& call, const CodedHead& head, const Escap
 #if defined(KVC_AVX2)
 constexpr int64_t kRowsNear = 8;
 template <int kTokens>
-constexpr int kRowsMet = kTokens <= 2 ? 4 : 2;
+constexpr int kRowsMet = kTokens == 1 ? 4 : 2;
 #elif defined(KVC_AVX512)
 constexpr int64_t kRowsNear = kBlockRows;
 template <int kTokens>

@@ -301,9 +301,11 @@ inline void part_pairs(Vec x, Vec y, Vec& even, Vec& odd) {
   even = in_order(_mm256_shuffle_ps(x, y, 0x88));
   odd = in_order(_mm256_shuffle_ps(x, y, 0xdd));
 }
+inline Vec even_of(__m256i both) { return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)); }
+inline Vec odd_of(__m256i both) { return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536))); }
 inline void split(__m256i both, Vec& even, Vec& odd) {
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-  odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)));
+  even = even_of(both);
+  odd = odd_of(both);
 }
 inline void load_split(const uint16_t* p, Vec& even, Vec& odd) {
   split(kept(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), even, odd);
