@@ -25,6 +25,8 @@ constexpr bool kHasWords = false;
 #endif
 
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
+constexpr int kParts = kBlockRows / kLanes;  // vectors of outputs
+
 inline Ints low_halves(Ints x) { return both(x, all_bytes(15)); }
 inline Ints high_halves(Ints x) { return low_halves(right_16(x, 4)); }
 
@@ -44,15 +46,20 @@ template <bool is_int4>
 inline Ints end(Ints sum, int32_t) {
   return sum;
 }
-inline Ints dot_int8(Ints sum, Ints x, const int8_t* numbers) {
+inline Ints dot_four(Ints sum, Ints x, const int8_t* numbers) {
 #if defined(KVC_AVX512)
   return _mm512_dpbusd_epi32(sum, x, four(numbers));  // which loads them
 #else
   return dot_fours(sum, x, four(numbers));
 #endif
 }
-inline Ints dot_int4(Ints sum, Ints x, const int8_t* numbers) {
-  return dot_int8(sum, x, numbers);
+// 64 bytes of weights meet a token's numbers, which are loaded once for all outputs.
+template <bool is_int4>
+inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
+  for (int part = 0; part < kParts; ++part) {
+    sums[part] = dot_four(sums[part], is_int4 ? low_halves(weights[part]) : weights[part], numbers);
+    if (is_int4) sums[part] = dot_four(sums[part], high_halves(weights[part]), numbers + 4);
+  }
 }
 #else
 // Sums are kept: GCC would else add products to each other first, for which there are no registers.
@@ -66,12 +73,24 @@ template <bool is_int4>
 inline Ints end(Ints sum, int32_t offset) {
   return is_int4 ? add_32(dot_words(sum, all_ints(0x10001)), all_ints(offset)) : sum;
 }
-inline Ints dot_int4(Ints sum, Ints x, const int8_t* numbers) {
-  return kept(add_16(sum, dot_bytes(x, four(numbers))));
-}
-inline Ints dot_int8(Ints sum, Ints x, const int8_t* words) {
-  sum = kept(add_32(sum, dot_words(both(x, all_ints(0xFF00FF)), four(words))));
-  return kept(add_32(sum, dot_words(right_16(x, 8), four(words + 4))));
+// 64 bytes of weights meet a token's numbers, which are loaded once for all outputs: with AVX2 a load takes as long
+// as a product.
+template <bool is_int4>
+inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
+  if (is_int4) {
+    for (int part = 0; part < kParts; ++part) {
+      sums[part] = kept(add_16(sums[part], dot_bytes(low_halves(weights[part]), four(numbers))));
+      sums[part] = kept(add_16(sums[part], dot_bytes(high_halves(weights[part]), four(numbers + 4))));
+    }
+    return;
+  }
+  for (int half = 0; half < 2; ++half) {
+    const Ints two = kept(four(numbers + 4 * half));
+    for (int part = 0; part < kParts; ++part) {
+      const Ints words = half ? right_16(weights[part], 8) : both(weights[part], all_ints(0xFF00FF));
+      sums[part] = kept(add_32(sums[part], dot_words(words, two)));
+    }
+  }
 }
 #endif
 #endif
@@ -395,7 +414,6 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   const int32_t* offsets = inputs.offsets + token * n_groups;
   float out[kTokens][kBlockRows];
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
-  constexpr int kParts = kBlockRows / kLanes;  // vectors of outputs
   Vec totals[kTokens][kParts];
   for (auto& token : totals)
     for (Vec& total : token) total = all(0.f);
@@ -408,19 +426,9 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
     const int8_t* at = x + g * kGroupInputs * kWide;
     for (int v = 0; v < (is_int4 ? 4 : 8); ++v, at += (is_int4 ? 8 : 4) * kWide, w += 64) {
       fetch_packed(w);
-      for (int part = 0; part < kParts; ++part) {
-        const Ints weight = load_ints(w + part * kLanes * 4);
-        for (int t = 0; t < kTokens; ++t) {
-          const int8_t* numbers = at + t * n * kWide;
-          Ints& sum = sums[t][part];
-          if constexpr (is_int4) {
-            sum = dot_int4(sum, low_halves(weight), numbers);
-            sum = dot_int4(sum, high_halves(weight), numbers + 4);
-          } else {
-            sum = dot_int8(sum, weight, numbers);
-          }
-        }
-      }
+      Ints weight[kParts];
+      for (int part = 0; part < kParts; ++part) weight[part] = load_ints(w + part * kLanes * 4);
+      for (int t = 0; t < kTokens; ++t) add_token<is_int4>(weight, at + t * n * kWide, sums[t]);
     }
     for (int part = 0; part < kParts; ++part) {
       const Vec scale = load_half(scales_now + part * kLanes);
