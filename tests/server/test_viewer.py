@@ -107,7 +107,7 @@ def test_a_fork_by_clicking_changes_the_map(open_page, shown):
     page.locator('[data-fork="1"]').click()
     expect(page.locator("#tree li")).to_have_count(2)
     expect(page.locator("#agent-title")).to_contain_text("root-")
-    page.wait_for_function(f"Number(document.querySelector('#map').dataset.shared) > {before}")
+    expect(page.locator("#map")).not_to_have_attribute("data-shared", str(before))
     # One more than was computed when the turn ended: the next turn computed its last token.
     assert at - 1 <= shared_cells(page) - before <= at
     tree = page.locator("#tree li").nth(1)
@@ -115,6 +115,32 @@ def test_a_fork_by_clicking_changes_the_map(open_page, shown):
     expect(tree.locator(".from")).to_contain_text(f"at {at}")
     child = page.locator("#agent-title").inner_text()
     assert shown.get(f"/v1/agents/{child}")["parent_position"] == at
+
+
+def test_a_fork_stays_chosen_when_an_older_snapshot_comes_late(open_page, shown):
+    shown.post("/v1/agents/root/fork", {"id": "late"})
+    page = open_page()
+    chosen(page, "late")
+    page.evaluate(
+        """() => {
+            const real = window.fetch;
+            [window.older, window.hear] = [state.snapshot, takeFromStream];
+            window.takeFromStream = () => {};
+            window.fetch = (path, ...more) => {
+                if (path === "/v1/cache") hear(older);
+                return real(path, ...more);
+            };
+        }"""
+    )
+    title = page.locator("#agent-title")
+    page.keyboard.press("f")
+    expect(title).to_contain_text("late-")
+    fork = title.inner_text()
+    page.evaluate("hear(older)")
+    assert title.inner_text() == fork
+    page.evaluate("hear(state.snapshot)")
+    assert title.inner_text() == fork
+    assert page.evaluate("state.made") is None
 
 
 def test_a_prompt_is_answered_and_taken_back(open_page, shown):

@@ -25,6 +25,7 @@ const state = {
   snapshot: null, // what the server said last
   model: null, // the name of the model that is looked at
   chosen: null, // the id of the agent that is looked at
+  made: null, // the id of an agent made here that the stream has not listed yet
   shown: "", // what of it is on the page
   talking: null, // AbortController of the answer that comes
   cursor: 0, // the run of cells under the keyboard's cursor
@@ -81,7 +82,7 @@ async function watch() {
     try {
       for await (const event of events("/events")) {
         wait = 500;
-        if (event.name === "snapshot") take(JSON.parse(event.data));
+        if (event.name === "snapshot") takeFromStream(JSON.parse(event.data));
         if (event.name === "closing") break;
       }
       say("bad", "the server has stopped; waiting for it");
@@ -113,6 +114,15 @@ function say(kind, text) {
 }
 
 // What is shown ----------------------------------------------------------------------------------
+
+// The stream's snapshots come in order, but one may have been made before the answer to a verb.
+function takeFromStream(snapshot) {
+  if (state.made !== null) {
+    if (!snapshot.agents.some((agent) => agent.id === state.made)) return;
+    state.made = null;
+  }
+  take(snapshot);
+}
 
 function take(snapshot) {
   state.snapshot = snapshot;
@@ -506,10 +516,11 @@ async function verb(name, body) {
     if (name === "delete") {
       if (!confirm(`Delete ${id} and what only it needs?`)) return;
       await call("DELETE", path);
+      state.made = null;
       return;
     }
     const done = await call("POST", `${path}/${name}`, body ?? (["fork", "rewind"].includes(name) ? {} : undefined));
-    if (name === "fork") { state.chosen = done.id; toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`); }
+    if (name === "fork") { state.chosen = state.made = done.id; toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`); }
     if (name === "resume") toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
     if (name === "keep") toast(done.deleted.length ? `deleted ${done.deleted.join(", ")}` : "it has no siblings");
     state.shown = "";
@@ -524,7 +535,7 @@ $("verbs").addEventListener("click", (event) => {
 
 async function create() {
   const agent = await call("POST", "/v1/agents", state.model ? { model: state.model } : {});
-  state.chosen = agent.id;
+  state.chosen = state.made = agent.id;
   state.shown = "";
   take(await call("GET", "/v1/cache"));
   $("prompt").focus();
