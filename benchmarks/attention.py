@@ -132,7 +132,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
     """All ratios, against the goals."""
     if not kernels.is_available():
         raise SystemExit(kernels.why_not())
-    rounds = 60 if quick else 400
+    rounds = 600 if quick else 2000
     whole = [[Run(0, LENGTH)]]
     starts = rng.permutation(LENGTH // 16) * 16
     blocks16 = [[Run(int(start), 16) for start in starts]]
