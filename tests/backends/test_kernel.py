@@ -483,7 +483,7 @@ def test_random_steps_are_clean_under_the_address_and_undefined_behaviour_saniti
     emulated = ["amx"] if can_emulate_amx(compiler) else []
     emulated += ["avx_vnni"] if "avx2" in LEVELS else []
     if can_emulate_avx512(compiler):
-        emulated += ["bf16", "vnni", "avx512"]
+        emulated += ["fp16", "bf16", "vnni", "avx512"]
     subprocess.run(
         [
             *("cmake", "-S", NATIVE / "check", "-B", tmp_path, "-DCMAKE_BUILD_TYPE=RelWithDebInfo"),

@@ -20,6 +20,7 @@ from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, pa
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
 LEVELS = kernels.levels() if kernels.is_available() else []
+LEVELS = [name for name in LEVELS if name != "fp16"]  # its linear layers are those of vnni
 
 
 @pytest.fixture(params=LEVELS, scope="module")
@@ -240,8 +241,9 @@ def test_sums_of_many_tokens_have_room_for_the_largest_there_are(level, bits, la
 
 
 @pytest.mark.parametrize("bits", [12, 16])
-@pytest.mark.parametrize("exponents", [(-100, 10), (100, -110), (-60, -60), (100, 10)])
+@pytest.mark.parametrize("exponents", [(-100, 10), (100, -110), (-50, -50), (100, 10)])
 def test_many_tokens_may_be_of_any_size(level, bits, exponents):
+    """None so small that products of pairs of bfloat16, of which tiny ones are 0, would show."""
     linear = layer(20, 3 * CODED_INPUTS)
     x = torch.randn(9, 3 * CODED_INPUTS, generator=torch.Generator().manual_seed(2)).bfloat16()
     plain = multiplied(KernelLinear(linear, bits, None), x)
@@ -367,8 +369,8 @@ def test_who_multiplies_many_tokens_depends_on_the_processor(monkeypatch, bf16):
     [
         ({}, ["avx2"], False),
         ({"avx512_bf16": True}, ["bf16", "vnni"], True),  # AMD's
-        ({"avx512_bf16": True}, ["vnni", "bf16"], False),  # Intel's, whose pairs are slow
-        ({"avx512_bf16": True, "amx_bf16": True}, ["amx", "vnni", "bf16"], True),
+        ({"avx512_bf16": True}, ["fp16", "vnni", "bf16"], False),  # Intel's, whose pairs are slow
+        ({"avx512_bf16": True, "amx_bf16": True}, ["amx", "fp16", "vnni", "bf16"], True),
     ],
 )
 def test_torch_multiplies_bfloat16_where_that_is_fast(monkeypatch, found, levels, is_fast):

@@ -227,12 +227,12 @@ def make_layout(
 
 def reads_coded() -> bool:
     """Whether bfloat16 weights in 12 bits are read faster here than as they are."""
-    return level() in {"avx2", "avx_vnni", "avx512", "vnni", "bf16", "amx"}
+    return level() in {"avx2", "avx_vnni", "avx512", "vnni", "fp16", "bf16", "amx"}
 
 
 def multiplies_packed() -> bool:
     """Whether many tokens meet packed weights faster here than as bfloat16 in torch's product."""
-    return level() in {"avx_vnni", "vnni", "bf16", "amx"}
+    return level() in {"avx_vnni", "vnni", "fp16", "bf16", "amx"}
 
 
 def multiplies_pairs() -> bool:

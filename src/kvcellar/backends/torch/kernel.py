@@ -119,7 +119,7 @@ def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
         dtype: of the queries.
     """
     stored = {kv.k.name, kv.v.name}
-    if kernels.level() in {"avx2", "avx_vnni", "vnni", "bf16"}:
+    if kernels.level() in {"avx2", "avx_vnni", "vnni", "fp16", "bf16"}:
         # Torch takes 1.1 (AVX2, 512 behind 7,000 cells) to 4 times as long: with bf16 in floats.
         return None
     if kernels.level() != "amx" or stored & {"float32", "float16"}:

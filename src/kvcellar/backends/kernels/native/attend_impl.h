@@ -774,6 +774,7 @@ struct Maxima {
 #if defined(KVC_AMX)
 #include "amx.h"
 #elif defined(KVC_AVX512)
+#include "floats_512.h"
 #include "words.h"
 #else
 #include "floats_256.h"
@@ -830,8 +831,10 @@ inline bool fits_columns(const Job& job) {
 
 class Attention {
  public:
-  Attention(const Job& job, char* memory)
+  // `has_halves`: see Columns.
+  Attention(const Job& job, char* memory, bool has_halves)
       : job_(job),
+        has_halves_(has_halves),
         k_(job.pool->k),
         v_(job.pool->v),
         rows_(job.n_tokens * job.n_heads),
@@ -1102,13 +1105,20 @@ class Attention {
   }
   template <int kDim, int kVecs>
   bool run_columns() {
+#if defined(KVC_HALVES)
+    if (has_halves_) return run_columns<kDim, kVecs, true>();
+#endif
+    return run_columns<kDim, kVecs, false>();
+  }
+  template <int kDim, int kVecs, bool kHalves>
+  bool run_columns() {
     const float factor = job_.args->scale * kLog2e;
 #if defined(KVC_BF16)
     load_query_pairs();
     Columns<kDim, kVecs> columns(rows_, scratch_.q_pairs, factor, scratch_.extra);
 #else
     load_queries(1.f);
-    Columns<kDim, kVecs> columns(rows_, scratch_.q, k_pad_, factor, scratch_.extra);
+    Columns<kDim, kVecs, kHalves> columns(rows_, scratch_.q, k_pad_, factor, scratch_.extra);
 #endif
     if (!columns.is_finite()) return false;
     Walk walk(job_);
@@ -1280,6 +1290,11 @@ class Attention {
       logits_of_few(rows, n);
       return;
     }
+#elif defined(KVC_AVX512) && !defined(KVC_AMX)
+    if (rows.pool == job_.pool && is_decoded_ahead(*rows.pool, rows_)) {
+      logits_of_few(rows, n);
+      return;
+    }
 #endif
     for (int64_t c = 0; c < n; c += 16) {
       const float* k = as_floats(rows, false, c, n, scratch_.k);
@@ -1394,6 +1409,46 @@ class Attention {
   }
 #endif
 
+#if defined(KVC_AVX512) && !defined(KVC_AMX)
+  // The same of few rows, while K of the next cells is decoded.
+  void logits_of_few(const TileRows& rows, int64_t n) const {
+    const auto of_rows = [&](auto dtype, auto n_vecs) {
+      k_pad_ == 64    ? logits_of_few<static_cast<Dtype>(decltype(dtype)::of), 64, decltype(n_vecs)::of>(rows, n)
+      : k_pad_ == 128 ? logits_of_few<static_cast<Dtype>(decltype(dtype)::of), 128, decltype(n_vecs)::of>(rows, n)
+                      : logits_of_few<static_cast<Dtype>(decltype(dtype)::of), 0, decltype(n_vecs)::of>(rows, n);
+    };
+    const auto of_type = [&](auto dtype) {
+      rows_pad_ == kRowsAtOnce ? of_rows(dtype, Number<1>()) : of_rows(dtype, Number<2>());
+    };
+    k_.dtype == Dtype::bf16 ? of_type(Number<static_cast<int>(Dtype::bf16)>())
+                            : of_type(Number<static_cast<int>(Dtype::f16)>());
+  }
+
+  template <Dtype dtype, int kPad, int kVecs>
+  void logits_of_few(const TileRows& rows, int64_t n) const {
+    float *now = scratch_.k, *then = now + kAhead * k_pad_;
+    const char* row;
+    int64_t step;
+    const auto take = [&](int64_t c) {
+      row = rows.together(kKRows, c, smaller(n - c, 16), k_.packed_bytes(), scratch_.gathered, step);
+    };
+    take(0);
+    for (int64_t c = 0; c < kAhead; ++c)
+      for (int64_t d = 0; d < k_pad_; d += 2 * kLanes) decode_two<dtype>(row + c * step + 2 * d, now + c * k_pad_ + d);
+    Lines lines = Next::nothing();
+    for (int64_t c = 0; c < n; c += kAhead) {
+      const bool is_second = c % 16;
+      if (!is_second) lines = next_.turn(c / 16, kPad / 2);
+      if (is_second && c + kAhead < n) take(c + kAhead);  // behind the last ones these come once more
+      logits_of_8<dtype, kPad, kVecs>(scratch_.fours, k_pad_, now, then, is_second ? row : row + kAhead * step, step,
+                                      s_ + c, scratch_.tops, lines);
+      float* const done = now;
+      now = then;
+      then = done;
+    }
+  }
+#endif
+
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
   // Queries for products of another kind come without the factor.
   void multiply_logits(int64_t n, float factor) {
@@ -1484,21 +1539,29 @@ class Attention {
     }
 #endif
     // For few rows there is nothing to gain from decoding once.
-    if (is_v_split_ && dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
-      const auto read = [](const char* from, int64_t d, Vec* x, auto n_vecs) {
-        const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
-        if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
-        for (int i = 0; i + 1 < n_vecs.of; i += 2)
-          load_split(numbers + i * kLanes, x[i], x[i + 1]);
-      };
+    const auto values_where_they_lie = [&](const auto& read) {
       for (int64_t c = 0; c < n; c += 16) {
         const int64_t m = smaller(n - c, 16);
         int64_t step;
         const char* row = rows.together(kVRows, c, m, v_.packed_bytes(), scratch_.gathered, step);
         add_values<kWide * kLanes / 4>(c, m, row, step, read);
       }
-      return;
+    };
+    if (is_v_split_ && dtype == Dtype::bf16 && rows_ <= 4 && seen == Seen::everything) {
+      return values_where_they_lie([](const char* from, int64_t d, Vec* x, auto n_vecs) {
+        const auto* numbers = reinterpret_cast<const uint16_t*>(from) + d;
+        if (n_vecs.of == 1) x[0] = load_bf16(numbers);  // not so: they come in pairs
+        for (int i = 0; i + 1 < n_vecs.of; i += 2)
+          load_split(numbers + i * kLanes, x[i], x[i + 1]);
+      });
     }
+#if defined(KVC_AVX512)
+    if (rows.pool == job_.pool && dtype == Dtype::f16 && v_.dim == v_pad_ && rows_ <= 4 && seen == Seen::everything) {
+      return values_where_they_lie([](const char* from, int64_t d, Vec* x, auto n_vecs) {
+        for (int i = 0; i < n_vecs.of; ++i) x[i] = load_half(reinterpret_cast<const uint16_t*>(from) + d + i * kLanes);
+      });
+    }
+#endif
     const auto read = [](const char* from, int64_t d, Vec* x, auto n_vecs) {
       for (int i = 0; i < n_vecs.of; ++i)
         x[i] = load(reinterpret_cast<const float*>(from) + d + i * kLanes);
@@ -1573,6 +1636,7 @@ class Attention {
   void finish(bool is_split);
 
   const Job& job_;
+  [[maybe_unused]] const bool has_halves_;
   const Side &k_, &v_;
   const int64_t rows_, rows_pad_, k_pad_, v_pad_;
   const bool is_k_split_, is_v_split_;
@@ -1643,13 +1707,20 @@ inline bool is_for_matrix(const Job& job) {
 }
 #endif
 
+__attribute__((noinline)) void attend_with(const Job& job, char* scratch, bool has_halves) {
+  [[maybe_unused]] const FlushToZero flush;
+  Attention(job, scratch, has_halves).run();
+}
+
 void attend(const Job& job, char* scratch) {
 #if defined(KVC_AMX)
-  if (!is_for_matrix(job)) return ops_vnni.attend(job, scratch);
+  if (!is_for_matrix(job)) return beside_matrix().attend(job, scratch);
 #endif
-  [[maybe_unused]] const FlushToZero flush;
-  Attention(job, scratch).run();
+  attend_with(job, scratch, false);
 }
+#if defined(KVC_HALVES)
+void attend_with_halves(const Job& job, char* scratch) { attend_with(job, scratch, true); }
+#endif
 
 void merge(const Job& job, int64_t token, int64_t head, int n_parts, const float* const* maxima,
            const float* const* sums, const float* const* rows, float* scratch) {

@@ -16,8 +16,10 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-// Rows are `kVecs` vectors.
-template <int kDim, int kVecs>
+// Rows are `kVecs` vectors. `kHalves`: whether the processor makes integers of float16. Then 32 numbers of bfloat16
+// become integers in six operations, not eight: the limit is a power of two, at most four times the largest number,
+// so K and V have a bit more, and queries and weights one less.
+template <int kDim, int kVecs, bool kHalves>
 class Columns {
  public:
   static constexpr int64_t kCells = 64;
@@ -100,15 +102,15 @@ class Columns {
 
  private:
   static constexpr int64_t kRows = kVecs * kLanes;
-  static constexpr float kMost = 8191.f;  // of K and V
+  static constexpr float kMost = kHalves ? 16384.f : 8191.f;  // of K and V
   static constexpr float kLowest = 1e-30f, kHighest = 3e38f;
   // A row's reference follows its highest logit when that is kFurthest above it, or from it at the beginning.
   static constexpr float kHighestLogit = 1e6f, kFurthest = 30.f;
   // Of weights as integers: 2**31 / kMost of 64 of them together; and each, which may be rounded up. None
   // counts where all of 64 are smaller than kLeastWeight.
-  static constexpr float kMostWeights = 262000.f, kMostWeight = 32700.f, kLeastWeight = 1e-25f;
+  static constexpr float kMostWeights = kHalves ? 131000.f : 262000.f, kMostWeight = 32700.f, kLeastWeight = 1e-25f;
   // Of queries: 2**31 / (kMost * sqrt(kDim)), which is the length of a K row at most.
-  static constexpr float kLongest = kDim == 64 ? 32700.f : 23100.f;
+  static constexpr float kLongest = (kDim == 64 ? 32700.f : 23100.f) / (kHalves ? 2 : 1);
 
   // Rows [n_rows, n_columns], `step` apart, to columns `to_step` apart: the first n of them.
   static void transpose(const float* from, int64_t step, int64_t n_rows, int64_t n_columns, int64_t n, float* to,
@@ -154,18 +156,36 @@ class Columns {
   template <Part part>
   bool cells_of(const TileRows& rows, int64_t c, int64_t n, float& step, const Next& next) {
     float& limit = limits_[part];
-    if (limit == 0.f) limit = 1.5f * top_of(rows, part, c, smaller(n, 16));
+    if (limit == 0.f) limit = kHalves ? power_above(top_of(rows, part, c, smaller(n, 16)))
+                                      : 1.5f * top_of(rows, part, c, smaller(n, 16));
     const float top = cells_of<part, true>(rows, c, n, limit, next);
     if (!(top < kHighest / 2)) return false;
-    if (top > limit || top < limit / 2) {
-      limit = 1.25f * top;
+    if (kHalves ? top >= limit || power_above(top) < limit / 2 : top > limit || top < limit / 2) {
+      limit = kHalves ? power_above(top) : 1.25f * top;
       cells_of<part, false>(rows, c, n, limit, next);
     }
     step = limit / kMost;
     return true;
   }
 
-  // As pairs: of K a row's numbers, of V two cells', of each 2 * kLanes first those at even places. The largest
+  // The next power of two, but none so small that float16's exponents end below it.
+  static float power_above(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits = bits >> 23 < kLeastExponent ? kLeastExponent << 23 : ((bits >> 23) + 1) << 23;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  }
+  // That of kMost less float16's, of a number of bfloat16.
+  static constexpr uint32_t kLeastExponent = 29;
+  static Ints more_than_halves(float limit) {
+    uint32_t bits;
+    std::memcpy(&bits, &limit, 4);
+    const uint32_t exponent = (bits >> 23) - kLeastExponent;
+    return all_ints(static_cast<int32_t>(exponent << 7 | exponent << 23));
+  }
+
+  // As pairs: of K a row's numbers, of V two cells', of each 2 * kLanes in the order of `number`. The largest
   // magnitude, if this is the first time.
   template <Part part, bool is_first>
   float cells_of(const TileRows& rows, int64_t c, int64_t n, float limit, const Next& next) {
@@ -173,8 +193,11 @@ class Columns {
     const Vec scale = all(inverse), high_scale = all(inverse * 65536.f);
     Ints most[2] = {all_ints(0), all_ints(0)};
     const auto meet = [&most](Ints x, int64_t i) __attribute__((always_inline)) {
-      if (is_first) most[i] = max_u16(most[i], both(x, all_ints(0x7FFF7FFF)));
+      const Ints magnitudes = both(x, all_ints(0x7FFF7FFF));
+      if (is_first) most[i] = max_u16(most[i], magnitudes);
+      return magnitudes;
     };
+    [[maybe_unused]] const Ints less = kHalves ? more_than_halves(limit) : all_ints(0);
     int16_t* to = keys_;
     for (int64_t i = 0; i < kCells && (is_first || i < n); i += 16) {
       const int64_t turn = i / 16 + (part == kVRows ? kTurnOfValues : 0), m = smaller(n - i, 16);
@@ -187,7 +210,13 @@ class Columns {
             for (int64_t k = 0; k < kLinesOf2; ++k) lines.one<true>(place / 2 * kLinesOf2 + k);
           for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 2 * kLanes) {
             const Ints x = load_ints(from + 2 * d);
-            meet(x, d / (2 * kLanes) % 2);
+            [[maybe_unused]] const Ints magnitudes = meet(x, d / (2 * kLanes) % 2);
+#if defined(KVC_HALVES)
+            if constexpr (kHalves) {
+              store_ints(to, whole_words(x, magnitudes, less));
+              continue;
+            }
+#endif
             store_ints(to, whole_pairs(even(x), odd(x), scale, high_scale));
           }
           from += row;
@@ -199,8 +228,15 @@ class Columns {
           for (int64_t d = 0; d < kDim; d += 2 * kLanes, to += 4 * kLanes) {
             const Ints x = load_ints(from + 2 * d);
             const Ints y = j + 1 < m ? load_ints(from + row + 2 * d) : all_ints(0);
-            meet(x, 0);
-            meet(y, 1);
+            [[maybe_unused]] const Ints of_x = meet(x, 0), of_y = meet(y, 1);
+#if defined(KVC_HALVES)
+            if constexpr (kHalves) {
+              const Ints words = whole_words(x, of_x, less), others = whole_words(y, of_y, less);
+              store_ints(to, mix_lower_16(words, others));
+              store_ints(to + 2 * kLanes, mix_upper_16(words, others));
+              continue;
+            }
+#endif
             store_ints(to, whole_pairs(even(x), even(y), scale, high_scale));
             store_ints(to + 2 * kLanes, whole_pairs(odd(x), odd(y), scale, high_scale));
           }
@@ -240,9 +276,10 @@ class Columns {
     }
   }
 
-  // Which number lies at place i of `values_`.
+  // Which number lies at place i of `values_`: those at even places and those at odd ones, or four of each 8.
   static constexpr int64_t number(int64_t i) {
-    return i / (2 * kLanes) * 2 * kLanes + i % kLanes * 2 + i / kLanes % 2;
+    const int64_t first = i / (2 * kLanes) * 2 * kLanes, second = i / kLanes % 2;
+    return kHalves ? first + i % kLanes / 4 * 8 + second * 4 + i % 4 : first + i % kLanes * 2 + second;
   }
 
   // sums[j] += x[j][2 i] * y[0] + x[j][2 i + 1] * y[1].
@@ -285,6 +322,7 @@ class Columns {
   // one is too far from its reference. With AVX2 when all products are made: those that come behind would wait for
   // a few cells' powers, of which each step waits for the one before.
   bool weigh(int64_t n) {
+    n_ = n;
     for (int64_t at = 0; at < kRows; at += kLanes) {
       store(totals_ + at, all(0.f));
       store(tops_ + at, all(kMinusInfinity));
@@ -292,9 +330,9 @@ class Columns {
     for (int64_t c = 0; c < n; c += kAtOnce) {
       multiply<kDim / 2, kDim / 2, 1, kLinesOfQueries>(
           queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
-          [this, c, m = n - c](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+          [this, c](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
 #if defined(KVC_AVX512)
-            m < kAtOnce ? weigh<false>(sums, c, m) : weigh<true>(sums, c, m);
+            n_ - c < kAtOnce ? weigh<false>(sums, c, n_ - c) : weigh<true>(sums, c, n_ - c);
 #else
             for (int64_t i = 0; i < kAtOnce; ++i)
               for (int64_t j = 0; j < kVecs; ++j) store_ints(weights_ + (c + i) * kRows + j * kLanes, sums[i][j]);
@@ -376,7 +414,7 @@ class Columns {
 #pragma GCC unroll 16
             for (int64_t i = 0; i < kAtOnce; ++i) {
               for (int64_t j = 0; j < kVecs; ++j) {
-                float* to = results + 2 * i * kRows + j * kLanes;
+                float* to = results + number(i) * kRows + j * kLanes;
                 store(to, fma(to_floats(sums[i][j]), steps[j], load(to)));
               }
             }
@@ -388,6 +426,7 @@ class Columns {
   int32_t *queries_, *weights_;
   float *weighed_, *results_;
   char* room_;
+  int64_t n_ = 0;  // cells that are weighed; of 24 bytes that `multiply` were given, some would be awaited
   Lines lines_[8];  // turns of 16 cells, for logits and for values
   alignas(64) float steps_[kRows] = {}, k_steps_[kRows], totals_[kRows], tops_[kRows];
   alignas(64) float sum_[kRows] = {}, references_[kRows] = {};

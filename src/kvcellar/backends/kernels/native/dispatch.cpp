@@ -28,6 +28,9 @@ extern const Ops ops_avx512;
 #if defined(KVC_WITH_VNNI)
 extern const Ops ops_vnni;
 #endif
+#if defined(KVC_WITH_FP16)
+extern const Ops ops_fp16;
+#endif
 #if defined(KVC_WITH_BF16)
 extern const Ops ops_bf16;
 #endif
@@ -44,6 +47,7 @@ namespace {
 bool has_avx512() { return __builtin_cpu_supports("avx2"); }
 bool has_vnni() { return true; }
 bool has_bf16() { return true; }
+bool has_fp16() { return true; }
 #elif defined(KVC_WITH_AVX512)
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -52,6 +56,10 @@ bool has_avx512() {
 }
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_fp16() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & 1u << 23;
+}
 #endif
 
 #if defined(KVC_EMULATED_AVX_VNNI)
@@ -87,6 +95,9 @@ std::vector<const Ops*> find_levels() {
 #endif
 #if defined(KVC_WITH_BF16)
     if (has_vnni() && has_bf16() && is_amd()) found.push_back(&ops_bf16);
+#endif
+#if defined(KVC_WITH_FP16)
+    if (has_vnni() && has_fp16()) found.push_back(&ops_fp16);
 #endif
 #if defined(KVC_WITH_VNNI)
     if (has_vnni()) found.push_back(&ops_vnni);
@@ -132,6 +143,17 @@ const Ops& ops() {
   }
   return *now;
 }
+
+#if defined(KVC_WITH_AMX)
+const Ops& beside_matrix() {
+#if defined(KVC_WITH_FP16)
+  static const Ops& best = has_fp16() ? ops_fp16 : ops_vnni;
+  return best;
+#else
+  return ops_vnni;
+#endif
+}
+#endif
 
 std::vector<const char*> levels() {
   std::vector<const char*> names;

@@ -16,6 +16,26 @@ inline Ints both(Ints x, Ints y) { return _mm512_and_si512(x, y); }
 inline Ints add_16(Ints x, Ints y) { return _mm512_add_epi16(x, y); }
 inline Ints add_32(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
 inline Ints max_u16(Ints x, Ints y) { return _mm512_max_epu16(x, y); }
+#if defined(KVC_HALVES)
+inline Ints all_words(int16_t x) { return _mm512_set1_epi16(x); }
+// Words of x and y by turns, of each lane's lower or upper half.
+inline Ints mix_lower_16(Ints x, Ints y) { return _mm512_unpacklo_epi16(x, y); }
+inline Ints mix_upper_16(Ints x, Ints y) { return _mm512_unpackhi_epi16(x, y); }
+
+// Numbers of bfloat16 times a power of two, the nearest integers: `less` is what their exponents have more than
+// those of float16. `magnitudes`: theirs.
+inline Ints whole_words(Ints x, Ints magnitudes, Ints less) {
+  const Ints halves = _mm512_or_si512(_mm512_slli_epi16(_mm512_subs_epu16(magnitudes, less), 3),
+                                      both(x, all_ints(static_cast<int32_t>(0x80008000))));
+#if defined(KVC_EMULATED_AVX512)
+  return emulated::words_of_halves(halves);
+#else
+  Ints words;
+  __asm__("vcvtph2w %1, %0" : "=v"(words) : "v"(halves));
+  return words;
+#endif
+}
+#endif
 inline Ints max_32(Ints x, Ints y) { return _mm512_max_epi32(x, y); }
 inline Ints left_32(Ints x, int n) { return _mm512_slli_epi32(x, n); }
 inline Ints right_16(Ints x, int n) { return _mm512_srli_epi16(x, n); }

@@ -53,7 +53,7 @@ struct Ops {
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad);
 
 const Ops& ops();
-extern const Ops ops_vnni;  // for the matrix unit's, where there are both
+const Ops& beside_matrix();  // for jobs that are not for the matrix unit, where there is one
 
 bool is_amd();  // whose processor it is
 // Whether its second cache is the better place for what is fetched, though the first one has room.

@@ -55,6 +55,11 @@ if(KVC_PROCESSOR MATCHES "x86_64|amd64")
     kvc_level(vnni "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c")
     kvc_level(bf16 "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c")
   endif()
+  # One instruction of float16 in the source for VNNI.
+  check_cxx_compiler_flag(-mavx512fp16 KVC_HAS_FP16)
+  if(KVC_HAS_VNNI AND (KVC_HAS_FP16 OR KVC_EMULATE_AVX512))
+    target_compile_definitions(kvcellar_kernel PRIVATE KVC_WITH_FP16)
+  endif()
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT KVC_EMULATE_AVX512)
     kvc_level(amx "-Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx512vnni -mavx2 -mfma -mf16c -mamx-tile -mamx-bf16 -mamx-int8")
     if(KVC_EMULATE_AMX AND KVC_HAS_AMX)  # for checks: its code on a processor without it

@@ -73,13 +73,16 @@ class Words : public WordsBase {
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16 or 32; `tops`: the
   // highest of each row, in 4 parts.
   void logits(const TileRows& rows, int64_t n, float* s, float* tops, const Next& next) {
-    const bool are_in_order = has_keys_in_order(rows, next);
+    const bool are_in_order = has_keys_in_order(rows, n), in_row = !is_fetched_far && next.is_even();
     if (!are_in_order || k_.dim != 64) load_affine<kKAffine>(k_groups_, rows, n, k_affine_);
     for (int64_t r = 0; r < quads_ * 4; ++r) store(tops_ + r * 16, all(kMinusInfinity));
     with_kind(k_, [&](auto is_4, auto n_subs) {
-      if (are_in_order)
-        k_.dim == 64 ? logits_in_order<is_4.of, n_subs.of, 1>(rows, n, s, next)
-                     : logits_in_order<is_4.of, n_subs.of, 2>(rows, n, s, next);
+      if (are_in_order && in_row)
+        k_.dim == 64 ? logits_in_order<is_4.of, n_subs.of, 1, true>(rows, n, s, next)
+                     : logits_in_order<is_4.of, n_subs.of, 2, true>(rows, n, s, next);
+      else if (are_in_order)
+        k_.dim == 64 ? logits_in_order<is_4.of, n_subs.of, 1, false>(rows, n, s, next)
+                     : logits_in_order<is_4.of, n_subs.of, 2, false>(rows, n, s, next);
       else if (quads_ == 1)
         logits_of_few<is_4.of, n_subs.of>(rows, n, s, next);
       else
@@ -348,8 +351,8 @@ class Words : public WordsBase {
 
 #if defined(KVC_VNNI)
   // Sums of 64 products of 4 rows, a lane for each of 16 cells: of the one and of the other 32, or of all.
-  // `kStep`: that of rows where it is known, and lines to fetch are in a row; else 0.
-  template <int kSubs, int kStep>
+  // `kStep`: that of rows where it is known, else 0; `in_row`: whether lines to fetch are in a row.
+  template <int kSubs, int kStep, bool in_row>
   static __attribute__((always_inline)) void sums_of_bytes(const __m512i* q, const char* from, int64_t any_step,
                                                            Lines& lines, __m512i (&dot)[2][1][4]) {
     const int64_t step = kStep ? kStep : any_step;
@@ -359,7 +362,7 @@ class Words : public WordsBase {
       __m512i a[kSubs][4];
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j, from += step) {
-        kStep ? lines.in_row(4 * i + j) : lines.one(4 * i + j);
+        in_row ? lines.in_row(4 * i + j) : lines.one(4 * i + j);
 #pragma GCC unroll 2
         for (int sub = 0; sub < kSubs; ++sub) {
           constexpr int kPieces = 4 / kSubs;
@@ -389,7 +392,7 @@ class Words : public WordsBase {
 
   // The same of int4. 32 bits of each of 8 rows lie side by side, of both halves of their numbers, which come
   // apart into bytes and meet a vector for each row and term of its numbers: a lane is the half of a cell.
-  template <int kStep>
+  template <int kStep, bool in_row>
   static __attribute__((always_inline)) void sums_of_nibbles(const __m512i* q, const char* from, int64_t any_step,
                                                              Lines& lines, __m512i (&dot)[2][1][4]) {
     const int64_t step = kStep ? kStep : any_step;
@@ -405,7 +408,7 @@ class Words : public WordsBase {
     }
 #pragma GCC unroll 8
     for (int64_t j = 0; j < 8; ++j) {
-      kStep ? lines.in_row(j) : lines.one(j);
+      in_row ? lines.in_row(j) : lines.one(j);
       const __m512i a = nibbles(x[0][j / 2], j % 2, low), b = nibbles(x[1][j / 2], j % 2, low);
 #pragma GCC unroll 8
       for (int64_t k = 0; k < 8; ++k, ++q) {
@@ -547,22 +550,22 @@ class Words : public WordsBase {
     return fma(dots, all(step), x);
   }
 
-  // Whether K rows and what is fetched meanwhile follow on each other.
-  bool has_keys_in_order(const TileRows& rows, const Next& next) const {
-    return kHasBytes && !is_fetched_far && next.is_even() && (k_.dim == 64 || k_.dim == 128) &&
+  // Whether K rows follow on each other, 16 and 16, and meet 4 queries.
+  bool has_keys_in_order(const TileRows& rows, int64_t n) const {
+    return kHasBytes && quads_ == 1 && rows.is_run && n % 16 == 0 && (k_.dim == 64 || k_.dim == 128) &&
            rows.stride[kKRows] == k_.packed_bytes() && rows.stride[kKAffine] == k_.affine_bytes();
   }
 
   // Logits of those: with what is known nothing is looked up. Of rows of one chunk scales and biases too are read
-  // where they lie.
-  template <bool is_4, int kSubs, int kChunks>
+  // where they lie. `in_row`: whether what is fetched meanwhile follows on each other as well.
+  template <bool is_4, int kSubs, int kChunks, bool in_row>
   __attribute__((noinline)) void logits_in_order(const TileRows& rows, int64_t n, float* s, const Next& next) const {
 #if defined(KVC_VNNI)
     constexpr int64_t kStep = kChunks * (is_4 ? 32 : 64), kLines = kStep / 4;  // of a row; of 16
     const char *from = rows.first[kKRows][0], *affine = rows.first[kKAffine][0];
     const float *parted = k_affine_, *sums = q_sums_, *steps = q_steps_;
     const int64_t of_chunk = 64 / k_.group_size * 2 * kTile, n_affine = 16 * k_.affine_bytes();
-    const char *line = next.first(kKRows), *affine_line = next.first(kKAffine);
+    const char *line = in_row ? next.first(kKRows) : nullptr, *affine_line = in_row ? next.first(kKAffine) : nullptr;
     const auto* bytes = reinterpret_cast<const __m512i*>(queries_);
     const __m512i* nibbles = nibble_query(0);
     Vec highest[4];
@@ -570,15 +573,17 @@ class Words : public WordsBase {
     for (int64_t c = 0; c < n; c += 16, from += 16 * kStep, s += 16, parted += 16, affine += 64 * kSubs) {
       Vec logit[4];
       for (Vec& x : logit) x = all(0.f);
+      Lines lines{line, 64, 128, 192, 256, 0};
+      if (!in_row) lines = next.turn_of_logits(c / 16, kLines);
 #pragma GCC unroll 2
-      for (int64_t chunk = 0; chunk < kChunks; ++chunk, line += 64 * kLines / kChunks) {
+      for (int64_t chunk = 0; chunk < kChunks; ++chunk) {
         __m512i dot[2][1][4];
         for (__m512i& x : dot[1][0]) x = _mm512_setzero_si512();
-        Lines lines{line, 64, 128, 192, 256, 0};
         if constexpr (is_4)
-          sums_of_nibbles<kStep>(nibbles + chunk * 64, from + chunk * 32, kStep, lines, dot);
+          sums_of_nibbles<kStep, in_row>(nibbles + chunk * 64, from + chunk * 32, kStep, lines, dot);
         else
-          sums_of_bytes<kSubs, kStep>(bytes + chunk * 8, from + chunk * 64, kStep, lines, dot);
+          sums_of_bytes<kSubs, kStep, in_row>(bytes + chunk * 8, from + chunk * 64, kStep, lines, dot);
+        if (in_row) lines.at = line += 64 * kLines / kChunks;
         Vec of_16[2 * kSubs];  // scale and bias of each group
         if (kChunks == 1)
           part_affine<kSubs>(affine, of_16);
@@ -594,7 +599,10 @@ class Words : public WordsBase {
         store(s + r * kTile, logit[r]);
         highest[r] = max(highest[r], logit[r]);
       }
-      for (int64_t i = 0; i < n_affine; i += 64, affine_line += 64) fetch(affine_line);
+      if (!in_row)
+        next.affine(kKAffine, c / 16);
+      else
+        for (int64_t i = 0; i < n_affine; i += 64, affine_line += 64) fetch(affine_line);
     }
     for (int r = 0; r < 4; ++r) store(tops_ + r * 16, highest[r]);
 #else
@@ -685,12 +693,12 @@ class Words : public WordsBase {
 #if defined(KVC_VNNI)
       constexpr bool are_bytes = !is_staged;
       if constexpr (are_bytes && is_4) {
-        sums_of_nibbles<0>(nibble_query(chunk), from + chunk * 32, step, lines, dot);
+        sums_of_nibbles<0, false>(nibble_query(chunk), from + chunk * 32, step, lines, dot);
       } else if constexpr (are_bytes) {
         const auto* bytes = reinterpret_cast<const __m512i*>(q);
         const char* row = from + chunk * 64;
-        step == 64 && lines.is_in_row() ? sums_of_bytes<kSubs, 64>(bytes, row, step, lines, dot)
-                                        : sums_of_bytes<kSubs, 0>(bytes, row, step, lines, dot);
+        step == 64 && lines.is_in_row() ? sums_of_bytes<kSubs, 64, true>(bytes, row, step, lines, dot)
+                                        : sums_of_bytes<kSubs, 0, false>(bytes, row, step, lines, dot);
       }
 #else
       constexpr bool are_bytes = false;

@@ -24,6 +24,7 @@
 #undef _mm512_shuffle_f32x4
 #undef _mm512_shuffle_i32x4
 #undef _mm512_shuffle_ps
+#undef _mm512_slli_epi16
 #undef _mm512_slli_epi32
 #undef _mm512_srai_epi32
 #undef _mm512_srli_epi16
@@ -126,6 +127,7 @@ KVC_FLOATS(unpackhi_ps)
 KVC_INTS(add_epi16)
 KVC_INTS(add_epi32)
 KVC_INTS(sub_epi32)
+KVC_INTS(subs_epu16)
 KVC_INTS(max_epu16)
 KVC_INTS(max_epi32)
 KVC_INTS(madd_epi16)
@@ -157,6 +159,7 @@ KVC_SHIFT(slli_epi32)
 KVC_SHIFT(srai_epi32)
 KVC_SHIFT(srli_epi32)
 KVC_SHIFT(srli_epi16)
+KVC_SHIFT(slli_epi16)
 #undef KVC_SHIFT
 
 inline __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) {
@@ -375,6 +378,22 @@ inline __m512i _mm512_cvtps_epi32(__m512 x) {
   for (int h = 0; h < 2; ++h) y.half[h] = _mm256_cvtps_epi32(a.half[h]);
   return y.all;
 }
+namespace emulated {
+// vcvtph2w: what does not fit is the lowest integer.
+inline __m512i words_of_halves(__m512i x) {
+  Ints from{x}, to;
+  for (int i = 0; i < 4; ++i) {
+    const __m256i whole = _mm256_cvtps_epi32(_mm256_cvtph_ps(from.quarter[i]));
+    alignas(32) int32_t numbers[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(numbers), whole);
+    int16_t words[8];
+    for (int j = 0; j < 8; ++j)
+      words[j] = numbers[j] < -32768 || numbers[j] > 32767 ? INT16_MIN : static_cast<int16_t>(numbers[j]);
+    std::memcpy(&to.quarter[i], words, sizeof words);
+  }
+  return to.all;
+}
+}  // namespace emulated
 inline __m512 _mm512_cvtph_ps(__m256i x) {
   emulated::Floats y;
   y.half[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(x));
