@@ -124,15 +124,22 @@ def wild(linear: nn.Linear, seed: int, share: float) -> nn.Linear:
 def bound(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
     """How far results may be off: inputs of packed weights are rounded to 8 bits by group.
 
-    With AVX2 many bfloat16 inputs are rounded by the length of 128 of them, weights to 15 bits of a
-    limit that is up to four times the largest where they are kept in 12.
+    With AVX2, or VNNI, many bfloat16 inputs are rounded by the length of 128 of them, or 512, and
+    weights to 15 bits of a limit that is up to four times the largest where they are kept in 12.
     """
     x, dtype, weight = x.double(), x.dtype, weight.double()
     error = 1e-6 * (x.abs() @ weight.abs().T) + 1e-6
     are_many = len(x) > linears.FEW_BF16 and dtype == torch.bfloat16
-    if bits >= 12 and are_many and kernels.level() in {"avx2", "avx_vnni"}:
-        groups = [F.pad(t, (0, -t.shape[1] % 128)).unflatten(-1, (-1, 128)) for t in (x, weight)]
-        error += 0.51 / 32700 * groups[0].norm(dim=-1) @ groups[1].abs().sum(-1).T
+    by_words = {
+        "avx2": (128, 32700),
+        "avx_vnni": (128, 32700),
+        "vnni": (512, 23100),
+        "fp16": (512, 23100),
+    }
+    if bits >= 12 and are_many and kernels.level() in by_words:
+        size, longest = by_words[kernels.level()]
+        groups = [F.pad(t, (0, -t.shape[1] % size)).unflatten(-1, (-1, size)) for t in (x, weight)]
+        error += 0.51 / longest * groups[0].norm(dim=-1) @ groups[1].abs().sum(-1).T
         step = (2.04 if bits == 12 else 0.51) / 16380 * weight.abs().amax(-1)
         error += x.abs().sum(-1)[:, None] * step
     if bits < 12:

@@ -120,16 +120,20 @@ inline Ints dot_fours(Ints a, Ints x, Ints y) {
 #endif
 
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
-// Floats times `scale` as integers, x[i] beside y[i]: those of x are in the lower bits of a sum, those of y in the
-// upper ones of the other, of which the scale is `high_scale`, 65536 times the other one. With AVX2 a conversion
-// waits for the units that multiply words, and a shift does not.
-inline Ints whole_pairs(Vec x, Vec y, Vec scale, [[maybe_unused]] Vec high_scale) {
+// Floats times `scale` as integers, x[i] beside y[i]: the lower bits of a sum.
+inline Ints whole_pairs(Vec x, Vec y, Vec scale) {
   const Vec whole = all(12582912.f);
-  const Ints low = bits_as_ints(fma(x, scale, whole));
+  const Ints low = bits_as_ints(fma(x, scale, whole)), high = bits_as_ints(fma(y, scale, whole));
+  return words_by_turns(low, left_32(high, 16));
+}
+// The same where 65536 times the scale, `high_scale`, is a number too: with AVX-512 a conversion waits for fewer
+// others than a shift, with AVX2 it does not.
+inline Ints whole_pairs(Vec x, Vec y, Vec scale, [[maybe_unused]] Vec high_scale) {
 #if defined(KVC_AVX512)
+  const Ints low = bits_as_ints(fma(x, scale, all(12582912.f)));
   return words_by_turns(low, to_ints(fma(y, high_scale, all(32768.f))));
 #else
-  return words_by_turns(low, left_32(bits_as_ints(fma(y, scale, whole)), 16));
+  return whole_pairs(x, y, scale);
 #endif
 }
 #endif
