@@ -426,7 +426,7 @@ class Columns {
   int32_t *queries_, *weights_;
   float *weighed_, *results_;
   char* room_;
-  int64_t n_ = 0;  // cells that are weighed; of 24 bytes that `multiply` were given, some would be awaited
+  int64_t n_ = 0;  // cells that are weighed: a closure with it would go through memory, and its load wait for stores
   Lines lines_[8];  // turns of 16 cells, for logits and for values
   alignas(64) float steps_[kRows] = {}, k_steps_[kRows], totals_[kRows], tops_[kRows];
   alignas(64) float sum_[kRows] = {}, references_[kRows] = {};
