@@ -1412,16 +1412,17 @@ class Attention {
 #if defined(KVC_AVX512) && !defined(KVC_AMX)
   // The same of few rows, while K of the next cells is decoded.
   void logits_of_few(const TileRows& rows, int64_t n) const {
-    const auto of_rows = [&](auto dtype, auto n_vecs) {
-      k_pad_ == 64    ? logits_of_few<static_cast<Dtype>(decltype(dtype)::of), 64, decltype(n_vecs)::of>(rows, n)
-      : k_pad_ == 128 ? logits_of_few<static_cast<Dtype>(decltype(dtype)::of), 128, decltype(n_vecs)::of>(rows, n)
-                      : logits_of_few<static_cast<Dtype>(decltype(dtype)::of), 0, decltype(n_vecs)::of>(rows, n);
+    const auto of_type = [&](auto is_half, auto n_vecs) {
+      constexpr Dtype kDtype = decltype(is_half)::of ? Dtype::f16 : Dtype::bf16;
+      constexpr int kVecs = decltype(n_vecs)::of;
+      k_pad_ == 64    ? logits_of_few<kDtype, 64, kVecs>(rows, n)
+      : k_pad_ == 128 ? logits_of_few<kDtype, 128, kVecs>(rows, n)
+                      : logits_of_few<kDtype, 0, kVecs>(rows, n);
     };
-    const auto of_type = [&](auto dtype) {
-      rows_pad_ == kRowsAtOnce ? of_rows(dtype, Number<1>()) : of_rows(dtype, Number<2>());
+    const auto of_rows = [&](auto is_half) {
+      rows_pad_ == kRowsAtOnce ? of_type(is_half, Number<1>()) : of_type(is_half, Number<2>());
     };
-    k_.dtype == Dtype::bf16 ? of_type(Number<static_cast<int>(Dtype::bf16)>())
-                            : of_type(Number<static_cast<int>(Dtype::f16)>());
+    k_.dtype == Dtype::f16 ? of_rows(Number<1>()) : of_rows(Number<0>());
   }
 
   template <Dtype dtype, int kPad, int kVecs>
