@@ -17,7 +17,6 @@ inline Ints add_16(Ints x, Ints y) { return _mm512_add_epi16(x, y); }
 inline Ints add_32(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
 inline Ints max_u16(Ints x, Ints y) { return _mm512_max_epu16(x, y); }
 #if defined(KVC_HALVES)
-inline Ints all_words(int16_t x) { return _mm512_set1_epi16(x); }
 // Words of x and y by turns, of each lane's lower or upper half.
 inline Ints mix_lower_16(Ints x, Ints y) { return _mm512_unpacklo_epi16(x, y); }
 inline Ints mix_upper_16(Ints x, Ints y) { return _mm512_unpackhi_epi16(x, y); }
