@@ -115,6 +115,12 @@ function say(kind, text) {
 
 // What is shown ----------------------------------------------------------------------------------
 
+// An agent that was just made is looked at. Others may delete it before the stream lists it: so not for ever.
+function lookAtNew(id) {
+  state.chosen = state.made = id;
+  setTimeout(() => { if (state.made === id) state.made = null; }, 10000);
+}
+
 // The stream's snapshots come in order, but one may have been made before the answer to a verb.
 function takeFromStream(snapshot) {
   if (state.made !== null) {
@@ -520,7 +526,7 @@ async function verb(name, body) {
       return;
     }
     const done = await call("POST", `${path}/${name}`, body ?? (["fork", "rewind"].includes(name) ? {} : undefined));
-    if (name === "fork") { state.chosen = state.made = done.id; toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`); }
+    if (name === "fork") { lookAtNew(done.id); toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`); }
     if (name === "resume") toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
     if (name === "keep") toast(done.deleted.length ? `deleted ${done.deleted.join(", ")}` : "it has no siblings");
     state.shown = "";
@@ -535,7 +541,7 @@ $("verbs").addEventListener("click", (event) => {
 
 async function create() {
   const agent = await call("POST", "/v1/agents", state.model ? { model: state.model } : {});
-  state.chosen = state.made = agent.id;
+  lookAtNew(agent.id);
   state.shown = "";
   take(await call("GET", "/v1/cache"));
   $("prompt").focus();
