@@ -276,7 +276,36 @@ def test_a_second_server_of_a_store_is_told_which_has_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": 70000}, {"api_key": ""}, {"api_key": "ü"}, {"wait_s": 0}, {"max_tokens": 0}]
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "navigate"}, 404),
+        ({"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}, 404),
+    ],
+)
+@pytest.mark.parametrize("method", ["POST", "DELETE", "PUT"])
+def test_a_navigation_of_another_site_may_only_look(strict, method, headers, status):
+    """A form of another page, without an origin as some privacy settings send it."""
+    told = strict.http.request(method, "/v1/agents/nobody", headers={**headers, **key()})
+    assert told.status_code == (405 if status == 404 and method != "DELETE" else status), told.text
+    for looking in ("GET", "HEAD"):
+        assert strict.http.request(looking, "/health", headers=headers).status_code != 403
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 70000},
+        {"api_key": ""},
+        {"api_key": "ü"},
+        {"wait_s": 0},
+        {"max_tokens": 0},
+        {"allowed_origins": ("*",)},
+        {"allowed_origins": ("null",)},
+        {"allowed_origins": ("good.example",)},
+        {"allowed_origins": ("https://good.example/page",)},
+    ],
 )
 def test_a_setting_that_cannot_work_is_refused(wrong):
     with pytest.raises(ConfigError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcellar.errors import ConfigError
+from kvcellar.server.origins import checked_origin
 
 __all__ = ["DEFAULT_PORT", "ServerConfig"]
 
@@ -20,7 +21,7 @@ class ServerConfig:
         port: 0: any that is free.
         api_key: what clients must bring; None: nothing.
         allowed_hosts: names by which the server may be called besides its own and this machine's.
-        allowed_origins: web pages elsewhere that may call it, as ``https://name:port``.
+        allowed_origins: origins of web pages elsewhere that may call it, as ``https://name:port``.
         max_body_bytes: of one request.
         max_import_bytes: of an agent that is imported.
         max_requests: generations that wait or run at a time; more are told to come back later.
@@ -58,6 +59,8 @@ class ServerConfig:
             raise ConfigError("an API key is printable ASCII, since it travels in a header")
         if self.api_key == "":
             raise ConfigError("the API key is empty; leave it out, or give one")
+        for origin in self.allowed_origins:
+            checked_origin(origin)
         for name in ("max_body_bytes", "max_import_bytes", "max_requests", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -17,13 +17,15 @@ import uuid
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, as_api_error, error_response
 from kvcellar.server.metrics import Metrics
+from kvcellar.server.origins import Origins
 
 __all__ = ["MOST_HEADER_BYTES", "Guard"]
 
@@ -56,7 +58,7 @@ class Guard:
         self._metrics = metrics
         self._hosts = _LOCAL_NAMES | {name.lower() for name in config.allowed_hosts}
         self._takes_addresses = config.host.lower() not in _LOCAL_NAMES
-        self._origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
+        self._origins = Origins(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -80,19 +82,24 @@ class Guard:
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
+                self._origins.mark(MutableHeaders(scope=message), headers)
             await send(message)
 
         request = Request(scope, receive)
         error: Exception | None = None
         try:
             self._check(scope, headers)
-            limit = self._config.max_body_bytes
-            if scope["path"] == "/v1/agents/import":
-                limit = self._config.max_import_bytes
-            body = _Body(scope, receive, limit, headers)
-            if self._config.logs_text:
-                body.kept = b""
-            await self._app(scope, body.receive, send_noting)
+            if self._origins.is_preflight(scope["method"], headers):
+                allowed = Response(status_code=204, headers=self._origins.preflight(headers))
+                await allowed(scope, receive, send_noting)
+            else:
+                limit = self._config.max_body_bytes
+                if scope["path"] == "/v1/agents/import":
+                    limit = self._config.max_import_bytes
+                body = _Body(scope, receive, limit, headers)
+                if self._config.logs_text:
+                    body.kept = b""
+                await self._app(scope, body.receive, send_noting)
         except ApiError as refused:
             if status == 499:
                 await error_response(refused, request)(scope, receive, send_noting)
@@ -122,9 +129,11 @@ class Guard:
                 "headers_too_large",
             )
         self._check_host(headers)
-        self._check_origin(headers)
+        self._check_origin(scope["method"], headers)
         key = self._config.api_key
         if key is None or path in _OPEN or path in _PAGE:
+            return
+        if self._origins.is_preflight(scope["method"], headers):  # browsers send no key with it
             return
         given = headers.get("authorization", "")
         given = given[7:] if given.lower().startswith("bearer ") else headers.get("x-api-key", "")
@@ -149,23 +158,17 @@ class Guard:
             "host_not_allowed",
         )
 
-    def _check_origin(self, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is None:
-            if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
-                return
-            if headers.get("sec-fetch-mode") == "navigate":
-                return  # somebody followed a link to the page; nothing is driven by that
-        elif origin.lower() in self._origins:
+    def _check_origin(self, method: str, headers: Headers) -> None:
+        if self._origins.allow(headers):
             return
-        else:
-            parts = urlsplit(origin)
-            if parts.scheme in ("http", "https") and parts.netloc == headers.get("host"):
-                return
+        is_followed = headers.get("sec-fetch-mode") == "navigate" and "origin" not in headers
+        if is_followed and method in ("GET", "HEAD"):
+            return  # somebody followed a link to the page; nothing is driven by that
+        origin = headers.get("origin") or "another site"
         raise ApiError(
             403,
-            f"a page of {(origin or 'another site')[:80]!r} must not call this server; start it "
-            f"with --allow-origin if it should",
+            f"a page of {origin[:80]!r} must not call this server; start it with --allow-origin "
+            f"if it should",
             "origin_not_allowed",
         )
 

@@ -1,0 +1,100 @@
+"""Which web pages may call the server, and what their browsers are told (CORS)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from kvcellar.errors import ConfigError
+
+__all__ = ["Origins", "checked_origin"]
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(\d{1,5}))?/?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
+_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
+_REMEMBERED_S = 600
+
+
+def checked_origin(text: str) -> str:
+    """Return an origin as browsers send it: lower case, without a port that its scheme implies.
+
+    Raises:
+        ConfigError: it is no origin, such as a URL with a path, ``*`` or ``null``.
+    """
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise ConfigError(
+            f"{text[:80]!r} is no origin of a web page; give scheme, host and port alone, such as "
+            f"https://app.example or http://localhost:3000, each page's by itself"
+        )
+    scheme, host, port = found.groups()
+    is_implied = port is None or port == _DEFAULT_PORTS.get(scheme)
+    return f"{scheme}://{host}" if is_implied else f"{scheme}://{host}:{port}"
+
+
+class Origins:
+    """The pages elsewhere that may call, as their origins."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        """Allow the pages of these origins.
+
+        Raises:
+            ConfigError: one of them is no origin.
+        """
+        self._allowed = frozenset(checked_origin(origin) for origin in allowed)
+
+    def allow(self, headers: Headers) -> bool:
+        """Return whether a request may come from where its browser says that it comes from.
+
+        That is so without an origin, for the server's own page, and for pages that are allowed.
+        """
+        origin = headers.get("origin")
+        if origin is None:
+            return headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+        if self._of(headers) is not None:
+            return True
+        parts = urlsplit(origin)
+        return parts.scheme in ("http", "https") and parts.netloc == headers.get("host")
+
+    def is_preflight(self, method: str, headers: Headers) -> bool:
+        """Return whether a browser asks if a page that is allowed may send what it wants to."""
+        return (
+            method == "OPTIONS"
+            and self._of(headers) is not None
+            and "access-control-request-method" in headers
+        )
+
+    def preflight(self, headers: Headers) -> dict[str, str]:
+        """Return the headers, besides those of every answer, that let the page's request through.
+
+        The page may send any header: what the server does not know it does not read.
+        """
+        said = {
+            "access-control-allow-methods": _METHODS,
+            "access-control-max-age": str(_REMEMBERED_S),
+        }
+        wanted = headers.get("access-control-request-headers", "")
+        if _NAMES.fullmatch(wanted):
+            said["access-control-allow-headers"] = wanted
+        if headers.get("access-control-request-private-network") == "true":
+            said["access-control-allow-private-network"] = "true"
+        return said
+
+    def mark(self, answer: MutableHeaders, headers: Headers) -> None:
+        """Add to an answer what lets the page that asked read it, with all of its headers."""
+        if not self._allowed:
+            return
+        answer.add_vary_header("Origin")
+        origin = self._of(headers)
+        if origin is not None:
+            answer["access-control-allow-origin"] = origin
+            answer["access-control-expose-headers"] = "*"
+
+    def _of(self, headers: Headers) -> str | None:
+        """The origin as it was sent, where it is one that is allowed."""
+        origin = headers.get("origin")
+        return origin if origin is not None and origin.lower() in self._allowed else None
