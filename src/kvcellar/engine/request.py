@@ -39,7 +39,8 @@ class Request:
         params: how to sample and when to end.
         priority: higher goes first; equals go in the order they came.
         deadline_s: longest time to wait before the first compute; None for any.
-        parent: id of a request, running or kept, whose tokens come before the prompt.
+        parent: id of a request, running or kept, whose tokens come before the prompt; what the
+            cache holds of them no more is computed again.
         is_fork: with a parent: share its cells and leave it as it is (true), or take over the
             sequence of a kept one (false).
         keep: hold the sequence after the end, so that others can name it as their parent; the

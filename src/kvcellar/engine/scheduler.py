@@ -138,7 +138,7 @@ class Scheduler:
             return None
         if request.parent in self.kept:
             return self.kept[request.parent]
-        for sequence in self.running:
+        for sequence in [*self.running, *self.waiting]:  # waiting: also who had to give way
             if sequence.request_id == request.parent and request.is_fork:
                 return sequence
         raise UnknownRequestError(
@@ -209,7 +209,7 @@ class Scheduler:
             allotments = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
             if self._has_room(allotments):
                 return self._batch(allotments)
-            if len(self.running) == 1 and not self.kept:
+            if len(self.running) == 1:  # no kept one has cells any more
                 if not self.residency.unlock(self.running[0]):
                     self._full(self.running[0])
             else:
@@ -297,9 +297,10 @@ class Scheduler:
         ):
             del self.kept[parent.request_id]
             parent.status = Status.ENDED
-            self.residency.take_over(sequence, parent)
-        else:
-            self.residency.enter(sequence)
+            if parent.n_computed:  # else its cells were given up: what the index has of them
+                self.residency.take_over(sequence, parent)
+                return
+        self.residency.enter(sequence)
 
     def _draft(self) -> None:
         if self.speculator is not None:
