@@ -144,17 +144,23 @@ class Families:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("step"), st.integers(1, 6)),
-    st.tuples(st.just("new"), st.lists(st.integers(0, 3), min_size=1, max_size=40)),
-    st.tuples(st.sampled_from(["fork", "continue"]), st.integers(0, 8)),
-    st.tuples(st.sampled_from(["cancel", "release"]), st.integers(0, 8)),
+    st.tuples(st.just("new"), st.integers(1, 60)),
+    st.tuples(st.just("new"), st.integers(1, 60)),
+    st.tuples(st.sampled_from(["fork", "continue"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["fork", "continue"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["cancel", "release"]), st.integers(0, 3)),
 )
+STEPS = st.sampled_from([0, 2, 40, 40])
 
 
 @pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
-@settings(max_examples=80)
+@settings(max_examples=100)
 @given(
-    actions=st.lists(st.tuples(ACTIONS, st.booleans(), st.integers(1, 8)), max_size=25),
+    actions=st.lists(
+        st.tuples(ACTIONS, st.sampled_from([True, True, False]), st.integers(1, 8), STEPS),
+        min_size=3,
+        max_size=20,
+    ),
     config=st.fixed_dictionaries(
         {
             "index": st.sampled_from(["radix", "hashed", "naive"]),
@@ -174,14 +180,12 @@ def test_any_family_of_requests_gives_the_tokens_of_the_plain_loop(params, actio
     }
     engine = make_engine(cache=cache, drafter=drafters[kind], verify_all_drafts=True, **config)
     families = Families(engine, params)
-    for (verb, what), keep, max_tokens in actions:
+    for (verb, what), keep, max_tokens, n_steps in actions:
         settings_of_one = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         match verb:
-            case "step":
-                for _ in range(what):
-                    families.step()
             case "new":
-                families.submit(Request(tuple(what), settings_of_one, keep=keep))
+                prompt = tuple((what * i) % 5 for i in range(what))
+                families.submit(Request(prompt, settings_of_one, keep=keep))
             case "fork" | "continue" if what in families.prompts:
                 families.submit(
                     Request(
@@ -196,6 +200,8 @@ def test_any_family_of_requests_gives_the_tokens_of_the_plain_loop(params, actio
                 engine.cancel(what)
             case "release":
                 engine.release(what)
+        for _ in range(n_steps):
+            families.step()
     while not engine.is_idle:
         families.step()
     assert set(families.heard.ends) == set(families.asked)
