@@ -101,6 +101,10 @@ class AgentError(KVCellarError):
     """An agent cannot do what was asked: the name is taken, it is busy, there is no such place."""
 
 
+class AgentNameError(AgentError, ValueError):
+    """A text cannot name an agent: its characters, or its length, are not those of a name."""
+
+
 class UnknownAgentError(KVCellarError, KeyError):
     """No agent of that name is known."""
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvcellar.agents.records import Agent
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -112,8 +113,27 @@ def test_an_id_never_becomes_a_path(live, tmp_path):
         assert response.status_code == 400, bad
         response = live.http.post("/v1/agents/any/fork", json={"id": bad})
         assert response.status_code in (400, 404), bad
+    for bad in ("..", "a b", "a:b", "ü", "x" * 129):
+        kind = {"Content-Type": "application/octet-stream"}
+        response = live.http.post(
+            "/v1/agents/import", params={"id": bad}, content=b"", headers=kind
+        )
+        assert response.status_code == 400 and "cannot name an agent" in response.text
     for odd in ("..%2Fup", "%2e%2e", "a%00b"):
         assert live.http.get(f"/v1/agents/{odd}").status_code == 404
+
+
+def test_an_odd_name_of_before_is_listed_and_can_be_deleted(live):
+    make(live, "even")
+    agents = live.service.agents
+    even = agents._agent("even")
+    odd = Agent("../odd name", even.model, even.key)
+    odd.take(agents.store.get(even.name))
+    agents.store.fork(even.name, odd.name, metadata=odd.metadata())
+    assert odd.agent_id in {agent["id"] for agent in live.get("/v1/agents")["data"]}
+    gone = live.http.delete("/v1/agents/..%2Fodd%20name")
+    assert gone.json() == {"id": odd.agent_id, "deleted": True}
+    assert odd.agent_id not in {agent["id"] for agent in live.get("/v1/agents")["data"]}
 
 
 def test_a_name_is_taken_once(live):

@@ -9,7 +9,7 @@ from kvcellar.agents.memory import MemoryPlan
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
 from kvcellar.agents.places import Place
-from kvcellar.agents.records import AgentInfo, Turn
+from kvcellar.agents.records import AgentInfo, Turn, checked_id
 from kvcellar.agents.residence import BroughtBack
 from kvcellar.agents.volatile import RULES
 
@@ -30,5 +30,6 @@ __all__ = [
     "Turn",
     "TurnEnd",
     "check_template",
+    "checked_id",
     "open_host",
 ]

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from kvcellar.agents.records import (
     AgentInfo,
     Turn,
     checked_id,
+    derived_id,
     model_tag,
     reference_name,
 )
@@ -53,7 +54,7 @@ from kvcellar.errors import (
     UnknownAgentError,
     UnknownReferenceError,
 )
-from kvcellar.store import SaveState, SaveTicket, Store
+from kvcellar.store import SaveTicket, Store
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
 
@@ -105,6 +106,8 @@ class AgentManager:
         self._is_verified = verify == "canary"
         self._lock = threading.Lock()
         self._agents: dict[str, Agent] = {}
+        self._claimed: set[str] = set()
+        """Names of agents that are being made."""
         self._publisher = Publisher(store)
         self._places = Places(self.rules)
         models.before_unload(self._leave_model)
@@ -272,28 +275,21 @@ class AgentManager:
             is_passing: save nothing of it until its second turn, or until its model goes.
 
         Raises:
-            AgentError: the name is taken with this model, or cannot be one; nothing was changed.
+            AgentNameError: it cannot be a name; nothing was changed.
+            AgentError: the name is taken with this model; nothing was changed.
             ModelError: the model cannot be loaded; nothing was changed.
+            StoreError: it cannot be saved; nothing was changed.
         """
         agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
         async with self.models.use(model or self.default_model) as host:
-            self._find_stored()
             agent = self._new(agent_id, host)
-            with self._lock:
-                if agent.name in self._agents:
-                    raise AgentError(
-                        f"there is an agent {agent_id!r} with model {agent.model!r} already; "
-                        f"choose another name, or delete it"
-                    )
-                self._agents[agent.name] = agent
             if system is not None:
                 agent.messages = ({"role": "system", "content": system},)
                 agent.stops = (None,)
             if tools:
                 agent.tools = [dict(tool) for tool in tools]
             agent.is_passing = is_passing
-            if not is_passing:
-                await self._publisher.save(agent, host)
+            await self._register(agent, host)
             return agent.info()
 
     async def delete(self, agent_id: str, model: str | None = None) -> None:
@@ -361,10 +357,16 @@ class AgentManager:
 
         Raises:
             UnknownAgentError: there is no such parent.
-            AgentError: the name is taken, or there is no such place; nothing was changed.
+            AgentError: the name is taken, or cannot be one, or there is no such place; nothing was
+                changed.
+            StoreError: the new one cannot be saved; nothing was changed.
         """
         parent = self._agent(agent_id, model)
-        new_id = checked_id(new_id if new_id is not None else f"{agent_id}-{uuid.uuid4().hex[:6]}")
+        new_id = (
+            checked_id(new_id)
+            if new_id is not None
+            else derived_id(agent_id, f"-{uuid.uuid4().hex[:6]}")
+        )
         host = self._host_of(parent)
         now = await self._as_it_is(parent, host)
         at = now.position_of(position, turn)
@@ -388,12 +390,7 @@ class AgentManager:
             is_passing=is_passing,
         )
         child.cut(at)
-        with self._lock:
-            if child.name in self._agents or self.store.has_reference(child.name):
-                raise AgentError(f"there is an agent {new_id!r} already; choose another name")
-            self._agents[child.name] = child
-        if not is_passing:
-            await self._publisher.save(child, host)
+        await self._register(child, host)
         return child.info()
 
     async def rewind(
@@ -476,19 +473,10 @@ class AgentManager:
         async with agent.gate:
             host = self._host_of(agent)
             agent.is_paused, agent.is_waiting = True, False
+            if progress is not None:
+                progress(0.1, f"saving {len(agent.tokens)} tokens")
             try:
-                for attempt in (1, 2):
-                    if progress is not None:
-                        progress(0.1, f"saving {len(agent.tokens)} tokens")
-                    ticket = await self._publisher.save(agent, host)
-                    if ticket is None:
-                        break
-                    state = await asyncio.to_thread(ticket.wait)
-                    if state is SaveState.PUBLISHED and not ticket.is_partial:
-                        break
-                    if attempt == 2:
-                        raise StoreError(f"agent {agent_id!r} could not be saved: {ticket.reason}")
-                    await asyncio.to_thread(self.store.flush)  # the queue was full: now it is not
+                await self._publisher.publish(agent, host, is_whole=True)
             except BaseException:
                 agent.is_paused = False
                 raise
@@ -597,26 +585,20 @@ class AgentManager:
                 agent = Agent.from_reference(ref)
                 if agent is None:
                     raise AgentError(f"{file} holds a history that is no agent's; nothing changed")
-                if new_id is not None:
-                    agent.agent_id = checked_id(new_id)
-                if self.store.has_reference(agent.name):
-                    raise AgentError(
-                        f"there is an agent {agent.agent_id!r} with this model already; choose "
-                        f"another name, or delete it"
-                    )
-                self.store.update_metadata(staged, agent.metadata())
-                self.store.rename(staged, agent.name)
+                agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
+                with self._claimed_name(agent):
+                    self.store.update_metadata(staged, agent.metadata())
+                    self.store.rename(staged, agent.name)
+                    agent.take(self.store.get(agent.name))
+                    with self._lock:
+                        self._agents[agent.name] = agent
             except BaseException:
                 with contextlib.suppress(UnknownReferenceError):
                     self.store.delete(staged)
                 raise
-            agent.take(self.store.get(agent.name))
             return agent
 
-        agent = await asyncio.to_thread(read)
-        with self._lock:
-            self._agents[agent.name] = agent
-        return agent.info()
+        return (await asyncio.to_thread(read)).info()
 
     # A turn ------------------------------------------------------------------------------------
 
@@ -800,6 +782,45 @@ class AgentManager:
             parent = self._agents.get(agent.parent)
         return replace(info, is_parent_gone=parent is None or not agent.is_child_of(parent))
 
+    async def _register(self, agent: Agent, host: ModelHost | None) -> None:
+        """Make a new agent known, once its state is saved: a save that fails leaves no name behind.
+
+        Raises:
+            AgentError: the name is taken; nothing was changed.
+            StoreError: it cannot be saved; nothing was changed.
+        """
+        await asyncio.to_thread(self._find_stored)
+        with self._claimed_name(agent):
+            if not agent.is_passing:
+                try:
+                    await self._publisher.publish(agent, host)
+                except BaseException:
+                    await self._publisher.settled(agent)
+                    raise
+            with self._lock:
+                self._agents[agent.name] = agent
+
+    @contextlib.contextmanager
+    def _claimed_name(self, agent: Agent) -> Iterator[None]:
+        """Keep an agent's name for it while it is made; nobody sees an agent of that name yet.
+
+        Raises:
+            AgentError: another has it.
+        """
+        with self._lock:
+            is_taken = agent.name in self._agents or agent.name in self._claimed
+            if is_taken or self.store.has_reference(agent.name):
+                raise AgentError(
+                    f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; "
+                    f"choose another name, or delete it"
+                )
+            self._claimed.add(agent.name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed.discard(agent.name)
+
     def _new(self, agent_id: str, host: ModelHost) -> Agent:
         return Agent(agent_id, host.name, host.key)
 
@@ -842,7 +863,8 @@ class AgentManager:
                 agent = Agent.from_reference(self.store.get(name))
                 if agent is not None and agent.name == name:
                     with self._lock:
-                        self._agents.setdefault(agent.name, agent)
+                        if name not in self._claimed:
+                            self._agents.setdefault(agent.name, agent)
 
     async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
         """The agent at this moment, the turn that it is in included."""

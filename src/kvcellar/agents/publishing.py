@@ -67,6 +67,30 @@ class Publisher:
         await self.settled(agent)
         return await asyncio.to_thread(self._without_cells, agent)
 
+    async def publish(
+        self, agent: Agent, host: ModelHost | None, *, is_whole: bool = False
+    ) -> None:
+        """Save the agent's state and wait until it is on disk.
+
+        Args:
+            agent: whose state.
+            host: in whose cache its KV may be.
+            is_whole: all of its KV as well, as far as it was computed.
+
+        Raises:
+            StoreError: it could not be written; what was published before still is.
+        """
+        for is_second in (False, True):
+            ticket = await self.save(agent, host)
+            if ticket is None:
+                return
+            state = await asyncio.to_thread(ticket.wait)
+            if state is SaveState.PUBLISHED and not (is_whole and ticket.is_partial):
+                return
+            if is_second:
+                raise StoreError(f"agent {agent.agent_id!r} could not be saved: {ticket.reason}")
+            await asyncio.to_thread(self.store.flush)  # the queue was full: now it is not
+
     def after_turn(
         self, host: ModelHost, agent: Agent, *, is_interrupted: bool
     ) -> SaveTicket | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,15 +13,27 @@ import numpy as np
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message
 from kvcellar.agents.misses import Miss
-from kvcellar.errors import AgentError, StoreError
+from kvcellar.errors import AgentError, AgentNameError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.store import Layout, ModelKey, Reference
 from kvcellar.types import IntArray, LayerGroup
 
-__all__ = ["Agent", "AgentInfo", "Turn", "checked_id", "key_of", "model_tag", "reference_name"]
+__all__ = [
+    "Agent",
+    "AgentInfo",
+    "Turn",
+    "checked_id",
+    "derived_id",
+    "key_of",
+    "model_tag",
+    "reference_name",
+]
 
 KIND = "kvcellar_agent"
 VERSION = 1
+
+MAX_ID_CHARS = 128
+_ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,16 +292,25 @@ def model_tag(key: ModelKey) -> str:
 
 
 def checked_id(agent_id: str) -> str:
-    """The id, where it can be one.
+    """Return a name that a new agent may have: a file name everywhere, and no option of a shell.
+
+    Agents of other names, from before this was checked, are still listed and can be deleted.
 
     Raises:
-        AgentError: it is empty, too long, or not printable.
+        AgentNameError: it may not.
     """
-    if not agent_id or len(agent_id.encode("utf-8", "replace")) > 400 or not agent_id.isprintable():
-        raise AgentError(
-            f"{agent_id[:40]!r} cannot name an agent; choose 1 to 400 bytes of printable text"
+    if not _ID.fullmatch(agent_id):
+        raise AgentNameError(
+            f"{agent_id[:40]!r} cannot name an agent; choose 1 to {MAX_ID_CHARS} letters, digits "
+            f"and . _ -, the first a letter, a digit or _"
         )
     return agent_id
+
+
+def derived_id(agent_id: str, end: str) -> str:
+    """Make a name from another agent's and an ending; what cannot stand in a name becomes ``_``."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", agent_id).lstrip(".-") or "agent"
+    return checked_id(stem[: MAX_ID_CHARS - len(end)] + end)
 
 
 def key_of(ref: Reference) -> ModelKey:

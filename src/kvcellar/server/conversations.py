@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -12,14 +11,11 @@ from typing import Any
 
 from kvcellar.agents import AgentManager
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
-from kvcellar.server.errors import ApiError
 
-__all__ = ["Conversations", "Seat", "checked_agent_id"]
+__all__ = ["Conversations", "Seat"]
 
 UNNAMED = "chat-"
 """How the ids of conversations begin that nobody named."""
-
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +73,6 @@ class Conversations:
     async def _named(self, agent_id: str, model: str) -> None:
         known = {(info.agent_id, info.model) for info in self._agents.list()}
         if not any(agent_id == name for name, _ in known):
-            checked_agent_id(agent_id)
             with contextlib.suppress(AgentError):  # another request made it meanwhile
                 await self._agents.create(agent_id, model=model)
 
@@ -128,20 +123,3 @@ class Conversations:
     async def _forget(self, agent_id: str) -> None:
         with contextlib.suppress(UnknownAgentError):
             await self._agents.forget(agent_id)
-
-
-def checked_agent_id(agent_id: str) -> str:
-    """A name that a new agent may have.
-
-    Raises:
-        ApiError: 400, it may not.
-    """
-    if not _ID.fullmatch(agent_id):
-        raise ApiError(
-            400,
-            f"{agent_id[:40]!r} cannot name an agent; choose 1 to 128 letters, digits and ._:@+-, "
-            f"the first a letter or digit",
-            "invalid_agent_id",
-            param="agent_id",
-        )
-    return agent_id

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from kvcellar.errors import (
     AgentError,
+    AgentNameError,
     BackendError,
     CacheFullError,
     ConfigError,
@@ -85,6 +86,7 @@ _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
     (CacheFullError, 507, "cache_full"),
     (PromptError, 400, "invalid_prompt"),
     (ConfigError, 400, "invalid_value"),
+    (AgentNameError, 400, "invalid_agent_id"),
     (AgentError, 409, "agent_conflict"),
     (ModelError, 400, "model_refuses"),
     (BackendError, 503, "model_unavailable"),

@@ -15,11 +15,10 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from kvcellar.agents import TurnEnd
+from kvcellar.agents import TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
 from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
-from kvcellar.server.conversations import checked_agent_id
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.agents import (
@@ -55,7 +54,7 @@ async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
     """A new agent without a history."""
     service = service_of(request)
     info = await service.agents.create(
-        checked_agent_id(body.id) if body.id is not None else None,
+        body.id,
         model=service.models.resolve(body.model),
         system=body.system,
         tools=body.tools,
@@ -68,7 +67,7 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
     """An agent from a file that ``export`` wrote; all of it is verified first."""
     service = service_of(request)
     if id is not None:
-        checked_agent_id(id)
+        checked_id(id)  # before the body is taken in
     with tempfile.TemporaryDirectory(prefix="kvcellar-import-") as folder:
         file = Path(folder) / "agent"
         with file.open("wb") as out:
@@ -80,25 +79,6 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
             said = str(error).replace(str(file), "the body")
             raise ApiError(400, said, "invalid_export") from error
     return agent_as_json(service, info)
-
-
-@router.get("/{agent_id}")
-async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
-    """One agent: its state, how much of it is in the cache, its conversation and turns."""
-    service = service_of(request)
-    info = await service.agents.describe(agent_id)
-    return {
-        **agent_as_json(service, info),
-        "messages": list(service.agents.conversation(agent_id)),
-        "turns": [dataclasses.asdict(turn) for turn in service.agents.turns(agent_id)],
-    }
-
-
-@router.delete("/{agent_id}")
-async def delete_agent(request: Request, agent_id: str) -> dict[str, Any]:
-    """Forget an agent; what others share with it stays."""
-    await service_of(request).agents.delete(agent_id)
-    return {"id": agent_id, "deleted": True}
 
 
 @router.get("/{agent_id}/why")
@@ -116,8 +96,7 @@ async def fork_agent(
     """A new agent that shares the beginning of this one; no KV is copied."""
     service = service_of(request)
     body = body or ForkRequest.model_validate({})
-    new_id = checked_agent_id(body.id) if body.id is not None else None
-    info = await service.agents.fork(agent_id, new_id, position=body.position, turn=body.turn)
+    info = await service.agents.fork(agent_id, body.id, position=body.position, turn=body.turn)
     return agent_as_json(service, info)
 
 
@@ -193,6 +172,28 @@ async def export_agent(request: Request, agent_id: str) -> Response:
         filename=f"{agent_id}.kvcellar",
         background=BackgroundTask(folder.cleanup),
     )
+
+
+# Behind the other routes: names from before they were checked may have slashes.
+
+
+@router.get("/{agent_id:path}")
+async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """One agent: its state, how much of it is in the cache, its conversation and turns."""
+    service = service_of(request)
+    info = await service.agents.describe(agent_id)
+    return {
+        **agent_as_json(service, info),
+        "messages": list(service.agents.conversation(agent_id)),
+        "turns": [dataclasses.asdict(turn) for turn in service.agents.turns(agent_id)],
+    }
+
+
+@router.delete("/{agent_id:path}")
+async def delete_agent(request: Request, agent_id: str) -> dict[str, Any]:
+    """Forget an agent; what others share with it stays."""
+    await service_of(request).agents.delete(agent_id)
+    return {"id": agent_id, "deleted": True}
 
 
 @router.post("/{agent_id}/generate", response_model=None)
