@@ -144,6 +144,31 @@ def _windows(text: Any, n_layers: int) -> list[int | None]:
     return [sliding if kind == _SLIDING else None for kind in types]
 
 
+def positions_from_config(config: Any) -> int:
+    """The longest sequence that a model was made for, from the config of its text part.
+
+    ``max_position_embeddings``, or what YaRN stretches the original positions to where that is
+    more: published configs that switch YaRN on leave the other number as it was. Other kinds of
+    scaled RoPE have it counted in already.
+
+    Raises:
+        ModelError: the config does not say.
+    """
+    said = getattr(config, "max_position_embeddings", None)
+    if not isinstance(said, int) or said < 1:
+        raise ModelError(_missing(str(config.model_type), "max_position_embeddings"))
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    stretched = [
+        int(part["original_max_position_embeddings"] * part["factor"])
+        for part in parts
+        if part.get("rope_type", part.get("type")) == "yarn"
+        and part.get("original_max_position_embeddings")
+        and part.get("factor")
+    ]
+    return max([said, *stretched])
+
+
 def check_family(model_type: str | None) -> None:
     """Refuse a family whose attention is not verified here.
 

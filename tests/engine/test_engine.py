@@ -616,6 +616,45 @@ def test_a_prompt_that_fills_the_cache_gives_one_token_and_says_why_it_ended():
     nothing_is_left(engine)
 
 
+class Placed(HashRunner):
+    """Remembers the furthest position that was ever computed."""
+
+    furthest = -1
+
+    def forward(self, token_ids, positions, rows=None):
+        self.furthest = max(self.furthest, *(int(p) for p in positions))
+        return super().forward(token_ids, positions, rows)
+
+
+@pytest.mark.parametrize("has_guesses", [False, True])
+def test_no_position_is_computed_that_the_model_was_not_made_for(has_guesses):
+    cache = make_cache("tree" if has_guesses else "seq", 256)
+    runner = Placed(cache, VOCAB)
+    engine = Engine(
+        runner,
+        cache,
+        ByteTokenizer(),
+        eos_token_ids=EOS,
+        config=EngineConfig(verify_all_drafts=True),
+        drafter=GuessTrees(PARAMS, VOCAB) if has_guesses else None,
+        max_positions=50,
+    )
+    params = SamplingParams(ignore_eos=True, max_tokens=100)
+    with pytest.raises(PromptError, match="51 tokens and the model was made for 50 positions"):
+        engine.submit(Request(tuple(range(51)), params))
+    for i in range(3):  # together they have more tokens than one may have
+        engine.submit(Request(tuple(range(i, 40 + i)), params))
+    ends = [event for event in engine.run() if isinstance(event, FinishEvent)]
+    assert len(ends) == 3
+    for end in ends:
+        want = plain_loop(tuple(range(end.request_id, 40 + end.request_id)), params)
+        assert (end.reason, end.finish.cause) == ("length", "context_full")
+        assert end.token_ids == want.token_ids[:11]
+        assert end.text == want.text[: len(end.text)] and end.text
+    assert runner.furthest == 49
+    nothing_is_left(engine)
+
+
 def test_what_another_computed_too_is_given_up_before_a_request_ends():
     """Both compute the same prompt, and the index keeps the first one's cells of it."""
     engine = make_engine(capacity=64)

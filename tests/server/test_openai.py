@@ -261,7 +261,9 @@ def test_a_named_agent_takes_the_turn_and_is_there_afterwards(client, live):
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_numbers(client):
-    with pytest.raises(openai.BadRequestError, match="context of 'demo' is 4096 tokens") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match="maximum context length is 4096 tokens"
+    ) as caught:
         ask(client, [{"role": "user", "content": "word " * 6000}])
     assert caught.value.code == "context_length_exceeded"
 

@@ -48,6 +48,7 @@ class ModelHost:
         key: whose KV it computes, in the store.
         eos_token_ids: tokens with which it ends an answer.
         size_bytes: weights and the most that its cache may hold; 0 where nobody counts.
+        max_positions: the longest sequence that the model was made for; None: not known.
         costs: what restoring and recomputing take here.
         template: what its chat template does to old turns; None without one.
         restoring: one restore at a time: the second of two forks finds what the first brought.
@@ -60,10 +61,21 @@ class ModelHost:
     key: ModelKey
     eos_token_ids: frozenset[int] = frozenset()
     size_bytes: int = 0
+    max_positions: int | None = None
     costs: Costs = field(default_factory=Costs)
     template: TemplateReport | None = None
     restoring: Gate = field(default_factory=Gate)
     _on_close: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def context(self) -> int:
+        """The longest conversation that it can read, in tokens.
+
+        The least of what the model was made for and of what its cache can hold of one sequence.
+        What a tokenizer says of lengths is not asked: many say nothing, or 10^30.
+        """
+        capacity = self.engine.cache.capacity
+        return capacity if self.max_positions is None else min(self.max_positions, capacity)
 
     def close(self) -> None:
         """End its engine and let go of its cache and weights. May be called twice."""
@@ -164,6 +176,7 @@ def open_host(
             eos_token_ids=model.eos_token_ids,
             config=config,
             drafter=drafter,
+            max_positions=model.max_positions,
         )
         template = None
         if getattr(model.tokenizer, "chat_template", None):
@@ -176,6 +189,7 @@ def open_host(
             key=ModelKey(fingerprint.value, layout),
             eos_token_ids=model.eos_token_ids,
             size_bytes=memory_bytes or model.size_bytes + layout.rows_bytes(cache_config.capacity),
+            max_positions=model.max_positions,
             template=template,
             _on_close=stack.pop_all(),
         )

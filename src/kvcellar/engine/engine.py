@@ -93,6 +93,8 @@ class Engine:
         config: see :class:`EngineConfig`.
         drafter: guesses tokens that the same forward verifies, where that saves time; None for
             none. What comes out does not depend on it.
+        max_positions: the longest sequence that the model was made for; one that reaches it ends
+            with ``length``. None: as long as there are cells.
         clock: seconds, for deadlines and times.
     """
 
@@ -105,6 +107,7 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         config: EngineConfig | None = None,
         drafter: Drafter | None = None,
+        max_positions: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """An engine without requests."""
@@ -127,7 +130,9 @@ class Engine:
             Residency(cache, self.index, self.config.max_moved_bytes),
             policy,
             Limits(
-                step_limit(runner, self.config.max_num_batched_tokens), self.config.max_num_seqs
+                step_limit(runner, self.config.max_num_batched_tokens),
+                self.config.max_num_seqs,
+                max_positions,
             ),
             tokenizer,
             runner.vocab_size,

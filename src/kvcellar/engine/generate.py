@@ -53,7 +53,9 @@ class Finish:
     """
 
     reason: Literal["stop", "length"]
-    cause: Literal["eos", "stop_token", "stop_text", "guide", "max_tokens", "cache_full"]
+    cause: Literal[
+        "eos", "stop_token", "stop_text", "guide", "max_tokens", "cache_full", "context_full"
+    ]
     detail: str
 
 
@@ -311,7 +313,7 @@ def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int
 
 def is_shown(finish: Finish | None) -> bool:
     """Whether the token that was sampled last, and ended the sequence or not, is text."""
-    return finish is None or finish.cause in ("guide", "max_tokens")
+    return finish is None or finish.cause in ("guide", "max_tokens", "context_full")
 
 
 def stopped_by_text(stream: TextStream) -> Finish | None:

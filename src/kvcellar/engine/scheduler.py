@@ -39,10 +39,13 @@ class Limits:
     Attributes:
         max_num_batched_tokens: tokens in one forward.
         max_num_seqs: sequences that run at a time.
+        max_positions: tokens of a sequence that may be computed, whatever the cache holds; None: as
+            many as it has cells.
     """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    max_positions: int | None = None
 
 
 MIN_SHARED = 32
@@ -164,6 +167,12 @@ class Scheduler:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens and the cache {capacity} cells, so it can "
                 f"never fit; shorten it or {self.residency.cache.config.more_room}"
+            )
+        most = self.limits.max_positions
+        if most is not None and len(tokens) > most:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens and the model was made for {most} positions; "
+                f"shorten it"
             )
 
     def cancel(self, request_id: int) -> bool:
@@ -308,6 +317,10 @@ class Scheduler:
             n_others = sum(s.n_left for s in self.running if not s.is_decoding)
             most = self.limits.max_num_batched_tokens - len(decoding)
             self.speculator.propose(decoding, min(n_others, max(0, most)))
+            if self.limits.max_positions is not None:
+                for sequence in decoding:  # no guess is computed beyond the model's positions
+                    n_left = self.limits.max_positions - len(sequence.tokens)
+                    sequence.draft = sequence.draft.first(max(0, n_left))
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
         """Make room for these tokens, giving up drafts and kept sequences before anyone's turn."""
@@ -439,6 +452,7 @@ class Scheduler:
         text = ""
         stream = sequence.stream
         finish = finish_of(choice.token_id, sequence.state, self.eos_token_ids)
+        finish = finish or self._out_of_positions(sequence)
         if stream is not None:
             if is_shown(finish):
                 text = stream.push(choice.token_id)
@@ -448,6 +462,13 @@ class Scheduler:
         token = GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
         self._events.append(TokenEvent(sequence.request_id, token))
         return finish
+
+    def _out_of_positions(self, sequence: Sequence) -> Finish | None:
+        """Whether the model has no position for the token that was sampled last."""
+        most = self.limits.max_positions
+        if most is None or len(sequence.tokens) <= most:
+            return None
+        return Finish("length", "context_full", f"the model's context of {most} tokens is full")
 
     def fail(self, batch: ScheduledBatch, error: Exception) -> list[Event]:
         """End the requests of a batch whose forward raised; the others do not notice.

@@ -25,7 +25,7 @@ from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS, WEIGHTS, parse_weights
 from kvcellar.registry import CacheSession, load_backend
-from kvcellar.spec import config_from_dict, params_from_config
+from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
 from kvcellar.types import ModelCacheParams
 
 DEMO = "demo"
@@ -331,7 +331,7 @@ def load_model(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=positions_from_config(config),
         dtype=str(model.dtype).removeprefix("torch."),
         weights=weights,
         _model=model,

@@ -43,7 +43,13 @@ from kvcellar.models.weights import (
     parse_weights,
 )
 from kvcellar.registry import load_backend
-from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec, config_from_dict, params_from_config
+from kvcellar.spec import (
+    DTYPE_BYTES,
+    ModelCacheSpec,
+    config_from_dict,
+    params_from_config,
+    positions_from_config,
+)
 
 _NOT_TEXT = (
     "vision_tower.",
@@ -183,7 +189,7 @@ def _spec_of(
         name=name,
         family=str(raw.get("model_type")),
         params=params,
-        max_positions=int(config.max_position_embeddings),
+        max_positions=positions_from_config(config),
         stored_bytes=computed if files_bytes is None else files_bytes,
         weight_bytes=weight_bytes,
         dtype=memory_dtype,

@@ -248,7 +248,7 @@ async def _events(
         return message if plan.knows_calls else say_calls(message)
 
     def on_start(tokens: Sequence[int], n_cached: int) -> None:
-        service.check_fits(host, tokens, n_cached)
+        service.check_fits(host, tokens)
         wanted = len(tokens) + (ask.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
         plan.tokens = tokens
@@ -324,11 +324,12 @@ async def _failure(service: Service, host: ModelHost, event: TurnEnd) -> Excepti
         return error
     if event.finish.reason == "length":
         return ApiError(
-            507,
+            503,
             f"no cell was left for an answer: {event.finish.finish.detail}"
             if event.finish.finish
             else "no cell was left for an answer",
             "cache_full",
+            retry_after_s=5,
         )
     return EngineClosedError("the server is being stopped; ask the next one")
 

@@ -25,7 +25,14 @@ from kvcellar.errors import (
     UnknownReferenceError,
 )
 
-__all__ = ["ApiError", "ClientGone", "as_api_error", "error_body", "error_response"]
+__all__ = [
+    "ApiError",
+    "ClientGone",
+    "ContextExceeded",
+    "as_api_error",
+    "error_body",
+    "error_response",
+]
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -35,7 +42,6 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
-    507: "overloaded_error",
 }
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -75,6 +81,48 @@ class ApiError(KVCellarError):
         self.details = dict(details or {})
 
 
+class ContextExceeded(ApiError):  # noqa: N818
+    """A prompt that no waiting makes fit: 400, in the words that clients of each protocol look for.
+
+    Attributes:
+        for_anthropic: the message below ``/v1/messages``.
+    """
+
+    def __init__(
+        self,
+        n_tokens: int,
+        context: int,
+        *,
+        max_positions: int | None = None,
+        is_least: bool = False,
+        param: str | None = "messages",
+    ) -> None:
+        """Say how long the prompt is and how long it may be.
+
+        Args:
+            n_tokens: of the prompt.
+            context: the most that it may have.
+            max_positions: what the model was made for, where this server gives it less room.
+            is_least: whether the prompt has at least so many tokens, and nobody counted them all.
+            param: the field that is too long.
+        """
+        least = "at least " if is_least else ""
+        super().__init__(
+            400,
+            f"This model's maximum context length is {context} tokens. However, your {param} "
+            f"resulted in {least}{n_tokens} tokens. Please reduce the length of the {param}.",
+            "context_length_exceeded",
+            param=param,
+            details={"needed": n_tokens, "available": context},
+        )
+        self.for_anthropic = f"prompt is too long: {least}{n_tokens} tokens > {context} maximum"
+        if max_positions is not None and max_positions > context:
+            self.details["hint"] = (
+                f"the model was made for {max_positions} tokens and this server's cache has room "
+                f"for {context}; whoever starts it can give it more --capacity or --memory"
+            )
+
+
 class ClientGone(Exception):  # noqa: N818
     """Nobody is there to be answered."""
 
@@ -83,7 +131,7 @@ _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
     (UnknownAgentError, 404, "agent_not_found"),
     (UnknownReferenceError, 404, "not_found"),
     (DeadlineError, 429, "no_room_in_time"),
-    (CacheFullError, 507, "cache_full"),
+    (CacheFullError, 503, "cache_full"),
     (PromptError, 400, "invalid_prompt"),
     (ConfigError, 400, "invalid_value"),
     (AgentNameError, 400, "invalid_agent_id"),
@@ -114,6 +162,8 @@ def error_body(error: ApiError, request: Request) -> dict[str, Any]:
     """The body in the words of Anthropic below ``/v1/messages``, of OpenAI elsewhere."""
     message = str(error)
     if request.url.path.startswith("/v1/messages"):
+        if isinstance(error, ContextExceeded):
+            message = error.for_anthropic
         kind = _ANTHROPIC_TYPES.get(error.status)
         kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
         inside = {"type": kind, "message": message, **error.details}

@@ -72,6 +72,7 @@ class ServedModels:
         self._lock = threading.Lock()
         now = time.time()
         self._states = {path: ModelState(name, "absent", now) for path, name in self._names.items()}
+        self._contexts: dict[str, tuple[int, int | None]] = {}
         self.created_s = int(now)
         self.n_loads = 0
         self.registry = ModelRegistry(
@@ -101,6 +102,13 @@ class ServedModels:
     def public(self, path: str) -> str:
         """What clients call a model."""
         return self._names.get(path, path)
+
+    def context(self, path: str) -> tuple[int, int | None] | None:
+        """(the longest conversation that a model takes here, what it was made for), in tokens.
+
+        None: it was never loaded, so nobody knows.
+        """
+        return self._contexts.get(path)
 
     def states(self) -> list[ModelState]:
         """All models at this moment."""
@@ -138,6 +146,7 @@ class ServedModels:
             self._set(path, "failed", str(error))
             raise
         host.name = path
+        self._contexts[path] = host.context, host.max_positions
         self.n_loads += 1
         self._set(path, "ready")
         return host

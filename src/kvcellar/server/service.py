@@ -15,7 +15,7 @@ from kvcellar.engine import EngineStats
 from kvcellar.errors import EngineClosedError
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.conversations import Conversations
-from kvcellar.server.errors import ApiError
+from kvcellar.server.errors import ApiError, ContextExceeded
 from kvcellar.server.grammar import Grammars
 from kvcellar.server.metrics import Metrics
 from kvcellar.server.models import ServedModels
@@ -96,35 +96,27 @@ class Service:
             self._n_active -= n
             self.metrics.active.set(self._n_active)
 
-    def check_fits(self, host: ModelHost, tokens: Sequence[int], n_cached: int) -> None:
+    def check_fits(
+        self, host: ModelHost, tokens: Sequence[int], *, param: str = "messages"
+    ) -> None:
         """Refuse a prompt that can never be answered, before anything is computed.
 
+        Where the prompt fits, its answer may have fewer tokens than were asked for: it ends with
+        ``length`` where the context does.
+
+        Args:
+            host: the model's.
+            tokens: the whole prompt.
+            param: the field that it came in.
+
         Raises:
-            ApiError: 400 where it is longer than the model's context, 507 where the cache was made
-                smaller than it needs.
+            ContextExceeded: 400, it is longer than the context.
         """
-        needed, capacity = len(tokens) + 1, host.engine.cache.capacity
-        if needed <= capacity:
-            return
-        context = getattr(host.tokenizer, "model_max_length", None) or capacity
-        if len(tokens) >= context or capacity >= context:
-            raise ApiError(
-                400,
-                f"this prompt has {len(tokens)} tokens and the context of {host.name!r} is "
-                f"{min(context, capacity)} tokens, the answer included; shorten the conversation",
-                "context_length_exceeded",
-                param="messages",
-                details={"needed": needed, "available": min(context, capacity)},
+        if len(tokens) > host.context:
+            self.metrics.refused.labels("context").inc()
+            raise ContextExceeded(
+                len(tokens), host.context, max_positions=host.max_positions, param=param
             )
-        self.metrics.refused.labels("budget").inc()
-        raise ApiError(
-            507,
-            f"this prompt needs {needed} cells of the cache of {host.name!r}, which has {capacity} "
-            f"in all, {n_cached} of them with this prompt's beginning; nothing that could go would "
-            f"make room; shorten it, or start the server with more --capacity or --memory",
-            "insufficient_cache",
-            details={"needed": needed, "available": capacity, "cached": n_cached},
-        )
 
     async def no_room(self, host: ModelHost, error: Exception) -> ApiError:
         """A request that waited too long for its cells: what it would take for it to fit."""

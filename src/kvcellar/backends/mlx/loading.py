@@ -34,7 +34,7 @@ from kvcellar.models.loading import (
 from kvcellar.models.runner import Runner
 from kvcellar.models.tokenizer import load_tokenizer, quiet
 from kvcellar.registry import CacheSession
-from kvcellar.spec import config_from_dict, params_from_config
+from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
 
 _PARTS = {
     "model.language_model.": "language_model.model.",
@@ -137,7 +137,7 @@ def load_model(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=positions_from_config(config),
         dtype=wanted or _float_type(model, stored),
         weights=None,
         _model=model,

@@ -232,7 +232,7 @@ async def _events(
                 params=params,
                 priority=body.priority,
                 deadline_s=service.config.wait_s,
-                on_start=lambda tokens, n_cached: service.check_fits(host, tokens, n_cached),
+                on_start=lambda tokens, n_cached: service.check_fits(host, tokens),
             )
             async with contextlib.aclosing(turn):
                 async for event in turn:

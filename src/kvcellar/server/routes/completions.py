@@ -135,7 +135,7 @@ async def _plain(
     service: Service, host: ModelHost, choice: _Choice, params: SamplingParams
 ) -> AsyncGenerator[GeneratedToken, None]:
     """A continuation that is nobody's."""
-    service.check_fits(host, choice.prompt, 0)
+    service.check_fits(host, choice.prompt, param="prompt")
     wanted = len(choice.prompt) + (params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
     asked = EngineRequest(choice.prompt, params, deadline_s=service.config.wait_s)
@@ -163,7 +163,7 @@ async def _of_agent(
             params=params,
             model=host.name,
             deadline_s=service.config.wait_s,
-            on_start=lambda tokens, n_cached: service.check_fits(host, tokens, n_cached),
+            on_start=lambda tokens, n_cached: service.check_fits(host, tokens, param="prompt"),
         )
         async with contextlib.aclosing(turn):
             async for event in turn:

@@ -60,6 +60,7 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.models.created_s))
+    context, trained = service.models.context(service.models.resolve(name)) or (None, None)
     return {
         "id": name,
         "object": "model",
@@ -68,6 +69,11 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": created,
+        # The usable context, by the names that clients of others look for.
+        "context_length": context,
+        "max_model_len": context,
+        "max_input_tokens": context,
+        "meta": {"n_ctx": context, "n_ctx_train": trained},
     }
 
 
