@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -252,3 +253,14 @@ def test_a_stop_text_is_found_across_the_bytes_of_its_characters(text: str, stop
     shown += stream.flush()
     assert shown == stream.text == text.partition(stop)[0]
     assert (stream.matched_stop is not None) == (stop in text)
+
+
+def test_a_character_is_looked_at_once_however_many_stop_texts_there_are() -> None:
+    stops = ["a" * n + "b" for n in range(1, 200)] + [f"never {i}" for i in range(20_000)]
+    text = "a" * 20_000
+    started = time.monotonic()
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.push(char) for char in text)
+    assert text.startswith(shown) and len(shown) == len(text) - 199 and matcher.matched is None
+    assert matcher.push("b") == "" and matcher.matched == "a" * 199 + "b"
+    assert time.monotonic() - started < 20, "a search for each of them takes minutes"

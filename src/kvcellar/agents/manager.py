@@ -55,6 +55,7 @@ from kvcellar.errors import (
     UnknownReferenceError,
 )
 from kvcellar.store import SaveTicket, Store
+from kvcellar.valid import valid_json
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
 
@@ -281,6 +282,7 @@ class AgentManager:
             StoreError: it cannot be saved; nothing was changed.
         """
         agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
+        system, tools = valid_json((system, tools))
         async with self.models.use(model or self.default_model) as host:
             agent = self._new(agent_id, host)
             if system is not None:
@@ -648,6 +650,7 @@ class AgentManager:
         """
         if sum(value is not None for value in (text, messages, tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
+        text, messages, tools = valid_json((text, messages, tools))
         agent = self._agent(agent_id)
         end: TurnEnd | None = None
         async with self.models.use(model or agent.model) as host:

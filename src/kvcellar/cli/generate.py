@@ -14,6 +14,7 @@ from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, progress_bar, write
 from kvcellar.engine import Generation, SamplingParams, encode_chat, generate
 from kvcellar.errors import ConfigError
+from kvcellar.valid import valid_text
 
 
 def register(app: typer.Typer) -> None:
@@ -98,7 +99,7 @@ def generate_command(
 
 def _encode(bound: Bound, text: str, chat: bool, system: str | None) -> list[int]:
     if not chat:
-        return [int(token_id) for token_id in bound.model.tokenizer.encode(text)]
+        return [int(token_id) for token_id in bound.model.tokenizer.encode(valid_text(text))]
     messages = [] if system is None else [{"role": "system", "content": system}]
     return encode_chat(bound.model.tokenizer, [*messages, {"role": "user", "content": text}])
 

@@ -18,6 +18,7 @@ from kvcellar.engine.sampling import SamplingParams
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import Tokenizer
 from kvcellar.errors import ModelError, RewindError
+from kvcellar.valid import valid_json, valid_text
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import Runner
@@ -52,7 +53,7 @@ def encode_chat(tokenizer: ChatTokenizer, messages: list[Message]) -> list[int]:
     Raises:
         ModelError: there is no chat template, or it refuses these messages.
     """
-    return _encode(tokenizer, _render(tokenizer, messages))
+    return _encode(tokenizer, _render(tokenizer, valid_json(messages)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,9 @@ class Conversation:
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prefill_chunk = prefill_chunk
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._opening: list[Message] = []
+        if system is not None:
+            self._opening.append({"role": "system", "content": valid_text(system)})
         self.messages: list[Message] = []
         self.tokens: list[int] = []
         self._turns: list[_Turn] = []
@@ -141,6 +144,7 @@ class Conversation:
             PromptError: there is no room for it; raised by this call, and nothing was changed.
             ModelError: the template refuses the message; raised likewise.
         """
+        text = valid_text(text)
         kept, new = self._next_tokens(text)
         tokens = [*kept, *new]
         self._cut_cache(len(kept))

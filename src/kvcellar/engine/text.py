@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from kvcellar.errors import ConfigError
@@ -112,40 +115,36 @@ class Detokenizer:
 class StopMatcher:
     """Finds the stop text that is complete first, and holds back what may become one.
 
-    Of several that are complete at the same character, the longest counts: it begins first.
+    Of several that are complete at the same character, the longest counts: it begins first. Each
+    character is looked at once, however many stop texts there are.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Nothing seen yet."""
         if not all(stops):
             raise ConfigError(f"a stop text has at least one character, got {list(stops)!r}")
-        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._nodes = _automaton(tuple(stops)) if stops else ()
+        self._at = 0  # the node whose text is the end of what was seen
         self._held = ""
         self.matched: str | None = None
         """The stop text that was found; nothing is let through from then on."""
 
     def push(self, text: str) -> str:
         """Add text; return what can no longer be a part of a stop text."""
-        if not self._stops:
+        if not self._nodes:
             return text
         if self.matched is not None:
             return ""
+        for i, char in enumerate(text):
+            self._at = _follow(self._nodes, self._at, char)
+            stop = self._nodes[self._at].stop
+            if stop is not None:
+                seen, self._held, self.matched = self._held + text[: i + 1], "", stop
+                return seen[: len(seen) - len(stop)]
         text = self._held + text
-        found = min(
-            (
-                (text.find(stop) + len(stop), -len(stop), stop)
-                for stop in self._stops
-                if stop in text
-            ),
-            default=None,
-        )
-        if found is not None:
-            stop_end, minus_length, self.matched = found
-            self._held = ""
-            return text[: stop_end + minus_length]
-        held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        n_sure = len(text) - self._nodes[self._at].depth
+        self._held = text[n_sure:]
+        return text[:n_sure]
 
     def flush(self) -> str:
         """What was held back, now that nothing follows it."""
@@ -153,12 +152,50 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of ``stop`` that ``text`` ends with."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
+@dataclass(slots=True)
+class _Node:
+    """A beginning of a stop text.
+
+    Attributes:
+        depth: its characters.
+        nexts: by the next character, the node of the beginning that is one longer.
+        shorter: the node of the longest other beginning that this one ends with.
+        stop: the longest stop text that this one ends with.
+    """
+
+    depth: int
+    nexts: dict[str, int] = field(default_factory=dict)
+    shorter: int = 0
+    stop: str | None = None
+
+
+def _follow(nodes: Sequence[_Node], at: int, char: str) -> int:
+    """The node of the longest beginning that a node's text with one more character ends with."""
+    while at and char not in nodes[at].nexts:
+        at = nodes[at].shorter
+    return nodes[at].nexts.get(char, 0)
+
+
+@lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> tuple[_Node, ...]:
+    """All beginnings of the stop texts, after Aho and Corasick; the first is the empty one."""
+    nodes = [_Node(0)]
+    for stop in stops:
+        at = 0
+        for char in stop:
+            if char not in nodes[at].nexts:
+                nodes.append(_Node(nodes[at].depth + 1))
+                nodes[at].nexts[char] = len(nodes) - 1
+            at = nodes[at].nexts[char]
+        nodes[at].stop = stop
+    queue = deque(nodes[0].nexts.values())
+    while queue:  # the shorter ones first
+        node = nodes[queue.popleft()]
+        for char, child in node.nexts.items():
+            nodes[child].shorter = _follow(nodes, node.shorter, char)
+            nodes[child].stop = nodes[child].stop or nodes[nodes[child].shorter].stop
+            queue.append(child)
+    return tuple(nodes)
 
 
 class TextStream:

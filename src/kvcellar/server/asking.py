@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 
@@ -13,9 +13,28 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import Message, SamplingFields
 from kvcellar.server.service import Service
 
-__all__ = ["agent_of", "note", "plain_messages", "sampling_of", "service_of", "usage_extra"]
+__all__ = [
+    "agent_of",
+    "note",
+    "plain_messages",
+    "predictions",
+    "sampling_of",
+    "service_of",
+    "text_of",
+    "usage_extra",
+]
 
 _SEEDS = 1 << 63
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+class Part(Protocol):
+    """A piece of a message's content, in any protocol of OpenAI's."""
+
+    type: str
+    text: str | None
+    refusal: str | None
 
 
 def service_of(request: Request) -> Service:
@@ -50,15 +69,8 @@ def sampling_of(
 
     Raises:
         ConfigError: a value that cannot work.
-        ApiError: 400, a ``logit_bias`` that names no token id.
     """
-    bias = {}
-    for key, value in (fields.logit_bias or {}).items():
-        if not key.isdecimal():
-            raise ApiError(
-                400, f"logit_bias names {key[:20]!r}; its keys are token ids", param="logit_bias"
-            )
-        bias[int(key)] = value
+    bias = {int(key): value for key, value in (fields.logit_bias or {}).items()}
     stop = fields.stop or ()
     seed = None if fields.seed is None else (fields.seed + index) % _SEEDS
     return SamplingParams(
@@ -89,21 +101,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _plain(message: Message) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    content = message.content
-    if content is not None and not isinstance(content, str):
-        texts = []
-        for part in content:
-            text = part.text if part.text is not None else part.refusal
-            if text is None:
-                raise ApiError(
-                    400,
-                    f"a message has a part of type {part.type[:40]!r}; this server takes text",
-                    "unsupported_content",
-                    param="messages",
-                )
-            texts.append(text)
-        content = "".join(texts)
-    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    plain: dict[str, Any] = {"role": role, "content": text_of(message.content, "messages")}
     if message.name:
         plain["name"] = message.name
     if message.tool_call_id:
@@ -121,6 +119,32 @@ def _plain(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return plain
+
+
+def text_of(content: str | Sequence[Part] | None, param: str) -> str:
+    """The text of a message, or of the parts it comes in.
+
+    Raises:
+        ApiError: 400, a part is something else than text, whatever text it has beside.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_text_of(part, param) for part in content)
+
+
+def _text_of(part: Part, param: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in _TEXT_PARTS or text is None:
+        raise ApiError(
+            400,
+            f"a message has a part of type {part.type[:40]!r}"
+            + (" without text" if part.type in _TEXT_PARTS else "")
+            + "; this server takes parts of type "
+            + ", ".join(_TEXT_PARTS),
+            "unsupported_content",
+            param=param,
+        )
+    return text
 
 
 def _arguments(value: str | Mapping[str, Any] | None) -> Any:

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcellar.errors import PromptError
+from kvcellar.valid import valid_json
+
 __all__ = [
     "CALL_BEGIN",
     "CALL_END",
@@ -210,8 +213,8 @@ def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
 def read_arguments(text: str) -> Any:
     """Arguments as templates want them: an object where the text is one."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return valid_json(json.loads(text))
+    except (ValueError, RecursionError, PromptError):
         return text
 
 
@@ -251,7 +254,7 @@ def _whole(inside: str) -> tuple[str, str] | None:
         value = json.loads(inside)
         name = value["name"]
         arguments = value.get("arguments", value.get("parameters", {}))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(name, str):
         return None

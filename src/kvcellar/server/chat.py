@@ -194,6 +194,14 @@ async def _planned(service: Service, host: ModelHost, ask: Ask) -> AsyncGenerato
 
 async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
     """What the model is told, and what its answer is held to."""
+    if not ask.tools and ask.choice not in ("auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice is {ask.choice!r} and the request has no tools; give tools, or leave "
+            f"tool_choice out",
+            "no_tools",
+            param="tool_choice",
+        )
     messages, tools, knows = _in_words_of(host, ask.messages, ask.tools)
     guide = None
     if ask.schema is not None:

@@ -23,13 +23,14 @@ from kvcellar.server.asking import (
     predictions,
     sampling_of,
     service_of,
+    text_of,
     usage_extra,
 )
 from kvcellar.server.calls import read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
-from kvcellar.server.schemas.responses import Item, NamedTool, Part, ResponseRequest
+from kvcellar.server.schemas.responses import Item, NamedTool, ResponseRequest
 from kvcellar.server.service import Service, as_mapping, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
 
@@ -270,13 +271,13 @@ def _add_items(messages: list[dict[str, Any]], items: list[Item]) -> None:
             messages.append(
                 {
                     "role": "tool",
-                    "content": _text(item.output),
+                    "content": text_of(item.output, "input"),
                     "tool_call_id": item.call_id or "",
                 }
             )
         elif item.type in (None, "message") and item.role is not None:
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": text_of(item.content, "input")})
         elif item.type != "reasoning":
             raise ApiError(
                 400,
@@ -285,23 +286,6 @@ def _add_items(messages: list[dict[str, Any]], items: list[Item]) -> None:
                 "unsupported_content",
                 param="input",
             )
-
-
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        text = part.text if part.text is not None else part.refusal
-        if text is None:
-            raise ApiError(
-                400,
-                f"a part of type {part.type[:40]!r} came; this server takes text",
-                "unsupported_content",
-                param="input",
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 def _messages_of(service: Service, response_id: str) -> list[dict[str, Any]]:

@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kvcellar.server.schemas.openai import Open, SamplingFields
+from kvcellar.server.schemas.base import Body
+from kvcellar.server.schemas.openai import SamplingFields
 
 __all__ = ["CreateRequest", "ForkRequest", "GenerateRequest", "RewindRequest"]
 
 
-class CreateRequest(Open):
+class CreateRequest(Body):
     """``POST /v1/agents``."""
 
     id: str | None = Field(None, max_length=128, description="Its name; made up without one.")
@@ -20,7 +21,7 @@ class CreateRequest(Open):
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
 
 
-class PlaceRequest(Open):
+class PlaceRequest(Body):
     """A place in a history, in tokens or in turns."""
 
     position: int | None = Field(None, ge=0, lt=2**31, description="Tokens from the beginning.")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvcellar.server.schemas.openai import AgentId, Open, Stop
+from kvcellar.server.schemas.base import AgentId, Body, Open, Stops
 
 __all__ = ["CacheControl", "CountRequest", "MessagesRequest"]
 
@@ -70,7 +70,7 @@ class OutputConfig(Open):
     format: OutputFormat | None = None
 
 
-class CountRequest(Open):
+class CountRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
     model: str | None = Field(None, max_length=512)
@@ -85,8 +85,8 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: list[Stop] | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
+    stop_sequences: Stops | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from kvcellar.server.schemas.base import AgentId, Body, Open, Stop, Stops
 
 __all__ = [
     "ChatRequest",
@@ -15,29 +17,23 @@ __all__ = [
     "SamplingFields",
 ]
 
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-AgentId = Annotated[str, Field(min_length=1, max_length=128)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Open(BaseModel):
-    """Fields that nobody here knows are let pass: clients are newer than servers."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class SamplingFields(Open):
+class SamplingFields(Body):
     """How to sample, as in OpenAI's requests, with what local servers add."""
 
-    temperature: float | None = Field(None, ge=0, le=100, description="0: the likeliest token.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, description="0: all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[TokenKey, Bias] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     ignore_eos: bool | None = Field(None, description="Sample on after the model's end token.")
 
 

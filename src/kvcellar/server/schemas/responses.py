@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvcellar.server.schemas.openai import Open, SamplingFields
+from kvcellar.server.schemas.base import Open
+from kvcellar.server.schemas.openai import SamplingFields
 
 __all__ = ["ResponseRequest"]
 

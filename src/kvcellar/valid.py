@@ -1,0 +1,83 @@
+r"""What comes from outside, made valid: text that is Unicode, values that JSON can hold.
+
+JSON and Python both let half a surrogate pair into a string (``"\ud83d"``, an emoji cut in two).
+No tokenizer, file or answer can hold that, so it becomes U+FFFD at the entrance, as browsers do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from kvcellar.errors import PromptError
+
+__all__ = ["MOST_DEPTH", "valid_json", "valid_text"]
+
+T = TypeVar("T")
+
+MOST_DEPTH = 128
+"""Objects and lists inside each other; schemas of tools that people use have about 20."""
+
+
+def valid_text(text: str) -> str:
+    """Return ``text`` with U+FFFD for every surrogate that stands alone.
+
+    Two surrogates that make a pair become their character. Text that is valid comes back itself.
+    """
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def valid_json(value: T, name: str = "") -> T:
+    """Return ``value`` with all its texts and keys made valid, or itself where they are.
+
+    Args:
+        value: mappings, lists, tuples, texts, numbers, booleans and None.
+        name: what the value is called in an error.
+
+    Raises:
+        PromptError: a number that is not finite, or more than ``MOST_DEPTH`` levels; the message
+            says where.
+    """
+    found: T = _valid(value, (name,) if name else ())
+    return found
+
+
+def _valid(value: Any, where: tuple[Any, ...]) -> Any:
+    if isinstance(value, str):
+        return valid_text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PromptError(f"{_named(where)} is {value}, which JSON has no number for")
+    if isinstance(value, Mapping | list | tuple) and len(where) > MOST_DEPTH:
+        raise PromptError(
+            f"{_named(where[:6])}... is nested more than {MOST_DEPTH} levels deep; send it flatter"
+        )
+    if isinstance(value, Mapping):
+        pairs = [
+            (_valid(key, where), _valid(item, (*where, key)), key, item)
+            for key, item in value.items()
+        ]
+        is_same = all(key is old_key and item is old for key, item, old_key, old in pairs)
+        return value if is_same else {key: item for key, item, _, _ in pairs}
+    if isinstance(value, list | tuple):
+        changed = {}
+        for i, item in enumerate(value):
+            if type(item) is not int:  # token ids, by the hundred thousand
+                fresh = _valid(item, (*where, i))
+                if fresh is not item:
+                    changed[i] = fresh
+        if not changed:
+            return value
+        items = [changed.get(i, item) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _named(where: tuple[Any, ...]) -> str:
+    return valid_text(".".join(str(part)[:80] for part in where)) or "the value"
