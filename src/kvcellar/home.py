@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,32 @@ def default_home() -> Path:
     return Path.home() / ".local" / "share" / "kvcellar"
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a file in a folder of our own, and never what a link in its place points to.
+
+    Args:
+        path: the file; links in the folder's own path are followed.
+        flags: as ``os.open`` takes them; a file that is created is for its owner alone.
+
+    Returns:
+        A file descriptor, the caller's to close.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or is no regular file.
+    """
+    try:
+        # Without O_NONBLOCK a pipe in the file's place would be waited for.
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, and none is followed here", path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return fd
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Wait until no other process or thread holds this file's lock, and hold it meanwhile.
@@ -37,7 +65,7 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: the file cannot be made.
     """
-    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    fd = open_own(path, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from kvcellar.errors import StoreError
+from kvcellar.home import open_own
 
 Progress = Callable[[float, str], None]
 
@@ -162,7 +163,7 @@ class _Known:
         with contextlib.suppress(OSError):  # it is only a cache
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             staged = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            fd = os.open(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+            fd = open_own(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
                 json.dump(self._digests, file)
             staged.replace(self._path)

@@ -22,12 +22,14 @@ from typing import TextIO
 import uvicorn
 
 from kvcellar.errors import ConfigError, StoreError
+from kvcellar.home import open_own
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.guard import MOST_HEADER_BYTES
 from kvcellar.server.models import ServedModels
 from kvcellar.server.service import Service
 from kvcellar.store import Store
+from kvcellar.store.folder import SERVER_LOCK
 
 __all__ = ["Server", "held_store", "listen", "serve"]
 
@@ -69,9 +71,9 @@ def held_store(folder: Path, what: str) -> Iterator[None]:
     Raises:
         StoreError: another server has it; the message says which.
     """
-    path = folder / "server.lock"
+    path = folder / SERVER_LOCK
     try:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        fd = open_own(path, os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror})") from error
     try:

@@ -5,6 +5,7 @@ It can be lost at any time and is made again from them. All times are seconds si
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcellar.home import open_own
 from kvcellar.store.blocks import Info, Kind
 from kvcellar.store.references import Reference
 
@@ -90,6 +92,7 @@ class Catalogue:
 
         Raises:
             sqlite3.Error: it cannot be used, or is of another version.
+            OSError: it cannot be made, or is a link.
         """
         self.path = path
         self.is_new = False
@@ -109,8 +112,11 @@ class Catalogue:
     def _connect(self) -> sqlite3.Connection:
         if self.path is None:
             return sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        # Closing a file of our own that SQLite has open would drop its locks: only look at it.
+        if self.path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, and none is followed here", self.path)
         if not self.path.exists():
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # its WAL gets its mode
+            os.close(open_own(self.path, os.O_CREAT | os.O_RDWR))  # its WAL gets its mode
         return sqlite3.connect(
             self.path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
         )

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvcellar.errors import StoreError
+from kvcellar.home import open_own
 from kvcellar.store.blocks import Info, Kind, Sealed, read_info, read_sealed
 from kvcellar.store.catalogue import Catalogue, is_damage
 from kvcellar.store.folder import PREVIOUS, Folder, stamp_of
@@ -206,7 +207,7 @@ class ColdTier:
         """Let the system begin to read a file that is wanted soon, where it takes such hints."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
-                fd = os.open(self.folder.of(kind, address), os.O_RDONLY)
+                fd = open_own(self.folder.of(kind, address), os.O_RDONLY)
                 try:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
                 finally:

@@ -31,7 +31,8 @@ def export_reference(
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     wanted = _entries(ref)
     try:
-        fd = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
+        partial.unlink(missing_ok=True)  # of a process that died, or planted: never written into
+        fd = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         with os.fdopen(fd, "w+b") as raw:
             with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
                 there: set[bytes] = set()

@@ -10,7 +10,9 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -18,13 +20,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcellar.errors import StoreError
+from kvcellar.home import open_own
 from kvcellar.store.blocks import Kind
-from kvcellar.store.format import Bytes
+from kvcellar.store.format import VERSION, Bytes, DamagedError, read_header
 from kvcellar.store.references import file_stem
 
-FORMAT = "kvcellar store 1\n"
+FORMAT = f"kvcellar store {VERSION}\n"
 SUFFIX = ".safetensors"
 PREVIOUS = ".previous"
+SERVER_LOCK = "server.lock"
+"""Held by the one server of a store."""
+
+_FORMAT_LINE = re.compile(r"kvcellar store \d+\n")
+_MOST_LOOKED_AT = 100
+"""Files whose version is looked at where the store's own is lost."""
+
 _POLL_S = 0.005
 
 
@@ -53,24 +63,28 @@ class Folder:
     def _make(self) -> None:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_links()
             marker = self.path / "format"
-            if not marker.exists():
-                there = [entry.name for entry in self.path.iterdir()]
-                if there and not {"blocks", "references", "tmp", "lock"} & set(there):
+            found = self._read_format(marker)
+            if found != FORMAT:
+                if found is None:
+                    self._refuse_others()
+                    self.path.chmod(0o700)
+                elif _FORMAT_LINE.fullmatch(found):
                     raise StoreError(
-                        f"{self.path} is no store and not empty (it holds {sorted(there)[0]}); "
-                        f"give a folder of its own"
+                        f"{self.path} is {found.strip()!r}, this version knows {FORMAT.strip()!r}; "
+                        f"use the version that made it, or another folder"
                     )
-                self.path.chmod(0o700)
                 for folder in self._folders():
                     folder.mkdir(mode=0o700, exist_ok=True)
+                if not self._is_of_this_version():
+                    raise StoreError(
+                        f"{marker} is {'lost' if found is None else 'damaged'}, and no file of the "
+                        f"store shows its version; if this version of kvcellar made it, write the "
+                        f"line {FORMAT.strip()!r} into that file, else give another folder"
+                    )
                 staged = self._write(FORMAT.encode())
                 staged.replace(marker)
-            elif (found := marker.read_text(encoding="utf-8", errors="replace")) != FORMAT:
-                raise StoreError(
-                    f"{self.path} is {found[:40]!r}, this version knows {FORMAT!r}; use the "
-                    f"version that made it, or another folder"
-                )
             for folder in self._folders():
                 if not folder.is_dir():
                     folder.mkdir(mode=0o700, exist_ok=True)
@@ -79,6 +93,58 @@ class Folder:
                 f"{self.path} cannot hold a store ({error.strerror}); give a folder that can be "
                 f"written to"
             ) from error
+
+    def _refuse_links(self) -> None:
+        """See that what stands under our names is ours: folders and files, never a link elsewhere.
+
+        The store's own folder may be a link.
+        """
+        sqlite = [self.catalogue.with_name(self.catalogue.name + s) for s in ("", "-wal", "-shm")]
+        files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]
+        for path in (*self._folders(), *files):
+            is_folder = path in self._folders()
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                continue
+            if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+                what = "a link" if stat.S_ISLNK(mode) else "something else"
+                raise StoreError(
+                    f"{path} is {what} where a store has a {'folder' if is_folder else 'file'} of "
+                    f"its own, so it was not touched; remove it, or give another folder (the whole "
+                    f"store may lie behind a link, nothing inside of it)"
+                )
+
+    @staticmethod
+    def _read_format(marker: Path) -> str | None:
+        """The first bytes of the file that says the version, as text; None where there is none."""
+        try:
+            fd = open_own(marker, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.read(fd, 200).decode("utf-8", "replace")
+        finally:
+            os.close(fd)
+
+    def _refuse_others(self) -> None:
+        there = [entry.name for entry in self.path.iterdir()]
+        if there and not {"blocks", "references", "tmp", "lock"} & set(there):
+            raise StoreError(
+                f"{self.path} is no store and not empty (it holds {sorted(there)[0]}); give a "
+                f"folder of its own"
+            )
+
+    def _is_of_this_version(self) -> bool:
+        """Return whether a file shows that this version wrote it, or there is no file at all."""
+        n = 0
+        for folder in (self.references, self.blocks, self.windows):
+            for path, _ in itertools.islice(_files(folder), _MOST_LOOKED_AT):
+                n += 1
+                with contextlib.suppress(DamagedError, FileNotFoundError):
+                    read_header(path)
+                    return True
+        return not n
 
     def _folders(self) -> tuple[Path, ...]:
         return self.blocks, self.windows, self.references, self.staging, self.quarantined
@@ -141,7 +207,7 @@ class Folder:
     def settle(folders: Iterable[Path]) -> None:
         """Make renames in these folders durable."""
         for folder in folders:
-            fd = os.open(folder, os.O_RDONLY)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 os.fsync(fd)
             finally:
@@ -192,7 +258,7 @@ class Folder:
             if self._depth:
                 yield
                 return
-            fd = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o600)
+            fd = open_own(self._lock_path, os.O_CREAT | os.O_RDWR)
             try:
                 while True:
                     try:

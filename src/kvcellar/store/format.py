@@ -9,9 +9,11 @@ finds accidents. It is no signature: who can write to the folder can write whate
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvcellar.home import open_own
 from kvcellar.store.layout import NUMPY, Array
 
 Bytes = NDArray[np.uint8]
@@ -101,7 +104,7 @@ def read_file(path: Path) -> FileBytes:
         DamagedError: it is not as it was written.
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with _opened_file(path) as file:
         return read_from(file, os.fstat(file.fileno()).st_size)
 
 
@@ -133,7 +136,7 @@ def read_header(path: Path) -> tuple[dict[str, str], Array | None]:
         DamagedError: the header cannot be read.
         OSError: the file cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with _opened_file(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = int.from_bytes(start, "little")
@@ -146,6 +149,18 @@ def read_header(path: Path) -> tuple[dict[str, str], Array | None]:
             file.seek(8 + length + start_at)
             tokens = np.frombuffer(file.read(stop - start_at), NUMPY["I64"])
         return header["__metadata__"], tokens
+
+
+@contextmanager
+def _opened_file(path: Path) -> Iterator[BinaryIO | Any]:
+    try:
+        fd = open_own(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL):
+            raise DamagedError(error.strerror) from error
+        raise
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        yield file
 
 
 def _fill(file: Any, view: memoryview) -> None:
