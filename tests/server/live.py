@@ -14,6 +14,7 @@ import httpx
 from kvcellar.agents import ModelHost, open_host
 from kvcellar.engine import EngineStats
 from kvcellar.server.config import ServerConfig
+from kvcellar.server.connections import Connections
 from kvcellar.server.models import ServedModels
 from kvcellar.server.run import Server, listen
 from kvcellar.server.service import Service
@@ -28,9 +29,16 @@ PATIENCE_S = 60.0
 class Live:
     """A running server and its inside, for tests."""
 
-    def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        url: str,
+        service: Service,
+        loop: asyncio.AbstractEventLoop,
+        connections: Connections,
+    ) -> None:
         self.url = url
         self.service = service
+        self.connections = connections
         self._loop = loop
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
 
@@ -113,7 +121,7 @@ def serving(
         thread.start()
         assert is_up.wait(PATIENCE_S)
         service, server, loop = inside
-        live = Live(url, service, loop)
+        live = Live(url, service, loop, server.connections)
         try:
             yield live
         finally:

@@ -25,8 +25,12 @@ class ServerConfig:
         max_body_bytes: of one request.
         max_import_bytes: of an agent that is imported.
         max_requests: generations that wait or run at a time; more are told to come back later.
+        max_connections: that are open at a time; None: twice as many as ``max_requests``, and 256.
+        max_of_one_address: of these, from one address; None: ``max_requests`` and 128.
         wait_s: longest time that a request may wait for room in the cache.
         send_timeout_s: seconds after which a client that does not read counts as gone.
+        head_timeout_s: seconds in which a request's first line and headers have to be there.
+        idle_timeout_s: seconds that a connection may be idle between two requests.
         ping_s: seconds of silence after which a stream says that it is alive.
         shutdown_s: seconds that running requests have to end when the server is stopped.
         max_tokens: of an answer for which a client sets no limit.
@@ -43,8 +47,12 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     max_import_bytes: int = 4 << 30
     max_requests: int = 256
+    max_connections: int | None = None
+    max_of_one_address: int | None = None
     wait_s: float = 120.0
     send_timeout_s: float = 30.0
+    head_timeout_s: float = 20.0
+    idle_timeout_s: float = 75.0
     ping_s: float = 10.0
     shutdown_s: float = 10.0
     max_tokens: int = 1024
@@ -66,6 +74,27 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_unnamed < 0:
             raise ConfigError(f"max_unnamed must be 0 or more, got {self.max_unnamed}")
-        for name in ("wait_s", "send_timeout_s", "ping_s", "shutdown_s"):
+        for name in ("max_connections", "max_of_one_address"):
+            most = getattr(self, name)
+            if most is not None and most < 1:
+                raise ConfigError(f"{name} must be at least 1, got {most}")
+        for name in (
+            "wait_s",
+            "send_timeout_s",
+            "head_timeout_s",
+            "idle_timeout_s",
+            "ping_s",
+            "shutdown_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+
+    @property
+    def most_connections(self) -> int:
+        """Connections that may be open at a time."""
+        return self.max_connections or 2 * self.max_requests + 256
+
+    @property
+    def most_of_one_address(self) -> int:
+        """Connections that may be open at a time from one address."""
+        return min(self.max_of_one_address or self.max_requests + 128, self.most_connections)

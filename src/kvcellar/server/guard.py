@@ -45,7 +45,10 @@ _PAGE = ("/", "/viewer.js", "/viewer.css", "/favicon.svg")
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _BODY_S = 60.0
-"""Longest silence of a client in the middle of its body."""
+"""Longest silence of a client in the middle of its body, and the time that any body has."""
+
+_BODY_RATE = 4 << 10
+"""Bytes of a body for which it has another second."""
 
 
 class Guard:
@@ -205,6 +208,7 @@ class _Body:
         self._receive = receive
         self._limit = limit
         self._n = 0
+        self._waited_s = 0.0
         self._is_whole = False
         self.kept: bytes | None = None
         """The beginning of what came, where the log is to have it."""
@@ -220,12 +224,15 @@ class _Body:
         """
         if self._is_whole:
             return await self._receive()
+        left_s = _BODY_S + self._n / _BODY_RATE - self._waited_s
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(_BODY_S):
+            async with asyncio.timeout(min(left_s, _BODY_S)):
                 message = await self._receive()
         except TimeoutError:
-            said = f"the body stopped coming for {_BODY_S:g} s; send it again"
+            said = f"the body stopped coming for {_BODY_S:g} s, or came in drops; send it again"
             raise self._refusal(ApiError(408, said, "body_too_slow")) from None
+        self._waited_s += time.monotonic() - began
         if message["type"] == "http.request":
             self._n += len(message.get("body", b""))
             if self.kept is not None:

@@ -25,6 +25,7 @@ from kvcellar.errors import ConfigError, StoreError
 from kvcellar.home import open_own
 from kvcellar.server.app import create_app
 from kvcellar.server.config import ServerConfig
+from kvcellar.server.connections import Connections, ConnectionsConfig
 from kvcellar.server.guard import MOST_HEADER_BYTES
 from kvcellar.server.models import ServedModels
 from kvcellar.server.service import Service
@@ -104,15 +105,17 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         """Around a service."""
         config = service.config
+        self.connections = Connections(config)
         super().__init__(
-            uvicorn.Config(
+            ConnectionsConfig(
                 create_app(service),
+                self.connections,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
-                http="h11",
+                timeout_keep_alive=config.idle_timeout_s,
                 ws="none",
                 server_header=False,
             )
