@@ -28,9 +28,9 @@ def test_agents_of_a_model_that_was_swapped_out_come_back_with_it(tmp_path):
             for i in range(3):
                 for model in ("one", "two"):
                     if not i:
-                        await agents.create(f"of {model}", model=model)
-                    before = len(tokens_of(agents, f"of {model}"))
-                    end = await turn(agents, f"of {model}", "some words to say " * 3)
+                        await agents.create(f"of-{model}", model=model)
+                    before = len(tokens_of(agents, f"of-{model}"))
+                    end = await turn(agents, f"of-{model}", "some words to say " * 3)
                     check(agents, end, FULL_PARAMS)
                     assert agents.models.names == [model]
                     if i:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -160,3 +162,34 @@ def test_agents_are_there_after_a_restart(tmp_path):
         n = said["usage"]["total_tokens"]
         assert more["kvcellar"]["agent_id"] == said["kvcellar"]["agent_id"]
         assert more["usage"]["prompt_tokens"] > n, "its own tokens are gone on from"
+
+
+def test_a_turn_that_the_cli_took_meanwhile_is_shown(tmp_path):
+    """Another process on the same store: listed, described, explained, and gone on from."""
+    command = [sys.executable, "-m", "kvcellar", "agents"]
+    where = ["--store", str(tmp_path)]
+
+    def cli(*words):
+        done = subprocess.run(
+            [*command, *words, *where], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    with serving(tmp_path) as live:
+        make(live, "poet", "One.")
+        live.service.store.flush()
+        cli("generate", "poet", "Two.", "--max-tokens", "4", "--dtype", "float32")
+        (listed,) = live.get("/v1/agents")["data"]
+        assert listed["n_turns"] == 2
+        shown = live.get("/v1/agents/poet")
+        assert [m["content"] for m in shown["messages"] if m["role"] == "user"] == ["One.", "Two."]
+        (seen,) = live.get("/v1/cache")["agents"]
+        assert seen["n_tokens"] == shown["n_tokens"] == listed["n_tokens"]
+        end = live.post("/v1/agents/poet/generate", {"text": "Three.", **SHORT})
+        assert end["usage"]["prompt_tokens"] > shown["n_tokens"]
+        live.service.store.flush()
+        cli("rewind", "poet", "--turn", "1")
+        assert live.get("/v1/agents/poet")["n_turns"] == 1
+        cli("delete", "poet")
+        assert live.get("/v1/agents")["data"] == []
+        assert live.http.get("/v1/agents/poet").status_code == 404

@@ -12,9 +12,9 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -54,7 +54,7 @@ from kvcellar.errors import (
     UnknownAgentError,
     UnknownReferenceError,
 )
-from kvcellar.store import SaveTicket, Store
+from kvcellar.store import Reference, SaveTicket, Store
 from kvcellar.valid import valid_json
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
@@ -109,19 +109,36 @@ class AgentManager:
         self._agents: dict[str, Agent] = {}
         self._claimed: set[str] = set()
         """Names of agents that are being made."""
+        self._no_agents: dict[str, int] = {}
+        """Histories in the store that are no agents, by the revision that was looked at."""
         self._publisher = Publisher(store)
         self._places = Places(self.rules)
         models.before_unload(self._leave_model)
-        self._find_stored()
+        self._learn(self._news())
 
     # Who there is ------------------------------------------------------------------------------
 
-    def list(self) -> list[AgentInfo]:
-        """All agents, the least recently used first."""
-        self._find_stored()
+    def list(self) -> Sequence[AgentInfo]:
+        """All agents, the least recently used first. Asks the store, and waits for it."""
+        self._learn(self._news())
+        return self._listed()
+
+    async def listed(self) -> Sequence[AgentInfo]:
+        """All agents as ``list`` gives them, without keeping the event loop from other work."""
+        await self.refresh()
+        return self._listed()
+
+    def _listed(self) -> Sequence[AgentInfo]:
         with self._lock:
             agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
         return [self._info(agent) for agent in agents]
+
+    async def refresh(self) -> None:
+        """Take over what other processes have published, or deleted, of agents in no turn here.
+
+        Costs one query where nothing has changed.
+        """
+        self._learn(await asyncio.to_thread(self._news))
 
     def silent(self, prefix: str) -> Sequence[str]:
         """Ids of agents that are known here, begin so and are in no turn; longest silent first."""
@@ -139,6 +156,7 @@ class AgentManager:
         Raises:
             UnknownAgentError: there is none of that name.
         """
+        await self.refresh()
         agent = self._agent(agent_id, model)
         host = self._host_of(agent)
         if host is None:
@@ -190,7 +208,7 @@ class AgentManager:
         It has to contain the agent's whole history, message for message or token for token; of
         several the longest. Two agents that merely begin alike are never taken for each other.
         """
-        self._find_stored()
+        self._learn(self._news())
         with self._lock:
             agents = [a for a in self._agents.values() if model in (None, a.model) and a.turns]
         best: tuple[int, float] = (0, 0.0)
@@ -218,9 +236,9 @@ class AgentManager:
     ) -> Place | None:
         """Where a conversation goes on from: the longest answered beginning that an agent has.
 
-        Unlike ``identify`` it finds agents that have gone another way since; fork them there.
+        Unlike ``identify`` it finds agents that have gone another way since; fork them there. It
+        looks among the agents that are known: ``refresh`` takes in those of other processes.
         """
-        self._find_stored()
         with self._lock:
             agents = [a for a in self._agents.values() if a.model == model and a.turns]
         return self._places.find(agents, messages, tools)
@@ -300,7 +318,7 @@ class AgentManager:
         Raises:
             UnknownAgentError: there is none of that name.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate:
             await self._let_go(agent)
             with self._lock:
@@ -315,7 +333,7 @@ class AgentManager:
         Raises:
             UnknownAgentError: there is none of that name.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate:
             with self._lock:
                 self._agents.pop(agent.name, None)
@@ -326,7 +344,7 @@ class AgentManager:
 
     async def finish(self, agent_id: str, model: str | None = None) -> AgentInfo:
         """A sub-agent is done: its private cells are free at once; its history stays stored."""
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate:
             agent.is_finished, agent.is_waiting = True, False
             await self._publisher.save(agent, self._host_of(agent))
@@ -363,7 +381,7 @@ class AgentManager:
                 changed.
             StoreError: the new one cannot be saved; nothing was changed.
         """
-        parent = self._agent(agent_id, model)
+        parent = await self._sought(agent_id, model)
         new_id = (
             checked_id(new_id)
             if new_id is not None
@@ -415,9 +433,9 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
             AgentError: there is no such place; nothing was changed.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate:
-            self._publisher.refresh(agent)
+            await self._publisher.refresh(agent)
             before = agent.tokens
             agent.cut(agent.position_of(position, turn))
             agent.miss = None
@@ -435,8 +453,7 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
             AgentError: one of them is generating; nothing was deleted.
         """
-        agent = self._agent(agent_id, model)
-        self._find_stored()
+        agent = await self._sought(agent_id, model)
         with self._lock:
             agents = list(self._agents.values())
         doomed = {a.name: a for a in agents if a is not agent and a.is_sibling_of(agent)}
@@ -471,7 +488,7 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
             StoreError: it could not be written; its cells are still there.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate:
             host = self._host_of(agent)
             agent.is_paused, agent.is_waiting = True, False
@@ -499,9 +516,9 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
             ModelError: its model cannot be loaded.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate, self.models.use(agent.model) as host:
-            self._publisher.refresh(agent)
+            await self._publisher.refresh(agent)
             self._check_model(agent, host)
             back = await bring_back(
                 host,
@@ -527,7 +544,7 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
             AgentError: it is generating.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         if agent.request_id is not None:
             raise AgentError(
                 f"agent {agent_id!r} is generating, so it cannot wait for a tool; end its turn"
@@ -555,7 +572,7 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
             StoreError: it cannot be saved, or the file cannot be written.
         """
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         async with agent.gate:
             await self._publisher.save(agent, self._host_of(agent))
             await self._publisher.settled(agent)
@@ -651,12 +668,12 @@ class AgentManager:
         if sum(value is not None for value in (text, messages, tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
         text, messages, tools = valid_json((text, messages, tools))
-        agent = self._agent(agent_id)
+        agent = await self._sought(agent_id)
         end: TurnEnd | None = None
         async with self.models.use(model or agent.model) as host:
             agent = self._on_model(agent, host)
             async with agent.gate:
-                self._publisher.refresh(agent)
+                await self._publisher.refresh(agent)
                 turn = plan_turn(agent, host, text, messages, tokens, tools, role, self.rules)
                 turn.answer = answer
                 request = Request(tuple(turn.tokens), params, priority, deadline_s)
@@ -759,19 +776,36 @@ class AgentManager:
     # Inside ------------------------------------------------------------------------------------
 
     def _agent(self, agent_id: str, model: str | None = None) -> Agent:
-        """The agent of that name; of several models', the one that was used last."""
-        for is_second in (False, True):
-            with self._lock:
-                found = [
-                    agent
-                    for agent in self._agents.values()
-                    if agent.agent_id == agent_id and model in (None, agent.model)
-                ]
-            if found:
-                return max(found, key=lambda agent: agent.used_s)
-            if not is_second:
-                self._find_stored()
-        names = sorted({agent.agent_id for agent in self._agents.values()})
+        """The agent of that name; of several models', the one that was used last.
+
+        Asks the store, and waits for it, where none is known.
+        """
+        agent = self._known(agent_id, model)
+        if agent is None:
+            self._learn(self._news())
+            agent = self._known(agent_id, model)
+        return agent if agent is not None else self._nobody(agent_id, model)
+
+    async def _sought(self, agent_id: str, model: str | None = None) -> Agent:
+        """As ``_agent``, without keeping the event loop from other work."""
+        agent = self._known(agent_id, model)
+        if agent is None:
+            await self.refresh()
+            agent = self._known(agent_id, model)
+        return agent if agent is not None else self._nobody(agent_id, model)
+
+    def _known(self, agent_id: str, model: str | None) -> Agent | None:
+        with self._lock:
+            found = [
+                agent
+                for agent in self._agents.values()
+                if agent.agent_id == agent_id and model in (None, agent.model)
+            ]
+        return max(found, key=lambda agent: agent.used_s, default=None)
+
+    def _nobody(self, agent_id: str, model: str | None) -> NoReturn:
+        with self._lock:
+            names = sorted({agent.agent_id for agent in self._agents.values()})
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         of = "" if model is None else f" with model {model!r}"
         raise UnknownAgentError(f"no agent {agent_id!r}{of}; there are: {shown or 'none'}")
@@ -792,7 +826,7 @@ class AgentManager:
             AgentError: the name is taken; nothing was changed.
             StoreError: it cannot be saved; nothing was changed.
         """
-        await asyncio.to_thread(self._find_stored)
+        await self.refresh()
         with self._claimed_name(agent):
             if not agent.is_passing:
                 try:
@@ -856,24 +890,58 @@ class AgentManager:
         host = self.models.host(agent.model)
         return host if host is not None and host.key == agent.key else None
 
-    def _find_stored(self) -> None:
-        """Take in agents that are in the store and not known yet."""
-        names = self.store.reference_names()
+    def _news(self) -> _News:
+        """Read what the store has of agents that are not known, or known otherwise. For threads."""
         with self._lock:
-            unknown = [name for name in names if name not in self._agents and "@" in name]
-        for name in unknown:
+            agents = list(self._agents.values())
+        known = {agent.name: self._publisher.revision_of(agent) for agent in agents}
+        revisions = {
+            name: revision for name, revision in self.store.revisions().items() if "@" in name
+        }
+        news = _News()
+        for agent in agents:
+            mine = known[agent.name]
+            if agent.gate.is_taken or agent.is_passing or mine is None:
+                continue
+            if agent.name not in revisions:
+                if mine and not self.store.has_reference(agent.name):
+                    news.gone.append((agent, mine))
+            elif revisions[agent.name] != mine:
+                ref = self._publisher.news_of(agent)
+                if ref is not None:
+                    news.changed.append((agent, mine, ref))
+        for name, revision in revisions.items():
+            if name in known or self._no_agents.get(name) == revision:
+                continue
+            found = None
             with contextlib.suppress(StoreError, UnknownReferenceError):
-                agent = Agent.from_reference(self.store.get(name))
-                if agent is not None and agent.name == name:
-                    with self._lock:
-                        if name not in self._claimed:
-                            self._agents.setdefault(agent.name, agent)
+                found = Agent.from_reference(self.store.get(name))
+            if found is not None and found.name == name:
+                news.found.append(found)
+            else:
+                self._no_agents[name] = revision
+        return news
+
+    def _learn(self, news: _News) -> None:
+        """Take over what ``_news`` has read, unless it has changed here meanwhile."""
+        with self._lock:
+            for agent in news.found:
+                if agent.name not in self._claimed:
+                    self._agents.setdefault(agent.name, agent)
+            for agent, revision, ref in news.changed:
+                if not agent.gate.is_taken and self._publisher.revision_of(agent) == revision:
+                    agent.take(ref)
+            for agent, revision in news.gone:
+                is_same = self._agents.get(agent.name) is agent
+                is_still = is_same and self._publisher.revision_of(agent) == revision
+                if is_still and not agent.gate.is_taken:
+                    del self._agents[agent.name]
 
     async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
         """The agent at this moment, the turn that it is in included."""
         request_id = agent.request_id
         if request_id is None or host is None:
-            self._publisher.refresh(agent)
+            await self._publisher.refresh(agent)
             return replace(agent)
 
         def publish(engine: Engine) -> tuple[int, ...] | None:
@@ -920,6 +988,21 @@ class AgentManager:
     def _save_passing(self, agent: Agent, host: ModelHost) -> None:
         agent.is_passing = False
         host.service.run(lambda e: self._publisher.between_steps(e, agent, True)).result()
+
+
+@dataclass(slots=True)
+class _News:
+    """What the store has of agents that is not known here yet.
+
+    Attributes:
+        found: agents that were not known.
+        changed: an agent, its revision as it was known, and its state now.
+        gone: an agent that is stored no more, and its revision as it was known.
+    """
+
+    found: list[Agent] = field(default_factory=list)
+    changed: list[tuple[Agent, int, Reference]] = field(default_factory=list)
+    gone: list[tuple[Agent, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from kvcellar.agents.records import Agent, key_of
 from kvcellar.agents.residence import save_history
 from kvcellar.engine import Engine
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
-from kvcellar.store import SaveState, SaveTicket, Store
+from kvcellar.store import Reference, SaveState, SaveTicket, Store
 
 __all__ = ["Publisher"]
 
@@ -41,21 +41,39 @@ class Publisher:
         self._owed_since: dict[str, float] = {}
         """By agent since when there is KV of it that was not taken."""
 
-    def refresh(self, agent: Agent) -> None:
-        """Take over what another process has published of the agent since."""
+    def revision_of(self, agent: Agent) -> int | None:
+        """The revision of an agent's state that this process knows; None while a save is queued."""
         ticket = self._tickets.get(agent.name)
-        if ticket is not None:
-            if ticket.state is SaveState.QUEUED:
-                return
-            if ticket.reference is not None:
-                agent.revision = max(agent.revision, ticket.reference.revision)
-                agent.n_stored = ticket.reference.n_stored
+        if ticket is None:
+            return agent.revision
+        if ticket.state is SaveState.QUEUED:
+            return None
+        if ticket.reference is not None and ticket.reference.revision > agent.revision:
+            agent.revision = ticket.reference.revision
+            agent.n_stored = ticket.reference.n_stored
+        return agent.revision
+
+    def news_of(self, agent: Agent) -> Reference | None:
+        """Read the state that another process has published of the agent; None where there is none.
+
+        Costs one query where there is none.
+        """
+        known = self.revision_of(agent)
+        if known is None or self.store.revision(agent.name) in (None, known):
+            return None
         with contextlib.suppress(StoreError, UnknownReferenceError, KeyError, TypeError):
-            if not self.store.has_reference(agent.name):
-                return
             ref = self.store.get(agent.name)
-            if ref.revision > agent.revision and key_of(ref) == agent.key:
-                agent.take(ref)
+            if ref.revision != known and key_of(ref) == agent.key:
+                return ref
+        return None
+
+    async def refresh(self, agent: Agent) -> None:
+        """Take over what another process has published of the agent since. Within its gate."""
+        if agent.is_passing:
+            return
+        ref = await asyncio.to_thread(self.news_of, agent)
+        if ref is not None:
+            agent.take(ref)
 
     async def save(self, agent: Agent, host: ModelHost | None) -> SaveTicket | None:
         """Publish the agent's state; None where that is done already, without a write of rows."""

@@ -130,11 +130,18 @@ class Agent:
     """Tokens of the turn that is being generated, as far as they are known."""
     is_passing: bool = False
     """Not saved until somebody goes on from it, or its model goes."""
+    branch_of: str | None = None
+    """Id of the named agent whose history a client's conversation did not continue; it has it."""
 
     @property
     def name(self) -> str:
         """Of its history in the store."""
         return reference_name(self.agent_id, model_tag(self.key))
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether its messages say all of its history: no tokens were put behind them."""
+        return not self.turns or self.turns[-1].stop in self.stops
 
     @property
     def state(self) -> str:
@@ -240,6 +247,7 @@ class Agent:
             "created_s": self.created_s,
             "used_s": self.used_s,
             "parent_created_s": self.parent_created_s,
+            "branch_of": self.branch_of,
             "is_waiting": self.is_waiting,
             "is_paused": self.is_paused,
             "is_finished": self.is_finished,
@@ -259,6 +267,7 @@ class Agent:
         self.turns = tuple(Turn(*turn) for turn in value["turns"])
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")
+        self.branch_of = value.get("branch_of")
         self.created_s, self.used_s = float(value["created_s"]), float(value["used_s"])
         self.is_waiting = bool(value["is_waiting"])
         self.is_paused = bool(value["is_paused"])

@@ -54,7 +54,7 @@ Owned = Sequence[tuple[str, tuple[int, ...], int | None]]
 
 async def take_snapshot(service: Service) -> dict[str, Any]:
     """All models' caches, the agents, the store."""
-    infos = service.agents.list()
+    infos = await service.agents.listed()
     models = []
     for host in service.models.hosts():
         mine = [info for info in infos if info.model == host.name]

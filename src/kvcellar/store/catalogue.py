@@ -214,6 +214,15 @@ class Catalogue:
         """The names of all references, least recently used first."""
         return [name for (name,) in self._select("SELECT name FROM refs ORDER BY last_used, name")]
 
+    def revisions(self) -> dict[str, int]:
+        """Per reference the revision of its latest state, the least recently used first."""
+        return dict(self._select("SELECT name, revision FROM refs ORDER BY last_used, name"))
+
+    def revision(self, name: str) -> int | None:
+        """The revision of one reference; None where there is none of that name."""
+        rows = self._select("SELECT revision FROM refs WHERE name = ?", (name,))
+        return int(rows[0][0]) if rows else None
+
     def stamps(self) -> dict[str, str]:
         """Per reference what its file looked like when it was listed."""
         return dict(self._select("SELECT name, stamp FROM refs"))

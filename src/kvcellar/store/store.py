@@ -256,6 +256,17 @@ class Store:
         """The names of all published histories, the least recently used first."""
         return self._cold.ask(Catalogue.reference_names)
 
+    def revisions(self) -> dict[str, int]:
+        """Per published history the revision of its latest state, the least recently used first.
+
+        Costs one query: to ask whether another process has changed something, as often as wanted.
+        """
+        return self._cold.ask(Catalogue.revisions)
+
+    def revision(self, name: str) -> int | None:
+        """The revision of a history's latest state; None where none of that name is published."""
+        return self._cold.ask(lambda catalogue: catalogue.revision(name))
+
     def fork(
         self,
         name: str,

@@ -45,7 +45,7 @@ _IMPORT_BODY = {
 async def list_agents(request: Request) -> dict[str, Any]:
     """All agents, the one that was used last at the end."""
     service = service_of(request)
-    found = [agent_as_json(service, info) for info in service.agents.list()]
+    found = [agent_as_json(service, info) for info in await service.agents.listed()]
     return {"object": "list", "data": found}
 
 
@@ -84,7 +84,9 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
 @router.get("/{agent_id}/why")
 async def why(request: Request, agent_id: str) -> dict[str, Any]:
     """What the last turn had to compute again, and why; ``miss`` is null where nothing was."""
-    miss = service_of(request).agents.why(agent_id)
+    agents = service_of(request).agents
+    await agents.refresh()
+    miss = agents.why(agent_id)
     said = None if miss is None else {**miss.as_json(), "advice": miss.advice}
     return {"id": agent_id, "miss": said}
 
@@ -200,8 +202,8 @@ async def delete_agent(request: Request, agent_id: str) -> dict[str, Any]:
 async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Response:
     """One turn of an agent."""
     service = service_of(request)
-    service.agents.why(agent_id)  # there is one of that name
-    events = _events(service, agent_id, body)
+    info = await service.agents.describe(agent_id)
+    events = _events(service, agent_id, info.model, body)
     if body.stream:
         return await sse(request, Stream(_frames(request, service, events)), error_event="error")
 
@@ -218,12 +220,11 @@ async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Re
 
 
 async def _events(
-    service: Service, agent_id: str, body: GenerateRequest
+    service: Service, agent_id: str, model: str, body: GenerateRequest
 ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
     params = sampling_of(body, max_tokens=body.max_tokens or service.config.max_tokens)
-    info = next(i for i in reversed(service.agents.list()) if i.agent_id == agent_id)
     with service.admitted():
-        async with service.models.registry.use(info.model) as host:
+        async with service.models.registry.use(model) as host:
             turn = service.agents.generate(
                 agent_id,
                 body.text,

@@ -1,0 +1,96 @@
+"""Two processes with one store: each sees what the other has done, once it looks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from kvcellar.errors import UnknownAgentError
+from tests.agents.fakes import manager, run, tokens_of, turn
+
+
+def test_a_turn_of_another_process_is_seen_before_the_next_one_here(tmp_path):
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.create("a"))
+        run(turn(ours, "a", "Hello"))
+        ours.store.flush()
+        run(turn(theirs, "a", "And?"))
+        theirs.store.flush()
+        info = run(ours.describe("a"))
+        assert (info.n_turns, info.n_messages) == (2, 4)
+        assert ours.conversation("a") == theirs.conversation("a")
+        assert tokens_of(ours, "a") == tokens_of(theirs, "a")
+        run(turn(ours, "a", "So?"))
+        ours.store.flush()
+        assert [i.n_turns for i in theirs.list()] == [3]
+
+
+def test_what_another_process_made_and_deleted_is_seen(tmp_path):
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(theirs.create("a"))
+        run(theirs.create("b"))
+        assert [i.agent_id for i in run(ours.listed())] == ["a", "b"]
+        run(theirs.delete("a"))
+        assert [i.agent_id for i in run(ours.listed())] == ["b"]
+        with pytest.raises(UnknownAgentError):
+            run(ours.describe("a"))
+        run(theirs.create("a", system="Another."))
+        assert ours.conversation("a") == theirs.conversation("a")
+
+
+def test_one_that_was_made_again_elsewhere_is_the_new_one(tmp_path):
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.create("a"))
+        for _ in range(3):
+            run(turn(ours, "a", "Hello"))
+        ours.store.flush()
+        run(theirs.delete("a"))
+        run(theirs.create("a", system="Another."))
+        assert [i.n_messages for i in run(ours.listed())] == [1]
+        assert ours.conversation("a")[0]["content"] == "Another."
+
+
+def test_what_was_not_saved_yet_here_is_not_taken_for_deleted(tmp_path):
+    with manager(tmp_path) as ours:
+        run(ours.create("passing", is_passing=True))
+        run(turn(ours, "passing", "Hello"))
+        assert [i.n_turns for i in run(ours.listed())] == [1]
+
+
+def test_looking_does_not_keep_the_event_loop(tmp_path, monkeypatch):
+    """The store's queries and reads are answered while the loop goes on."""
+    go_on = threading.Event()
+
+    async def both(agents: Any, verb: Any) -> None:
+        waiting = asyncio.create_task(verb())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        go_on.set()
+        await waiting
+
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.create("a"))
+        run(turn(ours, "a", "Hello"))
+        ours.store.flush()
+        ask = ours.store._cold.ask
+
+        def slowly(question: Any) -> Any:
+            assert go_on.wait(60)
+            return ask(question)
+
+        for verb in (
+            ours.listed,
+            lambda: ours.describe("a"),
+            lambda: turn(ours, "a", "So?"),
+            lambda: ours.rewind("a", turn=1),
+        ):
+            run(turn(theirs, "a", "And?"))
+            theirs.store.flush()
+            go_on.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(ours.store._cold, "ask", slowly)
+                run(both(ours, verb))
+            ours.store.flush()
