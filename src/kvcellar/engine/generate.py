@@ -50,6 +50,7 @@ class Finish:
         reason: ``stop`` where the model or a stop ended it, ``length`` where room did.
         cause: which of them.
         detail: the cause in words, with numbers.
+        stop_text: for the cause ``stop_text``: which one.
     """
 
     reason: Literal["stop", "length"]
@@ -57,6 +58,7 @@ class Finish:
         "eos", "stop_token", "stop_text", "guide", "max_tokens", "cache_full", "context_full"
     ]
     detail: str
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,8 @@ def stopped_by_text(stream: TextStream) -> Finish | None:
     """Whether the text so far holds a stop text; None to go on."""
     if stream.matched_stop is None:
         return None
-    return Finish("stop", "stop_text", f"stop text {stream.matched_stop!r}")
+    stop = stream.matched_stop
+    return Finish("stop", "stop_text", f"stop text {stop!r}", stop)
 
 
 def full(sequence: OneSequence) -> Finish | None:

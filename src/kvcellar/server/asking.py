@@ -9,12 +9,14 @@ from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
 from kvcellar.server.calls import read_arguments
+from kvcellar.server.chat import Ended
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import Message, SamplingFields
 from kvcellar.server.service import Service
 
 __all__ = [
     "agent_of",
+    "extra_of",
     "note",
     "plain_messages",
     "predictions",
@@ -149,6 +151,11 @@ def _text_of(part: Part, param: str) -> str:
 
 def _arguments(value: str | Mapping[str, Any] | None) -> Any:
     return read_arguments(value) if isinstance(value, str) else dict(value or {})
+
+
+def extra_of(end: Ended) -> dict[str, Any]:
+    """What there is to know of an answer in a conversation that its protocol has no field for."""
+    return {"agent_id": end.agent_id, "finish_cause": end.cause, **usage_extra(end.usage)}
 
 
 def usage_extra(usage: Any) -> dict[str, Any]:

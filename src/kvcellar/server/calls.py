@@ -195,6 +195,15 @@ class CallParser:
             parts.append(TextPart(text))
 
 
+def is_whole(call: Call) -> bool:
+    """Return whether a call's arguments are JSON to their end; else the answer ended inside it."""
+    try:
+        json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
     """An answer as the message that a client sends back, with arguments as objects."""
     message: dict[str, Any] = {"role": "assistant", "content": text}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import time
@@ -23,6 +22,7 @@ from kvcellar.server.calls import (
     CallPart,
     TextPart,
     as_message,
+    is_whole,
     say_calls,
     say_tools,
 )
@@ -109,7 +109,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """A token, and the text that became certain with it, which may be none."""
+    """A token, and the text that became certain with it, which may be none.
+
+    Where the answer may have calls, a token has no text and a text no token: what is held back for
+    a call that may begin is another's text. Tokens come at all where log probabilities are wanted.
+    """
 
     text: str
     token: GeneratedToken | None = None
@@ -129,7 +133,8 @@ class Ended:
     """The end.
 
     Attributes:
-        reason: ``stop``, ``length`` or ``tool_calls``.
+        reason: ``stop``, ``length`` or ``tool_calls``; the last where all calls are whole.
+        cause: why, as ``engine.generate.Finish`` has it.
         stop_text: the stop text that ended it, if one did.
         text: all text that is in no call.
         calls: all calls.
@@ -140,6 +145,7 @@ class Ended:
     """
 
     reason: str
+    cause: str
     stop_text: str | None
     text: str
     calls: Sequence[Call]
@@ -147,6 +153,11 @@ class Ended:
     agent_id: str
     model: str
     pinned_tokens: int = 0
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether the answer ended in the middle of its last call."""
+        return bool(self.calls) and not is_whole(self.calls[-1])
 
 
 ChatEvent = Started | TextEvent | CallEvent | Ended
@@ -275,7 +286,7 @@ async def _events(
         answer=keep,
         on_start=on_start,
     )
-    started_s, last_s = time.perf_counter(), None
+    started_s, last_s, n_seen = time.perf_counter(), None, 0
     async with contextlib.aclosing(turn):
         async for event in turn:
             if isinstance(event, TokenEvent):
@@ -284,7 +295,10 @@ async def _events(
                 if last_s is None and plan.start is not None:
                     yield plan.start
                 last_s = now
+                n_seen += len(event.token.text)
                 if reads_calls:
+                    if event.token.logprob is not None:
+                        yield TextEvent("", event.token)
                     for part in parser.push(event.token.text):
                         yield _event_of(part)
                 else:
@@ -293,7 +307,11 @@ async def _events(
             elif last_s is None or event.finish.reason not in ("stop", "length"):
                 raise await _failure(service, host, event)
             else:
-                for part in parser.flush():
+                rest = event.finish.text[n_seen:]  # held back for a stop text that never came
+                if not reads_calls and rest:
+                    parser.text += rest
+                    yield TextEvent(rest)
+                for part in (*parser.push(rest), *parser.flush()) if reads_calls else ():
                     yield _event_of(part)
                 await _pin(service, host, ask, plan)
                 yield _ended(event, parser, service.models.public(host.name), plan)
@@ -307,13 +325,12 @@ def _event_of(part: TextPart | CallPart) -> ChatEvent:
 
 def _ended(event: TurnEnd, parser: CallParser, model: str, plan: _Plan) -> Ended:
     finish = event.finish.finish
-    stop_text = None
-    if finish is not None and finish.cause == "stop_text":
-        stop_text = ast.literal_eval(finish.detail.removeprefix("stop text "))
-    reason = event.finish.reason
+    assert finish is not None, "an answer that was stopped, or has no more room, says by what"
+    is_called = bool(parser.calls) and is_whole(parser.calls[-1])
     return Ended(
-        reason="tool_calls" if parser.calls and reason == "stop" else reason,
-        stop_text=stop_text,
+        reason="tool_calls" if is_called and finish.reason == "stop" else finish.reason,
+        cause=finish.cause,
+        stop_text=finish.stop_text,
         text=parser.text,
         calls=tuple(parser.calls),
         usage=event.usage,

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
-from kvcellar.server.asking import agent_of, note, predictions, service_of, usage_extra
-from kvcellar.server.calls import read_arguments
+from kvcellar.errors import PromptError
+from kvcellar.server.asking import agent_of, extra_of, note, predictions, service_of
 from kvcellar.server.chat import (
     Ask,
     CallEvent,
@@ -30,6 +31,7 @@ from kvcellar.server.replies import sse
 from kvcellar.server.schemas.anthropic import Block, CacheControl, CountRequest, MessagesRequest
 from kvcellar.server.service import new_id
 from kvcellar.server.streams import Stream, frame, until_gone
+from kvcellar.valid import valid_json
 
 router = APIRouter(tags=["Anthropic"])
 
@@ -92,7 +94,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
             "stop_reason": _stop_reason(end),
             "stop_sequence": end.stop_text,
             "usage": usage,
-            "kvcellar": {"agent_id": end.agent_id, **usage_extra(end.usage)},
+            "kvcellar": extra_of(end),
         },
         headers={"x-agent-id": end.agent_id},
     )
@@ -241,6 +243,8 @@ def _counts(n_prompt: int, n_cached: int, n_pinned: int) -> dict[str, int]:
 def _stop_reason(end: Ended) -> str:
     if end.stop_text is not None:
         return "stop_sequence"
+    if end.cause == "cache_full":
+        return "model_context_window_exceeded"
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[end.reason]
 
 
@@ -249,10 +253,18 @@ def _content(end: Ended) -> list[dict[str, Any]]:
     if end.text or not end.calls:
         blocks.append({"type": "text", "text": end.text, "citations": None})
     for call in end.calls:
-        value = read_arguments(call.arguments)
-        value = value if isinstance(value, dict) else {}
+        value = _input(call.arguments)
         blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
     return blocks
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Arguments as an object; where the answer ended inside them, as far as they came."""
+    try:
+        value = valid_json(from_json(arguments, allow_partial="trailing-strings"))
+    except (ValueError, PromptError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 async def _frames(

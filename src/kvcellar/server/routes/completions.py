@@ -40,6 +40,12 @@ class _Choice:
     tokens: list[GeneratedToken] = field(default_factory=list)
     end: FinishEvent | None = None
 
+    @property
+    def rest(self) -> str:
+        """Text that came with the end and no token: held back for a stop text that never came."""
+        n_seen = sum(len(token.text) for token in self.tokens)
+        return self.end.text[n_seen:] if self.end is not None else ""
+
 
 @router.post("/v1/completions", response_model=None)
 async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -73,7 +79,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     found = [
         {
             "index": i,
-            "text": choice.echoed + "".join(token.text for token in choice.tokens),
+            "text": choice.echoed + "".join(token.text for token in choice.tokens) + choice.rest,
             "logprobs": _logprobs(host, choice.tokens) if body.logprobs is not None else None,
             "finish_reason": _reason(choice),
         }
@@ -261,7 +267,7 @@ async def _frames(
                 choice = {"index": index, "text": text, "logprobs": logprobs}
                 yield frame({**head, "choices": [{**choice, "finish_reason": None}], **more})
     for index, one in enumerate(choices):
-        last = {"index": index, "text": "", "logprobs": None, "finish_reason": _reason(one)}
+        last = {"index": index, "text": one.rest, "logprobs": None, "finish_reason": _reason(one)}
         yield frame({**head, "choices": [last], **more})
     usage = _usage(choices, body.n or 1)
     note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})

@@ -15,12 +15,12 @@ from kvcellar.agents import ModelHost
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.asking import (
     agent_of,
+    extra_of,
     note,
     plain_messages,
     predictions,
     sampling_of,
     service_of,
-    usage_extra,
 )
 from kvcellar.server.chat import (
     Ask,
@@ -125,7 +125,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             "object": "chat.completion",
             "choices": choices,
             "usage": usage,
-            "kvcellar": {"agent_id": ends[0].agent_id, **usage_extra(ends[0].usage)},
+            "kvcellar": extra_of(ends[0]),
         },
         headers={"x-agent-id": ends[0].agent_id},
     )
@@ -267,7 +267,7 @@ async def _frames(
     usage = _usage([ends[i] for i in range(n)])
     note(request, agent=ends[0].agent_id, **_facts(usage))
     if wants_usage:
-        extra = {"agent_id": ends[0].agent_id, **usage_extra(ends[0].usage)}
+        extra = extra_of(ends[0])
         yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})
     yield frame("[DONE]")
 

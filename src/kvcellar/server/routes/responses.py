@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,16 +19,16 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.asking import (
     agent_of,
+    extra_of,
     note,
     predictions,
     sampling_of,
     service_of,
     text_of,
-    usage_extra,
 )
-from kvcellar.server.calls import read_arguments
+from kvcellar.server.calls import is_whole, read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
-from kvcellar.server.errors import ApiError
+from kvcellar.server.errors import ApiError, as_api_error
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.responses import Item, NamedTool, ResponseRequest
 from kvcellar.server.service import Service, as_mapping, new_id
@@ -57,6 +57,7 @@ class _Draft:
     usage: dict[str, Any] | None = None
     status: str = "in_progress"
     extra: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -72,7 +73,7 @@ class _Draft:
             "created_at": self.created,
             "status": self.status,
             "background": False,
-            "error": None,
+            "error": self.error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -325,10 +326,13 @@ def _keep(service: Service, draft: _Draft) -> dict[str, Any]:
 def _finish(draft: _Draft, end: Ended) -> None:
     """Take the end of the answer into the response."""
     draft.output = []
+    is_cut = end.reason == "length"
     if end.text or not end.calls:
-        draft.output.append(_text_item(draft, 0, end.text, "completed"))
+        status = _status(is_cut and not end.calls)
+        draft.output.append(_text_item(draft, 0, end.text, status))
     for call in end.calls:
-        draft.output.append(_call_item(call.call_id, call.name, call.arguments, "completed"))
+        status = _status(end.is_inside_call and call is end.calls[-1])
+        draft.output.append(_call_item(call.call_id, call.name, call.arguments, status))
     usage = end.usage
     draft.usage = {
         "input_tokens": usage.prompt_tokens,
@@ -337,8 +341,12 @@ def _finish(draft: _Draft, end: Ended) -> None:
         "output_tokens_details": {"reasoning_tokens": 0, **predictions([usage])},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-    draft.status = "incomplete" if end.reason == "length" else "completed"
-    draft.extra = {"agent_id": end.agent_id, **usage_extra(usage)}
+    draft.status = _status(is_cut)
+    draft.extra = extra_of(end)
+
+
+def _status(is_cut: bool) -> str:
+    return "incomplete" if is_cut else "completed"
 
 
 def _note(request: Request, draft: _Draft) -> None:
@@ -389,6 +397,28 @@ async def _frames(
         return frame(value, kind)
 
     writer = _Items(draft, said)
+    try:
+        async with contextlib.aclosing(_said_of(request, draft, events, writer, said)) as bodies:
+            async for body in bodies:
+                yield body
+    except Exception as error:
+        if not draft.number:  # it can still be a status
+            raise
+        for body in writer.close(is_cut=True):
+            yield body
+        refusal = as_api_error(error)
+        draft.output, draft.status = writer.items, "failed"
+        draft.error = {"code": refusal.code or "server_error", "message": str(refusal)}
+        yield said("response.failed", response=draft.as_json())
+
+
+async def _said_of(
+    request: Request,
+    draft: _Draft,
+    events: AsyncGenerator[ChatEvent, None],
+    writer: _Items,
+    said: Callable[..., bytes],
+) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(events):
         async for event in events:
             if isinstance(event, Started):
@@ -404,7 +434,7 @@ async def _frames(
                 if not writer.is_begun:
                     for body in writer.begin_text():
                         yield body
-                for body in writer.close():
+                for body in writer.close(event.reason == "length"):
                     yield body
                 done = writer.items
                 _finish(draft, event)
@@ -419,7 +449,7 @@ class _Items:
     """Output items as they are written."""
 
     draft: _Draft
-    said: Any
+    said: Callable[..., bytes]
     items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""
     _call: CallEvent | None = None
@@ -467,19 +497,21 @@ class _Items:
             bodies.append(self.said(kind, **self._place(), delta=event.text))
         return bodies
 
-    def close(self) -> list[bytes]:
-        """The end of the item that is open, if one is."""
+    def close(self, is_cut: bool = False) -> list[bytes]:
+        """The end of the item that is open, if one is; ``is_cut`` where the answer has more."""
         if not self._is_open:
             return []
         place, index = self._place(), len(self.items)
         self._is_open = False
         if self._call is not None:
             call = self._call.call
-            item = _call_item(call.call_id, call.name, call.arguments, "completed")
+            is_cut = not is_whole(call)
+            item = _call_item(call.call_id, call.name, call.arguments, _status(is_cut))
             kind = "response.function_call_arguments.done"
-            bodies = [self.said(kind, **place, name=call.name, arguments=call.arguments)]
+            done = self.said(kind, **place, name=call.name, arguments=call.arguments)
+            bodies = [] if is_cut else [done]
         else:
-            item = _text_item(self.draft, index, self._text, "completed")
+            item = _text_item(self.draft, index, self._text, _status(is_cut))
             at = {**place, "content_index": 0}
             bodies = [
                 self.said("response.output_text.done", **at, text=self._text, logprobs=[]),
