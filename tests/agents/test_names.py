@@ -126,7 +126,7 @@ def test_an_import_that_cannot_be_published_is_not_known(tmp_path, monkeypatch):
         run(agents.export("poet", tmp_path / "file"))
     with manager(tmp_path / "b") as agents:
         with monkeypatch.context() as patch:
-            patch.setattr(agents.store, "rename", broken)
+            patch.setattr(agents.store._cold, "put_reference", broken)
             with pytest.raises(StoreError):
                 run(agents.import_file(tmp_path / "file"))
         assert agents.list() == [] and agents.store.reference_names() == []

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from kvcellar.agents.checking import check_said
 from kvcellar.agents.history import Message
 from kvcellar.agents.misses import Miss, common_prefix
 from kvcellar.agents.models import ModelHost, ModelRegistry
@@ -28,6 +29,7 @@ from kvcellar.agents.records import (
     AgentInfo,
     Turn,
     checked_id,
+    damaged_info,
     derived_id,
     model_tag,
     reference_name,
@@ -111,6 +113,10 @@ class AgentManager:
         """Names of agents that are being made."""
         self._no_agents: dict[str, int] = {}
         """Histories in the store that are no agents, by the revision that was looked at."""
+        self._unusable: dict[str, tuple[int, str]] = {}
+        """Agents in the store that cannot be used: the revision that was looked at, and why."""
+        self._damaged: dict[str, AgentInfo] = {}
+        """These, and those of which not even a revision can be read."""
         self._publisher = Publisher(store)
         self._places = Places(self.rules)
         models.before_unload(self._leave_model)
@@ -119,7 +125,10 @@ class AgentManager:
     # Who there is ------------------------------------------------------------------------------
 
     def list(self) -> Sequence[AgentInfo]:
-        """All agents, the least recently used first. Asks the store, and waits for it."""
+        """All agents, the least recently used first, before them those that are damaged.
+
+        Asks the store, and waits for it.
+        """
         self._learn(self._news())
         return self._listed()
 
@@ -131,7 +140,7 @@ class AgentManager:
     def _listed(self) -> Sequence[AgentInfo]:
         with self._lock:
             agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
-        return [self._info(agent) for agent in agents]
+        return [*self._damaged.values(), *(self._info(agent) for agent in agents)]
 
     async def refresh(self) -> None:
         """Take over what other processes have published, or deleted, of agents in no turn here.
@@ -593,28 +602,27 @@ class AgentManager:
             progress: told how much is done.
 
         Raises:
-            StoreError: the file is none, or damaged; nothing was changed.
-            AgentError: it is a history and no agent, or the name is taken; nothing was changed.
+            StoreError: the file is none, or damaged, or of no agent; nothing was changed.
+            AgentError: the name is taken, or can be none; nothing was changed.
         """
-        staged = f"importing {uuid.uuid4().hex}"
+        claims = contextlib.ExitStack()
+
+        def adopt(ref: Reference) -> Reference:
+            """Whose history it is, before anything of it is published."""
+            agent = Agent.from_reference(ref)
+            if agent is None:
+                raise StoreError(f"{file} holds a history that is no agent's; nothing changed")
+            agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
+            claims.enter_context(self._claimed_name(agent))
+            return replace(ref, name=agent.name, metadata=agent.metadata())
 
         def read() -> Agent:
-            ref = self.store.import_reference(file, staged, on_progress=progress)
-            try:
+            with claims:
+                ref = self.store.import_reference(file, adopt=adopt, on_progress=progress)
                 agent = Agent.from_reference(ref)
-                if agent is None:
-                    raise AgentError(f"{file} holds a history that is no agent's; nothing changed")
-                agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
-                with self._claimed_name(agent):
-                    self.store.update_metadata(staged, agent.metadata())
-                    self.store.rename(staged, agent.name)
-                    agent.take(self.store.get(agent.name))
-                    with self._lock:
-                        self._agents[agent.name] = agent
-            except BaseException:
-                with contextlib.suppress(UnknownReferenceError):
-                    self.store.delete(staged)
-                raise
+                assert agent is not None
+                with self._lock:
+                    self._agents[agent.name] = agent
             return agent
 
         return (await asyncio.to_thread(read)).info()
@@ -668,6 +676,7 @@ class AgentManager:
         if sum(value is not None for value in (text, messages, tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
         text, messages, tools = valid_json((text, messages, tools))
+        check_said(messages, tools)
         agent = await self._sought(agent_id)
         end: TurnEnd | None = None
         async with self.models.use(model or agent.model) as host:
@@ -804,6 +813,12 @@ class AgentManager:
         return max(found, key=lambda agent: agent.used_s, default=None)
 
     def _nobody(self, agent_id: str, model: str | None) -> NoReturn:
+        for info in self._damaged.values():
+            if info.agent_id == agent_id:
+                raise AgentError(
+                    f"agent {agent_id!r} cannot be read: {info.damage}; `kvcellar store verify` "
+                    f"puts it away"
+                )
         with self._lock:
             names = sorted({agent.agent_id for agent in self._agents.values()})
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
@@ -895,6 +910,7 @@ class AgentManager:
         with self._lock:
             agents = list(self._agents.values())
         known = {agent.name: self._publisher.revision_of(agent) for agent in agents}
+        damaged = self.store.damaged_references()
         revisions = {
             name: revision for name, revision in self.store.revisions().items() if "@" in name
         }
@@ -913,18 +929,31 @@ class AgentManager:
         for name, revision in revisions.items():
             if name in known or self._no_agents.get(name) == revision:
                 continue
-            found = None
-            with contextlib.suppress(StoreError, UnknownReferenceError):
+            before = self._unusable.get(name)
+            if before is not None and before[0] == revision:
+                news.unusable[name] = before
+                continue
+            try:
                 found = Agent.from_reference(self.store.get(name))
-            if found is not None and found.name == name:
+            except UnknownReferenceError:
+                continue
+            except StoreError as error:
+                news.unusable[name] = revision, str(error)
+                continue
+            if found is None:
+                self._no_agents[name] = revision
+            elif found.name == name:
                 news.found.append(found)
             else:
-                self._no_agents[name] = revision
+                news.unusable[name] = revision, f"it says that it is {found.name!r}"
+        news.damaged = damaged | {name: why for name, (_, why) in news.unusable.items()}
         return news
 
     def _learn(self, news: _News) -> None:
         """Take over what ``_news`` has read, unless it has changed here meanwhile."""
         with self._lock:
+            self._unusable = news.unusable
+            self._damaged = {name: damaged_info(name, why) for name, why in news.damaged.items()}
             for agent in news.found:
                 if agent.name not in self._claimed:
                     self._agents.setdefault(agent.name, agent)
@@ -998,11 +1027,15 @@ class _News:
         found: agents that were not known.
         changed: an agent, its revision as it was known, and its state now.
         gone: an agent that is stored no more, and its revision as it was known.
+        unusable: agents that cannot be used, the revision that was looked at, and why.
+        damaged: these, and all else that cannot be read, and why.
     """
 
     found: list[Agent] = field(default_factory=list)
     changed: list[tuple[Agent, int, Reference]] = field(default_factory=list)
     gone: list[tuple[Agent, int]] = field(default_factory=list)
+    unusable: dict[str, tuple[int, str]] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from kvcellar.agents.checking import checked_facts, key_of
 from kvcellar.agents.models import ModelHost
-from kvcellar.agents.records import Agent, key_of
+from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import save_history
 from kvcellar.engine import Engine
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
@@ -56,14 +57,15 @@ class Publisher:
     def news_of(self, agent: Agent) -> Reference | None:
         """Read the state that another process has published of the agent; None where there is none.
 
-        Costs one query where there is none.
+        Costs one query where there is none. What cannot be used is none either.
         """
         known = self.revision_of(agent)
         if known is None or self.store.revision(agent.name) in (None, known):
             return None
-        with contextlib.suppress(StoreError, UnknownReferenceError, KeyError, TypeError):
+        with contextlib.suppress(StoreError, UnknownReferenceError):
             ref = self.store.get(agent.name)
             if ref.revision != known and key_of(ref) == agent.key:
+                checked_facts(ref)
                 return ref
         return None
 

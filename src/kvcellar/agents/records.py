@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import asdict, dataclass, field
@@ -10,27 +9,24 @@ from typing import Any
 
 import numpy as np
 
+from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message
 from kvcellar.agents.misses import Miss
-from kvcellar.errors import AgentError, AgentNameError, StoreError
-from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.store import Layout, ModelKey, Reference
-from kvcellar.types import IntArray, LayerGroup
+from kvcellar.errors import AgentError, AgentNameError
+from kvcellar.store import ModelKey, Reference
+from kvcellar.types import IntArray
 
 __all__ = [
     "Agent",
     "AgentInfo",
     "Turn",
     "checked_id",
+    "damaged_info",
     "derived_id",
-    "key_of",
     "model_tag",
     "reference_name",
 ]
-
-KIND = "kvcellar_agent"
-VERSION = 1
 
 MAX_ID_CHARS = 128
 _ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
@@ -63,7 +59,8 @@ class AgentInfo:
         agent_id: its name.
         model: the model that its history belongs to.
         kv_dtype: how its K and V are stored.
-        state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused`` or ``finished``.
+        state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused``, ``finished``, or
+            ``damaged``: what is stored of it cannot be read, and nothing else of it is known.
         n_tokens: length of its history.
         n_stored: leading tokens whose KV is in the store.
         n_turns: turns so far.
@@ -75,6 +72,7 @@ class AgentInfo:
         used_s: the same, of its last turn.
         n_cached: leading tokens that the cache holds; None where nobody asked the engine.
         miss: what the last turn had to compute again, and why.
+        damage: why it cannot be read, of one that is damaged.
     """
 
     agent_id: str
@@ -92,6 +90,7 @@ class AgentInfo:
     n_cached: int | None = None
     miss: Miss | None = None
     is_parent_gone: bool = False
+    damage: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -257,9 +256,13 @@ class Agent:
         }
 
     def take(self, ref: Reference) -> None:
-        """Become what a reference says; the gate and what runs stay."""
-        value = ref.metadata
-        self.model = str(value["model"])
+        """Become what a reference says; the gate and what runs stay.
+
+        Raises:
+            StoreError: it says what cannot be; nothing was changed.
+        """
+        value = checked_facts(ref)
+        self.model = value["model"]
         self.tokens = tuple(ref.tokens.tolist())
         self.messages = tuple(value["messages"])
         self.stops = tuple(value["stops"])
@@ -269,25 +272,51 @@ class Agent:
         self.parent_created_s = value.get("parent_created_s")
         self.branch_of = value.get("branch_of")
         self.created_s, self.used_s = float(value["created_s"]), float(value["used_s"])
-        self.is_waiting = bool(value["is_waiting"])
-        self.is_paused = bool(value["is_paused"])
-        self.is_finished = bool(value["is_finished"])
+        self.is_waiting = value["is_waiting"]
+        self.is_paused = value["is_paused"]
+        self.is_finished = value["is_finished"]
         self.miss = Miss.from_json(value["miss"])
         self.notes = tuple(value["notes"])
-        self.rates = dict(value["rates"])
+        self.rates = value["rates"]
         self.revision, self.n_stored = ref.revision, ref.n_stored
 
     @classmethod
     def from_reference(cls, ref: Reference) -> Agent | None:
-        """The agent whose history it is; None for a history that is nobody's."""
-        if ref.metadata.get(KIND) != VERSION:
+        """Return the agent whose history it is; None for a history that is nobody's.
+
+        Raises:
+            StoreError: it is an agent's and says what cannot be.
+        """
+        if not is_agent(ref):
             return None
-        try:
-            agent = cls(str(ref.metadata["id"]), str(ref.metadata["model"]), key_of(ref))
-            agent.take(ref)
-        except (KeyError, TypeError, ValueError):
-            return None
+        facts = checked_facts(ref)
+        agent = cls(facts["id"], facts["model"], key_of(ref))
+        agent.take(ref)
         return agent
+
+
+def damaged_info(name: str, why: str) -> AgentInfo:
+    """Return what can be said of an agent whose reference cannot be read.
+
+    Args:
+        name: of the reference, or of its file where that is all that is known.
+        why: what is wrong with it.
+    """
+    return AgentInfo(
+        agent_id=name.rpartition("@")[0] or name,
+        model="",
+        kv_dtype="",
+        state="damaged",
+        n_tokens=0,
+        n_stored=0,
+        n_turns=0,
+        n_messages=0,
+        parent=None,
+        parent_position=None,
+        created_s=0.0,
+        used_s=0.0,
+        damage=why,
+    )
 
 
 def reference_name(agent_id: str, tag: str) -> str:
@@ -320,34 +349,3 @@ def derived_id(agent_id: str, end: str) -> str:
     """Make a name from another agent's and an ending; what cannot stand in a name becomes ``_``."""
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", agent_id).lstrip(".-") or "agent"
     return checked_id(stem[: MAX_ID_CHARS - len(end)] + end)
-
-
-def key_of(ref: Reference) -> ModelKey:
-    """The model key that a reference was saved with.
-
-    Raises:
-        StoreError: its layout cannot be read.
-    """
-    try:
-        value = json.loads(ref.layout_json)
-        kv_dtype = str(ref.metadata["kv_dtype"])
-        parse_kv_dtype(kv_dtype)
-        groups = tuple(
-            LayerGroup(
-                tuple(group["layers"]),
-                group["n_kv_heads"],
-                group["k"]["dim"],
-                group["v"]["dim"],
-                group["window"],
-            )
-            for group in value["groups"]
-        )
-        key = ModelKey(ref.fingerprint, Layout(groups, kv_dtype, value["block_tokens"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"the layout of history {ref.name!r} cannot be read ({error})") from error
-    if key.layout.as_json != ref.layout_json:
-        raise StoreError(
-            f"the layout of history {ref.name!r} is of another version; open it with the version "
-            f"of kvcellar that saved it"
-        )
-    return key

@@ -143,6 +143,9 @@ def list_command(store: Folder = None, as_json: AsJson = False) -> None:
         return
     width = max((len(info.agent_id) for info in infos), default=0)
     for info in infos:
+        if info.damage is not None:
+            write(f"{info.agent_id:<{width}}  {info.state:<9} {info.damage}\n")
+            continue
         of = f", forked from {_parent(info)} at {info.parent_position}" if info.parent else ""
         write(
             f"{info.agent_id:<{width}}  {info.state:<9} {info.n_tokens:>7} tokens  "

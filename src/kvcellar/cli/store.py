@@ -97,9 +97,11 @@ def verify_command(store: Folder = None, as_json: AsJson = False) -> None:
     Damaged files go to the folder `quarantine`; what they held is computed again when it is
     wanted. Ends with exit code 1 where something was wrong.
     """
+    from kvcellar.agents.checking import check_agent
+
     with _opened(store) as opened:
         with progress_bar("verifying") as report:
-            found = opened.verify(on_progress=report)
+            found = opened.verify(check=check_agent, on_progress=report)
         events = [dataclasses.asdict(event) for event in opened.take_events()]
     if as_json:
         value = dataclasses.asdict(found) | {"is_good": found.is_good, "events": events}

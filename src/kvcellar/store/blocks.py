@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcellar.errors import StoreError
 from kvcellar.kv_dtype import KvDtype
+from kvcellar.store.facts import MOST_INT
 from kvcellar.store.format import (
     VERSION,
     DamagedError,
@@ -225,7 +226,8 @@ class Sealed:
             if kind is Kind.BLOCK:
                 n = len(self.info.tokens)
             else:
-                n = len(self.file.tensors.get(f"positions.{index}", ()))
+                positions = self.file.tensors.get(f"positions.{index}")
+                n = 0 if positions is None else positions.size
             yield index, from_precision(self._group(index, group, have, n), group, have, want)
 
     def _group(self, index: int, group: LayerGroup, have: KvDtype, n: int) -> GroupRows:
@@ -304,7 +306,7 @@ def opened(file: FileBytes) -> Sealed:
     info = _info(file.metadata, file.tensors.get("tokens"), file.data.nbytes)
     if info.kind is Kind.BLOCK:
         positions = file.tensors.get("positions")
-        if positions is None or len(positions) != len(info.tokens):
+        if positions is None or positions.shape != info.tokens.shape:
             raise DamagedError("a block has one position per token")
         if not _follow(positions, info.stop):
             raise DamagedError("its positions are not those of its place")
@@ -345,7 +347,11 @@ def _info(metadata: dict[str, str], tokens: IntArray | None, size_bytes: int) ->
         precision = metadata["precision"]
     except (ValueError, KeyError) as error:
         raise DamagedError(f"its metadata cannot be read ({error})") from error
-    if tokens is None or address != address_of(kind, parent, tokens) or start < 0:
+    if not (0 <= start <= MOST_INT and 0 <= first <= MOST_INT):
+        raise DamagedError("its place is none")
+    if tokens is None or tokens.dtype != np.int64 or tokens.ndim != 1:
+        raise DamagedError("its tokens are no list of integers")
+    if address != address_of(kind, parent, tokens):
         raise DamagedError("its address is not that of its tokens")
     if precision not in PRECISIONS:
         raise DamagedError(f"precision {precision!r} is not known")
@@ -384,7 +390,7 @@ def _check_groups(what: str, n_want: int, n_got: int) -> None:
 
 def _follow(positions: IntArray, stop: int) -> bool:
     """Whether positions are consecutive, end before ``stop`` and do not begin before 0."""
-    n = len(positions)
+    n = positions.size
     return n <= stop and bool(np.array_equal(positions, np.arange(stop - n, stop)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import threading
@@ -19,8 +20,9 @@ from kvcellar.errors import StoreError
 from kvcellar.home import open_own
 from kvcellar.store.blocks import Info, Kind, Sealed, read_info, read_sealed
 from kvcellar.store.catalogue import Catalogue, is_damage
+from kvcellar.store.facts import text
 from kvcellar.store.folder import PREVIOUS, Folder, stamp_of
-from kvcellar.store.format import DamagedError, FileBytes, read_file
+from kvcellar.store.format import DamagedError, FileBytes, read_file, read_header
 from kvcellar.store.layout import root_address
 from kvcellar.store.references import Reference, file_stem, unpack_reference
 from kvcellar.store.reports import EventKind, EventLog
@@ -49,6 +51,8 @@ class ColdTier:
         self._is_closed = False
         self._retired: list[Catalogue] = []
         """Catalogues that were replaced; other threads may still be reading them."""
+        self._damaged: dict[tuple[Path, str], tuple[str, str]] = {}
+        """By file and stamp what was found wrong with it, and the name that it says."""
         self._catalogue = Catalogue(None)  # until there is one
         try:
             with folder.locked(min(1.0, lock_timeout_s)):
@@ -259,6 +263,44 @@ class ColdTier:
         """The published state of a name; the one before it where the file is damaged."""
         return self._read_reference(self.folder.of_reference(name))
 
+    def damage_of(self, name: str) -> str | None:
+        """What is wrong with the file of a name; None where it is good, or gone."""
+        path = self.folder.of_reference(name)
+        try:
+            _reference_from(path, path.stem)
+        except FileNotFoundError:
+            return None
+        except (DamagedError, OSError) as error:
+            return str(error)
+        return None
+
+    def damaged_references(self) -> dict[str, str]:
+        """References without a state that can be read, and what is wrong with each.
+
+        By name, or by the stem of its file where the name cannot be read either. As far as the
+        folder's names say: a file that went bad where it lies is found when it is read.
+        """
+        stamps = self.ask(Catalogue.stamps)
+        listed = set(stamps.values())
+        names = {file_stem(name): name for name in stamps}
+        found: dict[tuple[Path, str], tuple[str, str]] = {}
+        for key in self.folder.reference_paths().items():
+            path, stamp = key
+            if stamp in listed:
+                continue
+            if key in self._damaged:
+                found[key] = self._damaged[key]
+                continue
+            try:
+                _reference_from(path, path.stem)
+            except FileNotFoundError:
+                continue
+            except (DamagedError, OSError) as error:
+                name = names.get(path.stem) or _name_in(path) or path.stem
+                found[key] = (name, str(error))
+        self._damaged = found
+        return dict(found.values())
+
     def _read_reference(self, path: Path) -> Reference | None:
         try:
             return _reference_from(path, path.stem)
@@ -269,13 +311,16 @@ class ColdTier:
                 before = _reference_from(_previous(path), path.stem)
             except (DamagedError, OSError):
                 before = None
-            self.events.add(
-                EventKind.REFERENCE_DAMAGED,
-                path.stem if before is None else before.name,
-                f"{error}; "
-                + ("there is no state before" if before is None else "the state before is used"),
-            )
+            self._say_damaged(path, before, str(error))
             return before
+
+    def _say_damaged(self, path: Path, before: Reference | None, why: str) -> None:
+        self.events.add(
+            EventKind.REFERENCE_DAMAGED,
+            path.stem if before is None else before.name,
+            f"{why}; "
+            + ("there is no state before" if before is None else "the state before is used"),
+        )
 
     def _reference_bytes(self, path: Path) -> int:
         size = path.stat().st_size
@@ -459,21 +504,37 @@ class ColdTier:
                 n, freed = n + 1, freed + size
         return n, freed
 
-    def repair_reference(self, path: Path) -> str | None:
-        """Read a reference's file; a damaged one gives way to the state before it.
+    def repair_reference(self, path: Path, check: Callable[[Reference], None]) -> str | None:
+        """Read a reference's file; a damaged one goes to the quarantine, for the state before it.
 
-        Returns its name where the file is good. Only within ``locked``.
+        Only within ``locked``.
+
+        Args:
+            path: the file.
+            check: raises StoreError for a reference that its owner cannot use.
+
+        Returns:
+            Its name where the file is good.
         """
         try:
-            return _reference_from(path, path.stem).name
+            ref = _reference_from(path, path.stem)
+            check(ref)
+            return ref.name
         except FileNotFoundError:
             return None
-        except (DamagedError, OSError):
-            before = self._read_reference(path)
+        except (DamagedError, StoreError, OSError) as error:
+            before = None
+            with contextlib.suppress(DamagedError, StoreError, OSError):
+                found = _reference_from(_previous(path), path.stem)
+                check(found)
+                before = found
+            self._say_damaged(path, before, str(error))
             self.folder.put_away(path)
             if before is not None:
                 self.folder.publish(_previous(path), path)
                 self.folder.settle([self.folder.references])
+            else:
+                self.folder.put_away(_previous(path))
         return None
 
 
@@ -484,6 +545,17 @@ def root_of(ref: Reference) -> bytes:
 
 def _previous(path: Path) -> Path:
     return path.with_name(path.name + PREVIOUS)
+
+
+def _name_in(path: Path) -> str | None:
+    """The name that a reference's file says, where it is the one that the file is named after."""
+    with contextlib.suppress(
+        DamagedError, OSError, ValueError, KeyError, TypeError, RecursionError
+    ):
+        name = text(json.loads(read_header(path)[0]["facts"])["name"], "name")
+        if file_stem(name) == path.stem:
+            return name
+    return None
 
 
 def _reference_from(path: Path, stem: str) -> Reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -121,7 +122,16 @@ def _reading(file: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with file.open("rb") as raw, zipfile.ZipFile(raw) as archive:
             yield archive
-    except (DamagedError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        DamagedError,
+        KeyError,
+        ValueError,
+        EOFError,
+        OverflowError,
+        RuntimeError,  # an entry that is encrypted, or of a later version of the format
+        struct.error,
+        zipfile.BadZipFile,
+    ) as error:
         raise StoreError(
             f"{file} is not a whole export of a history ({error}); export it again; nothing was "
             f"published"
@@ -139,8 +149,12 @@ def _entries(ref: Reference) -> list[tuple[Kind, bytes, str]]:
 
 def _read(archive: zipfile.ZipFile, name: str) -> FileBytes:
     info = archive.getinfo(name)
+    assert archive.fp is not None
+    n_bytes = os.fstat(archive.fp.fileno()).st_size
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise DamagedError(f"{name} is compressed, which an export never is")
+    if not 0 <= info.header_offset <= info.header_offset + info.file_size <= n_bytes:
+        raise DamagedError(f"{name} is said to be larger than the file")
     with archive.open(info) as entry:
         return read_from(entry, info.file_size)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ Bytes = NDArray[np.uint8]
 VERSION = "1"
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors format allows."""
+
+MAX_SIDE = 1 << 48
 
 _START = b'{"__metadata__":{"checksum":"xxh3_128:'
 _DIGITS = 32
@@ -145,6 +148,8 @@ def read_header(path: Path) -> tuple[dict[str, str], Array | None]:
         header = _parse(file.read(length), size_bytes - 8 - length)
         tokens = None
         if "tokens" in header:
+            if header["tokens"]["dtype"] != "I64" or len(header["tokens"]["shape"]) != 1:
+                raise DamagedError("its tokens are no list of integers")
             start_at, stop = header["tokens"]["data_offsets"]
             file.seek(8 + length + start_at)
             tokens = np.frombuffer(file.read(stop - start_at), NUMPY["I64"])
@@ -184,11 +189,15 @@ def _opened(data: Bytes, head: bytes, digest: str) -> FileBytes:
     if head[at : at + _DIGITS] != digest.encode():
         raise DamagedError("the checksum does not fit the bytes")
     header = _parse(head[8:], len(data) - len(head))
-    return FileBytes(data, header["__metadata__"], _views(data, len(head), header))
+    try:
+        views = _views(data, len(head), header)
+    except ValueError as error:  # sides whose product is 0 and that no array can have
+        raise DamagedError("a tensor has a shape that cannot be") from error
+    return FileBytes(data, header["__metadata__"], views)
 
 
 def _parse(text: bytes, n_body_bytes: int) -> dict[str, Any]:
-    """The header as an object whose tensors fill the body exactly."""
+    """Read the header as an object whose tensors fill the body exactly."""
     try:
         header: dict[str, Any] = json.loads(text)
         metadata = header["__metadata__"]
@@ -197,14 +206,17 @@ def _parse(text: bytes, n_body_bytes: int) -> dict[str, Any]:
             if name == "__metadata__":
                 continue
             start, stop = tensor["data_offsets"]
-            size = int(np.prod(tensor["shape"])) * NUMPY[tensor["dtype"]].itemsize
-            if (start, stop) != (at, at + size) or min(tensor["shape"], default=0) < 0:
-                raise DamagedError(f"tensor {name} lies where it cannot")
+            shape = tensor["shape"]
+            if not all(type(n) is int and 0 <= n <= MAX_SIDE for n in shape):
+                raise DamagedError(f"tensor {name[:40]!r} has a shape that cannot be")
+            size = math.prod(shape) * NUMPY[tensor["dtype"]].itemsize
+            if (start, stop) != (at, at + size):
+                raise DamagedError(f"tensor {name[:40]!r} lies where it cannot")
             at = stop
         if at != n_body_bytes or not all(isinstance(v, str) for v in metadata.values()):
             raise DamagedError(f"tensors of {at} bytes in a body of {n_body_bytes}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedError(f"the header cannot be read ({error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"the header cannot be read ({type(error).__name__})") from error
     if metadata.get("version") != VERSION:
         raise DamagedError(f"format version {metadata.get('version')!r}, {VERSION} is known")
     return header

@@ -12,6 +12,16 @@ import numpy as np
 
 from kvcellar.errors import StoreError
 from kvcellar.store.blocks import ADDRESS_BYTES
+from kvcellar.store.facts import (
+    MOST_INT,
+    BadFactError,
+    flag,
+    number,
+    object_of,
+    parse_json,
+    text,
+    whole,
+)
 from kvcellar.store.format import VERSION, DamagedError, FileBytes, Tensor, pack
 from kvcellar.types import IntArray
 
@@ -104,37 +114,63 @@ class Reference:
 
 
 def unpack_reference(file: FileBytes) -> Reference:
-    """A verified file as the reference that it is.
+    """Read a verified file as the reference that it is; every fact is checked.
 
     Raises:
-        DamagedError: it is none.
+        DamagedError: it is none, or says what cannot be.
     """
     try:
-        if file.metadata["kind"] != "reference":
-            raise DamagedError(f"it is a {file.metadata['kind']} and no reference")
-        facts = json.loads(file.metadata["facts"])
-        lengths = file.tensors["window_lengths"].tolist()
-        windows = [row.tobytes() for row in file.tensors["windows"]]
-        return Reference(
-            name=facts["name"],
-            fingerprint=file.metadata["fingerprint"],
-            layout_json=file.metadata["layout"],
-            tokens=file.tensors["tokens"],
-            blocks=tuple(row.tobytes() for row in file.tensors["blocks"]),
-            n_stored=int(facts["n_stored"]),
-            boundaries=tuple(
-                Boundary(int(n), address) for n, address in zip(lengths, windows, strict=True)
-            ),
-            parent=facts["parent"],
-            parent_position=facts["parent_position"],
-            metadata=json.loads(file.metadata["metadata"]),
-            is_pinned=bool(facts["is_pinned"]),
-            is_evicted=bool(facts["is_evicted"]),
-            revision=int(facts["revision"]),
-            saved_at=float(facts["saved_at"]),
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        raise DamagedError(f"its facts cannot be read ({error})") from error
+        return _read(file)
+    except (KeyError, BadFactError, StoreError) as error:
+        said = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise DamagedError(f"its facts cannot be read: {said}") from error
+
+
+def _read(file: FileBytes) -> Reference:
+    if file.metadata["kind"] != "reference":
+        raise DamagedError(f"it is a {file.metadata['kind'][:40]} and no reference")
+    facts = object_of(parse_json(file.metadata["facts"], "facts"), "facts")
+    tokens = _integers(file, "tokens", MOST_INT)
+    n = len(tokens)
+    lengths = _integers(file, "window_lengths", n).tolist()
+    windows = _addresses(file, "windows")
+    if len(windows) != len(lengths) or lengths != sorted(set(lengths)):
+        raise BadFactError("window_lengths have to ascend, one for each window")
+    parent, position = facts["parent"], facts["parent_position"]
+    return Reference(
+        name=checked_name(text(facts["name"], "name")),
+        fingerprint=text(file.metadata["fingerprint"], "fingerprint"),
+        layout_json=text(file.metadata["layout"], "layout"),
+        tokens=tokens,
+        blocks=_addresses(file, "blocks"),
+        n_stored=whole(facts["n_stored"], "n_stored", 0, n),
+        boundaries=tuple(map(Boundary, lengths, windows)),
+        parent=None if parent is None else checked_name(text(parent, "parent")),
+        parent_position=None if position is None else whole(position, "parent_position"),
+        metadata=object_of(parse_json(file.metadata["metadata"], "metadata"), "metadata"),
+        is_pinned=flag(facts["is_pinned"], "is_pinned"),
+        is_evicted=flag(facts["is_evicted"], "is_evicted"),
+        revision=whole(facts["revision"], "revision", 1),
+        saved_at=number(facts["saved_at"], "saved_at"),
+    )
+
+
+def _integers(file: FileBytes, name: str, most: int) -> IntArray:
+    """Return a tensor ``[n]`` of integers in ``[0, most]``."""
+    array = file.tensors[name]
+    if array.dtype != np.int64 or array.ndim != 1:
+        raise BadFactError(f"{name} have to be a list of integers")
+    if len(array) and not 0 <= int(array.min()) <= int(array.max()) <= most:
+        raise BadFactError(f"{name} have to lie between 0 and {most}")
+    return array
+
+
+def _addresses(file: FileBytes, name: str) -> tuple[bytes, ...]:
+    """Return the rows of a tensor ``[n, ADDRESS_BYTES]`` of bytes."""
+    array = file.tensors[name]
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != ADDRESS_BYTES:
+        raise BadFactError(f"{name} have to be addresses of {ADDRESS_BYTES} bytes")
+    return tuple(row.tobytes() for row in array)
 
 
 def checked_name(name: str) -> str:

@@ -238,11 +238,17 @@ class Store:
 
         Raises:
             UnknownReferenceError: there is none of that name.
+            StoreError: its file is damaged, and so is that of the state before.
         """
         ref = self._cold.reference(checked_name(name))
-        if ref is None:
+        if ref is not None:
+            return ref
+        damage = self._cold.damage_of(name)
+        if damage is None:
             raise self._unknown(name)
-        return ref
+        raise StoreError(
+            f"the history {name!r} is damaged ({damage}); `kvcellar store verify` puts it away"
+        )
 
     def has_reference(self, name: str) -> bool:
         """Whether a history of that name is published."""
@@ -266,6 +272,13 @@ class Store:
     def revision(self, name: str) -> int | None:
         """The revision of a history's latest state; None where none of that name is published."""
         return self._cold.ask(lambda catalogue: catalogue.revision(name))
+
+    def damaged_references(self) -> dict[str, str]:
+        """Histories of which no state can be read, and what is wrong with each.
+
+        By name, or by the name of the file where that cannot be read either.
+        """
+        return self._cold.damaged_references()
 
     def fork(
         self,
@@ -356,8 +369,8 @@ class Store:
                 self._check_free(new_name)
                 self._cold.put_reference(replace(ref, name=new_name))
                 for row in self.references():
-                    if row.parent == name:
-                        child = self.get(row.name)
+                    child = self._cold.reference(row.name) if row.parent == name else None
+                    if child is not None:
                         self._cold.put_reference(
                             replace(child, parent=new_name, revision=child.revision + 1)
                         )
@@ -435,6 +448,7 @@ class Store:
         name: str | None = None,
         *,
         is_replacing: bool = False,
+        adopt: Callable[[Reference], Reference] | None = None,
         on_progress: Progress | None = None,
     ) -> Reference:
         """Take in a file that ``export_reference`` made; all of it is verified first.
@@ -443,6 +457,8 @@ class Store:
             file: the file.
             name: to be known by; None: the name it had.
             is_replacing: take the place of a history of that name.
+            adopt: from what was read and verified to what is published, such as one with another
+                name and metadata; what it raises ends the import.
             on_progress: takes how much is done, 0 to 1, and what comes now.
 
         Raises:
@@ -456,8 +472,12 @@ class Store:
                 ref = exchange.verify_export(path, on_progress)
                 if name is not None:
                     ref = replace(ref, name=checked_name(name))
+                if adopt is not None:
+                    ref = adopt(ref)
                 if not is_replacing:
                     self._check_free(ref.name)
+                before = self._cold.reference(ref.name)
+                ref = replace(ref, revision=1 if before is None else before.revision + 1)
                 exchange.publish_export(self._cold, path, ref, self._saver.wanted())
                 return ref
 
@@ -468,9 +488,19 @@ class Store:
 
     # Upkeep ------------------------------------------------------------------------------------
 
-    def verify(self, *, on_progress: Progress | None = None) -> VerifyReport:
-        """Read every byte; put away what is damaged, restore what has a state before."""
-        return upkeep.verify(self._cold, on_progress)
+    def verify(
+        self,
+        *,
+        check: Callable[[Reference], None] | None = None,
+        on_progress: Progress | None = None,
+    ) -> VerifyReport:
+        """Read every byte; put away what is damaged, restore what has a state before.
+
+        Args:
+            check: raises StoreError for a history that its owner cannot use; it is damaged too.
+            on_progress: takes how much is done, 0 to 1, and what comes now.
+        """
+        return upkeep.verify(self._cold, on_progress, check or (lambda ref: None))
 
     def gc(self, *, grace_s: float = 0.0, is_emptying_quarantine: bool = False) -> GcReport:
         """Remove what no reference needs and nobody used for ``grace_s``, and all leftovers.

@@ -18,7 +18,9 @@ from kvcellar.store.reports import GcReport, VerifyReport
 Progress = Callable[[float, str], None]
 
 
-def verify(cold: ColdTier, on_progress: Progress | None) -> VerifyReport:
+def verify(
+    cold: ColdTier, on_progress: Progress | None, check: Callable[[Reference], None]
+) -> VerifyReport:
     """Read every byte; see ``Store.verify``. Others may write meanwhile."""
     started = time.perf_counter()
     try:
@@ -41,7 +43,7 @@ def verify(cold: ColdTier, on_progress: Progress | None) -> VerifyReport:
             n, size = n + 1, size + sealed.size_bytes
         elif cold.info(address) is None:
             damaged.append(address.hex())
-    names, bad = _verify_references(cold)
+    names, bad = _verify_references(cold, check)
     incomplete = {}
     for name in names:
         ref = cold.reference(name)
@@ -55,12 +57,14 @@ def verify(cold: ColdTier, on_progress: Progress | None) -> VerifyReport:
     return VerifyReport(n, size, damaged, len(names), bad, incomplete, seconds)
 
 
-def _verify_references(cold: ColdTier) -> tuple[list[str], list[str]]:
+def _verify_references(
+    cold: ColdTier, check: Callable[[Reference], None]
+) -> tuple[list[str], list[str]]:
     """Names of the good ones, file names of the others."""
     names, bad = [], []
     with cold.locked():
         for path in sorted(cold.folder.reference_paths()):
-            name = cold.repair_reference(path)
+            name = cold.repair_reference(path, check)
             if name is None:
                 bad.append(path.name)
             else:
