@@ -18,6 +18,8 @@ VOCAB = 260
 class Script:
     """Lets the letters of each step come, and ends behind the last."""
 
+    end_id = None
+
     def __init__(self, steps, at=0):
         self.steps, self.at = steps, at
 
@@ -112,3 +114,40 @@ def test_beside_answers_a_step_reads_few_tokens_of_prompts():
     assert [a.n_tokens for a in Mixed().allot([decode, prompt], 256)] == [1, 255]
     with pytest.raises(ConfigError, match="max_prefill_beside"):
         EngineConfig(max_prefill_beside=0)
+
+
+class Or(Script):
+    """Lets the letters come where the model wants them, and ends where it wants anything else."""
+
+    end_id = ByteTokenizer.END
+
+    def allowed(self):
+        mask = super().allowed()
+        mask[self.end_id] = True
+        return mask
+
+
+def test_a_sequence_ends_where_the_model_wants_what_a_guide_only_offers_an_end_for():
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    logits[0, [ord("x"), ord("a"), ord("b")]] = 5, 4, 3
+    greedy = SamplingState(SamplingParams(guide=lambda: Or(["ab"])), VOCAB)
+    assert sample(logits, [greedy])[0].token_id == ByteTokenizer.END
+    logits[0, ord("a")] = 6
+    assert sample(logits, [greedy])[0].token_id == ord("a")
+
+
+def test_an_offered_end_is_as_likely_as_all_that_it_stands_for():
+    chance = np.random.default_rng(5)
+    logits = chance.normal(size=VOCAB).astype(np.float32) * 2
+    for temperature in (0.5, 1.0, 2.0):
+        params = SamplingParams(guide=lambda: Or(["ab"]), temperature=temperature, seed=1)
+        held = logits.copy()
+        SamplingState(params, VOCAB).adjust(held)
+        free = np.exp(logits.astype(np.float64) / temperature)
+        free /= free.sum()
+        with np.errstate(under="ignore"):
+            got = np.exp(held.astype(np.float64) / temperature)
+        got /= got.sum()
+        np.testing.assert_allclose(got[[ord("a"), ord("b")]], free[[ord("a"), ord("b")]], rtol=1e-4)
+        rest = 1 - free[ord("a")] - free[ord("b")]
+        assert got[ByteTokenizer.END] == pytest.approx(rest, rel=1e-4)

@@ -165,8 +165,8 @@ def test_errors_are_those_of_the_protocol(client):
     assert caught.value.body["request_id"] == caught.value.response.headers["x-request-id"]
     with pytest.raises(anthropic.BadRequestError, match="type 'image'"):
         ask(client, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
-    with pytest.raises(anthropic.BadRequestError, match="has no input_schema"):
-        ask(client, [said("x")], tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    with pytest.raises(anthropic.BadRequestError, match="an input_schema"):
+        ask(client, [said("x")], tools=[{"name": "look"}])
 
 
 def test_the_asynchronous_client_streams(live):

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import SamplingParams, SamplingState, sample
@@ -40,8 +40,8 @@ def written(calls):
     return "\n".join(f"{call_head(name)}{json.dumps(value)}}}{CALL_END}" for name, value in calls)
 
 
-def read(pieces):
-    parser = CallParser("c")
+def read(pieces, is_in_thought=False):
+    parser = CallParser("c", is_in_thought)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
     return parser, parts
 
@@ -49,15 +49,107 @@ def read(pieces):
 @given(st.data(), WORDS, CALLS)
 def test_a_text_means_the_same_however_it_is_cut(data, before, calls):
     text = before + written(calls)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    parser, parts = read(pieces)
+    parser, parts = read(cut(data.draw, text))
     assert [(c.name, json.loads(c.arguments)) for c in parser.calls] == calls
     assert [c.call_id for c in parser.calls] == [f"c{i}" for i in range(len(calls))]
-    assert "".join(p.text for p in parts if isinstance(p, TextPart)) == parser.text == before
+    shown = before if before.strip() or not calls else ""
+    assert "".join(p.text for p in parts if isinstance(p, TextPart)) == parser.text == shown
     for i, (_, value) in enumerate(calls):
         mine = [p.text for p in parts if isinstance(p, CallPart) and p.index == i]
         assert mine[0] == "" and json.loads("".join(mine)) == value
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *(
+                "<tool_call>",
+                "</tool_call>",
+                "<think>",
+                "</think>",
+                "<",
+                "</",
+                "<tool",
+                "</tool_call",
+            ),
+            *(" ", "\n", "\n\n", "    ", "a", "b}", "}", "{", "[1]", '"', "\\", "\\ud83d"),
+            *('{"name": "f", "arguments": {"x": "}"}}', '{"parameters": {}, "name": "g"}'),
+            *('\n{"name": "h", "arguments": {"y": [1, {}]', '{"name": "\\q", "arguments": {}}'),
+            *('{"name": "</tool_call>", "arguments": {}}', '{"name": "\\ud800", "arguments": {}}'),
+            f'{call_head("k")}{{"z": "<tool_call>"}}}}{CALL_END}',
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+def cut(draw, text):
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def joined(parts):
+    """What clients make of the parts, in order: texts, and calls with their arguments."""
+    made = []
+    for part in parts:
+        kind = "text" if isinstance(part, TextPart) else part.index
+        if made and made[-1][0] == kind:
+            made[-1][-1] += part.text
+        elif isinstance(part, TextPart):
+            made.append([kind, part.text])
+        else:
+            assert part.text == ""
+            made.append([kind, part.call.name, ""])
+    return made
+
+
+@settings(max_examples=500)
+@given(st.data(), PIECES, st.booleans())
+def test_any_cutting_of_any_text_gives_the_same_events(data, text, is_in_thought):
+    parser, parts = read([text], is_in_thought)
+    again, others = read(cut(data.draw, text), is_in_thought)
+    slowly, single = read(list(text), is_in_thought)
+    assert joined(parts) == joined(others) == joined(single)
+    assert parser.calls == again.calls == slowly.calls
+    assert parser.text == again.text == slowly.text
+    assert parser.text == "".join(part.text for part in parts if isinstance(part, TextPart))
+    json.dumps([call.name for call in parser.calls]).encode()
+
+
+def test_spaces_behind_a_call_are_kept_where_text_follows():
+    call = f"{call_head('f')}{{}}}}{CALL_END}"
+    for pieces in (["a", call, "\n\n", "    ", "b"], ["a", call, "\n\n    b"]):
+        parser, parts = read(pieces)
+        assert parser.text == "a\n\n    b" and len(parser.calls) == 1
+        assert "".join(p.text for p in parts if isinstance(p, TextPart)) == parser.text
+    for text in (f"{call}\n{call}\n", f"\n{call}", f"{call}  "):
+        parser, parts = read([text])
+        assert parser.calls and not parser.text
+        assert all(isinstance(part, CallPart) for part in parts)
+    parser, parts = read([" ", "\n"])
+    assert parser.text == "".join(part.text for part in parts) == " \n"
+
+
+def test_a_call_inside_a_thought_is_no_call():
+    call = f"{call_head('f')}{{}}}}{CALL_END}"
+    thought = f"<think>I could say {call}.</think>\n\n"
+    parser, _ = read(list(f"{thought}{call}"))
+    assert len(parser.calls) == 1 and parser.text == thought
+    parser, _ = read(list(f"I could say {call}.</think>Or not."), is_in_thought=True)
+    assert not parser.calls and parser.text == f"I could say {call}.</think>Or not."
+    parser, _ = read(list(f"<think>never ends {call}"))
+    assert not parser.calls
+
+
+def test_what_stands_between_a_call_that_never_closes_and_the_next_is_not_lost():
+    head = call_head("f")
+    parser, _ = read(list(f'{head}{{"x": 1}}}}\nso {head}{{"x": 2}}}}{CALL_END} and on'))
+    assert [call.arguments for call in parser.calls] == ['{"x": 1}', '{"x": 2}']
+    assert parser.text == "so  and on"
+    parser, _ = read(list(f"{head}{{}}}}\nThat was it."))
+    assert len(parser.calls) == 1 and parser.text == "That was it."
+    parser, _ = read(['<tool_call>{"parameters": {"x": 1}, "name": "f"}'])
+    assert [call.name for call in parser.calls] == ["f"] and not parser.text
 
 
 @pytest.mark.parametrize(
@@ -146,7 +238,7 @@ SCHEMA = {
 
 
 def test_whatever_the_model_wants_the_answer_is_of_its_schema(host):
-    make = asyncio.run(Grammars().of_schema(host, SCHEMA))
+    make = asyncio.run(Grammars().of_schema(host, SCHEMA)).begin
     for seed in range(20):
         value = json.loads(walk(host, make, noise(seed)))
         assert value["kind"] in ("x", "yy") and 0 <= value["size"] <= 99
@@ -157,7 +249,7 @@ def test_forced_calls_are_calls_and_nothing_else(host):
     tools = [
         {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in "ab"
     ]
-    make = asyncio.run(Grammars().of_calls(host, tools, is_forced=True, most=2))
+    make = asyncio.run(Grammars().of_calls(host, tools, is_forced=True, most=2)).begin
     for seed in range(10):
         parser, _ = read([walk(host, make, noise(seed), limit=800)])
         assert 1 <= len(parser.calls) <= 2 and not parser.text.strip()
@@ -167,7 +259,7 @@ def test_forced_calls_are_calls_and_nothing_else(host):
 
 def test_free_text_may_call_and_then_has_to_call_rightly(host):
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    make = asyncio.run(Grammars().of_calls(host, tools, is_forced=False))
+    make = asyncio.run(Grammars().of_calls(host, tools, is_forced=False)).begin
     begin = host.tokenizer.encode(f"Well. {CALL_BEGIN}", add_special_tokens=False)
     random = noise(3)
 
@@ -182,7 +274,7 @@ def test_free_text_may_call_and_then_has_to_call_rightly(host):
 
 
 def test_a_copy_of_a_guide_goes_its_own_way(host):
-    make = asyncio.run(Grammars().of_schema(host, {"enum": ["aa", "ab"]}))
+    make = asyncio.run(Grammars().of_schema(host, {"enum": ["aa", "ab"]})).begin
     vocab = host.engine.runner.vocab_size
     state = SamplingState(SamplingParams(guide=make), vocab)
     other = state.fork()

@@ -41,6 +41,15 @@ class Guide(Protocol):
         """``[vocab]``: which tokens may come next; at least one. The same until ``accept``."""
         ...
 
+    @property
+    def end_id(self) -> int | None:
+        """The token that stands for all that is not allowed, where it may come.
+
+        Then a sequence ends where the model would rather say something else, instead of going on
+        with what it likes less. None: the likeliest of the allowed comes.
+        """
+        ...
+
     def accept(self, token_id: int) -> None:
         """The sequence goes on with a token, which was allowed."""
         ...
@@ -259,7 +268,11 @@ class SamplingState:
         if self._bias_ids.size:
             logits[self._bias_ids] += self._bias
         if self._guide is not None:
-            logits[~self._guide.allowed()] = -np.inf
+            barred = ~self._guide.allowed()
+            end_id = self._guide.end_id
+            if end_id is not None:
+                logits[end_id] = _together(logits[end_id], logits[barred], params)
+            logits[barred] = -np.inf
 
 
 def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice]:
@@ -294,6 +307,16 @@ def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice
         _with_logprobs(raw[row], int(token_ids[row]), best[row], state.params.logprobs)
         for row, state in enumerate(states)
     ]
+
+
+def _together(logit: np.float32, others: FloatArray, params: SamplingParams) -> np.float32:
+    """The logit of a token that stands for others too: as likely to be chosen as all of them."""
+    best = max(logit, others.max(initial=-np.inf))
+    if params.is_greedy or not math.isfinite(best):
+        return np.float32(best)
+    scale = float(params.temperature)
+    weights = np.exp((np.append(others, logit).astype(np.float64) - best) / scale)
+    return np.float32(best + scale * math.log(weights.sum()))
 
 
 def _draw(logits: FloatArray, states: list[SamplingState]) -> list[int]:

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import kvcellar
 from kvcellar.errors import KVCellarError
@@ -35,7 +35,34 @@ _STATUSES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed"}
 
 def create_app(service: Service) -> ASGIApp:
     """The whole server as one ASGI application, around a service that is the caller's to close."""
-    return Guard(create_api(service), service.config, service.metrics)
+    return Guard(_Heads(create_api(service)), service.config, service.metrics)
+
+
+class _Heads:
+    """Answers HEAD wherever GET is answered: the same status and headers, and nothing else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        is_over = False
+
+        async def send_head(message: Message) -> None:
+            nonlocal is_over
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif not is_over:  # a stream ends with its head too: nobody waits for more
+                is_over = True
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        inner = {**scope, "method": "GET"}
+        await self._app(inner, receive, send_head)
+        for key, value in inner.items():
+            if key not in ("method", "kvcellar.is_gone"):
+                scope[key] = value
 
 
 def create_api(service: Service) -> FastAPI:

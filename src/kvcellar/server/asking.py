@@ -11,18 +11,21 @@ from kvcellar.engine import SamplingParams
 from kvcellar.server.calls import read_arguments
 from kvcellar.server.chat import Ended
 from kvcellar.server.errors import ApiError
-from kvcellar.server.schemas.openai import Message, SamplingFields
+from kvcellar.server.schemas.openai import Message, NamedTool, SamplingFields, ToolCall
 from kvcellar.server.service import Service
+from kvcellar.server.tools import ToolChoice, told
 
 __all__ = [
     "agent_of",
     "extra_of",
     "note",
+    "notes_of",
     "plain_messages",
     "predictions",
     "sampling_of",
     "service_of",
     "text_of",
+    "tool_choice_of",
     "usage_extra",
 ]
 
@@ -98,29 +101,40 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises:
         ApiError: 400, a message has more than text.
     """
-    return [_plain(message) for message in messages]
+    of_text = {  # calls of tools that take text, which are no functions
+        call.id: call.custom.name
+        for message in messages
+        for call in message.tool_calls or ()
+        if call.custom is not None
+    }
+    return [_plain(message, of_text) for message in messages]
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message, of_text: Mapping[str | None, str]) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    plain: dict[str, Any] = {"role": role, "content": text_of(message.content, "messages")}
+    content = text_of(message.content, "messages")
+    if role == "tool" and message.tool_call_id in of_text:
+        said = {"name": of_text[message.tool_call_id], "output": content}
+        return {"role": "user", "content": told("custom_tool_call_output", said)}
+    calls = [call for call in message.tool_calls or () if call.function is not None]
+    others = [call.custom for call in message.tool_calls or () if call.custom is not None]
+    said_too = [told("custom_tool_call", call.model_dump()) for call in others]
+    content = "\n".join([*([content] if content else []), *said_too])
+    plain: dict[str, Any] = {"role": role, "content": content}
     if message.name:
         plain["name"] = message.name
     if message.tool_call_id:
         plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id or "",
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
+    if calls:
+        plain["tool_calls"] = [_call(call) for call in calls]
     return plain
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    assert call.function is not None
+    arguments = _arguments(call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
 
 
 def text_of(content: str | Sequence[Part] | None, param: str) -> str:
@@ -158,6 +172,18 @@ def extra_of(end: Ended) -> dict[str, Any]:
     return {"agent_id": end.agent_id, "finish_cause": end.cause, **usage_extra(end.usage)}
 
 
+def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice:
+    """Which tools may be called, as OpenAI's requests say it."""
+    if choice is None or isinstance(choice, str):
+        return ToolChoice(choice or "auto")
+    if choice.type != "allowed_tools":
+        return ToolChoice("required", (choice.called,))
+    inside = choice.allowed_tools
+    tools = inside.tools if inside else choice.tools or []
+    mode = inside.mode if inside else choice.mode or "auto"
+    return ToolChoice(mode, tuple(tool.called for tool in tools))
+
+
 def usage_extra(usage: Any) -> dict[str, Any]:
     """What an answer took beyond what the protocols know."""
     miss = usage.miss
@@ -169,6 +195,11 @@ def usage_extra(usage: Any) -> dict[str, Any]:
         "drafted_tokens": usage.drafted_tokens,
         "accepted_tokens": usage.accepted_tokens,
     }
+
+
+def notes_of(usage: Any) -> dict[str, Any]:
+    """What a line of the log says of the request's tools and rules, where there is something."""
+    return {"notes": list(usage.notes)} if usage.notes else {}
 
 
 def predictions(usages: Iterable[Any]) -> dict[str, int]:

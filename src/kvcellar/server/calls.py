@@ -17,6 +17,8 @@ from kvcellar.valid import valid_json
 __all__ = [
     "CALL_BEGIN",
     "CALL_END",
+    "THOUGHT_BEGIN",
+    "THOUGHT_END",
     "Call",
     "CallParser",
     "CallPart",
@@ -30,7 +32,12 @@ __all__ = [
 CALL_BEGIN = "<tool_call>"
 CALL_END = "\n</tool_call>"
 
+THOUGHT_BEGIN = "<think>"
+THOUGHT_END = "</think>"
+
 _END = CALL_END.strip()
+_BRACE = re.compile(r"\A\s*\}?\s*")
+"""What closes the object around the arguments."""
 _TOOLS_HEAD = "You can call these functions:"
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -78,22 +85,36 @@ Part = TextPart | CallPart
 
 @dataclass(slots=True)
 class CallParser:
-    """Reads an answer piece by piece: text, and calls.
+    """Reads an answer piece by piece: text, and calls. However it is cut, it means the same.
 
     What may be the beginning of a call is held back; what turns out to be none comes as text.
+    Spaces and line ends with nothing but calls and the answer's ends around them are no text. A
+    call inside ``<think>`` and ``</think>`` is a thought, which is text.
+
+    Attributes:
+        call_ids: how the ids of the calls begin.
+        is_in_thought: whether what comes next is inside ``<think>``; true at the beginning where
+            the prompt ends with the mark.
+        text: all text so far that is in no call.
+        calls: all calls so far.
     """
 
     call_ids: str
+    is_in_thought: bool = False
     text: str = ""
     calls: list[Call] = field(default_factory=list)
     _held: str = ""
+    _spaces: str = ""
+    """Spaces behind a call, or at the beginning, that are text where text follows."""
+    _has_said: bool = False
+    """Whether there was text since the last call."""
     _state: str = "text"
     _depth: int = 0
     _is_in_string: bool = False
     _is_escaped: bool = False
 
     def push(self, piece: str) -> list[Part]:
-        """What is certain now."""
+        """Take the next piece of the answer, and return what is certain with it."""
         self._held += piece
         parts: list[Part] = []
         while self._held and self._next(parts):
@@ -101,13 +122,20 @@ class CallParser:
         return parts
 
     def flush(self) -> list[Part]:
-        """The rest, at the end."""
+        """Return the rest, at the end of the answer."""
         parts: list[Part] = []
-        if self._state == "text" and self._held:
+        if self._state == "text":
             self._say(self._held, parts)
         elif self._state == "head":
-            self._say(CALL_BEGIN + self._held, parts)
-        self._held = ""
+            self._take_whole(self._held, "", parts)
+        elif self._state == "tail":
+            rest = self._held[: len(self._held) - _overlap(self._held, _END)]
+            self._say(_BRACE.sub("", rest, count=1), parts)
+        self._held, self._state = "", "text"
+        if self._spaces and not self.calls:
+            self.text += self._spaces
+            parts.append(TextPart(self._spaces))
+        self._spaces = ""
         return parts
 
     def _next(self, parts: list[Part]) -> bool:
@@ -117,36 +145,38 @@ class CallParser:
         )(parts)
 
     def _in_text(self, parts: list[Part]) -> bool:
-        at = self._held.find(CALL_BEGIN)
-        if at < 0:
-            n = len(self._held) - _overlap(self._held, CALL_BEGIN)
+        marks = (THOUGHT_END,) if self.is_in_thought else (CALL_BEGIN, THOUGHT_BEGIN)
+        at, mark = _first(self._held, marks)
+        if mark is None:
+            n = len(self._held) - max(_overlap(self._held, mark) for mark in marks)
             sure, self._held = self._held[:n], self._held[n:]
             self._say(sure, parts)
             return False
-        self._say(self._held[:at], parts)
-        self._held = self._held[at + len(CALL_BEGIN) :]
-        self._state = "head"
+        if mark == CALL_BEGIN:
+            self._say(self._held[:at], parts)
+            self._state = "head"
+        else:
+            self._say(self._held[: at + len(mark)], parts)
+            self.is_in_thought = mark == THOUGHT_BEGIN
+        self._held = self._held[at + len(mark) :]
         return True
 
     def _in_head(self, parts: list[Part]) -> bool:
-        found = _HEAD.match(self._held)
-        if found:
-            self._begin(json.loads(found[1]), parts)
-            self._held = self._held[found.end() :]
-            self._state, self._depth = "arguments", 0
-            self._is_in_string = self._is_escaped = False
-            return True
         at = self._held.find(_END)
+        found = _HEAD.match(self._held)
+        if found and (at < 0 or found.end() <= at):
+            name = _name(found[1])
+            if name is not None:
+                self._begin(name, parts)
+                self._held = self._held[found.end() :]
+                self._state, self._depth = "arguments", 0
+                self._is_in_string = self._is_escaped = False
+                return True
         if at < 0:
             return False
         inside, self._held = self._held[:at], self._held[at + len(_END) :]
         self._state = "text"
-        call = _whole(inside)
-        if call is None:
-            self._say(CALL_BEGIN + inside + _END, parts)
-        else:
-            self._begin(call[0], parts)
-            self._argue(call[1], parts)
+        self._take_whole(inside, _END, parts)
         return True
 
     def _in_arguments(self, parts: list[Part]) -> bool:
@@ -171,14 +201,27 @@ class CallParser:
         return False
 
     def _in_tail(self, parts: list[Part]) -> bool:
-        """Behind the arguments: the object's end, and the call's."""
-        at = self._held.find(_END)
-        if at < 0:
+        """Behind the arguments: the object's end, and the call's, or the next call."""
+        at, mark = _first(self._held, (_END, CALL_BEGIN))
+        if mark is None:
             return False
-        self._held, self._state = self._held[at + len(_END) :], "text"
+        if mark == CALL_BEGIN:
+            self._say(_BRACE.sub("", self._held[:at], count=1), parts)
+        self._held = self._held[at + (len(mark) if mark == _END else 0) :]
+        self._state = "text"
         return True
 
+    def _take_whole(self, inside: str, end: str, parts: list[Part]) -> None:
+        """Take what stands between the marks as a call, or as text where it is none."""
+        call = _whole(inside)
+        if call is None:
+            self._say(CALL_BEGIN + inside + end, parts)
+        else:
+            self._begin(call[0], parts)
+            self._argue(call[1], parts)
+
     def _begin(self, name: str, parts: list[Part]) -> None:
+        self._spaces, self._has_said = "", False
         self.calls.append(Call(f"{self.call_ids}{len(self.calls)}", name))
         parts.append(CallPart(len(self.calls) - 1, self.calls[-1], ""))
 
@@ -188,8 +231,12 @@ class CallParser:
             parts.append(CallPart(len(self.calls) - 1, self.calls[-1], text))
 
     def _say(self, text: str, parts: list[Part]) -> None:
-        if self.calls and not text.strip():
-            return  # the lines between calls
+        if not self._has_said:
+            text = self._spaces + text
+            if not text.strip():
+                self._spaces = text
+                return
+            self._spaces, self._has_said = "", True
         if text:
             self.text += text
             parts.append(TextPart(text))
@@ -257,15 +304,31 @@ def say_tools(
     return [{"role": "system", "content": said}, *map(dict, messages)]
 
 
+def _first(text: str, marks: Sequence[str]) -> tuple[int, str | None]:
+    """Where the first of some marks stands in a text, and which it is; -1 and None for none."""
+    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    return min(found, default=(-1, None))
+
+
+def _name(text: str) -> str | None:
+    """The name of a tool as JSON writes it; None where it is none."""
+    try:
+        name = json.loads(text)
+        name.encode()
+    except ValueError:
+        return None
+    return str(name)
+
+
 def _whole(inside: str) -> tuple[str, str] | None:
     """Name and arguments of a call in another order than ours; None where it is none."""
     try:
         value = json.loads(inside)
-        name = value["name"]
+        name = _name(json.dumps(value["name"]))
         arguments = value.get("arguments", value.get("parameters", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str):
+    if name is None or not isinstance(value["name"], str):
         return None
     return name, arguments if isinstance(arguments, str) else json.dumps(arguments)
 

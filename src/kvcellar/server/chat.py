@@ -17,6 +17,8 @@ from kvcellar.engine import SamplingParams, TokenEvent
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError, ModelError
 from kvcellar.server.calls import (
+    THOUGHT_BEGIN,
+    THOUGHT_END,
     Call,
     CallParser,
     CallPart,
@@ -27,9 +29,10 @@ from kvcellar.server.calls import (
     say_tools,
 )
 from kvcellar.server.errors import ApiError
-from kvcellar.server.grammar import GuideFn
+from kvcellar.server.grammar import MOST_CALLS, Held, TokenGuide
 from kvcellar.server.service import Service
 from kvcellar.server.streams import Stream
+from kvcellar.server.tools import Toolbox, ToolChoice, chosen
 
 __all__ = [
     "Ask",
@@ -69,10 +72,11 @@ class Ask:
         messages: the whole conversation, as chat templates take it.
         model: a name that is offered; None: the default.
         params: how to sample; without a guide.
-        tools: definitions as OpenAI has them.
-        choice: ``auto``, ``none``, ``required``, or the name of the tool to call.
+        tools: what it may call.
+        choice: whether it does, and which.
         is_parallel: whether an answer may have several calls.
-        schema: JSON schema that the answer has to follow.
+        schema: JSON schema that an answer without calls has to follow.
+        is_strict: whether a schema that no grammar can hold whole is refused.
         agent_id: whose turn; None: whoever's history it continues.
         pins: what to keep in the cache.
     """
@@ -80,10 +84,11 @@ class Ask:
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
     model: str | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    choice: str = "auto"
+    tools: Toolbox = field(default_factory=Toolbox)
+    choice: ToolChoice = field(default_factory=ToolChoice)
     is_parallel: bool = True
     schema: Mapping[str, Any] | None = None
+    is_strict: bool = True
     agent_id: str | None = None
     pins: Sequence[Pin] = ()
 
@@ -169,10 +174,20 @@ class _Plan:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    guide: GuideFn | None
+    held: Held | None
+    reads_calls: bool
     knows_calls: bool
+    notes: Sequence[str] = ()
     start: Started | None = None
     tokens: Sequence[int] = field(default_factory=tuple)
+    is_in_thought: bool = False
+    """Whether the prompt ends inside ``<think>``, so that the answer begins with a thought."""
+
+    def guide(self) -> TokenGuide:
+        """What the answer is held to, once the prompt is known."""
+        held = self.held
+        assert held is not None and held.begin is not None and held.begin_in_thought is not None
+        return held.begin_in_thought() if self.is_in_thought else held.begin()
 
 
 async def answer(service: Service, ask: Ask) -> AsyncGenerator[ChatEvent, None]:
@@ -205,37 +220,24 @@ async def _planned(service: Service, host: ModelHost, ask: Ask) -> AsyncGenerato
 
 async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
     """What the model is told, and what its answer is held to."""
-    if not ask.tools and ask.choice not in ("auto", "none"):
-        raise ApiError(
-            400,
-            f"tool_choice is {ask.choice!r} and the request has no tools; give tools, or leave "
-            f"tool_choice out",
-            "no_tools",
-            param="tool_choice",
+    messages, tools, knows = _in_words_of(host, ask.messages, ask.tools.given)
+    callable_ = chosen(ask.tools, ask.choice)
+    held = None
+    if callable_:
+        is_one = not ask.is_parallel or (ask.choice.names is not None and len(callable_) == 1)
+        held = await service.grammars.of_calls(
+            host,
+            callable_,
+            is_forced=ask.choice.mode == "required",
+            most=1 if is_one else MOST_CALLS,
+            schema=ask.schema,
+            is_strict=ask.is_strict,
+            strict=ask.tools.strict,
         )
-    messages, tools, knows = _in_words_of(host, ask.messages, ask.tools)
-    guide = None
-    if ask.schema is not None:
-        guide = await service.grammars.of_schema(host, ask.schema)
-    elif ask.tools and ask.choice != "none":
-        chosen = [
-            tool
-            for tool in ask.tools
-            if ask.choice in ("auto", "required", tool["function"]["name"])
-        ]
-        is_named = ask.choice not in ("auto", "required")
-        if not chosen:
-            raise ApiError(
-                400,
-                f"tool_choice names {ask.choice!r}, which is no tool of this request",
-                "unknown_tool",
-                param="tool_choice",
-            )
-        more = {} if ask.is_parallel and not is_named else {"most": 1}
-        guide = await service.grammars.of_calls(
-            host, chosen, is_forced=ask.choice != "auto", **more
-        )
-    return _Plan(messages, tools, guide, knows)
+    elif ask.schema is not None:
+        held = await service.grammars.of_schema(host, ask.schema, is_strict=ask.is_strict)
+    notes = [*ask.tools.notes(), *(held.notes if held else ())]
+    return _Plan(messages, tools, held, bool(callable_), knows, notes)
 
 
 def _in_words_of(
@@ -255,15 +257,15 @@ async def _events(
     service: Service, host: ModelHost, ask: Ask, plan: _Plan, agent_id: str
 ) -> AsyncGenerator[ChatEvent, None]:
     call_ids = f"c{uuid.uuid4().hex[:7]}"  # with the call's number 9 characters, as Mistral wants
-    reads_calls = bool(ask.tools) and ask.choice != "none"
+    parser = CallParser(call_ids)
 
     def keep(text: str) -> dict[str, Any]:
         """The message that clients will send back for this answer."""
-        parser = CallParser(call_ids)
-        if reads_calls:
-            parser.push(text)
-            parser.flush()
-        message = as_message(parser.text if reads_calls else text, parser.calls)
+        again = CallParser(call_ids, plan.is_in_thought)
+        if plan.reads_calls:
+            again.push(text)
+            again.flush()
+        message = as_message(again.text if plan.reads_calls else text, again.calls)
         return message if plan.knows_calls else say_calls(message)
 
     def on_start(tokens: Sequence[int], n_cached: int) -> None:
@@ -271,16 +273,17 @@ async def _events(
         wanted = len(tokens) + (ask.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
         plan.tokens = tokens
+        if ask.schema is None:  # JSON leaves no room for a thought
+            plan.is_in_thought = parser.is_in_thought = _opens_thought(host, tokens)
         n_pinned = _tokens_of_pin(host, plan, ask)
         name = service.models.public(host.name)
         plan.start = Started(agent_id, name, len(tokens), n_cached, n_pinned)
 
-    parser = CallParser(call_ids)
     turn = service.agents.generate(
         agent_id,
         messages=plan.messages,
         tools=plan.tools if plan.tools is not None else [],
-        params=replace(ask.params, guide=plan.guide),
+        params=replace(ask.params, guide=plan.guide if plan.held and plan.held.begin else None),
         model=host.name,
         deadline_s=service.config.wait_s,
         answer=keep,
@@ -296,7 +299,7 @@ async def _events(
                     yield plan.start
                 last_s = now
                 n_seen += len(event.token.text)
-                if reads_calls:
+                if plan.reads_calls:
                     if event.token.logprob is not None:
                         yield TextEvent("", event.token)
                     for part in parser.push(event.token.text):
@@ -308,13 +311,23 @@ async def _events(
                 raise await _failure(service, host, event)
             else:
                 rest = event.finish.text[n_seen:]  # held back for a stop text that never came
-                if not reads_calls and rest:
+                if not plan.reads_calls and rest:
                     parser.text += rest
                     yield TextEvent(rest)
-                for part in (*parser.push(rest), *parser.flush()) if reads_calls else ():
+                for part in (*parser.push(rest), *parser.flush()) if plan.reads_calls else ():
                     yield _event_of(part)
                 await _pin(service, host, ask, plan)
                 yield _ended(event, parser, service.models.public(host.name), plan)
+
+
+def _opens_thought(host: ModelHost, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends with the mark of a thought, whose end comes as text."""
+    assert host.tokenizer is not None
+    end = host.tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False)
+    if not end.rstrip().endswith(THOUGHT_BEGIN):
+        return False
+    mark = host.tokenizer.encode(THOUGHT_END, add_special_tokens=False)
+    return THOUGHT_END in host.tokenizer.decode(mark, skip_special_tokens=True)
 
 
 def _event_of(part: TextPart | CallPart) -> ChatEvent:
@@ -333,7 +346,7 @@ def _ended(event: TurnEnd, parser: CallParser, model: str, plan: _Plan) -> Ended
         stop_text=finish.stop_text,
         text=parser.text,
         calls=tuple(parser.calls),
-        usage=event.usage,
+        usage=replace(event.usage, notes=(*event.usage.notes, *plan.notes)),
         agent_id=event.agent_id,
         model=model,
         pinned_tokens=plan.start.pinned_tokens if plan.start else 0,
@@ -388,7 +401,7 @@ async def count_tokens(service: Service, ask: Ask) -> int:
     async with service.models.registry.use(service.models.resolve(ask.model)) as host:
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
-        messages, tools, _ = _in_words_of(host, ask.messages, ask.tools)
+        messages, tools, _ = _in_words_of(host, ask.messages, ask.tools.given)
         return len(encode(host.tokenizer, render(host.tokenizer, messages, tools)))
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
 from kvcellar.agents import ModelHost
-from kvcellar.server.calls import CALL_BEGIN, CALL_END, call_head
+from kvcellar.server.calls import CALL_BEGIN, CALL_END, THOUGHT_BEGIN, THOUGHT_END, call_head
 from kvcellar.server.errors import ApiError
+from kvcellar.server.loosening import ANYTHING, loosened
 
-__all__ = ["Grammars", "GuideFn", "TokenGuide"]
+__all__ = ["MOST_CALLS", "Grammars", "GuideFn", "Held", "TokenGuide"]
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python writes it: one way to write a value, so that every answer ends."""
@@ -33,17 +35,39 @@ MOST_CALLS = 8
 class TokenGuide:
     """A grammar's state along one sequence."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: NDArray[np.int64]) -> None:
-        """At the beginning of the grammar, or where the matcher is."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        eos_ids: NDArray[np.int64],
+        *,
+        ends_early: bool = False,
+    ) -> None:
+        """At the beginning of the grammar, or where the matcher is.
+
+        Args:
+            matcher: the grammar.
+            vocab_size: of the model.
+            eos_ids: tokens with which an answer ends.
+            ends_early: wherever the answer may end, end it unless the model itself wants what else
+                is allowed.
+        """
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
+        self._ends_early = ends_early
         self._allowed: NDArray[np.bool_] | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
         return bool(self._matcher.is_stopped())
+
+    @property
+    def end_id(self) -> int | None:
+        """The end, where the grammar only offers what the model may not want; else None."""
+        is_offer = self._ends_early and self._matcher.is_accepting()
+        return int(self._eos_ids[0]) if is_offer else None
 
     def allowed(self) -> NDArray[np.bool_]:
         """``[vocab]``: which may come next; the end alone where the grammar is at a loss."""
@@ -66,10 +90,51 @@ class TokenGuide:
 
     def fork(self) -> TokenGuide:
         """A copy that goes on by itself."""
-        return TokenGuide(self._matcher.deep_copy(), self._vocab_size, self._eos_ids)
+        matcher = self._matcher.deep_copy()
+        return TokenGuide(matcher, self._vocab_size, self._eos_ids, ends_early=self._ends_early)
 
 
 GuideFn = Callable[[], TokenGuide]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an answer is held to.
+
+    Attributes:
+        begin: makes the guide of one answer; None where it is held to nothing.
+        begin_in_thought: the same where the prompt ends inside ``<think>``.
+        notes: what it is not held to, although the request says so.
+    """
+
+    begin: GuideFn | None
+    begin_in_thought: GuideFn | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Arguments:
+    """The schema that a tool's arguments are held to, and what that lacks of the tool's own."""
+
+    tool: Mapping[str, Any]
+    schema: dict[str, Any]
+    losses: list[str] = field(default_factory=list)
+    trouble: str = ""
+    """Why they are held to no schema."""
+
+    @property
+    def name(self) -> str:
+        return str(self.tool["function"]["name"])
+
+    def note(self) -> str | None:
+        if self.trouble:
+            return (
+                f"tool {self.name}: its arguments are held to be an object and to nothing else: "
+                f"{self.trouble}"
+            )
+        if self.losses:
+            return f"tool {self.name}: its arguments are not held to {_few(self.losses)}"
+        return None
 
 
 class Grammars:
@@ -80,14 +145,25 @@ class Grammars:
         self._tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    async def of_schema(self, host: ModelHost, schema: Mapping[str, Any]) -> GuideFn:
-        """Answers that are JSON of this schema.
+    async def of_schema(
+        self, host: ModelHost, schema: Mapping[str, Any], *, is_strict: bool = True
+    ) -> Held:
+        """Hold answers to be JSON of a schema.
+
+        Args:
+            host: the model.
+            schema: of JSON.
+            is_strict: refuse a keyword that no grammar can hold, instead of going without it.
 
         Raises:
             ApiError: 400, no grammar can be made of it.
         """
-        grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=_STYLE)  # type: ignore[arg-type]
-        return await asyncio.to_thread(self._compiled, host, grammar, "response_format")
+        return await asyncio.to_thread(self._of_schema, host, schema, is_strict)
+
+    def _of_schema(self, host: ModelHost, schema: Mapping[str, Any], is_strict: bool) -> Held:
+        held, losses = _answer_schema(schema, is_strict)
+        begin = self._compiled(host, f"%llguidance {{}}\nstart: %json {_json(held)}")
+        return Held(begin, begin, _lost(losses))
 
     async def of_calls(
         self,
@@ -96,36 +172,99 @@ class Grammars:
         *,
         is_forced: bool,
         most: int = MOST_CALLS,
-    ) -> GuideFn:
-        """Answers whose calls are of these tools, with arguments of their schemas.
+        schema: Mapping[str, Any] | None = None,
+        is_strict: bool = True,
+        strict: Collection[str] = (),
+    ) -> Held:
+        """Hold the calls in answers to be of these tools, with arguments of their schemas.
+
+        A schema of which no grammar can be made is held as far as one can; the notes say what is
+        left out. An answer that has to call ends behind its first call, unless the model begins
+        another.
 
         Args:
             host: the model.
             tools: definitions as OpenAI has them; those that may be called.
             is_forced: nothing but calls; otherwise text in which calls may come.
-            most: calls that a forced answer may have.
+            most: calls that an answer may have; text that is not forced has one or any number.
+            schema: of the JSON that an answer without calls has to be.
+            is_strict: as in ``of_schema``.
+            strict: names of tools whose schemas are promises.
 
         Raises:
-            ApiError: 400, no grammar can be made of a tool's parameters.
+            ApiError: 400, the only tool that may be called has to be, and no grammar can be made
+                of its parameters, or not of all where it is strict.
         """
-        grammar = _forced(tools, most) if is_forced else _free(tools)
-        return await asyncio.to_thread(self._compiled, host, grammar, "tools")
+        return await asyncio.to_thread(
+            self._of_calls,
+            host,
+            tools,
+            is_forced=is_forced,
+            most=most,
+            schema=schema,
+            is_strict=is_strict,
+            strict=strict,
+        )
 
-    def _compiled(self, host: ModelHost, grammar: str, param: str) -> GuideFn:
+    def _of_calls(
+        self,
+        host: ModelHost,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_forced: bool,
+        most: int,
+        schema: Mapping[str, Any] | None,
+        is_strict: bool,
+        strict: Collection[str],
+    ) -> Held:
+        arguments = [_arguments(tool) for tool in tools]
+        if is_forced and len(tools) == 1:
+            _check_promise(arguments[0], arguments[0].name in strict)
+        json_schema: dict[str, Any] | None = None
+        losses: list[str] = []
+        if schema is not None and not is_forced:
+            json_schema, losses = _answer_schema(schema, is_strict)
+
+        def compiled() -> tuple[GuideFn, GuideFn]:
+            lines = _calls(arguments)
+            if is_forced or json_schema is not None:
+                starts = _forced(most, json_schema)
+            else:
+                starts = _free(most)
+            first, second = ("\n".join([*start, *lines]) for start in starts)
+            begin = self._compiled(host, first, ends_early=is_forced)
+            if THOUGHT_BEGIN not in str(getattr(host.tokenizer, "chat_template", None)):
+                return begin, begin  # no prompt ends in a thought
+            return begin, self._compiled(host, second, ends_early=is_forced)
+
+        try:
+            self._tokenizer(host)
+        except ApiError as error:
+            if is_forced or schema is not None:
+                raise
+            return Held(None, None, (f"calls are held to no schema: {error}",))
+        try:
+            begin, in_thought = compiled()
+        except ApiError as error:  # each schema has a grammar, all together have none
+            for one in arguments:
+                one.schema, one.trouble = dict(ANYTHING), str(error)
+            begin, in_thought = compiled()
+        notes = [note for note in map(_Arguments.note, arguments) if note is not None]
+        return Held(begin, in_thought, (*notes, *_lost(losses)))
+
+    def _compiled(self, host: ModelHost, grammar: str, *, ends_early: bool = False) -> GuideFn:
+        """Compile a grammar.
+
+        Raises:
+            ApiError: 400, it cannot be.
+        """
         tokenizer = self._tokenizer(host)
-        trouble = LLMatcher.validate_grammar(grammar, tokenizer)
-        if trouble and not trouble.startswith("WARNING"):
-            raise ApiError(
-                400,
-                f"no grammar can be made of {param}: {trouble.strip().splitlines()[0][:300]}; "
-                f"use types, enums, ranges and lengths of JSON schema",
-                "invalid_schema",
-                param=param,
-            )
         first = LLMatcher(tokenizer, grammar, log_level=0)
+        if first.is_error():
+            raise ApiError(400, f"no grammar can be made: {_line(first.get_error())}")
         vocab_size = host.engine.runner.vocab_size
         eos_ids = np.array(sorted(host.eos_token_ids) or [0], dtype=np.int64)
-        return lambda: TokenGuide(first.deep_copy(), vocab_size, eos_ids)
+        return lambda: TokenGuide(first.deep_copy(), vocab_size, eos_ids, ends_early=ends_early)
 
     def _tokenizer(self, host: ModelHost) -> LLTokenizer:
         with self._lock:
@@ -147,31 +286,141 @@ class Grammars:
             return found
 
 
-def _free(tools: Sequence[Mapping[str, Any]]) -> str:
-    tags = [
-        StructTag(
-            trigger=CALL_BEGIN,
-            begin=call_head(tool["function"]["name"]),
-            grammar=_parameters(tool),
-            end=f"}}{CALL_END}",
-        )
-        for tool in tools
-    ]
-    return StructTag.to_grammar(tags, assume_special=False)
+# Grammars as text: of an answer, and of one that begins inside a thought --------------------------
+
+_HEAD = "%llguidance {}"
+_TEXT = [
+    "TEXT: /(.|\\n)*/",
+    f"begin[lazy]: TEXT {json.dumps(CALL_BEGIN)}",
+    f"think[lazy]: TEXT {json.dumps(THOUGHT_BEGIN)}",
+    f"thought[lazy]: TEXT {json.dumps(THOUGHT_END)}",
+]
 
 
-def _forced(tools: Sequence[Mapping[str, Any]], most: int) -> str:
-    names = [f"call_{i}" for i in range(len(tools))]
+def _calls(arguments: Iterable[_Arguments]) -> list[str]:
+    """A rule for each tool's call, behind the mark."""
+    rules = {}
+    for i, one in enumerate(arguments):
+        head = call_head(one.name).removeprefix(CALL_BEGIN)
+        end = json.dumps("}" + CALL_END)
+        rules[f"call_{i}"] = f"{json.dumps(head)} %json {_json(one.schema)} {end}"
+    return [f"call: {' | '.join(rules)}", *(f"{name}: {rule}" for name, rule in rules.items())]
+
+
+def _free(most: int) -> tuple[list[str], list[str]]:
+    """Text, thoughts in which nothing is a call, and calls."""
+    if most > 1:
+        items = ["items: (begin call | think thought)*", "body: items (TEXT | think TEXT)"]
+    else:
+        items = ["body: (think thought)* (begin call | TEXT | think TEXT)"]
+    rules = [*items, *_TEXT]
+    return [_HEAD, "start: body", *rules], [_HEAD, "start: thought body | TEXT", *rules]
+
+
+def _forced(most: int, schema: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+    """Calls and spaces, or JSON where a schema is given; a thought that was begun may end first."""
+    more = f" (space? one){{0,{most - 1}}} space?" if most > 1 else ""
+    other = f" | %json {_json(schema)}" if schema is not None else ""
     rules = [
-        f"{name}: {json.dumps(call_head(tool['function']['name']))} "
-        f"%json {json.dumps(_parameters(tool))} {json.dumps('}' + CALL_END)}"
-        for name, tool in zip(names, tools, strict=True)
+        f"calls: one{more}",
+        f"one: {json.dumps(CALL_BEGIN)} call",
+        "space: /[ \\n]{1,2}/",
     ]
-    more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
-    return "\n".join(["%llguidance {}", f"start: call{more}", f"call: {' | '.join(names)}", *rules])
+    start = [_HEAD, f"start: calls{other}", *rules]
+    if schema is not None:
+        return start, start
+    thought = ["start: thought space? calls", "TEXT: /(.|\\n)*/", _TEXT[-1]]
+    return start, [_HEAD, *thought, *rules]
 
 
-def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    schema = dict(tool["function"].get("parameters") or {"type": "object", "properties": {}})
-    schema.setdefault("type", "object")
-    return {**schema, "x-guidance": _STYLE}
+# Schemas ------------------------------------------------------------------------------------------
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": {**_STYLE, "coerce_one_of": True, "lenient": True}})
+
+
+def _arguments(tool: Mapping[str, Any]) -> _Arguments:
+    """What a tool's arguments can be held to."""
+    own = dict(tool["function"].get("parameters") or {"properties": {}})
+    own.setdefault("type", "object")
+    held, losses, trouble = _holdable(own)
+    if not trouble and held.get("type") != "object":
+        types = held.get("type")
+        if types is not None and "object" not in types:
+            trouble = f"its schema says {json.dumps(types)[:80]} and arguments are an object"
+        held["type"] = "object"
+    return _Arguments(tool, dict(ANYTHING) if trouble else held, losses, trouble)
+
+
+def _holdable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], str]:
+    """What there is a grammar of; what it lacks of the schema; and why there is none at all."""
+    try:
+        if not _trouble_of(schema):
+            return dict(schema), [], ""
+        held, losses = loosened(schema, _trouble_of)
+        return held, losses, _trouble_of(held, is_lenient=True)
+    except RecursionError:
+        return dict(ANYTHING), [], "its schema is nested too deeply"
+
+
+def _trouble_of(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+    """Why no grammar can be made of a schema; nothing where one can."""
+    text = _json(schema) if is_lenient else json.dumps({**schema, "x-guidance": _STYLE})
+    said = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    return "" if said.startswith("WARNING") else _line(said)
+
+
+def _answer_schema(schema: Mapping[str, Any], is_strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """What an answer is held to, and what is left out of its schema.
+
+    Raises:
+        ApiError: 400, something is although it must not, or there is no grammar.
+    """
+    held, losses, trouble = _holdable(schema)
+    if trouble or (losses and is_strict):
+        what = f" of {_few(losses)}" if losses else f": {trouble}"
+        raise ApiError(
+            400,
+            f"no grammar can be made of response_format{what}, so an answer cannot be held to it; "
+            f'leave it out, or say "strict": false to go without it',
+            "invalid_schema",
+            param="response_format",
+        )
+    return held, losses
+
+
+def _check_promise(one: _Arguments, is_strict: bool) -> None:
+    """Refuse a call that has to come and has to be right, and cannot be held to be.
+
+    Raises:
+        ApiError: 400, so it is.
+    """
+    if one.trouble:
+        what = f" of {_few(one.losses)}" if one.losses else f": {one.trouble}"
+    elif one.losses and is_strict:
+        what = f" of {_few(one.losses)}, and the tool is strict"
+    else:
+        return
+    raise ApiError(
+        400,
+        f"tool_choice wants a call of {one.name!r}, and no grammar can be made{what}; leave that "
+        f"out of its parameters, or let the model choose",
+        "invalid_schema",
+        param="tools",
+    )
+
+
+def _lost(losses: Sequence[str]) -> tuple[str, ...]:
+    return (f"the answer is not held to {_few(losses)} of its schema",) if losses else ()
+
+
+def _few(places: Sequence[str]) -> str:
+    more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+    return ", ".join(place[:120] for place in places[:5]) + more
+
+
+def _line(text: str) -> str:
+    """An error of the library's in one line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" ^\t")]
+    return " ".join(lines)[:300]

@@ -88,6 +88,8 @@ def test_the_walk_goes_where_sampling_goes_and_one_further():
 class UpTo:
     """A guide that lets ``n`` tokens be said, all of them even."""
 
+    end_id = None
+
     def __init__(self, n: int) -> None:
         self.n = n
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
-from kvcellar.server.asking import agent_of, extra_of, note, predictions, service_of
+from kvcellar.server.asking import agent_of, extra_of, note, notes_of, predictions, service_of
 from kvcellar.server.chat import (
     Ask,
     CallEvent,
@@ -31,6 +31,7 @@ from kvcellar.server.replies import sse
 from kvcellar.server.schemas.anthropic import Block, CacheControl, CountRequest, MessagesRequest
 from kvcellar.server.service import new_id
 from kvcellar.server.streams import Stream, frame, until_gone
+from kvcellar.server.tools import Toolbox, ToolChoice, told
 from kvcellar.valid import valid_json
 
 router = APIRouter(tags=["Anthropic"])
@@ -38,6 +39,8 @@ router = APIRouter(tags=["Anthropic"])
 _TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SKIPPED = ("thinking", "redacted_thinking")
+_READ = ("text", "tool_use", "tool_result", "image", "document", *_SKIPPED)
+"""Blocks that mean something to this server; what tools of Anthropic's did is told as text."""
 
 
 @router.post("/v1/messages/count_tokens")
@@ -83,7 +86,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         return await sse(request, frames, ping=ping, error_event="error")
     end, _ = await until_gone(request, whole(answer(service, ask)))
     usage = _usage(end)
-    note(request, agent=end.agent_id, **usage)
+    note(request, agent=end.agent_id, **usage, **notes_of(end.usage))
     return JSONResponse(
         {
             "id": message_id,
@@ -103,37 +106,25 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 # What comes --------------------------------------------------------------------------------------
 
 
-def _choice(body: MessagesRequest) -> str:
+def _choice(body: MessagesRequest) -> ToolChoice:
     if body.tool_choice is None:
-        return "auto"
+        return ToolChoice()
     if body.tool_choice.type == "tool":
         if body.tool_choice.name is None:
             raise ApiError(400, "tool_choice of type tool names no tool", param="tool_choice.name")
-        return body.tool_choice.name
-    return _CHOICES[body.tool_choice.type]
+        return ToolChoice("required", (body.tool_choice.name,))
+    return ToolChoice(_CHOICES[body.tool_choice.type])
 
 
-def _tools(body: CountRequest) -> list[dict[str, Any]]:
-    """Tools as OpenAI has them, which is how chat templates do.
-
-    Raises:
-        ApiError: 400, one runs on Anthropic's side.
-    """
-    tools = []
+def _tools(body: CountRequest) -> Toolbox:
+    """Tools as OpenAI has them, which is how chat templates do."""
+    tools = Toolbox()
     for tool in body.tools or ():
-        if tool.input_schema is None:
-            raise ApiError(
-                400,
-                f"tool {tool.name!r} of type {str(tool.type)[:40]!r} has no input_schema; this "
-                f"server runs no tools of its own",
-                "unsupported_tool",
-                param="tools",
-            )
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description is not None:
-            function["description"] = tool.description
-        function["parameters"] = tool.input_schema
-        tools.append({"type": "function", "function": function})
+        if tool.is_function and tool.name is not None:
+            is_strict = bool(tool.strict)
+            tools.add(tool.name, tool.description, tool.input_schema, is_strict=is_strict)
+        else:
+            tools.leave_out(tool.name, tool.type or "custom")
     return tools
 
 
@@ -204,19 +195,22 @@ def _of_assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
 def _result(block: Block) -> str:
     if block.content is None or isinstance(block.content, str):
         return block.content or ""
+    if isinstance(block.content, dict):
+        return told(block.type, block.content)
     return "\n".join(_text(part) for part in block.content)
 
 
 def _text(block: Block) -> str:
     if block.type == "text" and block.text is not None:
         return block.text
-    raise ApiError(
-        400,
-        f"a content block of type {block.type[:40]!r} came; this server takes text, tool_use and "
-        f"tool_result",
-        "unsupported_content",
-        param="messages",
-    )
+    if block.type in _READ:
+        raise ApiError(
+            400,
+            f"a content block of type {block.type[:40]!r} came where this server takes text",
+            "unsupported_content",
+            param="messages",
+        )
+    return told(block.type, block.model_dump(exclude_none=True))
 
 
 # What goes ---------------------------------------------------------------------------------------
@@ -321,7 +315,8 @@ async def _frames(
                 for body in closing():
                     yield body
                 usage = _usage(event)
-                note(request, agent=event.agent_id, **usage)
+                note(request, agent=event.agent_id, **usage, **notes_of(event.usage))
                 ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
-                yield said("message_delta", delta=ending, usage=usage)
+                extra = extra_of(event)
+                yield said("message_delta", delta=ending, usage=usage, kvcellar=extra)
                 yield said("message_stop")

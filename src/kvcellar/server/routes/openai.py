@@ -17,10 +17,12 @@ from kvcellar.server.asking import (
     agent_of,
     extra_of,
     note,
+    notes_of,
     plain_messages,
     predictions,
     sampling_of,
     service_of,
+    tool_choice_of,
 )
 from kvcellar.server.chat import (
     Ask,
@@ -35,9 +37,10 @@ from kvcellar.server.chat import (
 )
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
-from kvcellar.server.schemas.openai import ChatRequest, JsonFormat, NamedTool
-from kvcellar.server.service import Service, as_mapping, new_id
+from kvcellar.server.schemas.openai import ChatRequest, JsonFormat
+from kvcellar.server.service import Service, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
+from kvcellar.server.tools import Toolbox
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -118,7 +121,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ]
     ends = [end for end, _ in found]
     usage = _usage(ends)
-    note(request, agent=ends[0].agent_id, **_facts(usage))
+    note(request, agent=ends[0].agent_id, **_facts(usage), **notes_of(ends[0].usage))
     return JSONResponse(
         {
             **head,
@@ -139,17 +142,33 @@ async def _again(events: Sequence[ChatEvent]) -> AsyncGenerator[ChatEvent, None]
 def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> Ask:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
-    choice = body.tool_choice or "auto"
     return Ask(
         messages=plain_messages(body.messages),
         model=body.model,
         params=sampling_of(body, max_tokens=most, logprobs=logprobs, index=index),
-        tools=[as_mapping(tool) for tool in body.tools or ()],
-        choice=choice.function.name if isinstance(choice, NamedTool) else choice,
+        tools=_tools(body),
+        choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         schema=_schema(body.response_format),
+        is_strict=_is_strict(body.response_format),
         agent_id=agent_of(request, body.agent_id, body.session_id) if not index else None,
     )
+
+
+def _tools(body: ChatRequest) -> Toolbox:
+    tools = Toolbox()
+    for tool in body.tools or ():
+        if tool.function is not None and tool.type == "function":
+            given = tool.function
+            tools.add(given.name, given.description, given.parameters, is_strict=bool(given.strict))
+        else:
+            tools.leave_out(tool.custom.name if tool.custom else None, tool.type)
+    return tools
+
+
+def _is_strict(wanted: JsonFormat | None) -> bool:
+    """Whether all of a schema has to be held; the client may say that it has not."""
+    return not (wanted and wanted.json_schema and wanted.json_schema.strict is False)
 
 
 def _schema(wanted: JsonFormat | None) -> dict[str, Any] | None:
@@ -265,7 +284,7 @@ async def _frames(
                 ends[index] = event
                 yield chunk(index, {}, finish_reason=event.reason)
     usage = _usage([ends[i] for i in range(n)])
-    note(request, agent=ends[0].agent_id, **_facts(usage))
+    note(request, agent=ends[0].agent_id, **_facts(usage), **notes_of(ends[0].usage))
     if wants_usage:
         extra = extra_of(ends[0])
         yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})

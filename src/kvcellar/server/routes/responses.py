@@ -25,14 +25,17 @@ from kvcellar.server.asking import (
     sampling_of,
     service_of,
     text_of,
+    tool_choice_of,
 )
 from kvcellar.server.calls import is_whole, read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
 from kvcellar.server.errors import ApiError, as_api_error
 from kvcellar.server.replies import sse
-from kvcellar.server.schemas.responses import Item, NamedTool, ResponseRequest
+from kvcellar.server.schemas.openai import NamedTool
+from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest
 from kvcellar.server.service import Service, as_mapping, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
+from kvcellar.server.tools import Toolbox, told
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -218,42 +221,35 @@ def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:
         if wanted.json_schema is None:
             raise ApiError(400, "text.format json_schema comes without a schema", param="text")
         schema = wanted.json_schema
-    choice = body.tool_choice or "auto"
     most = body.max_output_tokens or service.config.max_tokens
     return Ask(
         messages=messages,
         model=body.model,
         params=sampling_of(body, max_tokens=most),
         tools=_tools(body),
-        choice=choice.name if isinstance(choice, NamedTool) else choice,
+        choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         schema=schema,
+        is_strict=not (wanted and wanted.strict is False),
     )
 
 
-def _tools(body: ResponseRequest) -> list[dict[str, Any]]:
-    tools = []
+def _tools(body: ResponseRequest) -> Toolbox:
+    tools = Toolbox()
     for tool in body.tools or ():
-        if tool.type != "function" or tool.name is None:
-            raise ApiError(
-                400,
-                f"a tool of type {tool.type[:40]!r} came; this server runs none of its own, give "
-                f"functions",
-                "unsupported_tool",
-                param="tools",
-            )
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description is not None:
-            function["description"] = tool.description
-        function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
-        tools.append({"type": "function", "function": function})
+        if tool.type == "function" and tool.name is not None:
+            tools.add(tool.name, tool.description, tool.parameters, is_strict=bool(tool.strict))
+        else:
+            tools.leave_out(tool.name, tool.type)
     return tools
 
 
-def _add_items(messages: list[dict[str, Any]], items: list[Item]) -> None:
+def _add_items(messages: list[dict[str, Any]], items: list[Item | OtherItem]) -> None:
     """Items as chat templates take them: calls join the answer that they are part of."""
     for item in items:
-        if item.type == "function_call":
+        if isinstance(item, OtherItem):
+            _add_told(messages, item)
+        elif item.type == "function_call":
             call = {
                 "id": item.call_id or "",
                 "type": "function",
@@ -282,11 +278,23 @@ def _add_items(messages: list[dict[str, Any]], items: list[Item]) -> None:
         elif item.type != "reasoning":
             raise ApiError(
                 400,
-                f"an input item of type {str(item.type)[:40]!r} came; this server takes messages, "
-                f"function_call and function_call_output",
+                f"an input item of type {str(item.type)[:40]!r} came without what it needs; this "
+                f"server takes messages, function_call and function_call_output",
                 "unsupported_content",
                 param="input",
             )
+
+
+def _add_told(messages: list[dict[str, Any]], item: OtherItem) -> None:
+    """What a tool that is not run here did belongs to the answer; what came of it does not."""
+    text = told(item.type, item.model_extra or {})
+    if item.type.endswith(("_output", "_response", "_result")):
+        messages.append({"role": "user", "content": text})
+    elif messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        before = messages[-1]["content"]
+        messages[-1] = {**messages[-1], "content": f"{before}\n{text}" if before else text}
+    else:
+        messages.append({"role": "assistant", "content": text})
 
 
 def _messages_of(service: Service, response_id: str) -> list[dict[str, Any]]:
@@ -357,6 +365,7 @@ def _note(request: Request, draft: _Draft) -> None:
             prompt_tokens=draft.usage["input_tokens"],
             cached_tokens=draft.usage["input_tokens_details"]["cached_tokens"],
             completion_tokens=draft.usage["output_tokens"],
+            **({"notes": draft.extra["notes"]} if draft.extra["notes"] else {}),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import AgentId, Body, Open, Stops
 
@@ -21,13 +21,15 @@ class CacheControl(Open):
 class Block(Open):
     """A piece of content; which fields it has depends on its type."""
 
-    type: str
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=128)
     text: str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | dict[str, Any] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -40,13 +42,26 @@ class Message(Open):
 
 
 class Tool(Open):
-    """A tool with the schema of its input."""
+    """A tool with the schema of its input; those that Anthropic runs have a type instead."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: str | None = None
+    type: str | None = Field(None, max_length=128)
+    strict: bool | None = None
     cache_control: CacheControl | None = None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is one that the client runs."""
+        return self.input_schema is not None or self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def has_schema(self) -> Tool:
+        """A tool that the client runs says what it takes."""
+        if self.is_function and (self.input_schema is None or self.name is None):
+            raise ValueError("a tool has a name and an input_schema, or a type that is not custom")
+        return self
 
 
 class ToolChoice(Open):

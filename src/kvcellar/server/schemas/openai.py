@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvcellar.server.schemas.base import AgentId, Body, Open, Stop, Stops
 
@@ -50,12 +50,27 @@ class FunctionCall(Open):
     arguments: str | dict[str, Any] | None = None
 
 
+class CustomCall(Open):
+    """The inside of a call of a tool that takes text."""
+
+    name: str = Field(max_length=256)
+    input: str | None = None
+
+
 class ToolCall(Open):
     """A call in an answer that comes back."""
 
     id: str | None = None
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> ToolCall:
+        """A function, or a tool that takes text."""
+        if self.function is None and self.custom is None:
+            raise ValueError("a call has a function")
+        return self
 
 
 class ContentPart(Open):
@@ -85,11 +100,25 @@ class Function(Open):
     strict: bool | None = None
 
 
-class FunctionTool(Open):
-    """A tool."""
+class CustomTool(Open):
+    """A tool that takes text."""
 
-    type: Literal["function"]
-    function: Function
+    name: str | None = None
+
+
+class FunctionTool(Open):
+    """A tool. Only functions are run here; others are left out."""
+
+    type: str = Field(max_length=128)
+    function: Function | None = None
+    custom: CustomTool | None = None
+
+    @model_validator(mode="after")
+    def has_function(self) -> FunctionTool:
+        """A function has one."""
+        if self.type == "function" and self.function is None:
+            raise ValueError("a tool of type function has a function")
+        return self
 
 
 class NamedFunction(Open):
@@ -98,11 +127,42 @@ class NamedFunction(Open):
     name: str
 
 
-class NamedTool(Open):
-    """A tool that has to be called."""
+class AllowedTools(Open):
+    """Tools that may be called, of all that are told."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1, max_length=512)
+
+
+class NamedTool(Open):
+    """A tool that has to be called, or several that may be.
+
+    The name is inside ``function`` or ``custom`` in chat completions, and beside the type in
+    responses; so are the tools that are allowed.
+    """
+
+    type: str = Field(max_length=128)
+    name: str | None = None
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[NamedTool] | None = Field(None, min_length=1, max_length=512)
+
+    @property
+    def called(self) -> str:
+        """Its name; its type, where it has none."""
+        inside = self.function or self.custom
+        return self.name or (inside.name if inside else self.type)
+
+    @model_validator(mode="after")
+    def has_name(self) -> NamedTool:
+        """A function has a name, and a list of allowed tools is one."""
+        if self.type == "function" and not (self.name or self.function):
+            raise ValueError("a choice of type function names one")
+        if self.type == "allowed_tools" and not (self.tools or self.allowed_tools):
+            raise ValueError("a choice of type allowed_tools has tools")
+        return self
 
 
 class JsonSchema(Open):

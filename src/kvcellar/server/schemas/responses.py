@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvcellar.server.schemas.base import Open
-from kvcellar.server.schemas.openai import SamplingFields
+from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 
-__all__ = ["ResponseRequest"]
+__all__ = ["OtherItem", "ResponseRequest"]
 
 
 class Part(Open):
@@ -33,21 +33,43 @@ class Item(Open):
     output: str | list[Part] | None = None
 
 
-class FunctionTool(Open):
-    """A function, flat."""
+class OtherItem(Open):
+    """An item of a tool that is not run here: told to the model as text, whatever it holds."""
 
-    type: str
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=128)
+
+
+_READ = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def _kind(item: Any) -> str:
+    """Whether an item is one that is read, or another."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "item" if not isinstance(kind, str) or kind in _READ else "other"
+
+
+AnyItem = Annotated[
+    Annotated[Item, Tag("item")] | Annotated[OtherItem, Tag("other")], Discriminator(_kind)
+]
+
+
+class FunctionTool(Open):
+    """A function, flat; tools of other types are left out."""
+
+    type: str = Field(max_length=128)
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-
-class NamedTool(Open):
-    """A tool that has to be called."""
-
-    type: Literal["function"]
-    name: str
+    @model_validator(mode="after")
+    def has_name(self) -> FunctionTool:
+        """A function has a name."""
+        if self.type == "function" and self.name is None:
+            raise ValueError("a tool of type function has a name")
+        return self
 
 
 class TextFormat(Open):
@@ -69,7 +91,7 @@ class ResponseRequest(SamplingFields):
     """``POST /v1/responses``."""
 
     model: str | None = Field(None, max_length=512)
-    input: str | list[Item]
+    input: str | list[AnyItem]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     max_output_tokens: int | None = Field(None, ge=1)

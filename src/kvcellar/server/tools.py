@@ -1,0 +1,153 @@
+"""Tools of kinds that this server does not run, served around: which are told, which are left out.
+
+Clients offer tools that their own provider runs (a web search), and tools that are no functions. A
+model here is given functions; the rest is left out, and the answer says so. What such tools said in
+earlier turns is told as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcellar.server.errors import ApiError
+
+__all__ = ["ToolChoice", "Toolbox", "chosen", "told"]
+
+_SAYS_NOTHING = ("id", "type", "status", "role", "encrypted_content", "signature", "cache_control")
+_MOST_TOLD = 20_000
+"""Characters of one item that is told as text."""
+
+
+@dataclass(slots=True)
+class Toolbox:
+    """The tools of one request.
+
+    Attributes:
+        given: those that the model is told of, as OpenAI defines functions.
+        strict: names of those whose arguments are promised to follow their schemas.
+        left_out: names of the others (kinds, of those without a name), and their kinds.
+    """
+
+    given: list[dict[str, Any]] = field(default_factory=list)
+    strict: set[str] = field(default_factory=set)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        description: str | None,
+        parameters: Mapping[str, Any] | None,
+        *,
+        is_strict: bool = False,
+    ) -> None:
+        """Give the model a function."""
+        function: dict[str, Any] = {"name": name}
+        if description is not None:
+            function["description"] = description
+        function["parameters"] = parameters or {"type": "object", "properties": {}}
+        if is_strict:
+            self.strict.add(name)
+        self.given.append({"type": "function", "function": function})
+
+    def leave_out(self, name: str | None, kind: str) -> None:
+        """Go without a tool of a kind that is not run here."""
+        self.left_out[(name or kind)[:128]] = kind[:128]
+
+    def notes(self) -> list[str]:
+        """What the answer says of it."""
+        return [
+            f"tool {name} was left out: this server has no tools of type {kind}, only functions"
+            for name, kind in self.left_out.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools are called, and which.
+
+    Attributes:
+        mode: ``auto``, ``none`` or ``required``.
+        names: those that may be called; None: all.
+    """
+
+    mode: str = "auto"
+    names: tuple[str, ...] | None = None
+
+
+def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
+    """The tools that an answer may call.
+
+    Raises:
+        ApiError: 400, the choice names what is no tool of the request, or is not run here; or a
+            call is required and there is nothing to call.
+    """
+    if choice.mode == "none":
+        return []
+    if choice.mode == "required" and not (tools.given or tools.left_out):
+        wanted = " or ".join(repr(name) for name in choice.names or ("required",))
+        raise ApiError(
+            400,
+            f"tool_choice is {wanted[:128]} and the request has no tools; give tools, or leave "
+            f"tool_choice out",
+            "no_tools",
+            param="tool_choice",
+        )
+    known = {tool["function"]["name"]: tool for tool in tools.given}
+    for name in choice.names or ():
+        if name in known or (name in tools.left_out and len(choice.names or ()) > 1):
+            continue
+        if name in tools.left_out:
+            raise ApiError(
+                400,
+                f"tool_choice names {name!r}, a tool of type {tools.left_out[name]!r}, which this "
+                f"server does not run; name a function, or let the model choose",
+                "unsupported_tool",
+                param="tool_choice",
+            )
+        raise ApiError(
+            400,
+            f"tool_choice names {name[:128]!r}, which is no tool of this request",
+            "unknown_tool",
+            param="tool_choice",
+        )
+    found = [tool for name, tool in known.items() if choice.names is None or name in choice.names]
+    if choice.mode == "required" and not found:
+        what = f"; {', '.join(tools.left_out)} cannot be run here" if tools.left_out else ""
+        raise ApiError(
+            400,
+            f"tool_choice wants a call, and this request has no function to call{what}",
+            "no_tools",
+            param="tool_choice",
+        )
+    return found
+
+
+def told(kind: str, fields: Mapping[str, Any]) -> str:
+    """What a tool that is not run here did in an earlier turn, as text for the model."""
+    left = {
+        key: _short(value)
+        for key, value in fields.items()
+        if key not in _SAYS_NOTHING and value is not None
+    }
+    name = left.pop("name", None)
+    head = f"{kind} {name}" if name else kind
+    texts = list(left.values())
+    if len(texts) == 1 and isinstance(texts[0], str):
+        said = texts[0]
+    else:
+        said = json.dumps(left, ensure_ascii=False) if left else ""
+    return f"[{head}: {said[:_MOST_TOLD]}]" if said else f"[{head}]"
+
+
+def _short(value: Any) -> Any:
+    """A value without what is no text: pictures and other data, and what is encrypted."""
+    if isinstance(value, str):
+        return "(data)" if value.startswith("data:") else value
+    if isinstance(value, Mapping):
+        return {k: _short(v) for k, v in value.items() if not str(k).startswith("encrypted")}
+    if isinstance(value, list):
+        return [_short(v) for v in value]
+    return value
