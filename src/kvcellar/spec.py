@@ -7,14 +7,16 @@ class of transformers, whose rules are the ones that the model runs by.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN
+from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype
-from kvcellar.types import LayerGroup, ModelCacheParams
+from kvcellar.types import MIN_CHUNK, LayerGroup, ModelCacheParams
 
 _ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
@@ -297,21 +299,72 @@ class ModelCacheSpec:
             for n, size, group in zip(cells, self.group_bytes(kv), self.params.groups, strict=True)
         )
 
-    def n_agents(self, n_bytes: int, context: int, kv: KvDtype) -> int:
-        """How many agents of ``context`` tokens, sharing nothing, fit in so many bytes."""
-        one = self.agent_bytes(context, kv) + self.growth_bytes(context, kv)
-        return max(0, n_bytes) // one
+    def pool_cells(
+        self, context: int, n_agents: int = 1, window_slack: int = 64
+    ) -> tuple[int, ...]:
+        """Cells that pools allocate in each group where no budget is set: they double.
 
-    def most_context(self, n_bytes: int, n_agents: int, kv: KvDtype) -> int:
+        Exact for one agent whose history came in steps of ``STEP_TOKENS``. Of several it is what
+        they take at most: each has free cells behind its tail, so that it can grow in place.
+
+        Args:
+            context: tokens of each agent.
+            n_agents: agents in one cache, sharing nothing.
+            window_slack: tokens kept behind each window.
+        """
+        cells = []
+        for group in self.params.groups:
+            one = context
+            if group.window is not None:  # a step's tokens come before older ones go
+                keep = group.window - 1 + window_slack
+                one = max(
+                    min(keep, at) + min(STEP_TOKENS, context - at)
+                    for at in range(0, context, STEP_TOKENS)
+                )
+            gap = max(MIN_RUN, min(one // 2, MAX_GAP))
+            need = n_agents * one + (n_agents - 1) * gap
+            cells.append(grown_size(need, 0, MIN_CHUNK, max(self.max_positions, need)))
+        return tuple(cells)
+
+    def pool_bytes(self, context: int, kv: KvDtype, n_agents: int = 1) -> int:
+        """Bytes that pools allocate for agents where no budget is set."""
+        cells = self.pool_cells(context, n_agents)
+        return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
+
+    def n_agents(self, n_bytes: int, context: int, kv: KvDtype, *, has_budget: bool = True) -> int:
+        """How many agents of ``context`` tokens, sharing nothing, fit in so many bytes.
+
+        Args:
+            n_bytes: for K and V.
+            context: tokens of each.
+            kv: how K and V are stored.
+            has_budget: whether pools are granted what they need; else they double.
+        """
+        if has_budget:
+            one = self.agent_bytes(context, kv) + self.growth_bytes(context, kv)
+            return max(0, n_bytes) // one
+        return most(
+            max(0, n_bytes) // self.agent_bytes(context, kv),
+            lambda n: self.peak_bytes(context, kv, n) <= n_bytes,
+        )
+
+    def peak_bytes(self, context: int, kv: KvDtype, n_agents: int = 1) -> int:
+        """Pools without a budget, and the old copy of a layer that has just doubled."""
+        cells = self.pool_cells(context, n_agents)
+        copies = [
+            n // 2 * size // len(group.layers)
+            for n, size, group in zip(cells, self.group_bytes(kv), self.params.groups, strict=True)
+        ]
+        return self.pool_bytes(context, kv, n_agents) + max(copies)
+
+    def most_context(
+        self, n_bytes: int, n_agents: int, kv: KvDtype, *, has_budget: bool = True
+    ) -> int:
         """The longest context at which so many agents fit, at most what the model was made for."""
-        low, high = 0, self.max_positions
-        while low < high:
-            context = (low + high + 1) // 2
-            if self.n_agents(n_bytes, context, kv) >= n_agents:
-                low = context
-            else:
-                high = context - 1
-        return low
+        return most(
+            self.max_positions,
+            lambda context: self.n_agents(n_bytes, context, kv, has_budget=has_budget) >= n_agents,
+        )
 
     def scratch_bytes(self, context: int, n_tokens: int = 512, n_rows: int = 64) -> int:
         """What a forward takes besides weights and KV, and gives back: an upper estimate.
@@ -332,6 +385,18 @@ class ModelCacheSpec:
             + 10 * logits
             + gathered
         )
+
+
+def most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to a limit that fits, where smaller ones fit too; 0 where none does."""
+    low, high = 0, max(0, limit)
+    while low < high:
+        n = (low + high + 1) // 2
+        if fits(n):
+            low = n
+        else:
+            high = n - 1
+    return low
 
 
 # Models that no config says enough of ------------------------------------------------------------

@@ -17,6 +17,9 @@ from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 
+MIN_CHUNK = 512
+"""Cells that a pool allocates at first, where nothing else is asked for."""
+
 DEFAULT_CAPACITY = 8192
 """The most tokens that a cache may hold unless more is asked for; memory grows with use."""
 
@@ -260,7 +263,7 @@ class CacheConfig:
     params: ModelCacheParams
     capacity: int
     kv_dtype: str = "float32"
-    min_chunk: int = 512
+    min_chunk: int = MIN_CHUNK
     window_slack: int = 64
     block_size: int = 16
     layout: str = "layer_first"
@@ -342,7 +345,7 @@ def make_config(
     params: ModelCacheParams,
     capacity: int,
     kv_dtype: str = "float32",
-    min_chunk: int = 512,
+    min_chunk: int = MIN_CHUNK,
     *,
     window_slack: int = 64,
     block_size: int = 16,

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvcellar.cli import app
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.sizing import size_model
-from kvcellar.spec import PROCESS_BYTES
+from kvcellar.registry import make_seq_session
+from kvcellar.spec import PROCESS_BYTES, spec_from_file
+from kvcellar.types import make_config
 
 CONFIGS = Path(__file__).parent.parent / "models" / "configs"
 GEMMA = str(CONFIGS / "gemma-3-12b-it.json")
@@ -39,7 +42,8 @@ def error_of(*args: str) -> str:
 
 
 def test_the_object_has_every_figure_that_the_answer_comes_from():
-    value = inspected(GEMMA, "--memory", "36GB", "--context", "32768", "--agents", "4")
+    asked = ("--memory", "36GB", "--context", "32768", "--agents", "4", "--weights", "none")
+    value = inspected(GEMMA, *asked)
     spec = size_model(GEMMA)
     assert value["memory_bytes"] == 36 * 10**9
     assert value["weights"]["loaded_bytes"] == 23_532_068_352
@@ -86,7 +90,8 @@ def test_a_window_caps_what_a_long_context_costs():
 
 
 def test_the_table_says_where_the_memory_goes_and_what_fits():
-    result = run("inspect", GEMMA, "--memory", "36GB", "--context", "32768", "--agents", "4")
+    asked = ("--memory", "36GB", "--context", "32768", "--agents", "4", "--weights", "none")
+    result = run("inspect", GEMMA, *asked)
     assert result.exit_code == 0, result.stderr
     text = re.sub(r"\s+", " ", result.stdout)
     for words in (
@@ -122,6 +127,72 @@ def test_a_spec_file_stands_alone_or_over_a_model(tmp_path):
     assert value["n_layers"] == 48
 
 
+GPT_OSS = str(CONFIGS / "gpt-oss-20b.json")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((GEMMA, "--memory", "16GB"), "a memory budget of 16.00 GB does not hold the model: its "),
+        ((GEMMA, "--memory", "16GB", "--weights", "none"), "weights are 23.53 GB in bfloat16"),
+        ((GPT_OSS, "--memory", "24GB", "--weights", "none"), "weights are 41.83 GB in bfloat16"),
+        ((GPT_OSS, "--memory", "24GB"), "its files hold 13.76 GB"),
+    ],
+)
+def test_what_exceeds_the_memory_has_all_figures_too(args, words):
+    value = inspected(*args)
+    assert value["fits"] is False and words in value["why_not"]
+    assert value["kv_bytes"] < 0 < value["weights"]["loaded_bytes"]
+    for row in value["kv_dtypes"]:
+        assert row["fits"] is False and row["agents_fit"] == row["longest_context"] == 0
+        assert row["agent_bytes"] > row["bytes_per_token"] > 0
+    result = run("inspect", *args)
+    assert result.exit_code == 0
+    assert words in result.stderr and "the model itself does not fit" in result.stdout
+    roomy = inspected(args[0], "--memory", "900GB", *args[3:])
+    assert roomy["fits"] is True and roomy["why_not"] == ""
+    both = zip(value["kv_dtypes"], roomy["kv_dtypes"], strict=True)
+    assert all(less["agent_bytes"] == more["agent_bytes"] for less, more in both)
+
+
+def test_an_agent_that_is_too_long_is_told_with_its_figures():
+    value = inspected(GEMMA, "--memory", "25GB", "--context", "131072", "--kv-dtype", "float32")
+    (row,) = value["kv_dtypes"]
+    assert value["fits"] is True and row["fits"] is False
+    assert 0 < row["longest_context"] < 131072
+
+
+@pytest.mark.parametrize("window", [None, 100, 128, 1024])
+@pytest.mark.parametrize(("context", "n_agents"), [(300, 1), (700, 1), (3000, 1), (1500, 3)])
+def test_without_a_budget_an_agent_takes_what_pools_allocate(tmp_path, window, context, n_agents):
+    """Pools double, and a window has room for a step besides what it keeps."""
+    groups = [{"layers": 2}, {"layers": 2, "window": window}]
+    fields = {"n_layers": 4, "n_kv_heads": 2, "head_dim": 16, "max_positions": 8192}
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(fields | {"weight_bytes": 10**6, "groups": groups}))
+    spec, kv = spec_from_file(path), parse_kv_dtype("bfloat16")
+    with make_seq_session("torch", make_config(spec.params, 8192, "bfloat16")) as session:
+        cache = session.cache
+        for agent in range(n_agents):
+            for at in range(0, context, 512):
+                n = min(512, context - at)
+                positions, rows = torch.arange(at, at + n), torch.zeros(1, 2, n, 16)
+                cache.begin_step([agent] * n)
+                for layer in range(4):
+                    cache.update_and_fetch(layer, positions, rows.bfloat16(), rows.bfloat16())
+                cache.end_step()
+        allocated = cache.usage().size_bytes
+    if n_agents > 1:  # each with room behind its tail
+        assert allocated <= spec.pool_bytes(context, kv, n_agents) <= 2 * allocated
+        return
+    assert spec.pool_bytes(context, kv) == allocated
+    asked = ("--spec", str(path), "--context", str(context), "--kv-dtype", "bfloat16")
+    (row,) = inspected(*asked)["kv_dtypes"]
+    assert row["agent_bytes"] == allocated and row["agents_fit"] > 1
+    with_budget = inspected(*asked, "--memory", "8GB")["kv_dtypes"][0]
+    assert with_budget["agent_bytes"] <= allocated, "a budget grants what is needed"
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -136,13 +207,6 @@ def test_a_spec_file_stands_alone_or_over_a_model(tmp_path):
         (("demo", "--agents", "0"), "--agents"),
         (("nowhere/at/all",), "there is no folder and no config"),
         (("demo", "--spec", "nothing.json"), "cannot be read"),
-        ((GEMMA, "--memory", "16GB"), "a memory budget of 16.00 GB does not hold the model: its "),
-        ((GEMMA, "--memory", "16GB"), "weights are 23.53 GB in bfloat16"),
-        (
-            (str(CONFIGS / "gpt-oss-20b.json"), "--memory", "24GB"),
-            "its weights are 41.83 GB in bfloat16",
-        ),
-        ((str(CONFIGS / "gpt-oss-20b.json"), "--memory", "24GB"), "its files hold 13.76 GB"),
     ],
 )
 def test_wrong_input_is_said_in_one_line(args, words):

@@ -14,7 +14,7 @@ from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, parse_size
 from kvcellar.cli import options
 from kvcellar.cli.session import too_small
-from kvcellar.cli.terminal import examples, help_of, progress_bar, write
+from kvcellar.cli.terminal import examples, help_of, print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, spec_from_file
@@ -81,6 +81,10 @@ def inspect_command(
 
     It reads a model's config.json alone; the weights need not be there. Agents share nothing here:
     forks of one trunk take less. A sliding window's layers hold no more than the window.
+
+    With --memory pools are granted what they need; without it they double as they grow, and what
+    they allocate is what is shown. All figures are there also for what does not fit: then `fits` is
+    false in the object of --json, and the status is 0 all the same.
     """
     limit_bytes = _machine_bytes() if memory is None else parse_size(memory)
     names = SHOWN if kv_dtype is None else (kv_dtype,)
@@ -93,18 +97,7 @@ def inspect_command(
             f"a context of {context} tokens is asked for and {spec.name!r} was made for 1 to "
             f"{spec.max_positions}; choose a --context in between"
         )
-    view = View(spec, limit_bytes, context, agents)
-    if view.kv_bytes <= 0:
-        raise ConfigError(
-            too_small(
-                limit_bytes, spec.weight_bytes, PROCESS_BYTES + view.scratch_bytes, spec.dtype
-            )
-            + (
-                f" (its files hold {format_size(spec.stored_bytes)}; {spec.counted})"
-                if spec.stored_bytes != spec.weight_bytes
-                else ""
-            )
-        )
+    view = View(spec, limit_bytes, context, agents, has_budget=memory is not None)
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
     else:
@@ -144,6 +137,7 @@ class View:
     limit_bytes: int
     context: int
     agents: int | None
+    has_budget: bool
 
     @property
     def scratch_bytes(self) -> int:
@@ -155,25 +149,43 @@ class View:
         """What is left for KV; 0 or less where the model itself does not fit."""
         return self.limit_bytes - self.spec.weight_bytes - PROCESS_BYTES - self.scratch_bytes
 
+    @property
+    def why_not(self) -> str:
+        """That the model itself does not fit, with the numbers; empty where it does."""
+        if self.kv_bytes > 0:
+            return ""
+        spec = self.spec
+        said = too_small(
+            self.limit_bytes, spec.weight_bytes, PROCESS_BYTES + self.scratch_bytes, spec.dtype
+        )
+        if spec.stored_bytes != spec.weight_bytes:
+            said += f" (its files hold {format_size(spec.stored_bytes)}; {spec.counted})"
+        return said
+
     def row(self, name: str) -> dict[str, Any]:
         """What one type of K and V takes, and what fits."""
         kv, spec = parse_kv_dtype(name), self.spec
         for_exact = exact_bytes(spec.params.groups, kv)
         n_bytes = self.kv_bytes - for_exact
-        n_agents = spec.n_agents(n_bytes, self.context, kv)
-        row: dict[str, Any] = {
+        n_agents = spec.n_agents(n_bytes, self.context, kv, has_budget=self.has_budget)
+        if self.has_budget:
+            one, growth = spec.agent_bytes(self.context, kv), spec.growth_bytes(self.context, kv)
+        else:
+            one = spec.pool_bytes(self.context, kv)
+            growth = spec.peak_bytes(self.context, kv) - one
+        return {
             "kv_dtype": name,
             "bytes_per_token": spec.token_bytes(kv),
             "group_bytes_per_token": list(spec.group_bytes(kv)),
-            "agent_bytes": spec.agent_bytes(self.context, kv),
+            "agent_bytes": one,
             "exact_bytes": for_exact,
-            "growth_bytes": spec.growth_bytes(self.context, kv),
+            "growth_bytes": growth,
             "agents_fit": n_agents,
-            "longest_context": spec.most_context(n_bytes, self.agents or 1, kv),
+            "longest_context": spec.most_context(
+                n_bytes, self.agents or 1, kv, has_budget=self.has_budget
+            ),
+            "fits": n_agents >= (self.agents or 1),
         }
-        if self.agents is not None:
-            row["fits"] = n_agents >= self.agents
-        return row
 
     def as_object(self, names: tuple[str, ...]) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -183,6 +195,8 @@ class View:
             "family": spec.family,
             "max_positions": spec.max_positions,
             "memory_bytes": self.limit_bytes,
+            "fits": self.kv_bytes > 0,
+            "why_not": self.why_not,
             "weights": {
                 "stored_bytes": spec.stored_bytes,
                 "loaded_bytes": spec.weight_bytes,
@@ -244,7 +258,10 @@ def _show(view: View, names: tuple[str, ...]) -> None:
         format_size(view.scratch_bytes),
         "set aside for activations and logits: an upper estimate",
     )
-    facts.add_row("= KV", format_size(view.kv_bytes), "for all agents", style="bold")
+    if view.why_not:
+        facts.add_row("= KV", "none", "the model itself does not fit", style="bold red")
+    else:
+        facts.add_row("= KV", format_size(view.kv_bytes), "for all agents", style="bold")
 
     table = Table()
     table.add_column("K and V")
@@ -268,3 +285,5 @@ def _show(view: View, names: tuple[str, ...]) -> None:
             cells.append("fit" if row["fits"] else "do not fit")
         table.add_row(*cells, style=None if row["agents_fit"] >= n_agents else "red")
     Console(highlight=False).print(Group(facts, "", table))
+    if view.why_not:
+        print_warning(view.why_not)
