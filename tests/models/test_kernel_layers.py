@@ -57,7 +57,7 @@ def test_a_model_says_the_same_with_and_without_joined_layers(
 
 def test_biases_are_joined_too(checkpoint):
     model = load_model(checkpoint("qwen2"), weights="bf16")
-    own = load_model(checkpoint("qwen2"), dtype="bfloat16")._model.model.layers[0]
+    own = load_model(checkpoint("qwen2"), weights="none", dtype="bfloat16")._model.model.layers[0]
     attention = model._model.model.layers[0].self_attn
     assert torch.equal(
         attention.qkv_proj.bias,
@@ -145,7 +145,9 @@ def test_nothing_is_said_of_no_rows(checkpoint):
 
 
 def test_rotations_are_those_of_the_model(checkpoint):
-    rotary = load_model(checkpoint("llama"), dtype="bfloat16")._model.model.rotary_emb
+    rotary = load_model(
+        checkpoint("llama"), weights="none", dtype="bfloat16"
+    )._model.model.rotary_emb
     found = Rotations(rotary, torch.bfloat16)
     like = torch.empty(0, dtype=torch.bfloat16)
     for positions in ([0], [255], [256], [3, 9000, 3, 511, 512], [131071]):

@@ -110,7 +110,8 @@ def test_a_bfloat16_checkpoint_gives_float32_logits_near_those_of_transformers(t
         got = player.feed(text(30), rows="all")
     want = Oracle(tmp_path).logits(text(30))  # the same weights, in float32
     assert got.dtype == np.float32
-    assert np.median(np.abs(got - want)) < 0.05
+    # A router's near ties fall one way or the other by the last bit.
+    assert np.median(np.abs(got - want)) < (0.1 if family == "gpt_oss" else 0.05)
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.98
 
 

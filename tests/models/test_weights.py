@@ -39,6 +39,43 @@ def test_logits_are_near_those_of_the_model_s_own_weights(weights, most):
 
 
 @needs_kernel
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_bfloat16_is_read_by_the_kernel_where_nothing_else_is_asked_for(tmp_path, stored):
+    """float16 becomes bfloat16 on a CPU, as it always has."""
+    config = transformers.LlamaConfig(**COMMON | {"dtype": stored}, num_hidden_layers=2)
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored))
+    randomize(made)
+    save(made, tmp_path)
+    chosen, asked = load_model(tmp_path), load_model(tmp_path, weights="bf16")
+    plain = load_model(tmp_path, weights="none")
+    assert (chosen.weights, asked.weights, plain.weights) == ("bf16", "bf16", None)
+    assert {m.dtype for m in (chosen, asked, plain)} == {"bfloat16"}
+    assert np.array_equal(logits_of(chosen), logits_of(asked))
+    assert (
+        np.abs(logits_of(chosen) - logits_of(plain)).max() < 0.05 * np.abs(logits_of(plain)).max()
+    )
+    assert chosen.fingerprint().value == plain.fingerprint().value, "nothing is lost"
+    sizes = {w: size_model(tmp_path, weights=w).weight_bytes for w in (None, "bf16", "none")}
+    assert sizes[None] == sizes["bf16"]
+    assert load_model(tmp_path, dtype="bfloat16").weights == "bf16"
+    assert load_model(tmp_path, dtype="float32").weights is None
+
+
+def test_float32_stays_as_it_is_since_it_would_be_rounded(checkpoint):
+    model = load_model(checkpoint("llama"))
+    assert (model.dtype, model.weights) == ("float32", None)
+    assert load_model("demo").weights is None
+
+
+def test_without_the_kernel_the_default_is_torchs_own_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "is_available", lambda: False)
+    save_tied(tmp_path)
+    assert load_model(tmp_path).weights is None
+    with pytest.raises(BackendError, match="read by the CPU kernel"):
+        load_model(tmp_path, weights="bf16")
+
+
+@needs_kernel
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt_oss"])
 def test_every_family_holds_what_was_counted_before(checkpoint, name):
     for weights in ("int8", "int4"):
@@ -74,7 +111,7 @@ def test_bfloat16_takes_what_was_counted_before(checkpoint, monkeypatch, name, i
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_tied_embedding_is_the_packed_last_layer_s(checkpoint, monkeypatch, name, weights, dtype):
     folder = "demo" if name == "demo" else checkpoint(name)
-    own = load_model(folder, dtype=dtype)._model.get_input_embeddings()
+    own = load_model(folder, weights="none", dtype=dtype)._model.get_input_embeddings()
     rows = reads_rows_of_its_head(
         load_model(folder, weights=weights, dtype=dtype), own, monkeypatch
     )
@@ -89,7 +126,7 @@ def test_a_tied_embedding_is_the_last_layer_s_in_12_bits(tmp_path, monkeypatch):
     buffers = model._model.named_buffers()
     beside = sum(b.nbytes for n, b in buffers if "rotary" in n or n.endswith("escapes"))
     assert model.size_bytes - beside == size_model(tmp_path, weights="bf16").weight_bytes
-    own = load_model(tmp_path)._model.get_input_embeddings()
+    own = load_model(tmp_path, weights="none")._model.get_input_embeddings()
     assert torch.equal(reads_rows_of_its_head(model, own, monkeypatch), own.weight)
 
 
@@ -133,7 +170,7 @@ def test_no_file_stays_mapped(tmp_path, weights):
     save_tied(tmp_path)
     gc.disable()
     try:
-        model = load_model(tmp_path)
+        model = load_model(tmp_path, weights="none")
         assert is_mapped()
         del model
         gc.collect()

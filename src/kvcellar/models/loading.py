@@ -23,7 +23,7 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
-from kvcellar.models.weights import PACKINGS, WEIGHTS, parse_weights
+from kvcellar.models.weights import PACKINGS, WEIGHTS, choose_weights, parse_weights
 from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
 from kvcellar.types import ModelCacheParams
@@ -248,9 +248,10 @@ def load_model(
             arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
             of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
             float32.
-        weights: how linear layers hold theirs; None: in ``dtype``. With torch, on a CPU: ``bf16``,
-            ``int8`` or ``int4``, which the kernel of this package reads. With executorch ``8da8w``
-            or ``8da4w``: a checkpoint is exported so.
+        weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
+            ``int4``, which the kernel of this package reads, or ``none``: as torch does. None:
+            ``bf16`` where ``dtype`` is bfloat16 and the kernel is built, since nothing is lost,
+            else ``none``. With executorch ``8da8w`` or ``8da4w``: a checkpoint is exported so.
         device: where to put it, as torch knows it; None: the CPU.
         progress: called while loading; otherwise loading is silent.
 
@@ -271,7 +272,7 @@ def load_model(
         )
         return found
     weights = parse_weights(weights, dtype)
-    hold_weights = None if weights is None else load_backend(backend).hold_weights
+    kernel = load_backend(backend)
     dtype = "bfloat16" if weights == "bf16" else dtype
     try:
         from kvcellar.models import torch_loading
@@ -305,6 +306,12 @@ def load_model(
         is_demo = name_or_path == DEMO
         wanted = "float32" if is_demo and dtype in (None, "auto") else dtype
         torch_dtype, torch_device = torch_loading.pick_types(wanted, device, raw, stored)
+        held = choose_weights(
+            weights,
+            str(torch_dtype).removeprefix("torch."),
+            is_cpu=torch_device.type == "cpu",
+            is_built=kernel.reads_weights(),
+        )
         report(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         report(0.05, "loading weights")
@@ -316,9 +323,9 @@ def load_model(
             dtype=torch_dtype,
             device=torch_device,
         )
-        if hold_weights is not None:
+        if held is not None:
             report(0.95, "packing the weights")
-            hold_weights(model, weights)
+            kernel.hold_weights(model, held)
     vocab_size = int(model.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
@@ -333,7 +340,7 @@ def load_model(
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=positions_from_config(config),
         dtype=str(model.dtype).removeprefix("torch."),
-        weights=weights,
+        weights=held,
         _model=model,
     )
 

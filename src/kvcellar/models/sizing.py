@@ -37,6 +37,7 @@ from kvcellar.models.weights import (
     bits_of,
     can_code,
     can_pack,
+    choose_weights,
     coded_bytes,
     is_packed,
     packed_bytes,
@@ -97,7 +98,8 @@ def size_model(
     path = find_config(name_or_path)
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
-        return _spec_of(str(name_or_path), path, raw, dtype, parse_weights(weights, dtype))
+        asked = parse_weights(weights, dtype)
+        return _spec_of(str(name_or_path), path, raw, dtype, asked, is_torch=backend == "torch")
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -137,7 +139,13 @@ def find_config(name_or_path: str | Path) -> Path:
 
 
 def _spec_of(
-    name: str, path: Path, raw: Mapping[str, Any], dtype: str | None, weights: str | None
+    name: str,
+    path: Path,
+    raw: Mapping[str, Any],
+    dtype: str | None,
+    asked: str | None,
+    *,
+    is_torch: bool,
 ) -> ModelCacheSpec:
     is_for_mlx = is_quantised_for_mlx(raw)
     group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
@@ -150,7 +158,7 @@ def _spec_of(
     stored = Counter({"BF16": 1} if is_mxfp4 else {})  # what goes with MXFP4
     if files_bytes is not None:
         stored = check_weights(path.parent)
-    wanted = "bfloat16" if weights == "bf16" else dtype
+    wanted = "bfloat16" if asked == "bf16" else dtype
     stored_dtype, memory_dtype = _dtypes(name, raw, wanted, stored)
     files = path.parent if files_bytes is not None and not is_mxfp4 else None
     sizes, linears = _parameters(CLASSES[config.model_type], config, files, group_size)
@@ -172,6 +180,7 @@ def _spec_of(
     if is_mxfp4:
         counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
     weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
+    weights = choose_weights(asked, memory_dtype, is_built=is_torch)
     if weights is not None and is_packed(weights):
         weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
         counted += f"; linear layers are packed to {weights} when it is loaded"

@@ -7,6 +7,9 @@ from kvcellar.errors import ConfigError
 WEIGHTS = ("bf16", "int8", "int4")
 """Formats that the torch backend's linear layers read with the kernel of this package."""
 
+PLAIN = "none"
+"""Linear layers as torch has them, with weights in the model's own type."""
+
 GROUP = 32
 """Inputs that are rounded together where they meet packed weights."""
 
@@ -29,23 +32,45 @@ MOST_EXACT_BITS = 8
 
 
 def parse_weights(weights: str | None, dtype: object) -> str | None:
-    """The format as ``WEIGHTS`` has it; None: weights in the model's own type, in torch's layers.
+    """Check a format: one of ``WEIGHTS``, or ``none``; None where nothing is asked for.
 
     Raises:
         ConfigError: an unknown format, or one that contradicts the type that is asked for.
     """
-    if weights is None:
-        return None
+    if weights is None or weights == PLAIN:
+        return weights
     if weights not in WEIGHTS:
         raise ConfigError(
             f"weights {weights!r} are unknown to the torch backend; choose one of "
-            f"{', '.join(WEIGHTS)}, or with the backend executorch 8da4w or 8da8w"
+            f"{', '.join(WEIGHTS)} and {PLAIN}, or with the backend executorch 8da4w or 8da8w"
         )
     asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
     if asked == "float16" or (weights == "bf16" and asked not in (None, "bfloat16")):
         fitting = "bfloat16" if weights == "bf16" else "bfloat16 or float32"
         raise ConfigError(f"weights {weights} go with dtype {fitting}, not {asked}; leave one out")
     return weights
+
+
+def choose_weights(
+    asked: str | None, dtype: str, *, is_cpu: bool = True, is_built: bool = True
+) -> str | None:
+    """How linear layers hold weights of a type: a name of ``WEIGHTS``; None: as torch does.
+
+    Where nothing is asked for, bfloat16 ones are read by the kernel wherever it is: nothing is
+    lost, and a step takes a fraction of the time. Others stay as they are, since it would round
+    them.
+
+    Args:
+        asked: what ``parse_weights`` has checked.
+        dtype: of the weights in memory, by name.
+        is_cpu: whether they are in main memory.
+        is_built: whether the kernel is there.
+    """
+    if asked == PLAIN:
+        return None
+    if asked is None and dtype == "bfloat16" and is_cpu and is_built:
+        return "bf16"
+    return asked
 
 
 def is_packed(weights: str | None) -> bool:

@@ -139,7 +139,10 @@ def export_program(
     if not target.parent.is_dir():
         raise ModelError(f"there is no folder {target.parent} to write {target.name} to")
     loaded = load_model(
-        name_or_path, dtype=dtype, progress=lambda part, what: report(0.15 * part, what)
+        name_or_path,
+        dtype=dtype,
+        weights="none",
+        progress=lambda part, what: report(0.15 * part, what),
     )
     if feature_layers is not None:
         n_layers = loaded.params.n_layers

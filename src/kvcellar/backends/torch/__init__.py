@@ -11,7 +11,7 @@ from kvcellar.backends.torch.caches import (
     TorchTreeCache,
 )
 from kvcellar.backends.torch.eagle3 import make_eagle3_kernel
-from kvcellar.backends.torch.linears import codes_weights, hold_weights
+from kvcellar.backends.torch.linears import codes_weights, hold_weights, reads_weights
 from kvcellar.registry import CacheBuilderRegistry
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "codes_weights",
     "hold_weights",
     "make_eagle3_kernel",
+    "reads_weights",
 ]
 
 _builders = CacheBuilderRegistry.instance()

@@ -199,6 +199,11 @@ def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
     return data, torch.frombuffer(bytearray(escapes or bytes(8)), dtype=torch.uint8)
 
 
+def reads_weights() -> bool:
+    """Whether :func:`hold_weights` can do anything on this machine: the kernel is built."""
+    return kernels.is_available()
+
+
 def codes_weights() -> bool:
     """Whether :func:`hold_weights` writes bfloat16 weights in 12 bits on this machine."""
     return kernels.is_available() and kernels.reads_coded()
