@@ -93,6 +93,13 @@ class EngineClosedError(KVCellarError):
     """The engine was closed; it takes no more requests."""
 
 
+class EngineFailedError(EngineClosedError):
+    """The engine met an error of its own after which nothing that it holds can be trusted.
+
+    It has ended all of its requests and takes no more; the message says what happened.
+    """
+
+
 class PrefixError(KVCellarError, ValueError):
     """A prefix handle that is stale or not locked, or cells that do not fit their tokens."""
 

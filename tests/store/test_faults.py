@@ -20,6 +20,7 @@ import pytest
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig, StoreEvent
+from kvcellar.store.writer import Writer
 from tests.store.fakes import FULL, WINDOW, History, load_all, make_key, save, tokens_of
 
 N_FAULTS = int(os.environ.get("KVCELLAR_FAULTS", "1000"))
@@ -408,3 +409,39 @@ def test_events_reach_a_callback_as_they_happen(healthy: Path, tmp_path: Path) -
             load_all(store, history)
         assert [event.kind for event in told] == [EventKind.MISSING]
         assert store.stats().events == {"missing": 1}
+
+
+# The writer's thread -----------------------------------------------------------------------------
+
+
+def test_the_writer_goes_on_whatever_a_job_and_who_is_told_of_it_raise():
+    def torn(_: BaseException) -> None:
+        raise RuntimeError("nobody listens")
+
+    def job() -> None:
+        raise MemoryError("too much")
+
+    writer = Writer(1000, torn)
+    assert writer.offer(job, 900)
+    assert writer.call(lambda: 5, timeout_s=60) == 5
+    assert writer.queued_bytes == 0
+    with pytest.raises(MemoryError):
+        writer.call(job, timeout_s=60)
+    assert writer.call(lambda: 6, timeout_s=60) == 6
+    assert writer.close(60)
+
+
+def test_a_save_ends_for_who_waits_for_it_though_its_bookkeeping_raises(tmp_path, monkeypatch):
+    with Store(tmp_path, COLD) as store:
+
+        def torn(*_: object) -> None:
+            raise RuntimeError("a book is torn")
+
+        monkeypatch.setattr(store._saver, "_let_go", torn)
+        history = HISTORIES["a"]
+        ticket = store.save("a", KEY, history.tokens, history)
+        assert ticket.wait(60) == "published" and ticket._is_over.is_set()
+        monkeypatch.undo()
+        assert store.get("a").name == "a"
+        store.flush(60)
+        assert "a book is torn" in str(store.take_events())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -65,6 +66,8 @@ VERIFY = ("checksum", "canary")
 """What is asked of stored KV before it is used."""
 
 _GREEDY = SamplingParams()
+log = logging.getLogger("kvcellar.agents")
+
 T = TypeVar("T")
 
 
@@ -1010,13 +1013,16 @@ class AgentManager:
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.key == host.key]
         for agent in agents:
-            if agent.is_passing and agent.turns:
-                self._save_passing(agent, host)
-            self._publisher.complete(agent, host)
+            try:
+                if agent.is_passing and agent.turns:
+                    self._save_passing(agent, host)
+                self._publisher.complete(agent, host)
+            except Exception as error:  # the others are saved all the same
+                log.error("agent %r could not be saved whole", agent.name, exc_info=error)
 
     def _save_passing(self, agent: Agent, host: ModelHost) -> None:
         agent.is_passing = False
-        host.service.run(lambda e: self._publisher.between_steps(e, agent, True)).result()
+        self._publisher.in_engine(agent, host)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -34,6 +35,8 @@ from kvcellar.store import Layout, ModelKey
 from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
+
+log = logging.getLogger("kvcellar.agents")
 
 
 @dataclass(slots=True, eq=False)
@@ -396,7 +399,10 @@ class ModelRegistry:
         while not self._stop.wait(min(ttl_s / 4, 10.0)):
             since = self._clock() - ttl_s
             for name in self.names:
-                self._unload(name, idle_since=max(since, 1e-9))
+                try:
+                    self._unload(name, idle_since=max(since, 1e-9))
+                except Exception as error:  # the others are looked after all the same
+                    log.error("model %r could not be let go of", name, exc_info=error)
 
 
 def model_notes(host: ModelHost) -> tuple[str, ...]:

@@ -224,10 +224,19 @@ class Publisher:
         is_owed = agent.name in self._owed_since
         if is_owed or ticket.state is not SaveState.PUBLISHED or ticket.is_partial:
             self.store.flush()
-            again = host.service.run(lambda engine: self.between_steps(engine, agent, True))
-            second = again.result()
-            if second is not None:
-                second.wait()
+            self.in_engine(agent, host)
+
+    def in_engine(self, agent: Agent, host: ModelHost) -> None:
+        """Publish the agent's state and wait until it is on disk. For threads.
+
+        Where the engine has stopped, its tokens are published with the KV that is stored.
+        """
+        try:
+            ticket = host.service.run(lambda e: self.between_steps(e, agent, True)).result()
+        except EngineClosedError:
+            ticket = self._without_cells(agent)
+        if ticket is not None:
+            ticket.wait()
 
 
 async def _in_engine(host: ModelHost, function: Callable[[Engine], T]) -> T:

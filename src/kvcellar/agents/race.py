@@ -26,21 +26,35 @@ class Front:
         self._host = host
         self._is_over = threading.Event()
         self._held: Held | None = None
+        self._error: Exception | None = None
 
         def on_finish(_: FinishEvent) -> None:
             """In the engine's thread: what was computed is still in the cache."""
-            self._held = held_rows(host.engine.scheduler.residency, tokens)
-            self._is_over.set()
+            self._error = host.engine.failure
+            try:
+                if self._error is None:
+                    self._held = held_rows(host.engine.scheduler.residency, tokens)
+            except Exception as error:  # who waits has to hear of it
+                self._error = error
+            finally:
+                self._is_over.set()
 
         request = Request(tuple(tokens.tolist()), SamplingParams(max_tokens=1, ignore_eos=True))
         self._request_id = host.service.submit_quietly(request, on_finish).result()
 
     def wait(self, is_cancelled: Callable[[], bool]) -> Held:
-        """What was computed, protected; whoever calls has it from then on."""
+        """What was computed, protected; whoever calls has it from then on.
+
+        Raises:
+            EngineFailedError: the engine has stopped meanwhile.
+            Exception: what looking for it raised.
+        """
         while not self._is_over.wait(0.05):
             if is_cancelled():
                 self._cancel()
         held, self._held = self._held, None
+        if self._error is not None:
+            raise self._error
         assert held is not None
         return held
 

@@ -377,7 +377,8 @@ def save_history(
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
     """
     residency = engine.scheduler.residency
-    held = held_rows(residency, tokens)
+    n_trusted = len(tokens) if engine.failure is None else 0  # its cells may hold anything
+    held = held_rows(residency, tokens[:n_trusted])
     try:
         source: CellRows | None = None
         n_computed = held.n_tokens

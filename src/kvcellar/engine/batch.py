@@ -94,10 +94,12 @@ class Verdict(NamedTuple):
         choices: the tokens: none where it has not caught up; one, or one more than guesses were
             right.
         accepted: the guesses that were right, a path of the draft.
+        error: why nothing could be chosen, where that is so: this sequence alone ends with it.
     """
 
     choices: tuple[Choice, ...] = ()
     accepted: tuple[int, ...] = ()
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

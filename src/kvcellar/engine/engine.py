@@ -7,8 +7,10 @@ accepted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,15 @@ from kvcellar.engine.sampling import SamplingState, sample
 from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator, verify
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, EngineFailedError
 from kvcellar.models.runner import FeatureRunner, step_limit
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
 
 __all__ = ["Engine", "EngineConfig"]
+
+log = logging.getLogger("kvcellar.engine")
 
 TIDY_BYTES = 32 << 20
 """Of K and V, copied between two looks at who waits."""
@@ -150,6 +154,7 @@ class Engine:
         self._teller = _teller(runner) if isinstance(drafter, FeatureReader) else None
         self._times = StepTimes()
         self._clock = clock
+        self._failure: Exception | None = None
 
     def submit(self, request: Request) -> int:
         """Queue a request; return its id, under which its events come.
@@ -157,43 +162,99 @@ class Engine:
         Raises:
             PromptError: it could never run; the message has the numbers. Nothing was queued.
             UnknownRequestError: its parent is neither running nor kept. Nothing was queued.
+            EngineFailedError: the engine has stopped for good; see ``failure``.
         """
+        failure = self.failure
+        if failure is not None:
+            raise failure
         return self.scheduler.add(request, self._clock())
 
     def cancel(self, request_id: int) -> bool:
         """End a request, waiting or running; what it prefilled stays reusable. False: unknown."""
-        return self.scheduler.cancel(request_id)
+        with self._stopped_by_errors():
+            return self.scheduler.cancel(request_id)
 
     def publish(self, request_id: int) -> tuple[int, ...] | None:
         """Let others share what a request has computed so far; its tokens. None: unknown."""
-        return self.scheduler.publish(request_id)
+        with self._stopped_by_errors():
+            return self.scheduler.publish(request_id)
 
     def release(self, request_id: int) -> bool:
         """Let go of a kept sequence. False: it is not kept."""
-        return self.scheduler.release(request_id)
+        with self._stopped_by_errors():
+            return self.scheduler.release(request_id)
 
     @property
     def is_idle(self) -> bool:
         """Whether ``step`` has nothing to do and nothing to tell."""
         return self.scheduler.is_idle
 
+    @property
+    def failure(self) -> EngineFailedError | None:
+        """Why the engine has stopped for good; None while it works.
+
+        What a model, a grammar or a tokenizer raises ends the requests that it was called for. An
+        error in the engine's own books may have left them wrong: then all requests end with it,
+        and the cache is not used again, since a refusal is better than a wrong token.
+        """
+        error = self._failure
+        if error is None:
+            return None
+        found = EngineFailedError(
+            f"the engine has stopped after {type(error).__name__}: {error}; its cache can no "
+            f"longer be trusted; make a new engine, or start the program again"
+        )
+        found.__cause__ = error
+        return found
+
     def step(self) -> list[Event]:
-        """Advance the scheduled sequences once. Commits whole, or changes nothing."""
+        """Advance the scheduled sequences once. Commits whole, or changes nothing.
+
+        Nothing is raised: requests that cannot go on end with the error, and after an error of
+        the engine's own all of them do; see ``failure``.
+        """
         started = self._clock()
-        batch = self.scheduler.schedule(started)
-        if batch is None:
-            return self.scheduler.events()
         try:
-            positions = self._claim(batch)
-            logits, features = self._forward(batch, positions)
-            output = _sample(batch, logits, features, self.scheduler.states_of(batch))
+            batch = self.scheduler.schedule(started)
+            if batch is None:
+                return self.scheduler.events()
+            try:
+                positions = self._claim(batch)
+                logits, features = self._forward(batch, positions)
+                output = _sample(batch, logits, features, self.scheduler.states_of(batch))
+            except Exception as error:
+                self.cache.cancel_step()
+                return self.scheduler.fail(batch, error)
+            self.cache.end_step()
+            now = self._clock()
+            self._times.add(now - started)
+            return self.scheduler.record(batch, output, started, now)
         except Exception as error:
-            self.cache.cancel_step()
-            return self.scheduler.fail(batch, error)
-        self.cache.end_step()
-        now = self._clock()
-        self._times.add(now - started)
-        return self.scheduler.record(batch, output, started, now)
+            self._stop(error)
+            return self.scheduler.events()
+
+    def _stop(self, error: Exception) -> None:
+        """End every request with an error after which the books may be wrong; take no more."""
+        log.error("the engine has stopped: its cache can no longer be trusted", exc_info=error)
+        self._failure = error
+        failure = self.failure
+        assert failure is not None
+        self.scheduler.abandon(failure)
+
+    @contextmanager
+    def _stopped_by_errors(self) -> Iterator[None]:
+        """Stop where the books raise outside of a step.
+
+        Raises:
+            EngineFailedError: they have.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._stop(error)
+            failure = self.failure
+            assert failure is not None
+            raise failure from error
 
     def _claim(self, batch: ScheduledBatch) -> list[int]:
         """Claim the batch's cells, those of guesses too; the position of every token."""
@@ -217,7 +278,10 @@ class Engine:
         What is read and shared stays what it is; steps read longer runs afterwards. A call takes
         no longer than a copy of ``TIDY_BYTES``.
         """
-        return self.scheduler.residency.tidy(TIDY_BYTES)
+        if self._failure is not None:
+            return False
+        with self._stopped_by_errors():
+            return self.scheduler.residency.tidy(TIDY_BYTES)
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left to do; yield the events."""
@@ -252,7 +316,10 @@ def _sample(
     features: FloatArray | None,
     states: list[SamplingState],
 ) -> BatchOutput:
-    """Choose tokens for every part that has caught up; verify guesses on the way."""
+    """Choose tokens for every part that has caught up; verify guesses on the way.
+
+    Where a sequence's logits are no numbers, or its grammar raises, its verdict has the error.
+    """
     state_of = iter(states)
     plain: list[tuple[int, int, SamplingState]] = []  # part, row, state
     verdicts = [Verdict()] * len(batch.parts)
@@ -261,17 +328,33 @@ def _sample(
         if part.is_last:
             state = next(state_of)
             if part.draft:
-                verdicts[i] = verify(logits[row : row + part.n_rows], part.draft, state)
+                try:
+                    verdicts[i] = verify(logits[row : row + part.n_rows], part.draft, state)
+                except Exception as error:
+                    verdicts[i] = Verdict(error=error)
             else:
                 plain.append((i, row, state))
         row += part.n_rows
     if plain:
         rows = np.asarray([r for _, r, _ in plain])
         wanted = logits if len(plain) == len(logits) else logits[rows]
-        choices = sample(wanted, [state for *_, state in plain])
-        for (i, _, _), choice in zip(plain, choices, strict=True):
-            verdicts[i] = Verdict((choice,))
+        try:
+            choices = sample(wanted, [state for *_, state in plain])
+        except Exception:  # somebody's: the others' choices are the same without it
+            for i, r, state in plain:
+                verdicts[i] = _sample_one(logits[r], state)
+        else:
+            for (i, _, _), choice in zip(plain, choices, strict=True):
+                verdicts[i] = Verdict((choice,))
     return BatchOutput(tuple(verdicts), features)
+
+
+def _sample_one(logits: FloatArray, state: SamplingState) -> Verdict:
+    """Choose one sequence's token, or say why none can be chosen."""
+    try:
+        return Verdict((sample(logits[None], [state])[0],))
+    except Exception as error:
+        return Verdict(error=error)
 
 
 def _teller(runner: Runner) -> FeatureRunner:

@@ -157,14 +157,15 @@ class Residency:
         parent = sequence.parent
         if parent is not None and n_parent >= match.length and n_parent:
             self.cache.seq_cp(parent.seq_id, sequence.seq_id, 0, n_parent)
-            sequence.handle = parent.handle
-            sequence.n_computed = n_parent
+            handle, sequence.n_computed = parent.handle, n_parent
         elif match.length:
-            sequence.handle = match.handle
             self.cache.seq_map(sequence.seq_id, match.cells)
-            sequence.n_computed = match.length
-        if sequence.handle is not None:
-            self.index.lock_handle(sequence.handle)
+            handle, sequence.n_computed = match.handle, match.length
+        else:
+            handle = None
+        if handle is not None:
+            self.index.lock_handle(handle)
+            sequence.handle = handle
         if match.n_matched > sequence.n_computed:  # a window had moved on: make it a resume point
             sequence.publish_at.add(match.n_matched)
         sequence.parent = None
@@ -222,6 +223,13 @@ class Residency:
     def leave(self, sequence: Sequence) -> None:
         """Publish what the sequence has computed, then let go of its cells and its lock."""
         self.publish(sequence)
+        self._let_go(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Let go of a sequence's cells and its lock, wherever it is, and publish nothing."""
+        if sequence.seq_id >= 0 and self.cache.has_seq(sequence.seq_id):
+            self.cache.seq_rm(sequence.seq_id)
+        sequence.n_computed = 0
         self._let_go(sequence)
 
     def take_over(self, heir: Sequence, kept: Sequence) -> None:

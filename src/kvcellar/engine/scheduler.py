@@ -26,7 +26,13 @@ from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import Choice, SamplingState
 from kvcellar.engine.speculate import Speculator
 from kvcellar.engine.text import TextStream
-from kvcellar.errors import CacheFullError, DeadlineError, PromptError, UnknownRequestError
+from kvcellar.errors import (
+    CacheFullError,
+    DeadlineError,
+    KVCellarError,
+    PromptError,
+    UnknownRequestError,
+)
 from kvcellar.types import IntArray
 
 __all__ = ["Limits", "Scheduler"]
@@ -252,11 +258,15 @@ class Scheduler:
                 continue
             if not self._fits(sequence):
                 return
-            self.waiting.remove(sequence)
             if sequence.admitted_s is None:
                 sequence.admitted_s = now
                 self.counts.queue_s += now - sequence.arrived_s
-            self._enter(sequence)
+            try:
+                self._enter(sequence)
+            except KVCellarError as error:  # raised on purpose: nothing else was changed
+                self._end_without_kv(sequence, error)
+                continue
+            self.waiting.remove(sequence)
             if not sequence.n_preemptions:
                 sequence.n_cached = sequence.n_computed
             sequence.status = Status.RUNNING
@@ -345,8 +355,8 @@ class Scheduler:
     def _give_way(self) -> None:
         """The last in order stops running and waits until it fits again."""
         victim = max(self.running, key=lambda s: s.order)
-        self.running.remove(victim)
         is_moved = self.residency.preempt(victim)
+        self.running.remove(victim)
         victim.status = Status.MOVED_OUT if is_moved else Status.WAITING
         victim.draft = NO_DRAFT
         victim.n_preemptions += 1
@@ -388,8 +398,16 @@ class Scheduler:
             sequence = self._in_batch[part.request_id]
             was_prefill = not sequence.is_decoding
             n_prefill += part.n_known if was_prefill else 0
+            if verdict.error is not None:
+                self._end_without_kv(sequence, verdict.error)
+                first_row += len(part.token_ids)
+                continue
             start = sequence.n_computed
-            finish = self._take(sequence, verdict, now)
+            finish, error = None, None
+            try:
+                finish = self._take(sequence, verdict, now)
+            except Exception as raised:  # its grammar or the tokenizer: nobody else's trouble
+                error = raised
             rows = self._keep_computed(sequence, part, verdict)
             if self.speculator is not None:
                 self.speculator.learn(part.request_id, [c.token_id for c in verdict.choices])
@@ -400,7 +418,9 @@ class Scheduler:
             if was_prefill and (part.is_last or sequence.n_computed in sequence.publish_at):
                 self.residency.publish(sequence)
                 sequence.publish_at = {n for n in sequence.publish_at if n > sequence.n_computed}
-            if finish is not None:
+            if error is not None:
+                self._end(sequence, "error", error=error)
+            elif finish is not None:
                 self._end(sequence, finish.reason, finish=finish)
         if n_prefill:
             self.residency.prefill_rate.learn(batch.n_tokens, now - started)
@@ -487,6 +507,18 @@ class Scheduler:
             self._end(self._in_batch[part.request_id], "error", error=error)
         return self.events()
 
+    def abandon(self, error: Exception) -> None:
+        """End every request with an error that may have left the books wrong.
+
+        Nothing is published and no cell is touched: neither may be right.
+        """
+        for sequence in [*self.running, *self.waiting]:
+            sequence.status = Status.ENDED
+            self._tell_end(sequence, "error", error=error)
+        self.running.clear()
+        self.waiting.clear()
+        self.kept.clear()
+
     def events(self) -> list[Event]:
         """What there is to tell, once."""
         events, self._events = self._events, []
@@ -512,10 +544,6 @@ class Scheduler:
         finish: Finish | None = None,
         error: Exception | None = None,
     ) -> None:
-        if sequence in self.running:
-            self.running.remove(sequence)
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
         self.residency.forget_moved(sequence.request_id)
         if self.speculator is not None:
             self.speculator.ended(sequence.request_id)
@@ -527,6 +555,26 @@ class Scheduler:
             self.residency.leave(sequence)
             sequence.status = Status.ENDED
         sequence.parent = None
+        for queue in (self.running, self.waiting):  # last: until then somebody has to be told
+            if sequence in queue:
+                queue.remove(sequence)
+        self._tell_end(sequence, reason, finish=finish, error=error)
+
+    def _end_without_kv(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence whose KV is not to be reused, such as what gave logits without numbers."""
+        if self._trees is not None and self._trees.has_tree(sequence.seq_id):
+            self._trees.commit([], sequence.seq_id)
+        self.residency.discard(sequence)
+        self._end(sequence, "error", error=error)
+
+    def _tell_end(
+        self,
+        sequence: Sequence,
+        reason: Literal["stop", "length", "cancelled", "deadline", "error"],
+        *,
+        finish: Finish | None = None,
+        error: Exception | None = None,
+    ) -> None:
         self.counts.finished += 1
         self._events.append(
             FinishEvent(

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.mailbox import Mailbox
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import EngineClosedError
+from kvcellar.errors import EngineClosedError, EngineFailedError
 
 __all__ = ["EngineService", "EventStream"]
 
 T = TypeVar("T")
+
+log = logging.getLogger("kvcellar.engine")
 
 _TIDY = "tidy"
 
@@ -54,7 +57,8 @@ class EventStream:
     async def cancel(self) -> None:
         """End the request if it has not ended; its cells are free before the next step."""
         if not self._is_done:
-            await self._service.cancel(self.request_id)
+            with contextlib.suppress(EngineClosedError):  # then it has ended with the engine
+                await self._service.cancel(self.request_id)
 
     async def __aenter__(self) -> EventStream:
         """The stream itself."""
@@ -65,21 +69,44 @@ class EventStream:
         await self.cancel()
 
 
+@dataclass(slots=True)
+class _Command:
+    """Something that a caller wants done between two steps, and where its result goes."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def refuse(self, error: EngineClosedError) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
 class EngineService:
     """An engine in a thread of its own.
 
     Use it as a context manager, or call ``close``. Callers may be on any event loop and thread.
+    Whatever the engine raises, nobody waits for ever: after an error of its own every request ends
+    with it, and what is asked later is refused at once; see ``failure``.
     """
 
     def __init__(self, engine: Engine) -> None:
         """Start the thread."""
         self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, Mailbox[Event]]] = {}
         self._hooks: dict[int, Callable[[FinishEvent], None]] = {}
         self._for_rest: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._failure: EngineFailedError | None = None
         self._thread = threading.Thread(target=self._work, name="kvcellar-engine", daemon=True)
         self._thread.start()
 
@@ -91,11 +118,16 @@ class EngineService:
         """Close it."""
         self.close()
 
+    @property
+    def failure(self) -> EngineFailedError | None:
+        """Why the engine has stopped for good; None while it works, or was closed."""
+        return self._engine.failure if self._failure is None else self._failure
+
     def run(self, function: Callable[[Engine], T]) -> Future[T]:
         """Call a function with the engine between two steps, in the engine's thread.
 
         Raises:
-            EngineClosedError: the service is closed.
+            EngineClosedError: the service is closed, or its engine has stopped.
         """
         return self._call(lambda: function(self._engine))
 
@@ -107,7 +139,7 @@ class EngineService:
 
         Args:
             name: of several works of one name the last is done.
-            work: called in the engine's thread, between two steps. It must not raise.
+            work: called in the engine's thread, between two steps. What it raises is logged.
         """
         self._for_rest.pop(name, None)
         self._for_rest[name] = work
@@ -120,7 +152,7 @@ class EngineService:
         Args:
             request: what to run.
             on_finish: called in the engine's thread when the request has ended, before anything
-                else runs: what it computed is still in the cache. It must not raise.
+                else runs: what it computed is still in the cache. What it raises is logged.
 
         Raises:
             PromptError, UnknownRequestError: as ``Engine.submit``; nothing was queued.
@@ -194,21 +226,19 @@ class EngineService:
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between two steps, in the engine's thread."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
+        command = _Command(function, Future())
         with self._lock:
             if self._is_closed:
-                raise EngineClosedError("the engine is closed; start another one")
-            self._commands.put(run)
-        return future
+                raise self._refusal()
+            self._commands.put(command)
+        return command.future
+
+    def _refusal(self) -> EngineClosedError:
+        if self._failure is not None:
+            found = EngineFailedError(str(self._failure))
+            found.__cause__ = self._failure.__cause__
+            return found
+        return EngineClosedError("the engine is closed; start another one")
 
     def _forget(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -216,16 +246,52 @@ class EngineService:
             self._engine.cancel(request_id)
 
     def _work(self) -> None:
-        is_open = True
-        while is_open:
-            is_open = self._take_commands()
-            if is_open and not self._engine.is_idle:
+        try:
+            self._serve()
+        except BaseException as error:  # nobody may wait for a thread that is gone
+            log.error("the engine's thread has ended", exc_info=error)
+            failure = EngineFailedError(
+                f"the engine's thread has ended after {type(error).__name__}: {error}; start the "
+                f"program again"
+            )
+            failure.__cause__ = error
+            self._end(failure)
+        else:
+            self._end(self._engine.failure)
+
+    def _serve(self) -> None:
+        """Step and do what callers ask for, until the service is closed or the engine stops."""
+        while self._take_commands() and self._engine.failure is None:
+            if not self._engine.is_idle:
                 self._tell(self._engine.step())
                 if self._engine.is_idle:
                     self.when_at_rest(_TIDY, self._tidy)
-        for request_id in {*self._listeners, *self._hooks}:
-            self._engine.cancel(request_id)
-        self._tell(self._engine.scheduler.events())
+
+    def _end(self, failure: EngineFailedError | None) -> None:
+        """Refuse what was asked for and not done, and end every request that has not ended."""
+        with self._lock:
+            self._failure = failure
+            self._is_closed = True
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            if command is not None:
+                command.refuse(self._refusal())
+        try:
+            if failure is None:
+                for request_id in {*self._listeners, *self._hooks}:
+                    self._engine.cancel(request_id)
+            self._tell(self._engine.scheduler.events())
+        except Exception as error:
+            log.error("requests could not be ended in order", exc_info=error)
+        self._tell(
+            [
+                FinishEvent(request_id, "error", error=self._refusal())
+                for request_id in {*self._listeners, *self._hooks}
+            ]
+        )
 
     def _tidy(self) -> None:
         """Copy crumbs together; as much as there is, but who asks meanwhile goes first."""
@@ -234,18 +300,27 @@ class EngineService:
 
     def _take_commands(self) -> bool:
         """Run what callers asked for; wait for it where there is nothing else to do."""
-        while True:
+        while self._engine.failure is None:
             is_idle = self._engine.is_idle
             try:
                 command = self._commands.get(is_idle, REST_S if self._for_rest else None)
             except queue.Empty:
                 if not is_idle:
                     return True
-                self._for_rest.pop(next(iter(self._for_rest)))()
+                self._rest()
                 continue
             if command is None:
                 return False
-            command()
+            command.run()
+        return True
+
+    def _rest(self) -> None:
+        """Do the first of the works that were put off."""
+        name = next(iter(self._for_rest))
+        try:
+            self._for_rest.pop(name)()
+        except Exception as error:
+            log.error("what was put off until the engine rests failed: %s", name, exc_info=error)
 
     def _tell(self, events: list[Event]) -> None:
         """Hand a step's events out: each event loop is woken once for all of its own."""
@@ -253,7 +328,10 @@ class EngineService:
         for event in events:
             is_last = isinstance(event, FinishEvent)
             if isinstance(event, FinishEvent) and event.request_id in self._hooks:
-                self._hooks.pop(event.request_id)(event)
+                try:
+                    self._hooks.pop(event.request_id)(event)
+                except Exception as error:  # the others still have to be told
+                    log.error("what follows the end of a request failed", exc_info=error)
             listener = (
                 self._listeners.pop(event.request_id, None)
                 if is_last

@@ -17,6 +17,7 @@ from kvcellar.errors import (
     ConfigError,
     DeadlineError,
     EngineClosedError,
+    EngineFailedError,
     KVCellarError,
     ModelError,
     PromptError,
@@ -147,6 +148,8 @@ def as_api_error(error: Exception) -> ApiError:
     """An exception of this package as a refusal; anything else is our own fault: 500."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineFailedError):
+        return ApiError(503, _why_failed(error), "engine_failed")
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
             retry = 2.0 if status in (429, 503) else None
@@ -155,6 +158,14 @@ def as_api_error(error: Exception) -> ApiError:
         500,
         f"the server failed with {type(error).__name__}; its log has the rest",
         "internal_error",
+    )
+
+
+def _why_failed(error: EngineFailedError) -> str:
+    """Say why a model's engine has stopped, without what only the log may say."""
+    return (
+        f"the engine of this model has stopped after {type(error.__cause__).__name__} and answers "
+        f"no more; the server's log has the rest; it has to be started again"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents import ModelHost, ModelRegistry
-from kvcellar.server.errors import ApiError
+from kvcellar.server.errors import ApiError, as_api_error
 
 __all__ = ["ModelState", "ServedModels"]
 
@@ -23,7 +23,8 @@ class ModelState:
 
     Attributes:
         name: what clients call it.
-        state: ``absent``, ``loading``, ``ready``, ``leaving`` or ``failed``.
+        state: ``absent``, ``loading``, ``ready``, ``leaving`` or ``failed``: it could not be
+            loaded, or its engine has stopped.
         since_s: seconds since 1970.
         detail: how far loading is, or what went wrong.
         fraction: of loading, 0 to 1.
@@ -112,11 +113,15 @@ class ServedModels:
 
     def states(self) -> list[ModelState]:
         """All models at this moment."""
-        loaded = set(self.registry.names)
+        loaded = {host.name: host for host in self.hosts()}
         with self._lock:
             for path, state in self._states.items():
-                if state.state == "leaving" and path not in loaded:
+                host = loaded.get(path)
+                if state.state == "leaving" and host is None:
                     self._states[path] = ModelState(state.name, "absent", time.time())
+                elif state.state == "ready" and host is not None and host.service.failure:
+                    reason = str(as_api_error(host.service.failure))
+                    self._states[path] = ModelState(state.name, "failed", time.time(), reason)
             return list(self._states.values())
 
     @property

@@ -256,11 +256,12 @@ class _ToStderr(logging.StreamHandler[TextIO]):
 
 
 _HANDLER = _ToStderr()
+_OTHERS = ("uvicorn", "kvcellar.engine", "kvcellar.agents", "kvcellar.store")
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
     """One line of JSON per request, and for what else there is to say. May be called twice."""
-    others = (logging.getLogger(name) for name in ("uvicorn", "kvcellar.engine"))
+    others = (logging.getLogger(name) for name in _OTHERS)
     for logger, least in ((log, level), *((other, logging.WARNING) for other in others)):
         logger.addHandler(_HANDLER)
         logger.setLevel(least)

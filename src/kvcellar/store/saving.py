@@ -328,8 +328,10 @@ class Saver:
                 f"{error}; the state before is the published one",
             )
         finally:
-            self._let_go(plan, stays)
-            ticket.end(ticket.state, ticket.reason)
+            try:
+                self._let_go(plan, stays)
+            finally:  # somebody may be waiting for it
+                ticket.end(ticket.state, ticket.reason)
 
     def _let_go(self, plan: Plan, stays: Mapping[bytes, tuple[Item | None, bool]]) -> None:
         """The writes of a plan are over; what may stays in RAM."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import queue
 import sys
@@ -15,6 +17,8 @@ from kvcellar.errors import StoreError
 
 T = TypeVar("T")
 Job = Callable[[], None]
+
+log = logging.getLogger("kvcellar.store")
 
 NICENESS = 10
 """Of the thread, where a thread can have its own: those that compute go first, and the writer still
@@ -115,17 +119,25 @@ class Writer:
 
     def _work(self) -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            with contextlib.suppress(OSError):  # a sandbox may forbid it: then nobody goes first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (item := self._jobs.get()) is not None:
             job, size_bytes = item
             try:
                 job()
             except BaseException as error:
-                self._on_error(error)
+                self._tell(error)
             finally:
                 with self._lock:
                     self._queued_bytes -= size_bytes
             del item, job  # the bytes go now, not with the next job
+
+    def _tell(self, error: BaseException) -> None:
+        """Say what a job has raised; the thread goes on whatever becomes of that."""
+        try:
+            self._on_error(error)
+        except Exception:
+            log.exception("nobody could be told that a write has failed: %r", error)
 
 
 def _end(jobs: queue.SimpleQueue[tuple[Job, int] | None], thread: threading.Thread) -> None:

@@ -20,25 +20,33 @@ router = APIRouter(tags=["Observability"])
 
 
 @router.get("/health")
-async def health(request: Request) -> dict[str, Any]:
-    """That the server lives, and what becomes of its models: a swap is seen here."""
+async def health(request: Request) -> JSONResponse:
+    """Tell that the server lives, and what becomes of its models: a swap is seen here.
+
+    Where the engine of a model has stopped after an error, the status is ``failed`` and 503: the
+    server has to be started again.
+    """
     service = service_of(request)
-    return {
-        "status": "stopping" if service.is_closing else "ok",
+    is_failed = any(host.service.failure for host in service.models.hosts())
+    status = "stopping" if service.is_closing else "failed" if is_failed else "ok"
+    said = {
+        "status": status,
         "version": kvcellar.__version__,
         "uptime_s": round(time.time() - service.started_s, 1),
         "active": service.n_active,
         "swapping": service.models.swapping,
         "models": service.models.as_json(),
     }
+    return JSONResponse(said, 503 if status == "failed" else 200)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """200 where a model is in memory and the server takes requests; 503 otherwise."""
+    """200 where a model is in memory, its engine runs and requests are taken; 503 otherwise."""
     service = service_of(request)
-    is_ready = bool(service.models.registry.names) and not service.is_closing
-    said = {"ready": is_ready, "models": service.models.registry.names}
+    running = [host.name for host in service.models.hosts() if not host.service.failure]
+    is_ready = bool(running) and not service.is_closing
+    said = {"ready": is_ready, "models": running}
     return JSONResponse(said, 200 if is_ready else 503)
 
 
