@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+
+from kvcellar.server.schemas.anthropic import MessagesRequest
+from kvcellar.server.schemas.fields import HARMLESS, REFUSED
+from kvcellar.server.schemas.openai import ChatRequest, CompletionRequest
+from kvcellar.server.schemas.responses import ResponseRequest
 
 SAID = {"role": "user", "content": "Say something."}
 PLAIN = {
@@ -81,3 +89,153 @@ def test_a_part_that_is_no_text_is_refused_also_where_it_has_text_beside(live, p
     for more in ({}, {"text": "What is this?"}):
         said = {"role": "user", "content": [{**part, **more}]}
         assert f"type {part['type']!r}" in refusal(live, path, **{field: [said]})
+
+
+# Fields that no schema declares -------------------------------------------------------------------
+
+ASKS = {
+    "suffix": "end",
+    "cache_salt": "salt",
+    "prompt_logprobs": 1,
+    "lora": "name",
+    "typical_p": 0.5,
+    "mirostat": 2,
+    "repeat_penalty": 1.3,
+    "length_penalty": 0.5,
+    "use_beam_search": True,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "chat_template": "{{ messages }}",
+    "continue_final_message": True,
+    "truncate_prompt_tokens": 5,
+    "modalities": ["text", "audio"],
+    "background": True,
+    "functions": [{"name": "f"}],
+}
+"""Values that would change the answer."""
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_a_field_that_would_change_the_answer_is_refused_by_its_name(live, path):
+    for name, value in ASKS.items():
+        response = live.http.post(path, json={**PLAIN[path], name: value})
+        assert response.status_code == 400, (name, response.text)
+        error = response.json()["error"]
+        assert error["message"].startswith(f"{name} is not honoured: ")
+        assert error.get("param", name) == name
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse(live, path):
+    neutral = {name: given[0] for name, (_, given) in REFUSED.items() if given}
+    live.post(path, {**PLAIN[path], **neutral})
+    live.post(path, {**PLAIN[path], **dict.fromkeys(REFUSED)})
+    off = {name: False for name, (_, given) in REFUSED.items() if True not in given}
+    live.post(path, {**PLAIN[path], **off})
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_a_field_that_says_nothing_about_the_answer_is_taken(live, path):
+    schemas = (ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest)
+    honoured = {name for schema in schemas for name in schema.model_fields}
+    body = {**PLAIN[path], **{name: {"a": "b"} for name in HARMLESS if name not in honoured}}
+    response = live.http.post(path, json=body)
+    assert response.is_success and "x-kvcellar-ignored" not in response.headers, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "route"),
+    [
+        ("/v1/responses", "max_tokens", 5, "/v1/chat/completions|/v1/completions|/v1/messages"),
+        ("/v1/responses", "messages", [SAID], "/v1/chat/completions|/v1/messages"),
+        ("/v1/chat/completions", "echo", True, "/v1/completions"),
+        ("/v1/chat/completions", "max_output_tokens", 5, "/v1/responses"),
+        ("/v1/messages", "stop", ["x"], "/v1/"),
+        ("/v1/messages", "presence_penalty", 0.5, "/v1/"),
+        ("/v1/completions", "tools", [{"type": "function", "function": {"name": "f"}}], "/v1/"),
+    ],
+)
+def test_a_field_of_another_protocol_is_refused_with_its_route(live, path, name, value, route):
+    said = refusal(live, path, **{name: value})
+    assert re.match(f"{name} is not honoured: this route has no such field, ({route})", said)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        ("/v1/chat/completions", "temprature", "temperature"),
+        ("/v1/chat/completions", "maxTokens", "max_tokens"),
+        ("/v1/completions", "max_token", "max_tokens"),
+        ("/v1/responses", "max-output-tokens", "max_output_tokens"),
+        ("/v1/messages", "stop_sequence", "stop_sequences"),
+    ],
+)
+def test_a_misspelt_field_is_refused_with_what_was_meant(live, path, name, meant):
+    assert refusal(live, path, **{name: 5}).endswith(f"do you mean {meant}?")
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_a_field_that_nobody_knows_is_said_to_be_ignored(live, path):
+    body = {**PLAIN[path], "quantum_mode": 1, "née\n": 2}
+    response = live.http.post(path, json=body)
+    assert response.is_success, response.text
+    assert response.headers["x-kvcellar-ignored"] == "quantum_mode, ?"
+    if path != "/v1/completions":
+        assert response.json()["kvcellar"]["ignored"] == ["quantum_mode", "?"]
+    streamed = live.http.post(path, json={**body, "stream": True})
+    assert streamed.is_success and streamed.headers["x-kvcellar-ignored"] == "quantum_mode, ?"
+    many = {f"unknown_{i}": i for i in range(1000)}
+    assert "more than 20 fields" in refusal(live, path, **many)
+
+
+def test_the_agents_own_routes_take_no_field_that_they_do_not_know(live):
+    made = live.post("/v1/agents", {"system": "x"})["id"]
+    for path, body in (
+        ("/v1/agents", {"name": "x"}),
+        (f"/v1/agents/{made}/fork", {"at": 1}),
+        (f"/v1/agents/{made}/rewind", {"turns": 1}),
+        (f"/v1/agents/{made}/generate", {"text": "x", "quantum_mode": 1}),
+        (f"/v1/agents/{made}/generate", {"text": "x", "messages": [SAID]}),
+    ):
+        response = live.http.post(path, json=body)
+        assert response.status_code == 400, response.text
+        assert list(body)[-1] in response.json()["error"]["message"]
+
+
+def test_every_field_is_in_the_docs():
+    text = Path(__file__).parents[2].joinpath("docs/http.md").read_text()
+    named = set(re.findall(r"`([A-Za-z_]+)`", text))
+    schemas = (ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest)
+    honoured = {name for schema in schemas for name in schema.model_fields}
+    assert {*HARMLESS, *REFUSED, *honoured} <= named
+
+
+# Several at once ---------------------------------------------------------------------------------
+
+
+def test_fields_that_contradict_each_other_are_refused(live):
+    path = "/v1/chat/completions"
+    assert "max_completion_tokens" in refusal(live, path, max_completion_tokens=5)
+    assert "logprobs: true" in refusal(live, path, top_logprobs=3)
+    assert "best_of 5" in refusal(live, "/v1/completions", best_of=5)
+    live.post("/v1/completions", {**PLAIN["/v1/completions"], "best_of": 2, "n": 2})
+
+
+def test_log_probabilities_come_also_where_an_answer_may_have_calls(live):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    more = {"tools": [tool], "logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+    body = {"messages": [SAID], "temperature": 0, **more}
+    answer = live.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"] == 8
+    assert "".join(token["token"] for token in content).startswith("<tool_call>")
+
+
+def test_an_answer_ends_with_a_token_that_is_asked_for(live):
+    body = {"prompt": "import", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    (host,) = live.service.models.hosts()
+    whole = live.post("/v1/completions", body)
+    ids = host.tokenizer.encode(whole["choices"][0]["text"])
+    cut = live.post("/v1/completions", {**body, "stop_token_ids": [ids[3]]})
+    assert cut["usage"]["completion_tokens"] == ids.index(ids[3]) + 1
+    assert cut["choices"][0]["finish_reason"] == "stop"

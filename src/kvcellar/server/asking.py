@@ -11,6 +11,7 @@ from kvcellar.engine import SamplingParams
 from kvcellar.server.calls import read_arguments
 from kvcellar.server.chat import Ended
 from kvcellar.server.errors import ApiError
+from kvcellar.server.schemas.base import AskBody
 from kvcellar.server.schemas.openai import Message, NamedTool, SamplingFields, ToolCall
 from kvcellar.server.service import Service
 from kvcellar.server.tools import ToolChoice, told
@@ -18,6 +19,7 @@ from kvcellar.server.tools import ToolChoice, told
 __all__ = [
     "agent_of",
     "extra_of",
+    "ignored_of",
     "note",
     "notes_of",
     "plain_messages",
@@ -89,6 +91,7 @@ def sampling_of(
         logit_bias=bias,
         seed=seed,
         max_tokens=max_tokens,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
@@ -167,9 +170,19 @@ def _arguments(value: str | Mapping[str, Any] | None) -> Any:
     return read_arguments(value) if isinstance(value, str) else dict(value or {})
 
 
-def extra_of(end: Ended) -> dict[str, Any]:
+def ignored_of(body: AskBody) -> dict[str, str]:
+    """Return the header of an answer that names the request's fields that nobody here knows."""
+    return {"x-kvcellar-ignored": ", ".join(body.ignored)} if body.ignored else {}
+
+
+def extra_of(end: Ended, body: AskBody) -> dict[str, Any]:
     """What there is to know of an answer in a conversation that its protocol has no field for."""
-    return {"agent_id": end.agent_id, "finish_cause": end.cause, **usage_extra(end.usage)}
+    return {
+        "agent_id": end.agent_id,
+        "finish_cause": end.cause,
+        "ignored": list(body.ignored),
+        **usage_extra(end.usage),
+    }
 
 
 def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice:

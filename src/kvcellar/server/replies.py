@@ -18,6 +18,7 @@ async def sse(
     *,
     ping: bytes = b": ping\n\n",
     error_event: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Response:
     """The response, once its first frame is there or the client has waited for a while.
 
@@ -41,4 +42,5 @@ async def sse(
         ping=ping,
         ping_s=config.ping_s,
         send_timeout_s=config.send_timeout_s,
+        headers=headers,
     )

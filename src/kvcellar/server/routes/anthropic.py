@@ -13,7 +13,15 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
-from kvcellar.server.asking import agent_of, extra_of, note, notes_of, predictions, service_of
+from kvcellar.server.asking import (
+    agent_of,
+    extra_of,
+    ignored_of,
+    note,
+    notes_of,
+    predictions,
+    service_of,
+)
 from kvcellar.server.chat import (
     Ask,
     CallEvent,
@@ -81,9 +89,9 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     )
     message_id = new_id("msg_")
     if body.stream:
-        frames = Stream(_frames(request, answer(service, ask), message_id))
+        frames = Stream(_frames(request, body, answer(service, ask), message_id))
         ping = frame({"type": "ping"}, "ping")
-        return await sse(request, frames, ping=ping, error_event="error")
+        return await sse(request, frames, ping=ping, error_event="error", headers=ignored_of(body))
     end, _ = await until_gone(request, whole(answer(service, ask)))
     usage = _usage(end)
     note(request, agent=end.agent_id, **usage, **notes_of(end.usage))
@@ -97,9 +105,9 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
             "stop_reason": _stop_reason(end),
             "stop_sequence": end.stop_text,
             "usage": usage,
-            "kvcellar": extra_of(end),
+            "kvcellar": extra_of(end, body),
         },
-        headers={"x-agent-id": end.agent_id},
+        headers={"x-agent-id": end.agent_id, **ignored_of(body)},
     )
 
 
@@ -262,7 +270,10 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 async def _frames(
-    request: Request, events: AsyncGenerator[ChatEvent, None], message_id: str
+    request: Request,
+    body: MessagesRequest,
+    events: AsyncGenerator[ChatEvent, None],
+    message_id: str,
 ) -> AsyncGenerator[bytes, None]:
     """In the order that clients count on: start, blocks one after the other, delta, stop."""
 
@@ -293,8 +304,8 @@ async def _frames(
                 if not event.text:
                     continue
                 if not is_open or in_call >= 0:
-                    for body in closing():
-                        yield body
+                    for piece in closing():
+                        yield piece
                     index, is_open, in_call = index + 1, True, -1
                     block: dict[str, Any] = {"type": "text", "text": ""}
                     yield said("content_block_start", index=index, content_block=block)
@@ -302,8 +313,8 @@ async def _frames(
                 yield said("content_block_delta", index=index, delta=delta)
             elif isinstance(event, CallEvent):
                 if event.index != in_call:
-                    for body in closing():
-                        yield body
+                    for piece in closing():
+                        yield piece
                     index, is_open, in_call = index + 1, True, event.index
                     call = event.call
                     block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
@@ -312,11 +323,11 @@ async def _frames(
                     delta = {"type": "input_json_delta", "partial_json": event.text}
                     yield said("content_block_delta", index=index, delta=delta)
             else:
-                for body in closing():
-                    yield body
+                for piece in closing():
+                    yield piece
                 usage = _usage(event)
                 note(request, agent=event.agent_id, **usage, **notes_of(event.usage))
                 ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
-                extra = extra_of(event)
+                extra = extra_of(event, body)
                 yield said("message_delta", delta=ending, usage=usage, kvcellar=extra)
                 yield said("message_stop")

@@ -17,7 +17,7 @@ from kvcellar.engine import FinishEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError
-from kvcellar.server.asking import agent_of, note, predictions, sampling_of, service_of
+from kvcellar.server.asking import agent_of, ignored_of, note, predictions, sampling_of, service_of
 from kvcellar.server.chat import merged
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
@@ -65,7 +65,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         frames = _frames(request, events, head, choices, body, wants_usage)
-        return await sse(request, Stream(frames))
+        return await sse(request, Stream(frames), headers=ignored_of(body))
 
     async def to_the_end() -> None:
         async with contextlib.aclosing(events):
@@ -85,7 +85,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         }
         for i, choice in enumerate(choices)
     ]
-    return JSONResponse({**head, "choices": found, "usage": usage})
+    return JSONResponse({**head, "choices": found, "usage": usage}, headers=ignored_of(body))
 
 
 async def _events(
@@ -97,6 +97,14 @@ async def _events(
 ) -> AsyncGenerator[tuple[int, GeneratedToken], None]:
     """Tokens as they come, with the number of their choice; ``choices`` fills up on the way."""
     n = body.n or 1
+    if body.best_of not in (None, 1, n):
+        raise ApiError(
+            400,
+            f"best_of {body.best_of} is not honoured: all of n answers are given, {n} here; "
+            f"choose among them by their logprobs",
+            "unsupported_field",
+            param="best_of",
+        )
     async with service.models.registry.use(path) as host:
         prompts = _prompts(host, body)
         if len(prompts) * n > MOST_CHOICES:
@@ -194,18 +202,19 @@ async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> Finis
 def _prompts(host: ModelHost, body: CompletionRequest) -> list[tuple[int, ...]]:
     given = body.prompt
     is_one = isinstance(given, str) or bool(given and isinstance(given[0], int))
-    prompts = [_encoded(host, one) for one in ([given] if is_one else given)]
+    is_marked = body.add_special_tokens is not False
+    prompts = [_encoded(host, one, is_marked) for one in ([given] if is_one else given)]
     if not prompts:
         raise ApiError(400, "there is no prompt; give a text or tokens", param="prompt")
     return prompts
 
 
-def _encoded(host: ModelHost, prompt: Any) -> tuple[int, ...]:
+def _encoded(host: ModelHost, prompt: Any, is_marked: bool) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         return tuple(prompt)
     if host.tokenizer is None:
         raise ApiError(400, f"model {host.name!r} has no tokenizer; give tokens", param="prompt")
-    return tuple(host.tokenizer.encode(prompt, add_special_tokens=True))
+    return tuple(host.tokenizer.encode(prompt, add_special_tokens=is_marked))
 
 
 def _reason(choice: _Choice) -> str | None:

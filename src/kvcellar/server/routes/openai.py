@@ -16,6 +16,7 @@ from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.asking import (
     agent_of,
     extra_of,
+    ignored_of,
     note,
     notes_of,
     plain_messages,
@@ -98,8 +99,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     }
     if body.stream:
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        frames = Stream(_frames(request, merged(sources), head, len(asks), wants_usage))
-        return await sse(request, frames)
+        frames = Stream(_frames(request, merged(sources), head, body, wants_usage))
+        return await sse(request, frames, headers=ignored_of(body))
 
     async def all_of_them() -> list[tuple[Ended, list[GeneratedToken]]]:
         kept: list[list[ChatEvent]] = [[] for _ in asks]
@@ -128,9 +129,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             "object": "chat.completion",
             "choices": choices,
             "usage": usage,
-            "kvcellar": extra_of(ends[0]),
+            "kvcellar": extra_of(ends[0], body),
         },
-        headers={"x-agent-id": ends[0].agent_id},
+        headers={"x-agent-id": ends[0].agent_id, **ignored_of(body)},
     )
 
 
@@ -140,7 +141,18 @@ async def _again(events: Sequence[ChatEvent]) -> AsyncGenerator[ChatEvent, None]
 
 
 def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> Ask:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(
+            400, "top_logprobs come with logprobs: true, which is not there", param="top_logprobs"
+        )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if None is not body.max_tokens != body.max_completion_tokens is not None:
+        raise ApiError(
+            400,
+            f"max_tokens is {body.max_tokens} and max_completion_tokens, its newer name, "
+            f"{body.max_completion_tokens}; give one of them",
+            param="max_tokens",
+        )
     most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
     return Ask(
         messages=plain_messages(body.messages),
@@ -253,7 +265,7 @@ async def _frames(
     request: Request,
     events: AsyncGenerator[tuple[int, ChatEvent], None],
     head: dict[str, Any],
-    n: int,
+    body: ChatRequest,
     wants_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": "chat.completion.chunk"}
@@ -283,10 +295,10 @@ async def _frames(
             else:
                 ends[index] = event
                 yield chunk(index, {}, finish_reason=event.reason)
-    usage = _usage([ends[i] for i in range(n)])
+    usage = _usage([ends[i] for i in range(body.n or 1)])
     note(request, agent=ends[0].agent_id, **_facts(usage), **notes_of(ends[0].usage))
     if wants_usage:
-        extra = extra_of(ends[0])
+        extra = extra_of(ends[0], body)
         yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})
     yield frame("[DONE]")
 

@@ -20,6 +20,7 @@ from kvcellar.errors import UnknownAgentError
 from kvcellar.server.asking import (
     agent_of,
     extra_of,
+    ignored_of,
     note,
     predictions,
     sampling_of,
@@ -106,7 +107,8 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     draft = _Draft(new_id(PREFIX), int(time.time()), body, service.models.public(path))
     events = _events(service, request, draft)
     if body.stream:
-        return await sse(request, Stream(_frames(request, draft, events)), error_event="error")
+        frames = Stream(_frames(request, draft, events))
+        return await sse(request, frames, error_event="error", headers=ignored_of(body))
 
     async def to_the_end() -> None:
         async with contextlib.aclosing(events):
@@ -116,7 +118,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 
     await until_gone(request, to_the_end())
     _note(request, draft)
-    return JSONResponse(_keep(service, draft))
+    return JSONResponse(_keep(service, draft), headers=ignored_of(body))
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
@@ -213,6 +215,13 @@ def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:
         messages.append({"role": "user", "content": body.input})
     else:
         _add_items(messages, body.input)
+    if any("logprobs" in name for name in body.include or ()):
+        raise ApiError(
+            400,
+            "include asks for log probabilities, which come on /v1/chat/completions alone",
+            "unsupported_field",
+            param="include",
+        )
     schema = None
     wanted = body.text.format if body.text else None
     if wanted is not None and wanted.type == "json_object":
@@ -350,7 +359,7 @@ def _finish(draft: _Draft, end: Ended) -> None:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
     draft.status = _status(is_cut)
-    draft.extra = extra_of(end)
+    draft.extra = extra_of(end, draft.body)
 
 
 def _status(is_cut: bool) -> str:

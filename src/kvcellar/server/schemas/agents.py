@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import Body
 from kvcellar.server.schemas.openai import SamplingFields
@@ -15,6 +15,8 @@ __all__ = ["CreateRequest", "ForkRequest", "GenerateRequest", "RewindRequest"]
 class CreateRequest(Body):
     """``POST /v1/agents``."""
 
+    model_config = ConfigDict(extra="forbid")
+
     id: str | None = Field(None, max_length=128, description="Its name; made up without one.")
     model: str | None = Field(None, max_length=512)
     system: str | None = Field(None, description="Its system message.")
@@ -23,6 +25,8 @@ class CreateRequest(Body):
 
 class PlaceRequest(Body):
     """A place in a history, in tokens or in turns."""
+
+    model_config = ConfigDict(extra="forbid")
 
     position: int | None = Field(None, ge=0, lt=2**31, description="Tokens from the beginning.")
     turn: int | None = Field(
@@ -45,6 +49,9 @@ class RewindRequest(PlaceRequest):
 
 class GenerateRequest(SamplingFields):
     """``POST /v1/agents/{agent_id}/generate``."""
+
+    route: ClassVar[str] = "/v1/agents"
+    takes_unknown: ClassVar[bool] = False
 
     text: str | None = Field(None, description="What somebody says.")
     tokens: list[int] | None = Field(None, description="Or tokens behind the history.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, Body, Open, Stops
+from kvcellar.server.schemas.base import AgentId, AskBody, Body, Open, Stops
 
 __all__ = ["CacheControl", "CountRequest", "MessagesRequest"]
 
@@ -95,8 +95,10 @@ class CountRequest(Body):
     tool_choice: ToolChoice | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, AskBody):
     """``POST /v1/messages``."""
+
+    route: ClassVar[str] = "/v1/messages"
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None

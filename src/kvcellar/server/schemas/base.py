@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from kvcellar.server.errors import ApiError
+from kvcellar.server.schemas.fields import MOST_UNKNOWN, refuse_or_ignore
 from kvcellar.valid import valid_json
 
-__all__ = ["AgentId", "Body", "Open", "Stop", "Stops"]
+__all__ = ["AgentId", "AskBody", "Body", "Open", "Stop", "Stops"]
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 8192
@@ -47,3 +58,60 @@ class Body(Open):
     @classmethod
     def _made_valid(cls, value: Any) -> Any:
         return valid_json(value)
+
+
+class AskBody(Body):
+    """A request for an answer: no field that would change it is ignored in silence.
+
+    Attributes:
+        route: where it is sent; of requests that are none themselves: nothing.
+        takes_unknown: whether fields that nobody knows are let pass, and said to be ignored.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    route: ClassVar[str] = ""
+    takes_unknown: ClassVar[bool] = True
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields that nobody here knows."""
+        return self._ignored
+
+    @model_validator(mode="after")
+    def _fields_are_known(self) -> AskBody:
+        extra = self.__pydantic_extra__ or {}
+        declared = set(type(self).model_fields)
+        elsewhere = {
+            name: other.route
+            for other in _all_below(AskBody)
+            if other.route
+            for name in other.model_fields
+        }
+        unknown: list[str] = []
+        for name, value in extra.items():
+            if refuse_or_ignore(name, value, declared, elsewhere):
+                unknown.append(name)
+            if len(unknown) > MOST_UNKNOWN:
+                raise ApiError(
+                    400,
+                    f"the request has more than {MOST_UNKNOWN} fields that nobody here knows",
+                    "unknown_field",
+                    param=name[:40],
+                )
+        if unknown and not self.takes_unknown:
+            names = ", ".join(name[:40] for name in unknown[:5])
+            raise ApiError(
+                400, f"there is no field {names}", "unknown_field", param=unknown[0][:40]
+            )
+        self._ignored = tuple(
+            name if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) else "?" for name in unknown
+        )
+        extra.clear()
+        return self
+
+
+def _all_below(kind: type[AskBody]) -> Iterator[type[AskBody]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _all_below(child)

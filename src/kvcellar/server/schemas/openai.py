@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, Body, Open, Stop, Stops
+from kvcellar.server.schemas.base import AgentId, AskBody, Open, Stop, Stops
 
 __all__ = [
     "ChatRequest",
@@ -18,10 +18,11 @@ __all__ = [
 ]
 
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class SamplingFields(Body):
+class SamplingFields(AskBody):
     """How to sample, as in OpenAI's requests, with what local servers add."""
 
     temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")
@@ -34,6 +35,7 @@ class SamplingFields(Body):
     logit_bias: dict[TokenKey, Bias] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Stops | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = Field(None, description="Sample on after the model's end token.")
 
 
@@ -183,6 +185,8 @@ class JsonFormat(Open):
 class ChatRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
+    route: ClassVar[str] = "/v1/chat/completions"
+
     model: str | None = Field(None, max_length=512)
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -203,6 +207,8 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
+    route: ClassVar[str] = "/v1/completions"
+
     model: str | None = Field(None, max_length=512)
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     max_tokens: int | None = Field(None, ge=1)
@@ -211,5 +217,9 @@ class CompletionRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, description="No more than n, or 1.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether a text begins with the model's own tokens, such as its BOS."
+    )
     agent_id: AgentId | None = Field(None, description="Whose history the prompt is added to.")
     session_id: AgentId | None = Field(None, description="The same by another name.")

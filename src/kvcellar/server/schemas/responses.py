@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -90,6 +90,8 @@ class TextConfig(Open):
 class ResponseRequest(SamplingFields):
     """``POST /v1/responses``."""
 
+    route: ClassVar[str] = "/v1/responses"
+
     model: str | None = Field(None, max_length=512)
     input: str | list[AnyItem]
     instructions: str | None = None
@@ -102,5 +104,6 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
+    include: list[str] | None = Field(None, max_length=64)
     agent_id: str | None = Field(None, min_length=1, max_length=128)
     session_id: str | None = Field(None, min_length=1, max_length=128)
