@@ -76,6 +76,8 @@ PIECES = st.lists(
             *('{"name": "f", "arguments": {"x": "}"}}', '{"parameters": {}, "name": "g"}'),
             *('\n{"name": "h", "arguments": {"y": [1, {}]', '{"name": "\\q", "arguments": {}}'),
             *('{"name": "</tool_call>", "arguments": {}}', '{"name": "\\ud800", "arguments": {}}'),
+            '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+            '<tool_call>{"name": "\\ud800", "arguments": {}}}',
             f'{call_head("k")}{{"z": "<tool_call>"}}}}{CALL_END}',
         ]
     ),
