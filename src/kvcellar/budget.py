@@ -7,6 +7,8 @@ grow.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 import threading
@@ -20,6 +22,13 @@ _UNITS = {"": 1, "B": 1} | {
     for unit, base in (("B", 1000), ("IB", 1024))
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where Linux says what a container may hold, of either version."""
 
 
 def parse_size(text: str) -> int:
@@ -68,6 +77,24 @@ def resident_bytes() -> int:
         ) from error
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine_bytes() -> int:
+    """Memory that this process could ever have: the machine's, or its container's if that is less.
+
+    Raises:
+        ConfigError: the system does not say.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError) as error:
+        raise ConfigError(
+            "this system does not say how much memory it has; give --memory"
+        ) from error
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            total = min(total, int(path.read_text()))
+    return total
 
 
 class MemoryBudget:

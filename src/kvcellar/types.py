@@ -20,9 +20,6 @@ IntArray = NDArray[np.int64]
 MIN_CHUNK = 512
 """Cells that a pool allocates at first, where nothing else is asked for."""
 
-DEFAULT_CAPACITY = 8192
-"""The most tokens that a cache may hold unless more is asked for; memory grows with use."""
-
 LAYOUTS = ("layer_first", "page_first")
 """How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvcellar.agents import open_host
-from kvcellar.errors import CacheFullError
+from kvcellar.errors import CacheFullError, ModelError
 from kvcellar.models.loading import DEMO_FOLDER
 from kvcellar.server.errors import ApiError, as_api_error
 from tests.server.live import serving
@@ -131,6 +131,22 @@ def test_the_list_of_models_tells_the_usable_context(small):
     assert model["max_input_tokens"] == model["meta"]["n_ctx"] == CAPACITY
     with anthropic.Anthropic(base_url=small.url, api_key="x") as client:
         assert client.models.list().data[0].max_input_tokens == CAPACITY
+
+
+def test_the_context_is_told_before_a_model_is_loaded(tmp_path):
+    never = {"demo": "demo", "other": "never-loaded", "broken": "nowhere"}
+
+    def context_of(path):
+        if path == "nowhere":
+            raise ModelError("there is no such model")
+        return 1000, 4096
+
+    with serving(tmp_path, offered=never, models={"context_of": context_of}) as live:
+        data = {model["id"]: model for model in live.get("/v1/models")["data"]}
+        assert data["demo"]["context_length"] == data["other"]["context_length"] == 1000
+        assert data["broken"]["context_length"] is None
+        live.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert live.get("/v1/models/demo")["context_length"] == 4096, "as it was loaded"
 
 
 def test_a_tokenizer_that_says_nothing_of_lengths_changes_nothing(small):

@@ -5,7 +5,7 @@ Start in ``manager.py``.
 
 from kvcellar.agents.history import Message, TemplateReport, check_template
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
-from kvcellar.agents.memory import MemoryPlan
+from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
 from kvcellar.agents.places import Place
@@ -20,6 +20,7 @@ __all__ = [
     "AgentManager",
     "AgentUsage",
     "BroughtBack",
+    "Capacity",
     "MemoryPlan",
     "Message",
     "Miss",
@@ -31,5 +32,7 @@ __all__ = [
     "TurnEnd",
     "check_template",
     "checked_id",
+    "choose_capacity",
     "open_host",
+    "planned_context",
 ]

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES
-from kvcellar.budget import MemoryBudget, format_size
+from kvcellar.bookkeeping.cells import MIN_RUN
+from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
+from kvcellar.budget import MemoryBudget, format_size, machine_bytes
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype, parse_kv_dtype
 from kvcellar.models.eagle3.finding import size_eagle3
+from kvcellar.models.loading import accelerator_bytes
 from kvcellar.models.sizing import size_model
-from kvcellar.spec import ModelCacheSpec
+from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
-from kvcellar.types import DEFAULT_CAPACITY
+from kvcellar.types import MIN_CHUNK
 
-__all__ = ["EAGLE3", "NGRAM", "NGRAM_BYTES", "MemoryPlan", "budgets_of_host", "head_of"]
+__all__ = [
+    "EAGLE3",
+    "NGRAM",
+    "NGRAM_BYTES",
+    "Capacity",
+    "MemoryPlan",
+    "budgets_of_host",
+    "choose_capacity",
+    "head_of",
+    "planned_context",
+]
 
 NGRAM = "ngram"
 """As a drafter: what followed before, without a model."""
@@ -29,6 +43,12 @@ NGRAM_BYTES = 512
 
 IN_FLIGHT = 8
 """Blocks of a restore that are read ahead of the engine."""
+
+MACHINE_SHARE = 8
+"""One part in so many of a machine's memory is left to others where no limit is given."""
+
+SHARED_CONTEXT = 8192
+"""Tokens below which models that are offered together rather take turns than share memory."""
 
 STORE_SHARE = 16
 """The store's RAM, and its queue of writes, each take one part in so many, or less."""
@@ -86,13 +106,50 @@ class MemoryPlan:
     ) -> int:
         """What a model is given, from its config: enough for ``capacity`` tokens, or all there is.
 
+        Without a capacity it is enough for the model's context.
+
         Takes what ``open_host`` takes; whoever guesses for the model is counted with it.
 
         Raises:
             ModelError: as ``size_model``.
         """
-        sizes = _sizes(name, speculate, capacity, kv_dtype, dtype, weights, config, backend)
-        return min(self.models_bytes, sum(size.fixed_bytes + size.kv_bytes for size in sizes))
+        context, sizes = _sizer(name, speculate, kv_dtype, dtype, weights, config, backend)
+        return min(self.models_bytes, _sum_of(sizes(capacity or context)))
+
+    def shared_capacities(
+        self,
+        names: Sequence[str],
+        *,
+        kv_dtype: str | None = None,
+        dtype: str | None = None,
+        weights: str | None = None,
+        config: EngineConfig | None = None,
+        speculate: str | None = None,
+        backend: str = "torch",
+        **_: object,
+    ) -> dict[str, int | None]:
+        """The most cells for each of several models, so that all of them stay in memory.
+
+        None: its whole context. Where not even ``SHARED_CONTEXT`` would fit, they have so many and
+        take turns.
+
+        Raises:
+            ModelError: as ``size_model``.
+        """
+        sizers = [
+            _sizer(name, speculate, kv_dtype, dtype, weights, config, backend) for name in names
+        ]
+
+        def fits(capacity: int) -> bool:
+            needs = sum(_sum_of(sizes(min(context, capacity))) for context, sizes in sizers)
+            return needs <= self.models_bytes
+
+        longest = max(context for context, _ in sizers)
+        if len(names) == 1 or fits(longest):
+            return dict.fromkeys(names)
+        cells = max(_in_round_numbers(most(longest, fits)), SHARED_CONTEXT)
+        both = zip(names, sizers, strict=True)
+        return {name: min(context, cells) for name, (context, _) in both}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +186,8 @@ def budgets_of_host(
     Raises:
         ConfigError: the weights and a forward alone take more, with the numbers.
     """
-    size, *others = _sizes(name, speculate, capacity, kv_dtype, dtype, weights, config, backend)
+    context, sizes = _sizer(name, speculate, kv_dtype, dtype, weights, config, backend)
+    size, *others = sizes(capacity or context)
     guessing = sum(other.fixed_bytes for other in others)
     left = max(0, limit_bytes - size.fixed_bytes - guessing)
     shares = [left * other.kv_bytes // (size.kv_bytes + other.kv_bytes) for other in others]
@@ -148,33 +206,129 @@ def budgets_of_host(
     )
 
 
-def _sizes(
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many cells a cache is given, and why.
+
+    Attributes:
+        cells: tokens of all sequences together.
+        why: the reason, for people.
+    """
+
+    cells: int
+    why: str
+
+    def __str__(self) -> str:
+        """For a note at the start."""
+        return f"capacity {self.cells} cells: {self.why}"
+
+
+def choose_capacity(
+    name: str,
+    limit_bytes: int | None = None,
+    *,
+    kv_dtype: str | None = None,
+    dtype: str | None = None,
+    weights: str | None = None,
+    config: EngineConfig | None = None,
+    speculate: str | None = None,
+    backend: str = "torch",
+    device: str | None = None,
+    most_sequences: int = 1,
+) -> Capacity:
+    """The default capacity: the model's context where memory allows, else what memory allows.
+
+    Pools grow as they are used, so cells that nobody needs cost nothing.
+
+    Args:
+        name: as ``load_model`` takes it.
+        limit_bytes: what the model may hold: weights, forwards and KV. None: this machine's memory
+            without what is left to others.
+        kv_dtype: how K and V are stored; None: as the weights.
+        dtype: type of the weights in memory.
+        weights: how linear layers hold theirs.
+        config: policy of the engine.
+        speculate: who guesses.
+        backend: who runs it.
+        device: where; the memory of an accelerator is its own.
+        most_sequences: of one context each.
+
+    Raises:
+        ModelError: as ``size_model``.
+    """
+    context, sizes = _sizer(name, speculate, kv_dtype, dtype, weights, config, backend)
+    whole = context * most_sequences
+    has_budget = limit_bytes is not None
+    if limit_bytes is not None:
+        limit = of = limit_bytes
+    else:
+        own = None if backend != "torch" else accelerator_bytes(device)
+        of = machine_bytes() if own is None else own
+        limit = of - of // MACHINE_SHARE - (PROCESS_BYTES if own is None else 0)
+    cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
+    if cells == whole:
+        times = "" if most_sequences == 1 else f", {most_sequences} times"
+        return Capacity(whole, f"the model's context{times}")
+    cells = max(_in_round_numbers(cells), min(whole, MIN_CHUNK))
+    return Capacity(cells, f"what {format_size(of)} allow of the model's context of {context}")
+
+
+def planned_context(
+    name: str, limit_bytes: int | None = None, *, capacity: int | None = None, **loading: Any
+) -> tuple[int, int]:
+    """(the longest conversation that a model will take, what it was made for), before it is loaded.
+
+    Takes what ``choose_capacity`` takes.
+
+    Raises:
+        ModelError: as ``size_model``.
+    """
+    how = {key: loading.get(key) for key in ("dtype", "weights")}
+    spec = size_model(name, backend=loading.get("backend", "torch"), **how)
+    cells = capacity or choose_capacity(name, limit_bytes, **loading).cells
+    return min(cells, spec.max_positions), spec.max_positions
+
+
+def _in_round_numbers(cells: int) -> int:
+    """A multiple of 256 where it is not few."""
+    return cells if cells < 1024 else cells - cells % 256
+
+
+def _sum_of(sizes: Sequence[_Size]) -> int:
+    return sum(size.fixed_bytes + size.kv_bytes for size in sizes)
+
+
+def _sizer(
     name: str,
     speculate: str | None,
-    capacity: int | None,
     kv_dtype: str | None,
     dtype: str | None,
     weights: str | None,
     config: EngineConfig | None,
     backend: str,
-) -> list[_Size]:
-    """A model's, and that of whoever guesses for it."""
+) -> tuple[int, Callable[..., list[_Size]]]:
+    """A model's context; and what it, and whoever guesses for it, take with so many cells."""
     config = config or EngineConfig()
     spec = size_model(name, dtype=dtype, backend=backend, weights=weights)
-    most = capacity or min(spec.max_positions, DEFAULT_CAPACITY)
     n_rows = config.max_num_seqs
+    draft, n_draft_rows = None, 0
     if speculate is not None:
         n_rows = min(config.max_num_batched_tokens, n_rows * (1 + config.max_drafted))
-    sizes = [_size_of(spec, most, kv_dtype, config, n_rows)]
-    if speculate == NGRAM:
-        sizes.append(_Size(0, 2 * most * NGRAM_BYTES, 0))
-    elif speculate is not None and (head := head_of(speculate)) is not None:
-        draft = size_eagle3(head or None, name, dtype=spec.dtype)
-        sizes.append(_size_of(draft, most, None, config, n_rows))
-    elif speculate is not None:
+    if speculate is not None and (head := head_of(speculate)) is not None:
+        draft, n_draft_rows = size_eagle3(head or None, name, dtype=spec.dtype), n_rows
+    elif speculate is not None and speculate != NGRAM:
         draft = size_model(speculate, dtype=dtype, backend=backend, weights=weights)
-        sizes.append(_size_of(draft, most, None, config, config.max_num_batched_tokens))
-    return sizes
+        n_draft_rows = config.max_num_batched_tokens
+
+    def sizes(capacity: int, *, keeps_windows: bool = False) -> list[_Size]:
+        found = [_size_of(spec, capacity, kv_dtype, config, n_rows, keeps_windows)]
+        if speculate == NGRAM:
+            found.append(_Size(0, 2 * capacity * NGRAM_BYTES, 0))
+        elif draft is not None:
+            found.append(_size_of(draft, capacity, None, config, n_draft_rows, keeps_windows))
+        return found
+
+    return spec.max_positions, sizes
 
 
 def head_of(speculate: str) -> str | None:
@@ -187,14 +341,28 @@ def head_of(speculate: str) -> str | None:
 
 
 def _size_of(
-    spec: ModelCacheSpec, capacity: int, kv_dtype: str | None, config: EngineConfig, n_rows: int
+    spec: ModelCacheSpec,
+    capacity: int,
+    kv_dtype: str | None,
+    config: EngineConfig,
+    n_rows: int,
+    keeps_windows: bool = False,
 ) -> _Size:
-    """Besides weights and KV: a forward, and the blocks of a restore on their way in."""
+    """Besides weights and KV: a forward, and the blocks of a restore on their way in.
+
+    Pools of windows grow like the others as conversations come and go, unless a budget keeps them
+    at what one sequence needs where there is no more room.
+    """
     kv = _kv_of(spec, kv_dtype)
     context = min(capacity, spec.max_positions)
     forward = spec.scratch_bytes(context, config.max_num_batched_tokens, n_rows)
+    cells = [capacity] * len(spec.params.groups)
+    if keeps_windows:
+        more = MIN_RUN + STEP_TOKENS
+        cells = [min(capacity, n + more) for n in spec.agent_cells(capacity)]
     kv_bytes = spec.growth_bytes(capacity, kv) + sum(
-        capacity * (size + INDEX_BYTES + ARRAY_BYTES) for size in spec.group_bytes(kv)
+        n * (size + INDEX_BYTES + ARRAY_BYTES)
+        for n, size in zip(cells, spec.group_bytes(kv), strict=True)
     )
     in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv)
     return _Size(spec.weight_bytes, forward + in_flight, kv_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import AgentTokenizer, TemplateReport, check_template
-from kvcellar.agents.memory import NGRAM, budgets_of_host, head_of
+from kvcellar.agents.memory import NGRAM, Capacity, budgets_of_host, choose_capacity, head_of
 from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.engine import Engine, EngineConfig, EngineService
 from kvcellar.engine.speculate import (
@@ -32,7 +32,7 @@ from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.loading import ProgressFn
 from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
 from kvcellar.store import Layout, ModelKey
-from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, make_config
+from kvcellar.types import CacheConfig, make_config
 
 __all__ = ["ModelHost", "ModelRegistry", "open_host"]
 
@@ -52,6 +52,8 @@ class ModelHost:
         eos_token_ids: tokens with which it ends an answer.
         size_bytes: weights and the most that its cache may hold; 0 where nobody counts.
         max_positions: the longest sequence that the model was made for; None: not known.
+        weights: how it holds them, for people.
+        capacity: how many cells its cache may have and why; None: not known.
         costs: what restoring and recomputing take here.
         template: what its chat template does to old turns; None without one.
         restoring: one restore at a time: the second of two forks finds what the first brought.
@@ -65,6 +67,8 @@ class ModelHost:
     eos_token_ids: frozenset[int] = frozenset()
     size_bytes: int = 0
     max_positions: int | None = None
+    weights: str = ""
+    capacity: Capacity | None = None
     costs: Costs = field(default_factory=Costs)
     template: TemplateReport | None = None
     restoring: Gate = field(default_factory=Gate)
@@ -105,7 +109,9 @@ def open_host(
 
     Args:
         name: as ``load_model`` takes it.
-        capacity: cells of its cache; None: its context, at most 8192.
+        capacity: cells of its cache, of all conversations together; one may have as many as the
+            model has positions. None: the model's context where memory allows it, else what memory
+            allows.
         kv_dtype: how K and V are stored; None: as the weights.
         backend: who runs it.
         dtype: type of the weights in memory.
@@ -127,12 +133,26 @@ def open_host(
         StoreError: its files cannot be hashed.
     """
     report = progress or (lambda fraction, what: None)
+    if capacity is None:
+        chosen = choose_capacity(
+            name,
+            memory_bytes,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            weights=weights,
+            config=config,
+            speculate=speculate,
+            backend=backend,
+            device=device,
+        )
+    else:
+        chosen = Capacity(capacity, "as asked")
     budget = draft_budget = None
     if memory_bytes is not None:
         budget, draft_budget = budgets_of_host(
             name,
             memory_bytes,
-            capacity=capacity,
+            capacity=chosen.cells,
             kv_dtype=kv_dtype,
             dtype=dtype,
             weights=weights,
@@ -154,7 +174,7 @@ def open_host(
     )
     cache_config = make_config(
         model.params,
-        capacity or min(model.max_positions, DEFAULT_CAPACITY),
+        chosen.cells,
         kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
         budget=budget,
         block_size=block_size,
@@ -181,6 +201,10 @@ def open_host(
             drafter=drafter,
             max_positions=model.max_positions,
         )
+        cells = session.cache.capacity
+        if memory_bytes is not None and cells < chosen.cells:
+            allowed = f"what {format_size(memory_bytes)} allow of {chosen.cells}"
+            chosen = Capacity(cells, allowed)
         template = None
         if getattr(model.tokenizer, "chat_template", None):
             template = check_template(model.tokenizer)
@@ -193,6 +217,8 @@ def open_host(
             eos_token_ids=model.eos_token_ids,
             size_bytes=memory_bytes or model.size_bytes + layout.rows_bytes(cache_config.capacity),
             max_positions=model.max_positions,
+            weights=model.weights or model.dtype,
+            capacity=chosen,
             template=template,
             _on_close=stack.pop_all(),
         )

@@ -98,7 +98,7 @@ def chat_command(
         if is_interactive:
             print_note(
                 f"{bound.model.name}, {bound.model.weights or bound.model.dtype} on {backend}; "
-                f"{cache} cache of {bound.cache.capacity} tokens in "
+                f"{cache} cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
                 f"{bound.cache.config.kv_dtype}; /help"
             )
         for line in _typed_lines() if is_interactive else _piped_lines():

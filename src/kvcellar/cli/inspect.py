@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.bookkeeping.exact import exact_bytes
-from kvcellar.budget import format_size, parse_size
+from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
 from kvcellar.cli.session import too_small
 from kvcellar.cli.terminal import examples, help_of, print_warning, progress_bar, write
@@ -86,7 +85,7 @@ def inspect_command(
     they allocate is what is shown. All figures are there also for what does not fit: then `fits` is
     false in the object of --json, and the status is 0 all the same.
     """
-    limit_bytes = _machine_bytes() if memory is None else parse_size(memory)
+    limit_bytes = machine_bytes() if memory is None else parse_size(memory)
     names = SHOWN if kv_dtype is None else (kv_dtype,)
     for name in names:
         parse_kv_dtype(name)
@@ -118,15 +117,6 @@ def _spec(
         assert base is not None
         return base
     return spec_from_file(spec_file, base)
-
-
-def _machine_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError) as error:
-        raise ConfigError(
-            "this system does not say how much memory it has; give --memory"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

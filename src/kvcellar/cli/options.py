@@ -29,8 +29,8 @@ Capacity = Annotated[
     int | None,
     typer.Option(
         metavar="TOKENS",
-        help="Tokens that the cache may hold. Default: the model's context, at most 8192; with "
-        "--memory what fits of it.",
+        help="Tokens that the cache may hold, of all conversations together. Default: the model's "
+        "context where memory (--memory, or this machine's) allows, else what it allows.",
         rich_help_panel=LOADING,
     ),
 ]

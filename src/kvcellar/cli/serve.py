@@ -204,15 +204,29 @@ def serve_command(
 
     plan = memory_plan(memory, loading)
 
+    shared: dict[str, int | None] = {}
+    if plan is not None and capacity is None:
+        shared = plan.shared_capacities(list(offered.values()), **loading)
+
+    def settings_of(path: str) -> dict[str, Any]:
+        return loading | {"capacity": shared.get(path, capacity)}
+
     def size_of(path: str) -> int:
         assert plan is not None
-        return plan.size_of(path, **loading)
+        return plan.size_of(path, **settings_of(path))
+
+    def context_of(path: str) -> tuple[int, int]:
+        from kvcellar.agents import planned_context
+
+        limit = None if plan is None else size_of(path)
+        return planned_context(path, limit, **settings_of(path))
 
     def load(path: str, progress: Callable[[float, str], None]) -> ModelHost:
         from kvcellar.agents import open_host
 
         limit = None if plan is None else size_of(path)
-        opened = open_host(path, progress=progress, memory_bytes=limit, **loading)
+        opened = open_host(path, progress=progress, memory_bytes=limit, **settings_of(path))
+        print_note(f"{path}: weights in {opened.weights}; {opened.capacity}")
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")
         return opened
@@ -225,6 +239,7 @@ def serve_command(
             budget_bytes=None if plan is None else plan.models_bytes,
             idle_ttl_s=idle_unload,
             size_of=None if plan is None else size_of,
+            context_of=context_of,
         )
 
     def on_ready(url: str, service: Service) -> None:

@@ -20,10 +20,10 @@ from kvcellar.registry import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.types import DEFAULT_CAPACITY, CacheConfig, ModelCacheParams, make_config
+from kvcellar.types import CacheConfig, ModelCacheParams, make_config
 
 if TYPE_CHECKING:
-    from kvcellar.agents import MemoryPlan
+    from kvcellar.agents import Capacity, MemoryPlan
     from kvcellar.models import LoadedModel, Runner
 
 KINDS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
@@ -35,11 +35,12 @@ KINDS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A model, the cache of an open session, and the runner that joins them."""
+    """A model, the cache of an open session, the runner that joins them, and the cache's size."""
 
     model: LoadedModel
     cache: Any
     runner: Runner
+    capacity: Capacity
 
 
 @contextmanager
@@ -73,12 +74,26 @@ def bound_model(
     )
     with progress_bar(f"starting {backend}") as report:
         load_backend(backend)
+        from kvcellar.agents import Capacity, choose_capacity
         from kvcellar.models import load_model
 
+        if capacity is None:
+            chosen = choose_capacity(
+                name,
+                None if limit_bytes is None else limit_bytes - resident_bytes(),
+                kv_dtype=kv_dtype,
+                dtype=dtype,
+                weights=weights,
+                backend=backend,
+                device=device,
+                most_sequences=n_sequences,
+            )
+        else:
+            chosen = Capacity(capacity, "as asked")
         reserve_bytes = 0
         if limit_bytes is not None:
             reserve_bytes = _reserve(
-                name, limit_bytes, capacity, n_sequences, backend, dtype=dtype, weights=weights
+                name, limit_bytes, chosen.cells, backend, dtype=dtype, weights=weights
             )
         model = load_model(
             name,
@@ -94,7 +109,7 @@ def bound_model(
         budget = MemoryBudget(limit_bytes, base_bytes=resident_bytes(), reserve_bytes=reserve_bytes)
     config = make_config(
         model.params,
-        _capacity(capacity, model, n_sequences, has_budget=budget is not None),
+        _checked(chosen.cells, model, n_sequences),
         kv_dtype or (model.dtype if model.dtype in FLOAT_KV_DTYPES else "float32"),
         budget=budget,
     )
@@ -105,7 +120,7 @@ def bound_model(
             runner = model.bind(session)
         for warning in caught:
             print_warning(str(warning.message))
-        yield Bound(model, cache, runner)
+        yield Bound(model, cache, runner, chosen)
 
 
 def _limit_bytes(memory: str | None, device: str | None) -> int | None:
@@ -135,8 +150,7 @@ def memory_plan(memory: str | None, loading: dict[str, Any]) -> MemoryPlan | Non
 def _reserve(
     name: str,
     limit_bytes: int,
-    capacity: int | None,
-    n_sequences: int,
+    capacity: int,
     backend: str,
     **loading: str | None,
 ) -> int:
@@ -151,7 +165,7 @@ def _reserve(
                 limit_bytes, spec.weight_bytes, held_bytes, loading.get("weights") or spec.dtype
             )
         )
-    return spec.scratch_bytes(min(capacity or DEFAULT_CAPACITY, spec.max_positions * n_sequences))
+    return spec.scratch_bytes(min(capacity, spec.max_positions))
 
 
 def too_small(limit_bytes: int, weight_bytes: int, process_bytes: int, dtype: str) -> str:
@@ -164,13 +178,11 @@ def too_small(limit_bytes: int, weight_bytes: int, process_bytes: int, dtype: st
     )
 
 
-def _capacity(
-    asked: int | None, model: LoadedModel, n_sequences: int, *, has_budget: bool = False
-) -> int:
+def _checked(cells: int, model: LoadedModel, n_sequences: int) -> int:
     most = model.max_positions * n_sequences
-    if asked is not None and asked > most:
+    if cells > most:
         raise ConfigError(
-            f"capacity {asked} is more than the {model.max_positions} positions that "
+            f"capacity {cells} is more than the {model.max_positions} positions that "
             f"{model.name!r} was made for; ask for up to {most}"
         )
-    return asked or (most if has_budget else min(most, DEFAULT_CAPACITY))
+    return cells

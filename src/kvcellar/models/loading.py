@@ -345,6 +345,17 @@ def load_model(
     )
 
 
+def accelerator_bytes(device: str | None) -> int | None:
+    """Memory of a device that torch knows; None where it is main memory, or nobody says."""
+    if device in (None, "cpu"):
+        return None
+    try:
+        from kvcellar.models.torch_loading import device_bytes
+    except ModuleNotFoundError:
+        return None
+    return device_bytes(str(device))
+
+
 def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
     """The folder of the checkpoint; downloads it where the name is one of the hub's.
 

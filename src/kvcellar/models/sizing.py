@@ -63,6 +63,9 @@ _NOT_TEXT = (
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
 
+_EXPORTED = {"8da4w": "int4", "8da8w": "int8"}
+"""ExecuTorch's schemes -> a format that takes about as much."""
+
 _HEAD = "lm_head.weight"
 _EMBEDDING = ".embed_tokens.weight"
 
@@ -95,6 +98,7 @@ def size_model(
             found: ModelCacheSpec = load_backend(backend).size_program(program)
             return found
         dtype = "float32" if dtype in (None, "auto") else dtype  # what it is exported in
+        weights = _EXPORTED.get(weights or "", weights)
     path = find_config(name_or_path)
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:

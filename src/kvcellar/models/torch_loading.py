@@ -62,6 +62,15 @@ def pick_types(
     return DTYPES[pick_dtype(dtype, raw, stored, is_cpu=where.type == "cpu")], where
 
 
+def device_bytes(device: str) -> int | None:
+    """Memory of an accelerator; None where it has none of its own, or is not there."""
+    try:
+        where = torch.device(device)
+        return torch.cuda.mem_get_info(where)[1] if where.type == "cuda" else None
+    except (RuntimeError, AssertionError):
+        return None
+
+
 def load_weights(
     folder: Path,
     config: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents import ModelHost, ModelRegistry
+from kvcellar.errors import KVCellarError
 from kvcellar.server.errors import ApiError, as_api_error
 
 __all__ = ["ModelState", "ServedModels"]
@@ -54,6 +56,7 @@ class ServedModels:
         budget_bytes: int | None = None,
         idle_ttl_s: float | None = None,
         size_of: Callable[[str], int] | None = None,
+        context_of: Callable[[str], tuple[int, int]] | None = None,
     ) -> None:
         """Nothing loaded.
 
@@ -64,7 +67,9 @@ class ServedModels:
             budget_bytes: as ``ModelRegistry``.
             idle_ttl_s: as ``ModelRegistry``.
             size_of: as ``ModelRegistry``.
+            context_of: what ``context`` says of a model that was never loaded.
         """
+        self._context_of = context_of
         self.offered = dict(offered)
         self.default = next(iter(self.offered.values()))
         self._names = {path: name for name, path in reversed(self.offered.items())}
@@ -107,8 +112,11 @@ class ServedModels:
     def context(self, path: str) -> tuple[int, int | None] | None:
         """(the longest conversation that a model takes here, what it was made for), in tokens.
 
-        None: it was never loaded, so nobody knows.
+        None: it was never loaded, and its files do not say. May read these: not for an event loop.
         """
+        if path not in self._contexts and self._context_of is not None:
+            with contextlib.suppress(KVCellarError):
+                self._contexts.setdefault(path, self._context_of(path))
         return self._contexts.get(path)
 
     def states(self) -> list[ModelState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -50,7 +51,7 @@ router = APIRouter(tags=["OpenAI"])
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that are offered, for clients of OpenAI's and of Anthropic's."""
     service = service_of(request)
-    data = [_model(service, name) for name in service.models.offered]
+    data = [await _model(service, name) for name in service.models.offered]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
     return {"object": "list", "data": data, **ids}
 
@@ -59,12 +60,13 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     """One of them."""
     service = service_of(request)
-    return _model(service, service.models.public(service.models.resolve(name)))
+    return await _model(service, service.models.public(service.models.resolve(name)))
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+async def _model(service: Service, name: str) -> dict[str, Any]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.models.created_s))
-    context, trained = service.models.context(service.models.resolve(name)) or (None, None)
+    path = service.models.resolve(name)
+    context, trained = await asyncio.to_thread(service.models.context, path) or (None, None)
     return {
         "id": name,
         "object": "model",
