@@ -1,8 +1,9 @@
 """Processes whose agents talk until they are killed.
 
-Run as a script this is a server: for every line ``FOLDER SEED`` it forks a child that opens the
-folder and takes turns. It prints ``open`` when all agents are stored, ``begin NAME N`` before a
-turn and ``done NAME N`` when its save says published; the server prints ``pid N`` before and
+Run as a script this is a server: for every line ``FOLDER SEED WHEN`` it forks a child that opens
+the folder and takes turns. It prints ``open`` when all agents are stored, ``begin NAME N`` before a
+turn and ``done NAME N`` when its save says published, or, where WHEN is ``acknowledged``, as soon
+as the turn has ended, with a disk that takes its time; the server prints ``pid N`` before and
 ``end`` when it is dead.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvcellar.store import StoreConfig
+from kvcellar.store.folder import Folder
 from tests.agents.fakes import manager, turn
 
 NAMES = ("a", "b", "c")
@@ -28,18 +31,34 @@ def new_tokens(name: str, i: int) -> list[int]:
     return [(ord(name) + 31 * i + 7 * j) % 250 for j in range(3 + i % 9)]
 
 
-async def talk(agents: Any, seed: int) -> None:
+def slow_down(folder: Folder) -> None:
+    """Let every file of the store take a while, as on a disk that much is written to."""
+    write = folder.write
+
+    def slowly(data: Any) -> Path:
+        time.sleep(0.02)
+        return write(data)
+
+    folder.write = slowly  # type: ignore[method-assign]
+
+
+async def talk(agents: Any, seed: int, when: str) -> None:
     rng = np.random.default_rng(seed)
     known = {info.agent_id for info in agents.list()}
     for name in set(NAMES) - known:
         await agents.create(name)
     agents.store.flush()
+    if when == "acknowledged":
+        slow_down(agents.store._folder)
     print("open\n", end="", flush=True)
     while True:
         name = NAMES[int(rng.integers(len(NAMES)))]
         i = (await agents.describe(name)).n_turns
         print(f"begin {name} {i + 1}\n", end="", flush=True)
         end = await turn(agents, name, tokens=new_tokens(name, i))
+        if when == "acknowledged":
+            print(f"done {name} {i + 1}\n", end="", flush=True)
+            continue
         if rng.random() < 0.3:
             await agents.pause(name)
         if end.save is None or end.save.wait() != "published":
@@ -50,11 +69,11 @@ async def talk(agents: Any, seed: int) -> None:
 
 def serve() -> None:
     for line in sys.stdin:
-        folder, seed = line.split()
+        folder, seed, when = line.split()
         pid = os.fork()
         if not pid:
             with manager(Path(folder), config=CONFIG) as agents:
-                asyncio.run(talk(agents, int(seed)))
+                asyncio.run(talk(agents, int(seed), when))
             os._exit(0)
         print(f"pid {pid}\n", end="", flush=True)
         os.waitpid(pid, 0)

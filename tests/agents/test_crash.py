@@ -59,7 +59,7 @@ def test_agents_that_were_killed_go_on_as_if_they_had_not_been():
         done = dict.fromkeys(NAMES, 0)
         begun = dict.fromkeys(NAMES, 0)
         for kill in range(N_KILLS):
-            process.stdin.write(f"{folder} {kill}\n")
+            process.stdin.write(f"{folder} {kill} published\n")
             process.stdin.flush()
             pid = int(process.stdout.readline().split()[1])
             assert process.stdout.readline() == "open\n"

@@ -20,6 +20,7 @@ from kvcellar.store.facts import (
     text,
     whole,
 )
+from kvcellar.store.references import SERIAL
 from kvcellar.types import LayerGroup
 
 __all__ = ["KIND", "VERSION", "check_agent", "check_said", "checked_facts", "is_agent", "key_of"]
@@ -123,6 +124,8 @@ def _check(facts: dict[str, Any], n_tokens: int) -> None:
     text(facts["id"], "id", 400)
     if not facts["id"] or not facts["id"].isprintable():
         raise BadFactError("id has to be a name")
+    if SERIAL in facts:
+        whole(facts[SERIAL], SERIAL)
     text(facts["model"], "model")
     text(facts["kv_dtype"], "kv_dtype")
     messages = items(facts["messages"], "messages")

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from kvcellar.agents.checking import check_said
+from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message
 from kvcellar.agents.misses import Miss, common_prefix
 from kvcellar.agents.models import ModelHost, ModelRegistry
@@ -451,7 +452,9 @@ class AgentManager:
             before = agent.tokens
             agent.cut(agent.position_of(position, turn))
             agent.miss = None
+            agent.advance()
             await self._publisher.save(agent, self._host_of(agent))
+            await self._publisher.make_durable(agent)
             await self._let_go(agent, before, len(agent.tokens))
         return agent.info()
 
@@ -749,6 +752,7 @@ class AgentManager:
                         agent.expected.append(event.token.token_id)
                         yield event
                         continue
+                    await self._make_durable(agent)
                     usage = usage_of(agent, turn, event, back, first_s)
                     yield TurnEnd(agent.agent_id, event, usage, done.save)
             finally:  # a reader that left: the turn has ended when its history is recorded
@@ -756,10 +760,18 @@ class AgentManager:
                     await stream.cancel()
                     async for _ in stream:
                         pass
+                await self._make_durable(agent)
         finally:
             back.release(host)
             agent.request_id = None
             agent.expected = []
+
+    async def _make_durable(self, agent: Agent) -> None:
+        """Have what a turn said on disk before anybody is told that it has ended."""
+        try:
+            await self._publisher.make_durable(agent)
+        except StoreError as error:
+            agent.notes = (*agent.notes, f"the last turn is not on disk yet: {error}")
 
     def _record(
         self,
@@ -779,6 +791,7 @@ class AgentManager:
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
         record_turn(agent, host, turn, event, before)
+        agent.advance()
         agent.is_passing &= len(agent.turns) < 2
         if agent.is_passing:
             return None
@@ -917,19 +930,26 @@ class AgentManager:
         revisions = {
             name: revision for name, revision in self.store.revisions().items() if "@" in name
         }
+        recorded = {
+            name: serial for name, serial in self.store.recorded_serials().items() if "@" in name
+        }
         news = _News()
         for agent in agents:
             mine = known[agent.name]
             if agent.gate.is_taken or agent.is_passing or mine is None:
                 continue
-            if agent.name not in revisions:
+            latest = recorded.get(agent.name, 0)
+            if agent.name not in revisions and not latest:
                 if mine and not self.store.has_reference(agent.name):
                     news.gone.append((agent, mine))
-            elif revisions[agent.name] != mine:
+            elif (
+                revisions.get(agent.name, mine) != mine
+                or recorded.get(agent.name, 0) > agent.serial
+            ):
                 ref = self._publisher.news_of(agent)
                 if ref is not None:
                     news.changed.append((agent, mine, ref))
-        for name, revision in revisions.items():
+        for name, revision in (dict.fromkeys(recorded, 0) | revisions).items():
             if name in known or self._no_agents.get(name) == revision:
                 continue
             before = self._unusable.get(name)
@@ -937,7 +957,7 @@ class AgentManager:
                 news.unusable[name] = before
                 continue
             try:
-                found = Agent.from_reference(self.store.get(name))
+                found = Agent.from_reference(stored_state(self.store, name))
             except UnknownReferenceError:
                 continue
             except StoreError as error:

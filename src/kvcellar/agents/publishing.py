@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvcellar.agents.checking import checked_facts, key_of
+from kvcellar.agents.durable import entry_of, stored_state
+from kvcellar.agents.marks import Mark
 from kvcellar.agents.models import ModelHost
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import save_history
@@ -60,14 +62,42 @@ class Publisher:
         Costs one query where there is none. What cannot be used is none either.
         """
         known = self.revision_of(agent)
-        if known is None or self.store.revision(agent.name) in (None, known):
+        if known is None:
+            return None
+        has_news = self.store.revision(agent.name) not in (None, known)
+        if not has_news and not self.store.recorded(agent.name, agent.serial):
             return None
         with contextlib.suppress(StoreError, UnknownReferenceError):
-            ref = self.store.get(agent.name)
-            if ref.revision != known and key_of(ref) == agent.key:
+            ref = stored_state(self.store, agent.name)
+            is_new = ref.revision != known or ref.serial > agent.serial
+            if is_new and key_of(ref) == agent.key:
                 checked_facts(ref)
                 return ref
         return None
+
+    async def make_durable(self, agent: Agent) -> None:
+        """Have the agent's tokens and messages on disk; its K and V may follow. Within its gate.
+
+        A no-op where they are, and for an agent that is not saved yet.
+
+        Raises:
+            StoreError: they could not be written.
+        """
+        if not agent.is_passing and (agent.mark is None or agent.mark.serial != agent.serial):
+            await asyncio.to_thread(self._record, agent)
+
+    def _record(self, agent: Agent) -> None:
+        ticket = self._tickets.get(agent.name)
+        saved = None if ticket is None else ticket.reference
+        if saved is not None and saved.serial >= agent.serial:
+            agent.mark = Mark.of(agent)
+            return
+        mark = agent.mark
+        if mark is not None and not mark.leads_to(agent):
+            mark = None
+        payload, now = entry_of(agent, mark)
+        self.store.record(agent.name, agent.serial, payload)
+        agent.mark = now
 
     async def refresh(self, agent: Agent) -> None:
         """Take over what another process has published of the agent since. Within its gate."""

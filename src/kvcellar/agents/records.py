@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ import numpy as np
 from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message
+from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
 from kvcellar.errors import AgentError, AgentNameError
 from kvcellar.store import ModelKey, Reference
+from kvcellar.store.references import SERIAL
 from kvcellar.types import IntArray
 
 __all__ = [
@@ -122,6 +124,12 @@ class Agent:
     rates: dict[str, float | None] = field(default_factory=dict)
     revision: int = 0
     n_stored: int = 0
+    serial: int = field(default_factory=next_serial)
+    """Of its state, ascending; what the store's journal has of it is ordered by that."""
+    n_changes: int = 0
+    """How often it has changed in this process."""
+    mark: Mark | None = None
+    """The last state that is durable, as far as this process knows."""
     gate: Gate = field(default_factory=Gate)
     request_id: int | None = None
     """Of the turn that is being generated."""
@@ -182,6 +190,11 @@ class Agent:
             miss=self.miss,
         )
 
+    def advance(self) -> None:
+        """Give a state that has just changed its number."""
+        self.serial = next_serial(self.serial)
+        self.n_changes += 1
+
     def token_array(self) -> IntArray:
         """``[n]`` int64: the history."""
         return np.array(self.tokens, dtype=np.int64)
@@ -236,13 +249,14 @@ class Agent:
         """For the store: everything but the tokens and the lineage, which the reference has."""
         return {
             KIND: VERSION,
+            SERIAL: self.serial,
             "id": self.agent_id,
             "model": self.model,
             "kv_dtype": self.key.layout.kv_dtype,
             "messages": list(self.messages),
             "stops": list(self.stops),
             "tools": self.tools,
-            "turns": [list(asdict(turn).values()) for turn in self.turns],
+            "turns": [[t.start, t.n_prompt, t.stop, t.n_messages, t.reason] for t in self.turns],
             "created_s": self.created_s,
             "used_s": self.used_s,
             "parent_created_s": self.parent_created_s,
@@ -279,6 +293,8 @@ class Agent:
         self.notes = tuple(value["notes"])
         self.rates = value["rates"]
         self.revision, self.n_stored = ref.revision, ref.n_stored
+        self.serial = ref.serial
+        self.mark = Mark.of(self)
 
     @classmethod
     def from_reference(cls, ref: Reference) -> Agent | None:

@@ -23,6 +23,7 @@ from kvcellar.store.catalogue import Catalogue, is_damage
 from kvcellar.store.facts import text
 from kvcellar.store.folder import PREVIOUS, Folder, stamp_of
 from kvcellar.store.format import DamagedError, FileBytes, read_file, read_header
+from kvcellar.store.journal import Journal
 from kvcellar.store.layout import root_address
 from kvcellar.store.references import Reference, file_stem, unpack_reference
 from kvcellar.store.reports import EventKind, EventLog
@@ -45,6 +46,7 @@ class ColdTier:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self.events = events
+        self.journal = Journal(folder, events)
         self._lock_timeout_s = lock_timeout_s
         self._recovery = threading.RLock()
         self._is_stale = False
@@ -65,6 +67,7 @@ class ColdTier:
     def close(self) -> None:
         """Close the catalogue; from then on nothing can be asked."""
         self._is_closed = True
+        self.journal.close()
         for catalogue in (*self._retired, self._catalogue):
             catalogue.close()
 
@@ -381,9 +384,12 @@ class ColdTier:
         self.folder.settle([self.folder.references])
         size, stamp = self._reference_bytes(path), stamp_of(path)
         self.tell(lambda c: c.put_reference(ref, root_of(ref), size, stamp, time.time()))
+        self.journal.supersede(ref.name, ref.serial)
+        self.journal.tidy()
 
     def remove_reference(self, name: str) -> bool:
-        """Forget a name; false where there is none. Only within ``locked``."""
+        """Forget a name, its journal first; false where there is none. Only within ``locked``."""
+        self.journal.forget(name)
         path = self.folder.of_reference(name)
         there = path.exists()
         _previous(path).unlink(missing_ok=True)

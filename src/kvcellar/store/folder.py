@@ -54,6 +54,7 @@ class Folder:
         self.staging = path / "tmp"
         self.quarantined = path / "quarantine"
         self.catalogue = path / "catalogue.sqlite"
+        self.journal = path / "journal.sqlite"
         self._lock_path = path / "lock"
         self._thread_lock = threading.RLock()
         self._depth = 0
@@ -99,7 +100,11 @@ class Folder:
 
         The store's own folder may be a link.
         """
-        sqlite = [self.catalogue.with_name(self.catalogue.name + s) for s in ("", "-wal", "-shm")]
+        sqlite = [
+            base.with_name(base.name + suffix)
+            for base in (self.catalogue, self.journal)
+            for suffix in ("", "-wal", "-shm")
+        ]
         files = [self.path / "format", self.path / SERVER_LOCK, self._lock_path, *sqlite]
         for path in (*self._folders(), *files):
             is_folder = path in self._folders()

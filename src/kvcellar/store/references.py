@@ -27,6 +27,9 @@ from kvcellar.types import IntArray
 
 MAX_NAME_BYTES = 512
 
+SERIAL = "serial"
+"""The one fact of a caller's metadata that the store reads; see ``journal``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
@@ -76,6 +79,12 @@ class Reference:
     def addresses(self) -> set[bytes]:
         """Everything that it keeps from being garbage."""
         return {*self.blocks, *(boundary.address for boundary in self.boundaries)}
+
+    @property
+    def serial(self) -> int:
+        """Number of the caller's state, as its metadata says it; 0 where it says none."""
+        value = self.metadata.get(SERIAL)
+        return value if type(value) is int and 0 < value <= MOST_INT else 0
 
     def pack(self) -> FileBytes:
         """The bytes of its file.

@@ -273,6 +273,35 @@ class Store:
         """The revision of a history's latest state; None where none of that name is published."""
         return self._cold.ask(lambda catalogue: catalogue.revision(name))
 
+    def record(self, name: str, serial: int, payload: bytes) -> None:
+        """Make a small state of a history durable now, whatever waits to be written.
+
+        It is there, behind the published state, until one is published whose metadata says
+        ``serial`` and the same number or a greater one, or the history is deleted. For any thread;
+        waits for one write of the disk and for nothing else.
+
+        Args:
+            name: of the history, which need not be published yet.
+            serial: ascends with each state; one that is there already gives way.
+            payload: whatever the caller reads.
+
+        Raises:
+            StoreError: it could not be written; nothing was changed.
+        """
+        self._cold.journal.put(checked_name(name), serial, payload)
+
+    def recorded(self, name: str, after: int = 0) -> list[tuple[int, bytes]]:
+        """What was recorded of a history behind a serial number, ascending, with the numbers."""
+        return self._cold.journal.after(name, after)
+
+    def recorded_serials(self) -> dict[str, int]:
+        """Per history of which something is recorded its latest serial number."""
+        return self._cold.journal.serials()
+
+    def report(self, kind: EventKind, subject: str, detail: str) -> None:
+        """Say what a caller found wrong with what it had stored, among the store's own events."""
+        self._events.add(kind, subject, detail)
+
     def damaged_references(self) -> dict[str, str]:
         """Histories of which no state can be read, and what is wrong with each.
 
@@ -368,6 +397,7 @@ class Store:
                 ref = self.get(name)
                 self._check_free(new_name)
                 self._cold.put_reference(replace(ref, name=new_name))
+                self._cold.journal.rename(name, new_name)
                 for row in self.references():
                     child = self._cold.reference(row.name) if row.parent == name else None
                     if child is not None:

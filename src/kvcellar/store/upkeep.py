@@ -43,6 +43,8 @@ def verify(
             n, size = n + 1, size + sealed.size_bytes
         elif cold.info(address) is None:
             damaged.append(address.hex())
+    if not cold.journal.check():
+        damaged.append(cold.folder.journal.name)
     names, bad = _verify_references(cold, check)
     incomplete = {}
     for name in names:

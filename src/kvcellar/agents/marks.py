@@ -1,0 +1,67 @@
+"""Where an agent's next entry in the journal begins: at the last state that is durable."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcellar.agents.history import Message
+    from kvcellar.agents.records import Agent, Turn
+
+__all__ = ["Mark", "next_serial"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """The state of an agent that is durable.
+
+    Attributes:
+        name: of the agent's history.
+        serial: of the state.
+        n_changes: of the agent, when that was its state.
+        tokens: its history.
+        messages: its conversation.
+        stops: per message the tokens up to its end, for answers that were sampled.
+        turns: its turns.
+        tools: definitions of its tools.
+        token_hash: over all of ``tokens``; None until somebody needs it.
+        message_hash: over all of ``messages``; the same.
+    """
+
+    name: str
+    serial: int
+    n_changes: int
+    tokens: tuple[int, ...]
+    messages: tuple[Message, ...]
+    stops: tuple[int | None, ...]
+    turns: tuple[Turn, ...]
+    tools: list[dict[str, Any]] | None
+    token_hash: Any = None
+    message_hash: Any = None
+
+    @classmethod
+    def of(cls, agent: Agent, token_hash: Any = None, message_hash: Any = None) -> Mark:
+        """Return the mark of an agent's state as it is."""
+        return cls(
+            agent.name,
+            agent.serial,
+            agent.n_changes,
+            agent.tokens,
+            agent.messages,
+            agent.stops,
+            agent.turns,
+            agent.tools,
+            token_hash,
+            message_hash,
+        )
+
+    def leads_to(self, agent: Agent) -> bool:
+        """Tell whether the agent's state is the very next one."""
+        return self.name == agent.name and self.n_changes + 1 == agent.n_changes
+
+
+def next_serial(serial: int = 0) -> int:
+    """Return a number for the state behind one: greater, also than that of a namesake before it."""
+    return max(serial + 1, time.time_ns() // 1000)

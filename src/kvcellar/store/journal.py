@@ -1,0 +1,264 @@
+"""The journal: small states that are durable before anybody is told of them.
+
+A save waits for its blocks, and for all saves before it. What must not wait so long, a turn's
+tokens and messages, is an entry here until a reference says the same or more. It is SQLite: one
+commit, synchronised, for all entries that come at one time.
+
+Entries of a name have ascending serial numbers of the caller's, which a later history of that name
+never has again. A reference whose metadata says ``serial`` supersedes all entries up to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from kvcellar.errors import StoreError
+from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage
+from kvcellar.store.folder import Folder
+from kvcellar.store.reports import EventKind, EventLog
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = (
+    "CREATE TABLE entries (name TEXT NOT NULL, serial INTEGER NOT NULL, payload BLOB NOT NULL, "
+    "PRIMARY KEY (name, serial))",
+)
+_CHECKPOINT_BYTES = 4 << 20
+"""Bytes of the write-ahead log from which on it is copied into the database."""
+
+_Entry = tuple[str, int, bytes]
+
+
+class Journal:
+    """One process's way to the journal. For any thread; several processes may have it open.
+
+    There is no file before the first entry.
+    """
+
+    def __init__(self, folder: Folder, events: EventLog) -> None:
+        """Open nothing yet."""
+        self._folder = folder
+        self._path = folder.journal
+        self._events = events
+        self._db: sqlite3.Connection | None = None
+        self._inode = 0
+        self._use = threading.Lock()
+        """Held by whoever uses the connection."""
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[_Entry, Future[None]]] = []
+        self._superseded: dict[str, int] = {}
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Close the connection; from then on nothing is taken."""
+        with self._use:
+            self._is_closed = True
+            if self._db is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    self._drop_superseded(self._db)
+                self._let_go()
+
+    # Writing -----------------------------------------------------------------------------------
+
+    def put(self, name: str, serial: int, payload: bytes) -> None:
+        """Make an entry durable; one of the same name and serial gives way.
+
+        Raises:
+            StoreError: it cannot be written; nothing was changed.
+        """
+        mine: Future[None] = Future()
+        with self._lock:
+            self._waiting.append(((name, serial, payload), mine))
+        with self._use:  # whoever comes first writes for all that wait
+            with self._lock:
+                batch, self._waiting = self._waiting, []
+            if batch:
+                try:
+                    self._write([entry for entry, _ in batch])
+                except Exception as error:
+                    for _, future in batch:
+                        future.set_exception(error)
+                else:
+                    for _, future in batch:
+                        future.set_result(None)
+        mine.result()
+
+    def supersede(self, name: str, serial: int) -> None:
+        """Let go of a name's entries up to a serial number, with the next write."""
+        with self._lock:
+            self._superseded[name] = max(serial, self._superseded.get(name, 0))
+
+    def forget(self, name: str) -> None:
+        """Let go of all entries of a name, durably.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        if not self._path.exists():
+            return
+        with self._use, self._said(), self._changing() as db:
+            db.execute("DELETE FROM entries WHERE name = ?", (name,))
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give the entries of a name to another one."""
+        if not self._path.exists():
+            return
+        with self._use, self._said(), self._changing() as db:
+            db.execute("UPDATE entries SET name = ? WHERE name = ?", (new_name, name))
+
+    def tidy(self) -> None:
+        """Copy the write-ahead log into the database where it is long. For the writer's thread."""
+        if self._db is None:
+            return
+        try:
+            if self._path.with_name(self._path.name + "-wal").stat().st_size < _CHECKPOINT_BYTES:
+                return
+        except OSError:
+            return
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(self._connect()) as db:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # a connection of its own blocks nobody
+
+    def _write(self, entries: Sequence[_Entry]) -> None:
+        with self._said(), self._changing() as db:
+            self._drop_superseded(db)
+            db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", entries)
+
+    def _drop_superseded(self, db: sqlite3.Connection) -> None:
+        with self._lock:
+            superseded, self._superseded = self._superseded, {}
+        db.executemany(
+            "DELETE FROM entries WHERE name = ? AND serial <= ?", list(superseded.items())
+        )
+
+    # Reading -----------------------------------------------------------------------------------
+
+    def serials(self) -> dict[str, int]:
+        """Return the latest serial number of each name that has an entry."""
+        return dict(self._ask("SELECT name, MAX(serial) FROM entries GROUP BY name"))
+
+    def after(self, name: str, serial: int) -> list[tuple[int, bytes]]:
+        """Return the entries of a name behind a serial number, ascending, with their numbers."""
+        return self._ask(
+            "SELECT serial, payload FROM entries WHERE name = ? AND serial > ? ORDER BY serial",
+            (name, serial),
+        )
+
+    def check(self) -> bool:
+        """Read all of it; false where it was damaged and is in the quarantine now."""
+        n_before = self._events.counts().get(EventKind.JOURNAL_DAMAGED, 0)
+        rows = self._ask("PRAGMA integrity_check")
+        if rows and rows != [("ok",)]:
+            with self._use:
+                self._put_away(str(rows[0][0]))
+        return self._events.counts().get(EventKind.JOURNAL_DAMAGED, 0) == n_before
+
+    def _ask(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        if not self._path.exists():
+            return []
+        with self._use:
+            for _ in range(2):
+                try:
+                    return self._opened().execute(sql, values).fetchall()
+                except sqlite3.Error as error:
+                    if not is_damage(error):
+                        raise StoreError(f"{self._path} cannot be read ({error})") from error
+                    self._put_away(str(error))
+        return []
+
+    # The file ----------------------------------------------------------------------------------
+
+    def _opened(self) -> sqlite3.Connection:
+        """Return the connection, made anew where another process has replaced the file."""
+        if self._is_closed:
+            raise StoreError("the store is closed; open it again")
+        inode = 0
+        with contextlib.suppress(FileNotFoundError):
+            inode = self._path.stat().st_ino
+        if self._db is None or inode != self._inode:
+            self._let_go()
+            if not inode:
+                os.close(os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+            db = self._connect()
+            try:
+                self._prepare(db)
+            except BaseException:
+                db.close()
+                raise
+            self._db, self._inode = db, self._path.stat().st_ino
+        return self._db
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(
+            self._path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+        )
+
+    @staticmethod
+    def _prepare(db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # see ``tidy``
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                for statement in _SCHEMA:
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise StoreError(
+                    f"the journal of the store is of version {version}, this one knows "
+                    f"{SCHEMA_VERSION}; use the version of kvcellar that wrote it"
+                )
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+        db.execute("COMMIT")
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that is durable when the block is left. Only within ``_use``."""
+        try:
+            db = self._opened()
+            db.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._put_away(str(error))
+            db = self._opened()
+            db.execute("BEGIN IMMEDIATE")
+        try:
+            yield db
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"the journal of the store cannot be written ({error})") from error
+
+    def _put_away(self, why: str) -> None:
+        self._let_go()
+        for suffix in ("", "-wal", "-shm"):
+            self._folder.put_away(self._path.with_name(self._path.name + suffix))
+        self._events.add(
+            EventKind.JOURNAL_DAMAGED,
+            str(self._path),
+            f"{why}; moved to quarantine; turns that no reference says yet are lost",
+        )
+
+    def _let_go(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None

@@ -1,0 +1,241 @@
+"""A turn that was acknowledged is there after whatever happens, as tokens and messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar.agents.durable import stored_state
+from kvcellar.errors import StoreError, UnknownReferenceError
+from kvcellar.store import Store, StoreConfig
+from kvcellar.store.journal import Journal
+from tests.agents.crashing import CONFIG, NAMES, new_tokens
+from tests.agents.fakes import GREEDY, manager, run, tokens_of, turn
+from tests.agents.test_crash import server, states_of
+from tests.store.fakes import QUICK
+
+N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "40"))
+
+
+def test_every_acknowledged_turn_is_there_after_a_kill() -> None:
+    """At forty random moments, with a disk that is too slow for the saves."""
+    rng = np.random.default_rng(5)
+    n_behind = 0
+    with server() as process, tempfile.TemporaryDirectory(dir=QUICK) as name:
+        folder = Path(name)
+        done = dict.fromkeys(NAMES, 0)
+        begun = dict.fromkeys(NAMES, 0)
+        for kill in range(N_KILLS):
+            process.stdin.write(f"{folder} {kill} acknowledged\n")
+            process.stdin.flush()
+            pid = int(process.stdout.readline().split()[1])
+            assert process.stdout.readline() == "open\n"
+            n_turns = int(rng.integers(1, 6))
+            is_killed = False
+            for line in iter(process.stdout.readline, "end\n"):
+                word, agent_id, n = line.split()
+                assert word in ("begin", "done"), line
+                (begun if word == "begin" else done)[agent_id] = int(n)
+                n_turns -= word == "done"
+                if n_turns <= 0 and not is_killed:
+                    time.sleep(float(rng.exponential(0.004)))
+                    os.kill(pid, signal.SIGKILL)
+                    is_killed = True
+            with Store(folder, CONFIG) as store:
+                published = {
+                    n.partition("@")[0]: len(store.get(n).tokens) for n in store.revisions()
+                }
+            with manager(folder, config=CONFIG) as agents:
+                for agent_id in NAMES:
+                    n = run(agents.describe(agent_id)).n_turns
+                    assert done[agent_id] <= n <= begun[agent_id]
+                    assert tokens_of(agents, agent_id) == states_of(agent_id, n)[n]
+                    n_behind += published[agent_id] < len(tokens_of(agents, agent_id))
+                    done[agent_id] = begun[agent_id] = n
+        assert sum(done.values()) > N_KILLS
+        assert n_behind > N_KILLS / 4, "the saves were fast enough, so nothing was shown"
+        with manager(folder, config=CONFIG) as agents:
+            for agent_id in NAMES:
+                n = run(agents.describe(agent_id)).n_turns
+                run(turn(agents, agent_id, tokens=new_tokens(agent_id, n)))
+                assert tokens_of(agents, agent_id) == states_of(agent_id, n + 1)[n + 1]
+
+
+class Held:
+    """Keeps the store's writer from writing until it is let go."""
+
+    def __init__(self, store: Store) -> None:
+        self.go = threading.Event()
+        is_here = threading.Event()
+
+        def wait() -> None:
+            is_here.set()
+            self.go.wait(60)
+
+        assert store._writer.offer(wait, 0)
+        assert is_here.wait(60)
+
+
+def conversation_of(agents: Any, agent_id: str) -> list[Any]:
+    return list(agents.conversation(agent_id))
+
+
+def test_a_turn_is_durable_before_its_end_is_told_whatever_waits_to_be_written(
+    tmp_path: Path,
+) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("a", system="Be kind."))
+        run(turn(agents, "a", "first"))
+        agents.store.flush()
+        held = Held(agents.store)
+        for text in ("second", "third"):
+            run(turn(agents, "a", text))
+        run(agents.rewind("a", turn=2))
+        run(turn(agents, "a", "fourth"))
+        want = tokens_of(agents, "a"), conversation_of(agents, "a")
+        with manager(tmp_path) as others:  # as after a kill: nothing of it is published
+            assert len(others.store.get(others.store.reference_names()[0]).tokens) < len(want[0])
+            assert (tokens_of(others, "a"), conversation_of(others, "a")) == want
+            info = run(others.describe("a"))
+            assert info.n_turns == 3 and info.n_stored < info.n_tokens
+            assert [turn.stop for turn in others.turns("a")][-1] == info.n_tokens
+            end = run(turn(others, "a", "fifth"))
+            assert end.usage.prompt_tokens > len(want[0])
+            assert tokens_of(others, "a")[: len(want[0]) - 1] == want[0][:-1]
+        held.go.set()
+
+
+def test_an_agent_that_was_never_published_is_there_from_the_journal_alone(tmp_path: Path) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", "one"))
+        run(turn(agents, "a", "two"))
+        want = tokens_of(agents, "a"), conversation_of(agents, "a")
+        agent = agents._agent("a")
+        agent.mark = None
+        agent.advance()
+        run(agents._publisher.make_durable(agent))
+        name = agent.name
+    with Store(tmp_path) as store:
+        entries = store.recorded(name)
+        store.delete(name)
+        assert not store.recorded(name) and not store.recorded_serials()
+        store.record(name, *entries[-1])
+    with manager(tmp_path) as agents:
+        assert (tokens_of(agents, "a"), conversation_of(agents, "a")) == want
+        assert agents.list()[0].n_stored == 0
+        run(turn(agents, "a", "three"))
+        run(agents.pause("a"))
+    with Store(tmp_path) as store:
+        assert store.get(name).n_stored
+
+
+def test_what_is_published_is_let_go_of(tmp_path: Path) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+        for i in range(20):
+            run(turn(agents, "a", f"turn {i}"))
+        run(agents.pause("a"))
+        (name,) = agents.store.reference_names()
+    with Store(tmp_path) as store:
+        assert not store.recorded(name)
+        ref = store.get(name)
+        assert ref.serial and len(stored_state(store, name).tokens) == len(ref.tokens)
+
+
+def test_a_deleted_agent_does_not_come_back(tmp_path: Path) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", "one"))
+        held = Held(agents.store)
+        run(turn(agents, "a", "two"))
+        held.go.set()
+        run(agents.delete("a"))
+    with manager(tmp_path) as agents:
+        assert agents.list() == []
+        run(agents.create("a"))
+        assert run(agents.describe("a")).n_turns == 0
+
+
+@pytest.mark.parametrize("damage", ["entry", "file", "garbage"])
+def test_a_damaged_journal_costs_what_it_alone_said_and_says_so(
+    damage: str, tmp_path: Path
+) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+        run(agents.create("b"))
+        run(turn(agents, "a", "one"))
+        agents.store.flush()
+        published = tokens_of(agents, "a")
+        agent = agents._agent("a")
+        serial = agent.serial
+    with Store(tmp_path) as store:
+        store.record(agent.name, serial + 1, b"x" * 500)
+    journal = tmp_path / "journal.sqlite"
+    if damage == "file":
+        journal.write_bytes(b"no database" * 1000)
+    elif damage == "garbage":
+        data = bytearray(journal.read_bytes())
+        data[100:] = bytes(len(data) - 100)
+        journal.write_bytes(data)
+    with manager(tmp_path) as agents:
+        assert {info.agent_id for info in agents.list()} == {"a", "b"}
+        assert tokens_of(agents, "a") == published
+        assert "journal_damaged" in [event.kind for event in agents.store.take_events()]
+        run(turn(agents, "a", "two"))
+        want = tokens_of(agents, "a")
+        agents.store.verify()
+    with manager(tmp_path) as agents:
+        assert tokens_of(agents, "a") == want
+
+
+def test_a_turn_that_cannot_be_recorded_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("a"))
+
+        def full(*_: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        held = Held(agents.store)
+        monkeypatch.setattr(Journal, "_drop_superseded", full)
+        with pytest.raises(StoreError, match="cannot be written"):
+            agents.store.record("x", 1, b"")
+        end = run(turn(agents, "a", "one"))
+        assert any("not on disk yet" in note for note in end.usage.notes), end.usage.notes
+        monkeypatch.undo()
+        held.go.set()
+        run(turn(agents, "a", "two"))
+        want = tokens_of(agents, "a")
+    with manager(tmp_path) as agents:
+        assert tokens_of(agents, "a") == want
+
+
+def test_entries_that_come_at_one_time_are_written_together(tmp_path: Path) -> None:
+    with Store(tmp_path, StoreConfig(warm_bytes=0)) as store:
+        threads = [
+            threading.Thread(target=store.record, args=(f"a{i}@x", i + 1, bytes(i)))
+            for i in range(24)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.recorded_serials() == {f"a{i}@x": i + 1 for i in range(24)}
+        with pytest.raises(UnknownReferenceError):
+            stored_state(store, "nobody@x")
+
+
+def test_an_unnamed_first_turn_is_not_recorded(tmp_path: Path) -> None:
+    with manager(tmp_path) as agents:
+        run(agents.create("chat-1", is_passing=True))
+        run(turn(agents, "chat-1", "one", params=GREEDY))
+        assert not agents.store.recorded_serials()
