@@ -112,6 +112,10 @@ class AgentNameError(AgentError, ValueError):
     """A text cannot name an agent: its characters, or its length, are not those of a name."""
 
 
+class NameTakenError(AgentError):
+    """Another agent has that name already."""
+
+
 class UnknownAgentError(KVCellarError, KeyError):
     """No agent of that name is known."""
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from kvcellar.agents.records import Agent
+from kvcellar.engine import SamplingParams
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -89,14 +90,19 @@ def test_tokens_go_behind_the_history(live):
 
 def test_it_is_said_why_something_was_computed_again(live):
     live.post("/v1/agents", {"id": "changed", "system": "First. " * 20})
-    body = {"agent_id": "changed", **SHORT}
+
+    async def turn(messages):
+        """Of the library, which does what it is told."""
+        params = SamplingParams(max_tokens=6)
+        async for _ in live.service.agents.generate("changed", messages=messages, params=params):
+            pass
+
     messages = [{"role": "system", "content": "First. " * 20}, {"role": "user", "content": "Q?"}]
-    first = live.post("/v1/chat/completions", {**body, "messages": messages})
+    live.run(turn(messages))
     assert live.get("/v1/agents/changed/why")["miss"] is None
-    messages[0]["content"] = "Second. " * 20
-    messages.append(first["choices"][0]["message"])
-    messages.append({"role": "user", "content": "And?"})
-    live.post("/v1/chat/completions", {**body, "messages": messages})
+    messages = list(live.get("/v1/agents/changed")["messages"])
+    messages[0] = {"role": "system", "content": "Second. " * 20}
+    live.run(turn([*messages, {"role": "user", "content": "And?"}]))
     miss = live.get("/v1/agents/changed/why")["miss"]
     assert miss["cause"] == "system" and miss["tokens_lost"] > 20
     assert "First" in miss["was"] and "Second" in miss["became"] and miss["advice"]

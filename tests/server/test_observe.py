@@ -144,6 +144,7 @@ def test_to_look_is_not_to_use(live):
 
 
 def test_a_running_answer_is_seen_in_the_map(live):
+    live.post("/v1/agents", {"id": "runner"})
     body = {"messages": [{"role": "user", "content": "Run. " * 40}], "stream": True}
     body |= {"agent_id": "runner", "max_tokens": 2000, "ignore_eos": True}
     with live.http.stream("POST", "/v1/chat/completions", json=body) as response:

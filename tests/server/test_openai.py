@@ -248,16 +248,17 @@ def test_the_asynchronous_client_streams_many_at_once(live):
 
 
 def test_a_named_agent_takes_the_turn_and_is_there_afterwards(client, live):
-    more = {"extra_body": {"session_id": "named-by-body"}}
-    answer = ask(client, **more)
+    more = {"extra_body": {"agent_id": "named-by-body"}}
+    create = {"X-Agent-Create": "true"}
+    answer = ask(client, extra_headers=create, **more)
     assert answer.model_extra["kvcellar"]["agent_id"] == "named-by-body"
-    ask(client, extra_headers={"X-Agent-Id": "named-by-header"})
+    ask(client, extra_headers={"X-Agent-Id": "named-by-header", **create})
     ids = {agent["id"] for agent in live.get("/v1/agents")["data"]}
     assert {"named-by-body", "named-by-header"} <= ids
-    with pytest.raises(openai.BadRequestError, match="names several agents"):
+    with pytest.raises(openai.BadRequestError, match="names two agents"):
         ask(client, extra_headers={"X-Agent-Id": "other"}, **more)
     with pytest.raises(openai.BadRequestError, match="cannot name an agent"):
-        ask(client, extra_body={"agent_id": "../../etc/passwd"})
+        ask(client, extra_headers=create, extra_body={"agent_id": "../../etc/passwd"})
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_numbers(client):

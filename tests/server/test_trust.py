@@ -172,6 +172,7 @@ def test_too_many_requests_are_told_to_come_back(strict):
 def test_a_request_that_finds_no_room_in_time_is_told_who_has_it(strict):
     """The engine stands still meanwhile: whoever runs has the cells until it is let go."""
     gate = threading.Event()
+    strict.http.post("/v1/agents", json={"id": "holder"}, headers=key())
     held = Held(strict, agent_id="holder")
     next(held.lines)
     (host,) = strict.service.models.hosts()  # loaded for the one before, if not earlier

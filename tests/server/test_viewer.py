@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from kvcellar.engine import SamplingParams
 from tests.server.live import PATIENCE_S, serving
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser")) if p), None)
@@ -194,10 +195,16 @@ def test_everything_is_done_by_keys(open_page, shown):
 
 
 def test_it_is_said_what_was_computed_again(open_page, shown):
-    body = {"agent_id": "misser", **SHORT}
-    for system in ("Old words. " * 20, "New words. " * 20):
+    shown.post("/v1/agents", {"id": "misser"})
+
+    async def turn(system):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "Q?"}]
-        shown.post("/v1/chat/completions", {**body, "messages": messages})
+        params = SamplingParams(max_tokens=6)
+        async for _ in shown.service.agents.generate("misser", messages=messages, params=params):
+            pass
+
+    for system in ("Old words. " * 20, "New words. " * 20):
+        shown.run(turn(system))
     page = open_page()
     chosen(page, "misser")
     page.locator("#miss summary").click()

@@ -3,7 +3,9 @@
 Start in ``manager.py``.
 """
 
+from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message, TemplateReport, check_template
+from kvcellar.agents.joining import Joined
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
@@ -21,6 +23,8 @@ __all__ = [
     "AgentUsage",
     "BroughtBack",
     "Capacity",
+    "Gate",
+    "Joined",
     "MemoryPlan",
     "Message",
     "Miss",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ import numpy as np
 from kvcellar.agents.checking import check_said
 from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message
+from kvcellar.agents.joining import Joined, join
 from kvcellar.agents.misses import Miss, common_prefix
 from kvcellar.agents.models import ModelHost, ModelRegistry
 from kvcellar.agents.places import Place, Places
@@ -53,6 +55,7 @@ from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenE
 from kvcellar.errors import (
     AgentError,
     EngineClosedError,
+    NameTakenError,
     PromptError,
     StoreError,
     UnknownAgentError,
@@ -240,21 +243,90 @@ class AgentManager:
                 best, found = (n, agent.used_s), agent.agent_id
         return found
 
+    async def has(self, agent_id: str) -> bool:
+        """Whether there is an agent of that name, with any model."""
+        if self._known(agent_id, None) is None:
+            await self.refresh()
+        return self._known(agent_id, None) is not None
+
+    async def join(
+        self, agent_id: str, messages: Sequence[Mapping[str, Any]], *, model: str | None = None
+    ) -> Joined:
+        """Find out where a conversation for a named agent goes on: in its history, or in a branch.
+
+        Args:
+            agent_id: whom the conversation is for.
+            messages: the whole conversation, or what is new in it.
+            model: who will answer.
+
+        Returns:
+            How the messages meet the agent's history, where they continue it; else, how they meet
+            that of the branch that has most of them in common. Where they do not continue that
+            either, make another with ``branch``.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        await self.refresh()
+        agent = self._known(agent_id, model) or await self._sought(agent_id)
+        joined = join(agent, messages, self.rules)
+        if joined.is_continuing:
+            return joined
+        with self._lock:
+            branches = [a for a in self._agents.values() if a.branch_of == agent_id]
+        found = [join(a, messages, self.rules) for a in branches if a.model == agent.model]
+        likely = [joined, *(one for one in found if not one.is_appended)]
+        return max(likely, key=lambda one: (one.is_continuing, one.n_common, one.n_turns))
+
+    async def branch(self, agent_id: str, joined: Joined, *, model: str | None = None) -> AgentInfo:
+        """Fork an agent for a conversation that does not continue it, where the two part.
+
+        Args:
+            agent_id: the named agent; the branch is called after it: ``poet.2``, ``poet.3``, ...
+            joined: what ``join`` has found.
+            model: who will answer.
+
+        Raises:
+            UnknownAgentError: the agent is gone.
+            AgentError: its history has changed; nothing was made.
+            StoreError: the branch cannot be saved; nothing was made.
+        """
+        parent = self._known(joined.agent_id, model) or await self._sought(joined.agent_id)
+        for number in itertools.count(2):
+            new_id = derived_id(agent_id, f".{number}")
+            if not await self.has(new_id):
+                with contextlib.suppress(NameTakenError):  # by somebody else, just now
+                    return await self.fork(
+                        parent.agent_id,
+                        new_id,
+                        turn=joined.n_turns,
+                        model=parent.model,
+                        branch_of=agent_id,
+                    )
+        raise AssertionError("there is always another number")
+
     def place_of(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         model: str,
+        likely: str | None = None,
     ) -> Place | None:
         """Where a conversation goes on from: the longest answered beginning that an agent has.
 
         Unlike ``identify`` it finds agents that have gone another way since; fork them there. It
         looks among the agents that are known: ``refresh`` takes in those of other processes.
+
+        Args:
+            messages: the whole conversation; the last one is to be answered.
+            tools: definitions of its tools.
+            model: of the agents that may be meant.
+            likely: id of the agent that is preferred where several have as much.
         """
         with self._lock:
             agents = [a for a in self._agents.values() if a.model == model and a.turns]
-        return self._places.find(agents, messages, tools)
+        return self._places.find(agents, messages, tools, likely)
 
     def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
         """The agents of a model that is in memory: id, tokens, and the request that runs for it."""
@@ -375,6 +447,7 @@ class AgentManager:
         turn: int | None = None,
         model: str | None = None,
         is_passing: bool = False,
+        branch_of: str | None = None,
     ) -> AgentInfo:
         """A new agent that shares the beginning of another; no KV is copied, here or on disk.
 
@@ -387,6 +460,7 @@ class AgentManager:
             turn: or turns to share, from the beginning, or from the end where negative.
             model: of the parent, where agents of that name belong to several.
             is_passing: save nothing of it until its next turn, or until its model goes.
+            branch_of: id of the named agent whose clients are answered by the new one too.
 
         Raises:
             UnknownAgentError: there is no such parent.
@@ -421,6 +495,7 @@ class AgentManager:
             request_id=None,
             expected=[],
             is_passing=is_passing,
+            branch_of=branch_of,
         )
         child.cut(at)
         await self._register(child, host)
@@ -651,6 +726,7 @@ class AgentManager:
         deadline_s: float | None = None,
         answer: AnswerFn | None = None,
         on_start: StartFn | None = None,
+        is_continuing: bool = False,
     ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
         """One turn: what is new in, events out, the last a :class:`TurnEnd`.
 
@@ -672,9 +748,12 @@ class AgentManager:
             deadline_s: longest time to wait for room; None for any.
             answer: from its text to the message that is kept, such as one with tool calls.
             on_start: told what the turn is and what the cache has of it, before it is queued.
+            is_continuing: refuse ``messages`` that do not continue the agent's history.
 
         Raises:
             UnknownAgentError: there is none of that name.
+            AgentError: the messages do not continue its history, though they have to; nothing was
+                changed.
             PromptError: there is nothing to answer, or no room for it; nothing was changed.
             ModelError: the model cannot be loaded, or its template refuses the messages; nothing
                 was changed.
@@ -689,6 +768,11 @@ class AgentManager:
             agent = self._on_model(agent, host)
             async with agent.gate:
                 await self._publisher.refresh(agent)
+                if is_continuing and not join(agent, messages or (), self.rules).is_continuing:
+                    raise AgentError(
+                        f"the history of agent {agent_id!r} was changed while this turn waited for "
+                        f"its own; nothing was changed by it; send it again"
+                    )
                 turn = plan_turn(agent, host, text, messages, tokens, tools, role, self.rules)
                 turn.answer = answer
                 request = Request(tuple(turn.tokens), params, priority, deadline_s)
@@ -878,7 +962,7 @@ class AgentManager:
         with self._lock:
             is_taken = agent.name in self._agents or agent.name in self._claimed
             if is_taken or self.store.has_reference(agent.name):
-                raise AgentError(
+                raise NameTakenError(
                     f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; "
                     f"choose another name, or delete it"
                 )

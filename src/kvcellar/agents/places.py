@@ -49,6 +49,7 @@ class Places:
         agents: Iterable[Agent],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        likely: str | None = None,
     ) -> Place | None:
         """The place with most tokens; None where no agent has answered a beginning of it.
 
@@ -56,10 +57,11 @@ class Places:
             agents: those that may be meant.
             messages: the whole conversation; the last one is to be answered.
             tools: definitions of its tools.
+            likely: id of the agent that is preferred where several have as many tokens.
         """
         cleaned = [clean_message(message, self._rules) for message in messages[:-1]]
         wanted = self._chain(cleaned, canonical_tools(tools, self._rules))
-        best: tuple[tuple[int, bool, bool, float], Place] | None = None
+        best: tuple[tuple[int, bool, bool, bool, float], Place] | None = None
         alive = set()
         for agent in agents:
             alive.add(agent.name)
@@ -72,7 +74,8 @@ class Places:
             assert position is not None
             is_end = at == len(agent.messages) - 1 and position == len(agent.tokens)
             is_busy = agent.gate.is_taken
-            rank = (position, is_end, not is_busy, agent.used_s)
+            is_likely = agent.agent_id == likely
+            rank = (position, is_likely and is_end, is_end, not is_busy, agent.used_s)
             if best is None or rank > best[0]:
                 place = Place(agent.agent_id, agent.model, position, at + 1, is_end, is_busy)
                 best = rank, place

@@ -223,6 +223,11 @@ class Agent:
             )
         return at
 
+    def turns_with_ends(self) -> list[tuple[Turn, int]]:
+        """The turns, each with the messages up to its end; as many as before it for raw tokens."""
+        ends = [*(turn.n_messages for turn in self.turns[1:]), len(self.messages)]
+        return list(zip(self.turns, ends, strict=False))
+
     def cut(self, position: int) -> None:
         """Go back to the first ``position`` tokens, and to the messages that they say whole.
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Annotated, Any, Protocol
 
+from fastapi import Depends, Header
 from starlette.requests import Request
 
 from kvcellar.engine import SamplingParams
 from kvcellar.server.calls import read_arguments
-from kvcellar.server.chat import Ended
+from kvcellar.server.chat import Ended, Started
+from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.base import AskBody
 from kvcellar.server.schemas.openai import Message, NamedTool, SamplingFields, ToolCall
@@ -17,7 +20,9 @@ from kvcellar.server.service import Service
 from kvcellar.server.tools import ToolChoice, told
 
 __all__ = [
-    "agent_of",
+    "READS_AGENT",
+    "agent_facts",
+    "answer_headers",
     "extra_of",
     "ignored_of",
     "note",
@@ -26,12 +31,23 @@ __all__ = [
     "predictions",
     "sampling_of",
     "service_of",
+    "tell_agent",
     "text_of",
     "tool_choice_of",
     "usage_extra",
+    "whose_of",
 ]
 
 _SEEDS = 1 << 63
+
+_SESSION_HEADERS = (
+    "x-session-affinity",
+    "x-opencode-session",
+    "x-claude-code-session-id",
+    "session_id",
+    "session-id",
+)
+"""What OpenCode, Claude Code and Codex call their conversations in."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -50,19 +66,77 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def agent_of(request: Request, *named: str | None) -> str | None:
-    """The agent that a client names, in a header or in the body.
+async def agent_headers(
+    request: Request,
+    x_agent_id: Annotated[
+        str | None,
+        Header(
+            description="The agent whose turn it is. It has to be there, and its history is never "
+            "replaced: what does not continue it is put behind it or answered by a branch, and "
+            "the answer says so."
+        ),
+    ] = None,
+    x_agent_create: Annotated[
+        bool | None, Header(description="Make the agent of that name where there is none.")
+    ] = None,
+    x_session_id: Annotated[
+        str | None,
+        Header(description="What the client calls its conversation: a hint where to look."),
+    ] = None,
+) -> None:
+    """Read the headers that say whom a request is for; a dependency of the routes that do.
+
+    It is how these headers come into ``/openapi.json``.
+    """
+    sessions = (x_session_id, *(request.headers.get(name) for name in _SESSION_HEADERS))
+    session = next((one for one in sessions if one), None)
+    request.scope["kvcellar.whose"] = Whose(x_agent_id or None, bool(x_agent_create), session)
+
+
+READS_AGENT = Depends(agent_headers)
+"""Of a route that asks ``whose_of``."""
+
+
+def whose_of(request: Request, name: str | None, *sessions: str | None) -> Whose:
+    """Find out whom a request is for, from its headers and its body.
+
+    Args:
+        request: its route depends on ``READS_AGENT``.
+        name: of an agent, in the body.
+        sessions: what the body calls the conversation, in the fields that a protocol has for it.
 
     Raises:
-        ApiError: 400, it names two.
+        ApiError: 400, header and body name two agents.
     """
-    headers = (request.headers.get("x-agent-id"), request.headers.get("x-session-id"))
-    found = {name for name in (*headers, *named) if name}
-    if len(found) > 1:
+    said: Whose = request.scope["kvcellar.whose"]
+    if name and said.name and name != said.name:
         raise ApiError(
-            400, f"the request names several agents: {', '.join(sorted(found))}", "two_agents"
+            400,
+            f"the request names two agents: {said.name[:128]!r} as a header and {name!r} in its "
+            f"body",
+            "two_agents",
+            param="agent_id",
         )
-    return found.pop() if found else None
+    session = next((one for one in (said.session, *sessions) if one), None)
+    return replace(said, name=said.name or name or None, session=session)
+
+
+def agent_facts(event: Started | Ended) -> dict[str, str]:
+    """Say whose turn it is, and what is to be known of that, for ``kvcellar`` in an answer."""
+    notice = {} if event.notice is None else {"notice": event.notice}
+    return {"agent_id": event.agent_id, **notice}
+
+
+def answer_headers(event: Started | Ended) -> dict[str, str]:
+    """Say the same as headers."""
+    facts = agent_facts(event)
+    notice = {"x-agent-notice": facts["notice"]} if "notice" in facts else {}
+    return {"x-agent-id": event.agent_id.encode("ascii", "replace").decode(), **notice}
+
+
+def tell_agent(request: Request, event: Started) -> None:
+    """Have a stream's response say whose turn it is, as long as nothing of it was sent."""
+    request.scope["kvcellar.headers"] = answer_headers(event)
 
 
 def sampling_of(
@@ -178,7 +252,7 @@ def ignored_of(body: AskBody) -> dict[str, str]:
 def extra_of(end: Ended, body: AskBody) -> dict[str, Any]:
     """What there is to know of an answer in a conversation that its protocol has no field for."""
     return {
-        "agent_id": end.agent_id,
+        **agent_facts(end),
         "finish_cause": end.cause,
         "ignored": list(body.ignored),
         **usage_extra(end.usage),

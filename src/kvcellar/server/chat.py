@@ -28,6 +28,7 @@ from kvcellar.server.calls import (
     say_calls,
     say_tools,
 )
+from kvcellar.server.conversations import Seat, Whose
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import MOST_CALLS, Held, TokenGuide
 from kvcellar.server.service import Service
@@ -77,7 +78,7 @@ class Ask:
         is_parallel: whether an answer may have several calls.
         schema: JSON schema that an answer without calls has to follow.
         is_strict: whether a schema that no grammar can hold whole is refused.
-        agent_id: whose turn; None: whoever's history it continues.
+        whose: whom it is for, as the client says it.
         pins: what to keep in the cache.
     """
 
@@ -89,7 +90,7 @@ class Ask:
     is_parallel: bool = True
     schema: Mapping[str, Any] | None = None
     is_strict: bool = True
-    agent_id: str | None = None
+    whose: Whose = field(default_factory=Whose)
     pins: Sequence[Pin] = ()
 
 
@@ -103,6 +104,7 @@ class Started:
         prompt_tokens: all of them.
         cached_tokens: of these, those that the cache had when it was queued.
         pinned_tokens: leading tokens that somebody asked to keep.
+        notice: what the client should know of whose turn it is.
     """
 
     agent_id: str
@@ -110,6 +112,7 @@ class Started:
     prompt_tokens: int
     cached_tokens: int
     pinned_tokens: int
+    notice: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class Ended:
         agent_id: whose turn it was.
         model: who answered.
         pinned_tokens: as in :class:`Started`.
+        notice: as in :class:`Started`.
     """
 
     reason: str
@@ -158,6 +162,7 @@ class Ended:
     agent_id: str
     model: str
     pinned_tokens: int = 0
+    notice: str | None = None
 
     @property
     def is_inside_call(self) -> bool:
@@ -203,10 +208,10 @@ async def answer(service: Service, ask: Ask) -> AsyncGenerator[ChatEvent, None]:
             service.models.registry.use(name) as host,
             _planned(service, host, ask) as plan,
             service.conversations.seat(
-                plan.messages, plan.tools, model=name, agent_id=ask.agent_id
+                plan.messages, plan.tools, model=name, whose=ask.whose
             ) as seat,
         ):
-            events = _events(service, host, ask, plan, seat.agent_id)
+            events = _events(service, host, ask, plan, seat)
             async with contextlib.aclosing(events):
                 async for event in events:
                     seat.has_answered |= isinstance(event, Ended)
@@ -254,10 +259,14 @@ def _in_words_of(
 
 
 async def _events(
-    service: Service, host: ModelHost, ask: Ask, plan: _Plan, agent_id: str
+    service: Service, host: ModelHost, ask: Ask, plan: _Plan, seat: Seat
 ) -> AsyncGenerator[ChatEvent, None]:
     call_ids = f"c{uuid.uuid4().hex[:7]}"  # with the call's number 9 characters, as Mistral wants
     parser = CallParser(call_ids)
+    plan.messages = [dict(message) for message in seat.messages]
+    tools = plan.tools
+    if tools is None and not seat.is_appended:  # whoever sends what is new alone keeps its tools
+        tools = []
 
     def keep(text: str) -> dict[str, Any]:
         """The message that clients will send back for this answer."""
@@ -277,17 +286,18 @@ async def _events(
             plan.is_in_thought = parser.is_in_thought = _opens_thought(host, tokens)
         n_pinned = _tokens_of_pin(host, plan, ask)
         name = service.models.public(host.name)
-        plan.start = Started(agent_id, name, len(tokens), n_cached, n_pinned)
+        plan.start = Started(seat.agent_id, name, len(tokens), n_cached, n_pinned, seat.notice)
 
     turn = service.agents.generate(
-        agent_id,
+        seat.agent_id,
         messages=plan.messages,
-        tools=plan.tools if plan.tools is not None else [],
+        tools=tools,
         params=replace(ask.params, guide=plan.guide if plan.held and plan.held.begin else None),
         model=host.name,
         deadline_s=service.config.wait_s,
         answer=keep,
         on_start=on_start,
+        is_continuing=seat.is_continuing,
     )
     started_s, last_s, n_seen = time.perf_counter(), None, 0
     async with contextlib.aclosing(turn):
@@ -350,6 +360,7 @@ def _ended(event: TurnEnd, parser: CallParser, model: str, plan: _Plan) -> Ended
         agent_id=event.agent_id,
         model=model,
         pinned_tokens=plan.start.pinned_tokens if plan.start else 0,
+        notice=plan.start.notice if plan.start else None,
     )
 
 

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents import AgentManager
+from kvcellar.agents import AgentManager, Gate
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
-__all__ = ["Conversations", "Seat"]
+__all__ = ["Conversations", "Seat", "Whose"]
 
 UNNAMED = "chat-"
 """How the ids of conversations begin that nobody named."""
+
+MAX_SESSIONS = 4096
+"""Session ids of clients whose last agent is remembered."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """Whom a request is for, as its client says it.
+
+    Attributes:
+        name: of an agent. A person gave it, so it is a promise: the agent has to be there, and its
+            history is never replaced.
+        may_create: whether the agent of that name may be made where there is none.
+        session: what a client calls its own conversation: a hint where to look, never a name.
+        own_id: id of an agent that a protocol keeps for this one answer, and made for it.
+    """
+
+    name: str | None = None
+    may_create: bool = False
+    session: str | None = None
+    own_id: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +48,20 @@ class Seat:
 
     Attributes:
         agent_id: an agent that nobody else uses meanwhile, or a named one, which takes turns.
-        has_answered: set by whoever finished the turn; an unnamed one without it is forgotten.
+        messages: the whole conversation that is to be answered.
+        is_new: whether it was made for this request.
+        is_continuing: whether the messages have to continue the agent's history.
+        is_appended: whether the client sent what is new alone.
+        notice: what the client should know of the choice, in a sentence.
+        has_answered: set by whoever finished the turn; a new agent without it is forgotten.
     """
 
     agent_id: str
+    messages: Messages
     is_new: bool = False
+    is_continuing: bool = False
+    is_appended: bool = False
+    notice: str | None = None
     has_answered: bool = field(default=False)
 
 
@@ -40,29 +73,142 @@ class Conversations:
         self._agents = agents
         self._max_unnamed = max_unnamed
         self._taken: set[str] = set()
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._seats: dict[str, tuple[Gate, int]] = {}
+        """Per named agent that requests are for: one at a time, and how many there are."""
 
     @asynccontextmanager
     async def seat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         model: str,
-        agent_id: str | None = None,
+        whose: Whose,
     ) -> AsyncIterator[Seat]:
-        """The agent that a conversation belongs to, for as long as the block lasts.
+        """Find the agent that a conversation belongs to, for as long as the block lasts.
 
         Args:
-            messages: all of it, as the agents know it.
+            messages: what the client sent, as the agents know it; none for tokens that go behind a
+                named agent's history.
             tools: definitions of its tools.
             model: who answers.
-            agent_id: a name that the client gave; made where there is none.
+            whose: what the client said of it.
+
+        Raises:
+            UnknownAgentError: there is none of that name, and nobody asked to have it made.
         """
-        if agent_id is not None:
-            await self._named(agent_id, model)
-            yield Seat(agent_id)
-            return
-        seat = await self._unnamed(messages, tools, model)
+        if whose.own_id is not None:
+            await self._make(whose.own_id, model)
+            yield Seat(whose.own_id, messages)
+        elif whose.name is not None:
+            async with self._named(whose.name, whose.may_create, messages, model) as seat:
+                yield seat
+        else:
+            async with self._unnamed(messages, tools, model, whose.session) as seat:
+                yield seat
+
+    # Named -------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _named(
+        self, name: str, may_create: bool, messages: Messages, model: str
+    ) -> AsyncIterator[Seat]:
+        is_new = False
+        agent_id = name
+        while True:
+            async with self._alone(agent_id):
+                if agent_id == name and not await self._agents.has(name):
+                    if not may_create:
+                        raise await self._unknown(name)
+                    is_new = await self._make(name, model)
+                if not messages:
+                    seat = Seat(agent_id, messages, is_new)
+                else:
+                    joined = await self._agents.join(name, messages, model=model)
+                    if not joined.is_continuing:
+                        break
+                    if joined.agent_id != agent_id:  # a branch: as soon as it is free
+                        agent_id = joined.agent_id
+                        continue
+                    seat = Seat(agent_id, joined.messages, is_new, is_continuing=True)
+                    seat.is_appended = joined.is_appended
+                    seat.notice = _notice(name, agent_id, is_appended=joined.is_appended)
+                try:
+                    yield seat
+                finally:
+                    if is_new and not seat.has_answered:
+                        await self._forget_unused(name, 0)
+                return
+        info = await self._agents.branch(name, joined, model=model)
+        agent_id = info.agent_id
+        async with self._alone(agent_id):
+            notice = _notice(name, agent_id, is_appended=False)
+            seat = Seat(agent_id, joined.messages, is_new=True, notice=notice)
+            try:
+                yield seat
+            finally:
+                if not seat.has_answered:
+                    await self._forget_unused(agent_id, info.n_turns)
+
+    async def _unknown(self, name: str) -> UnknownAgentError:
+        """Say that there is none of that name, and the way out."""
+        try:
+            await self._agents.describe(name)
+        except UnknownAgentError as error:
+            return UnknownAgentError(
+                f"{error}; make it with POST /v1/agents, or send the header X-Agent-Create: true "
+                f"to have it made on first use"
+            )
+        raise AssertionError(f"agent {name!r} is there")
+
+    async def _make(self, agent_id: str, model: str) -> bool:
+        """Make an agent where there is none of that name; whether that was done."""
+        if await self._agents.has(agent_id):
+            return False
+        try:
+            await self._agents.create(agent_id, model=model)
+        except AgentError:
+            if await self._agents.has(agent_id):  # another request made it meanwhile
+                return False
+            raise
+        return True
+
+    async def _forget_unused(self, agent_id: str, n_turns: int) -> None:
+        """Forget an agent that was made for a turn that never was."""
+        with contextlib.suppress(UnknownAgentError):
+            if len(self._agents.turns(agent_id)) <= n_turns:
+                await self._agents.forget(agent_id)
+
+    @asynccontextmanager
+    async def _alone(self, agent_id: str) -> AsyncIterator[None]:
+        """Hold a named agent: what is found out about it holds until its turn has ended."""
+        gate, n = self._seats.get(agent_id, (Gate(), 0))
+        self._seats[agent_id] = gate, n + 1
+        try:
+            async with gate:
+                yield
+        finally:
+            gate, n = self._seats.pop(agent_id)
+            if n > 1:
+                self._seats[agent_id] = gate, n - 1
+
+    # Unnamed -----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _unnamed(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        model: str,
+        session: str | None,
+    ) -> AsyncIterator[Seat]:
+        seat = await self._find(messages, tools, model, session)
+        if session is not None:
+            self._sessions[session] = seat.agent_id
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
         try:
             yield seat
         finally:
@@ -70,26 +216,23 @@ class Conversations:
             if seat.is_new and not seat.has_answered:
                 await self._forget(seat.agent_id)
 
-    async def _named(self, agent_id: str, model: str) -> None:
-        known = {(info.agent_id, info.model) for info in self._agents.list()}
-        if not any(agent_id == name for name, _ in known):
-            with contextlib.suppress(AgentError):  # another request made it meanwhile
-                await self._agents.create(agent_id, model=model)
-
-    async def _unnamed(
+    async def _find(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None,
         model: str,
+        session: str | None,
     ) -> Seat:
         await self._prune()
-        place = self._agents.place_of(messages, tools, model=model)
+        await self._agents.refresh()
+        likely = None if session is None else self._sessions.get(session)
+        place = self._agents.place_of(messages, tools, model=model, likely=likely)
         if place is not None:
             is_own = place.agent_id.startswith(UNNAMED)
             is_taken = place.is_busy or place.agent_id in self._taken
             if place.is_end and is_own and not is_taken:
                 self._taken.add(place.agent_id)
-                return Seat(place.agent_id)
+                return Seat(place.agent_id, messages)
             new_id = self._new_id()
             with contextlib.suppress(KVCellarError):  # it changed, or went, meanwhile
                 await self._agents.fork(
@@ -99,7 +242,7 @@ class Conversations:
                     model=place.model,
                     is_passing=True,
                 )
-                return Seat(new_id, is_new=True)
+                return Seat(new_id, messages, is_new=True)
             self._taken.discard(new_id)
         new_id = self._new_id()
         try:
@@ -107,7 +250,7 @@ class Conversations:
         except BaseException:
             self._taken.discard(new_id)
             raise
-        return Seat(new_id, is_new=True)
+        return Seat(new_id, messages, is_new=True)
 
     def _new_id(self) -> str:
         new_id = f"{UNNAMED}{uuid.uuid4().hex[:12]}"
@@ -123,3 +266,15 @@ class Conversations:
     async def _forget(self, agent_id: str) -> None:
         with contextlib.suppress(UnknownAgentError):
             await self._agents.forget(agent_id)
+
+
+def _notice(name: str, agent_id: str, *, is_appended: bool) -> str | None:
+    """What a client should know of where its messages went."""
+    if agent_id != name:
+        return (
+            f"this conversation does not continue the history of agent {name}, which is as it was; "
+            f"the answer is in its branch {agent_id}"
+        )
+    if is_appended:
+        return f"these messages were put behind the history of agent {name}"
+    return None

@@ -42,5 +42,5 @@ async def sse(
         ping=ping,
         ping_s=config.ping_s,
         send_timeout_s=config.send_timeout_s,
-        headers=headers,
+        headers={**(headers or {}), **request.scope.get("kvcellar.headers", {})},
     )

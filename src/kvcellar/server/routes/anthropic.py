@@ -14,13 +14,17 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.server.asking import (
-    agent_of,
+    READS_AGENT,
+    agent_facts,
+    answer_headers,
     extra_of,
     ignored_of,
     note,
     notes_of,
     predictions,
     service_of,
+    tell_agent,
+    whose_of,
 )
 from kvcellar.server.chat import (
     Ask,
@@ -60,7 +64,7 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
     return {"input_tokens": await count_tokens(service, ask)}
 
 
-@router.post("/v1/messages", response_model=None)
+@router.post("/v1/messages", response_model=None, dependencies=[READS_AGENT])
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """An answer in a conversation."""
     service = service_of(request)
@@ -84,7 +88,12 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         choice=_choice(body),
         is_parallel=not (choice and choice.disable_parallel_tool_use),
         schema=wanted.json_schema if wanted else None,
-        agent_id=agent_of(request, body.agent_id, body.session_id),
+        whose=whose_of(
+            request,
+            body.agent_id,
+            body.session_id,
+            body.metadata.user_id if body.metadata else None,
+        ),
         pins=pins,
     )
     message_id = new_id("msg_")
@@ -107,7 +116,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
             "usage": usage,
             "kvcellar": extra_of(end, body),
         },
-        headers={"x-agent-id": end.agent_id, **ignored_of(body)},
+        headers={**answer_headers(end), **ignored_of(body)},
     )
 
 
@@ -299,6 +308,9 @@ async def _frames(
                     "stop_sequence": None,
                     "usage": {**counts, "output_tokens": 1},
                 }
+                tell_agent(request, event)
+                if event.notice is not None:
+                    message["kvcellar"] = agent_facts(event)
                 yield said("message_start", message=message)
             elif isinstance(event, TextEvent):
                 if not event.text:

@@ -17,8 +17,17 @@ from kvcellar.engine import FinishEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError
-from kvcellar.server.asking import agent_of, ignored_of, note, predictions, sampling_of, service_of
+from kvcellar.server.asking import (
+    READS_AGENT,
+    ignored_of,
+    note,
+    predictions,
+    sampling_of,
+    service_of,
+    whose_of,
+)
 from kvcellar.server.chat import merged
+from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.openai import CompletionRequest
@@ -47,12 +56,13 @@ class _Choice:
         return self.end.text[n_seen:] if self.end is not None else ""
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, dependencies=[READS_AGENT])
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a prompt, or several, ``n`` times each; prompts that begin alike share their KV."""
     service = service_of(request)
     path = service.models.resolve(body.model)
-    agent_id = agent_of(request, body.agent_id, body.session_id)
+    whose = whose_of(request, body.agent_id)
+    headers = {} if whose.name is None else {"x-agent-id": whose.name}
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -61,8 +71,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         "system_fingerprint": "kvcellar",
     }
     choices: list[_Choice] = []
-    events = _events(service, path, body, agent_id, choices)
+    events = _events(service, path, body, whose, choices)
     if body.stream:
+        request.scope["kvcellar.headers"] = headers
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         frames = _frames(request, events, head, choices, body, wants_usage)
         return await sse(request, Stream(frames), headers=ignored_of(body))
@@ -85,14 +96,16 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         }
         for i, choice in enumerate(choices)
     ]
-    return JSONResponse({**head, "choices": found, "usage": usage}, headers=ignored_of(body))
+    return JSONResponse(
+        {**head, "choices": found, "usage": usage}, headers={**headers, **ignored_of(body)}
+    )
 
 
 async def _events(
     service: Service,
     path: str,
     body: CompletionRequest,
-    agent_id: str | None,
+    whose: Whose,
     choices: list[_Choice],
 ) -> AsyncGenerator[tuple[int, GeneratedToken], None]:
     """Tokens as they come, with the number of their choice; ``choices`` fills up on the way."""
@@ -113,7 +126,7 @@ async def _events(
                 f"{len(prompts)} prompts, {n} times each, are above {MOST_CHOICES} continuations",
                 param="n",
             )
-        if agent_id is not None and len(prompts) * n > 1:
+        if whose.name is not None and len(prompts) * n > 1:
             raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
         with service.admitted(len(prompts) * n):
             sources = []
@@ -128,7 +141,7 @@ async def _events(
                     logprobs=body.logprobs,
                     index=i % n,
                 )
-                if agent_id is None:
+                if whose.name is None:
                     sources.append(
                         lambda choice=choices[-1], params=params: _plain(
                             service, host, choice, params
@@ -137,7 +150,7 @@ async def _events(
                 else:
                     sources.append(
                         lambda choice=choices[-1], params=params: _of_agent(
-                            service, host, agent_id, choice, params
+                            service, host, whose, choice, params
                         )
                     )
             async with contextlib.aclosing(merged(sources)) as events:
@@ -167,12 +180,12 @@ async def _plain(
 
 
 async def _of_agent(
-    service: Service, host: ModelHost, agent_id: str, choice: _Choice, params: SamplingParams
+    service: Service, host: ModelHost, whose: Whose, choice: _Choice, params: SamplingParams
 ) -> AsyncGenerator[GeneratedToken, None]:
     """A continuation behind an agent's history, which grows by it."""
-    async with service.conversations.seat([], None, model=host.name, agent_id=agent_id):
+    async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
         turn = service.agents.generate(
-            agent_id,
+            seat.agent_id,
             tokens=choice.prompt,
             params=params,
             model=host.name,

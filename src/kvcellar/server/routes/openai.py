@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 from kvcellar.agents import ModelHost
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.asking import (
-    agent_of,
+    READS_AGENT,
+    agent_facts,
+    answer_headers,
     extra_of,
     ignored_of,
     note,
@@ -24,7 +26,9 @@ from kvcellar.server.asking import (
     predictions,
     sampling_of,
     service_of,
+    tell_agent,
     tool_choice_of,
+    whose_of,
 )
 from kvcellar.server.chat import (
     Ask,
@@ -83,12 +87,16 @@ async def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, dependencies=[READS_AGENT])
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """An answer in a conversation; of as many as ``n`` that share what came before."""
     service = service_of(request)
     path = service.models.resolve(body.model)
     asks = [_ask(service, request, body, i) for i in range(body.n or 1)]
+    if asks[0].whose.name is not None and len(asks) > 1:
+        raise ApiError(
+            400, "an agent gives one answer in a turn; leave n out, or fork the agent", param="n"
+        )
     if len(asks) + service.n_active > service.config.max_requests:
         with service.admitted(len(asks)):  # all of them or none
             pass
@@ -133,7 +141,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             "usage": usage,
             "kvcellar": extra_of(ends[0], body),
         },
-        headers={"x-agent-id": ends[0].agent_id, **ignored_of(body)},
+        headers={**answer_headers(ends[0]), **ignored_of(body)},
     )
 
 
@@ -165,7 +173,7 @@ def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> A
         is_parallel=body.parallel_tool_calls is not False,
         schema=_schema(body.response_format),
         is_strict=_is_strict(body.response_format),
-        agent_id=agent_of(request, body.agent_id, body.session_id) if not index else None,
+        whose=whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key),
     )
 
 
@@ -274,17 +282,20 @@ async def _frames(
     more = {"usage": None} if wants_usage else {}
     service = service_of(request)
     ends: dict[int, Ended] = {}
-    agent_id = None
+    said: dict[str, Any] = {}
 
     def chunk(index: int, delta: dict[str, Any], **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": None, **fields}
-        return frame({**head, "choices": [choice], **more})
+        return frame({**head, "choices": [choice], **more, **said})
 
     async with contextlib.aclosing(events):
         async for index, event in events:
             if isinstance(event, Started):
-                agent_id = agent_id or event.agent_id
+                if not index:
+                    tell_agent(request, event)
+                said = {} if event.notice is None else {"kvcellar": agent_facts(event)}
                 yield chunk(index, {"role": "assistant", "content": ""})
+                said = {}
             elif isinstance(event, TextEvent):
                 logprobs = None
                 if event.token is not None and event.token.logprob is not None:

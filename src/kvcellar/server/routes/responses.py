@@ -18,15 +18,18 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.asking import (
-    agent_of,
+    READS_AGENT,
+    agent_facts,
     extra_of,
     ignored_of,
     note,
     predictions,
     sampling_of,
     service_of,
+    tell_agent,
     text_of,
     tool_choice_of,
+    whose_of,
 )
 from kvcellar.server.calls import is_whole, read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
@@ -99,7 +102,7 @@ class _Draft:
         }
 
 
-@router.post("/v1/responses", response_model=None)
+@router.post("/v1/responses", response_model=None, dependencies=[READS_AGENT])
 async def create_response(request: Request, body: ResponseRequest) -> Response:
     """An answer; with ``previous_response_id`` in a conversation that the server knows."""
     service = service_of(request)
@@ -118,7 +121,8 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 
     await until_gone(request, to_the_end())
     _note(request, draft)
-    return JSONResponse(_keep(service, draft), headers=ignored_of(body))
+    headers = {**request.scope.get("kvcellar.headers", {}), **ignored_of(body)}
+    return JSONResponse(_keep(service, draft), headers=headers)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
@@ -176,33 +180,35 @@ async def _events(
     body = draft.body
     before: list[dict[str, Any]] = []
     is_stored = body.store is not False
-    named = agent_of(request, body.agent_id, body.session_id)
-    if named is not None and body.previous_response_id is not None:
+    whose = whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key)
+    if whose.name is not None and body.previous_response_id is not None:
         raise ApiError(
             400, "give previous_response_id or an agent, not both", param="previous_response_id"
         )
-    agent_id = named
     if body.previous_response_id is not None:
         before = [
             message
             for message in _messages_of(service, body.previous_response_id)
             if message.get("name") != _INSTRUCTIONS
         ]
-    if is_stored and named is None:
-        agent_id = draft.response_id
+    if is_stored and whose.name is None:
+        whose = replace(whose, own_id=draft.response_id)
         if body.previous_response_id is not None:
-            await service.agents.fork(body.previous_response_id, agent_id, is_passing=True)
-    ask = replace(_ask(service, draft, before), agent_id=agent_id)
+            await service.agents.fork(body.previous_response_id, draft.response_id, is_passing=True)
+    ask = replace(_ask(service, draft, before), whose=whose)
     is_done = False
     try:
         async with contextlib.aclosing(answer(service, ask)) as events:
             async for event in events:
                 is_done |= isinstance(event, Ended)
+                if isinstance(event, Started):
+                    tell_agent(request, event)
+                    draft.extra = agent_facts(event)
                 yield event
     finally:
-        if agent_id == draft.response_id and not is_done:
+        if whose.own_id is not None and not is_done:
             with contextlib.suppress(UnknownAgentError):
-                await service.agents.forget(agent_id)
+                await service.agents.forget(whose.own_id)
 
 
 def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:

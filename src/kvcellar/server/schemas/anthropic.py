@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, AskBody, Body, Open, Stops
+from kvcellar.server.schemas.base import AgentId, AskBody, Body, Open, SessionId, Stops
 
 __all__ = ["CacheControl", "CountRequest", "MessagesRequest"]
 
@@ -95,6 +95,12 @@ class CountRequest(Body):
     tool_choice: ToolChoice | None = None
 
 
+class Metadata(Open):
+    """What a client says of itself; Claude Code names its session in it."""
+
+    user_id: SessionId | None = None
+
+
 class MessagesRequest(CountRequest, AskBody):
     """``POST /v1/messages``."""
 
@@ -112,5 +118,6 @@ class MessagesRequest(CountRequest, AskBody):
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    agent_id: AgentId | None = Field(None, description="Whose turn it is.")
-    session_id: AgentId | None = Field(None, description="The same by another name.")
+    agent_id: AgentId | None = None
+    session_id: SessionId | None = None
+    metadata: Metadata | None = None

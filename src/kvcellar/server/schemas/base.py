@@ -20,7 +20,7 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.fields import MOST_UNKNOWN, refuse_or_ignore
 from kvcellar.valid import valid_json
 
-__all__ = ["AgentId", "AskBody", "Body", "Open", "Stop", "Stops"]
+__all__ = ["AgentId", "AskBody", "Body", "Open", "SessionId", "Stop", "Stops"]
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 8192
@@ -39,7 +39,13 @@ def _bounded(stops: list[str]) -> list[str]:
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS), AfterValidator(_bounded)]
-AgentId = Annotated[str, Field(min_length=1, max_length=128)]
+AgentId = Annotated[
+    str, Field(max_length=128, description="The agent whose turn it is; see X-Agent-Id.")
+]
+SessionId = Annotated[
+    str,
+    Field(max_length=4096, description="What the client calls its conversation: a hint."),
+]
 
 
 class Open(BaseModel):

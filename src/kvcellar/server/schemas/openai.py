@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, AskBody, Open, Stop, Stops
+from kvcellar.server.schemas.base import AgentId, AskBody, Open, SessionId, Stop, Stops
 
 __all__ = [
     "ChatRequest",
@@ -200,8 +200,9 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: JsonFormat | None = None
-    agent_id: AgentId | None = Field(None, description="Whose turn it is.")
-    session_id: AgentId | None = Field(None, description="The same by another name.")
+    agent_id: AgentId | None = None
+    session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -221,5 +222,5 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = Field(
         None, description="Whether a text begins with the model's own tokens, such as its BOS."
     )
-    agent_id: AgentId | None = Field(None, description="Whose history the prompt is added to.")
-    session_id: AgentId | None = Field(None, description="The same by another name.")
+    agent_id: AgentId | None = None
+    session_id: SessionId | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from kvcellar.server.schemas.base import Open
+from kvcellar.server.schemas.base import AgentId, Open, SessionId
 from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 
 __all__ = ["OtherItem", "ResponseRequest"]
@@ -105,5 +105,6 @@ class ResponseRequest(SamplingFields):
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     include: list[str] | None = Field(None, max_length=64)
-    agent_id: str | None = Field(None, min_length=1, max_length=128)
-    session_id: str | None = Field(None, min_length=1, max_length=128)
+    agent_id: AgentId | None = None
+    session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None

@@ -1,0 +1,77 @@
+"""How a client's messages meet a named agent's history: they continue it, follow it, or branch off.
+
+A name that a person gave to an agent is a promise: its history is never replaced by a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.agents.history import Message
+from kvcellar.agents.records import Agent
+from kvcellar.agents.volatile import clean_message, match_key
+
+__all__ = ["Joined", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Where a conversation goes on in a history.
+
+    Attributes:
+        messages: the whole conversation that is to be answered.
+        n_common: leading messages of it that the history has too.
+        is_continuing: whether these are all of the history's, and more follow.
+        is_appended: whether the client sent what is new alone, and the history was put before it.
+        agent_id: whose history it is.
+        n_turns: turns of that history up to the last answer that is common.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    n_common: int
+    is_continuing: bool
+    is_appended: bool
+    agent_id: str
+    n_turns: int
+
+
+def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> Joined:
+    """Find out how messages meet an agent's history.
+
+    A conversation without a system message has the agent's own. Messages without an answer in them
+    that share no beginning with the history, apart from its system message, are new ones behind it.
+    """
+    known = agent.messages
+    n_system = _n_system(known)
+    if n_system and not _n_system(messages):
+        messages = [*known[:n_system], *messages]
+    mine = [match_key(message, rules) for message in known]
+    given = [match_key(clean_message(message, rules), rules) for message in messages]
+    pairs = enumerate(zip(mine, given, strict=False))
+    n = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(given)))
+    if not agent.is_conversation:
+        # What was put behind the messages as tokens cannot be said in messages: it is never gone on
+        # from by them.
+        return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n))
+    if n == len(mine) and len(given) > n:
+        return Joined(messages, n, True, False, agent.agent_id, len(agent.turns))
+    is_new = n == n_system == _n_system(messages) < len(given)
+    if is_new and all(message.get("role") != "assistant" for message in messages):
+        whole = [*known, *messages[n:]]
+        return Joined(whole, len(known), True, True, agent.agent_id, len(agent.turns))
+    return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n))
+
+
+def _n_system(messages: Sequence[Mapping[str, Any]] | Sequence[Message]) -> int:
+    """Count the system messages at the beginning."""
+    roles = (message.get("role") for message in messages)
+    return next((i for i, role in enumerate(roles) if role != "system"), len(messages))
+
+
+def _answered(agent: Agent, n_messages: int) -> int:
+    """Count the turns up to the last answer among the first messages."""
+    numbered = enumerate(agent.turns_with_ends(), 1)
+    within = [n for n, (turn, end) in numbered if turn.n_messages < end <= n_messages]
+    return within[-1] if within else 0

@@ -1,0 +1,380 @@
+"""Whose history a request goes on with: a name is a promise, a session id is a hint."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from tests.server.live import serving
+
+SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+NO = {"role": "assistant", "content": "No!"}
+SYSTEM = {"role": "system", "content": "You write verse."}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def make(live, name, *texts, system=SYSTEM["content"]):
+    """An agent that was made on purpose; returns its messages."""
+    live.post("/v1/agents", {"id": name, "system": system})
+    for text in texts:
+        live.post(f"/v1/agents/{name}/generate", {"text": text, **SHORT})
+    return messages_of(live, name)
+
+
+def messages_of(live, name):
+    return live.get(f"/v1/agents/{name}")["messages"]
+
+
+def say(live, messages, name=None, headers=None, **more):
+    headers = {"X-Agent-Id": name, **(headers or {})} if name else headers
+    body = {"messages": messages, **SHORT, **more}
+    return live.http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def anthropic(live, messages, name, headers=None, **more):
+    body = {"model": "demo", "messages": messages, "max_tokens": 6, "temperature": 0, **more}
+    headers = {"X-Agent-Id": name, "anthropic-version": "2023-06-01", **(headers or {})}
+    return live.http.post("/v1/messages", json=body, headers=headers)
+
+
+def responses(live, text, name, headers=None, **more):
+    body = {"input": text, "max_output_tokens": 6, "temperature": 0, **more}
+    return live.http.post(
+        "/v1/responses", json=body, headers={"X-Agent-Id": name, **(headers or {})}
+    )
+
+
+# A name is a promise -------------------------------------------------------------------------
+
+
+def test_messages_that_are_new_alone_become_a_turn_behind_the_history(live):
+    before = make(live, "poet", "One.", "Two.")
+    answer = say(live, [user("Hello")], "poet")
+    assert answer.status_code == 200
+    after = messages_of(live, "poet")
+    assert after[: len(before)] == before and after[len(before)] == user("Hello")
+    assert len(after) == len(before) + 2 == 7
+    value = answer.json()
+    assert value["kvcellar"]["agent_id"] == answer.headers["x-agent-id"] == "poet"
+    assert "put behind the history of agent poet" in value["kvcellar"]["notice"]
+    assert answer.headers["x-agent-notice"] == value["kvcellar"]["notice"]
+    n = live.get("/v1/agents/poet")["turns"][1]["stop"]
+    assert value["usage"]["prompt_tokens"] > n, "the model reads all of it"
+    same = say(live, [SYSTEM, user("Again")], "poet")  # with its own system message
+    assert len(messages_of(live, "poet")) == 9 and same.json()["kvcellar"]["agent_id"] == "poet"
+
+
+@pytest.mark.parametrize("has_system", [True, False])
+def test_a_whole_conversation_goes_on_whether_or_not_it_repeats_the_agents_system_message(
+    live, has_system
+):
+    name = f"whole-{has_system}"
+    make(live, name, "One.")
+    for text in ("Two.", "Three."):
+        known = messages_of(live, name)
+        answer = say(live, [*(known if has_system else known[1:]), user(text)], name)
+        assert answer.json()["kvcellar"]["agent_id"] == name
+        assert "notice" not in answer.json()["kvcellar"]
+        assert messages_of(live, name)[: len(known)] == known
+    assert live.get(f"/v1/agents/{name}")["n_turns"] == 3
+
+
+OTHERS = {
+    "another answer": lambda known: [*known[:2], NO, user("?")],
+    "a shorter history": lambda known: known[:-1],
+    "the first request again": lambda known: known[:2],
+    "another first message": lambda known: [known[0], user("Else."), *known[2:], user("?")],
+    "another system message": lambda known: [{"role": "system", "content": "Else."}, user("Hello")],
+    "messages dropped": lambda known: [known[0], *known[3:], user("?")],
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_does_not_continue_it_is_answered_by_a_branch_and_the_agent_is_as_it_was(live, what):
+    name = "b." + what.replace(" ", "-")
+    known = make(live, name, "One.", "Two.")
+    tokens = live.get(f"/v1/agents/{name}")["n_tokens"]
+    sent = OTHERS[what](known)
+    answer = say(live, sent, name, temperature=1.5, seed=3)  # or it would say the same again
+    assert answer.status_code == 200
+    value = answer.json()["kvcellar"]
+    assert value["agent_id"] == f"{name}.2" == answer.headers["x-agent-id"]
+    assert f"does not continue the history of agent {name}" in value["notice"]
+    assert messages_of(live, name) == known
+    assert live.get(f"/v1/agents/{name}")["n_tokens"] == tokens
+    branch = live.get(f"/v1/agents/{name}.2")
+    assert branch["messages"][:-1] == sent and branch["parent"] == name
+    # The client goes on from the answer under the name that it knows: no branch of the branch.
+    more = say(live, [*branch["messages"], user("And?")], name).json()["kvcellar"]
+    assert more["agent_id"] == f"{name}.2" and more["notice"] == value["notice"]
+    assert len(messages_of(live, f"{name}.2")) == len(branch["messages"]) + 2
+    assert messages_of(live, name) == known
+
+
+def test_a_branch_shares_what_is_common(live):
+    make(live, "sharing", "One. " * 40, "Two.")
+    known = messages_of(live, "sharing")
+    at = live.get("/v1/agents/sharing")["turns"][0]["stop"]
+    value = say(live, [*known[:3], user("Else.")], "sharing").json()
+    assert live.get("/v1/agents/sharing.2")["parent_position"] == at
+    assert value["usage"]["prompt_tokens_details"]["cached_tokens"] >= at - 1
+
+
+def test_a_branch_that_was_named_itself_is_a_promise_too(live):
+    known = make(live, "trunk", "One.")
+    say(live, [*known[:2], NO, user("Else.")], "trunk")
+    assert "trunk.2" in {agent["id"] for agent in live.get("/v1/agents")["data"]}
+    other = say(live, [SYSTEM, user("More."), known[2], user("?")], "trunk.2").json()["kvcellar"]
+    assert other["agent_id"] == "trunk.2.2"
+
+
+def test_a_persons_fork_is_never_gone_on_from_under_another_name(live):
+    make(live, "own", "One.")
+    live.post("/v1/agents/own/fork", {"id": "own.2"})
+    live.post("/v1/agents/own.2/generate", {"text": "Mine.", **SHORT})
+    mine = messages_of(live, "own.2")
+    live.post("/v1/agents/own/generate", {"text": "Two.", **SHORT})
+    value = say(live, [*mine, user("Go on.")], "own").json()["kvcellar"]
+    assert value["agent_id"] == "own.3" and messages_of(live, "own.2") == mine
+
+
+def test_every_protocol_says_where_its_answer_is(live):
+    known = make(live, "spoken", "One.")
+    said = anthropic(live, [user("Hello")], "spoken")
+    assert said.headers["x-agent-id"] == said.json()["kvcellar"]["agent_id"] == "spoken"
+    assert "put behind" in said.json()["kvcellar"]["notice"]
+    assert messages_of(live, "spoken")[: len(known)] == known
+    said = anthropic(live, [user("One.")], "spoken")
+    assert said.headers["x-agent-id"] == said.json()["kvcellar"]["agent_id"] == "spoken.2"
+    assert said.headers["x-agent-notice"] == said.json()["kvcellar"]["notice"]
+    said = responses(live, "Hello", "spoken")
+    assert said.headers["x-agent-id"] == said.json()["kvcellar"]["agent_id"] == "spoken"
+    said = responses(live, "Hello", "spoken", instructions="Be another.")
+    assert said.headers["x-agent-id"] == said.json()["kvcellar"]["agent_id"] == "spoken.3"
+    n = len(messages_of(live, "spoken"))
+    said = live.http.post(
+        "/v1/completions", json={"prompt": " and", **SHORT}, headers={"X-Agent-Id": "spoken"}
+    )
+    assert said.headers["x-agent-id"] == "spoken" and len(messages_of(live, "spoken")) == n
+
+
+def events(response):
+    lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def test_a_stream_says_it_too(live):
+    make(live, "streamed", "One.")
+    headers = {"X-Agent-Id": "streamed"}
+    body = {"messages": [user("One.")], "stream": True, **SHORT}
+    with live.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+        assert response.headers["x-agent-id"] == "streamed.2"
+        assert "does not continue" in response.headers["x-agent-notice"]
+        first, *rest = events(response)
+    assert first["kvcellar"]["agent_id"] == "streamed.2" and "notice" in first["kvcellar"]
+    assert all("kvcellar" not in one for one in rest)
+    body = {"model": "demo", "max_tokens": 6, "messages": [user("Hello")], "stream": True}
+    with live.http.stream("POST", "/v1/messages", json=body, headers=headers) as response:
+        assert response.headers["x-agent-id"] == "streamed"
+        assert events(response)[0]["message"]["kvcellar"]["agent_id"] == "streamed"
+    body = {"input": "Hello", "stream": True, "max_output_tokens": 6}
+    with live.http.stream("POST", "/v1/responses", json=body, headers=headers) as response:
+        assert response.headers["x-agent-id"] == "streamed"
+        assert events(response)[0]["response"]["kvcellar"]["agent_id"] == "streamed"
+
+
+def test_tokens_behind_the_messages_are_not_lost_to_a_conversation(live):
+    known = make(live, "mixed", "One.")
+    body = {"prompt": " and so on", "agent_id": "mixed", **SHORT}
+    live.post("/v1/completions", body)
+    n = live.get("/v1/agents/mixed")["n_tokens"]
+    value = say(live, [*known, user("Two.")], "mixed").json()["kvcellar"]
+    assert value["agent_id"] == "mixed.2"
+    assert live.get("/v1/agents/mixed")["n_tokens"] == n
+
+
+def test_requests_for_one_name_at_once_lose_nothing(live):
+    make(live, "busy", "One.")
+    answers = []
+
+    def ask(text):
+        answers.append(say(live, [user(text)], "busy"))
+
+    threads = [threading.Thread(target=ask, args=(f"{i}?",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [a.status_code for a in answers] == [200] * 4
+    texts = [m["content"] for m in messages_of(live, "busy") if m["role"] == "user"]
+    assert texts[0] == "One." and sorted(texts[1:]) == ["0?", "1?", "2?", "3?"]
+
+
+def test_the_same_continuation_twice_at_once_is_a_turn_and_a_branch(live):
+    known = make(live, "twice", "One.")
+    answers = []
+
+    def ask():
+        answers.append(say(live, [*known, user("Two.")], "twice").json()["kvcellar"]["agent_id"])
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == ["twice", "twice.2", "twice.3"]
+    for name in answers:
+        assert len(messages_of(live, name)) == len(known) + 2
+
+
+def test_an_agent_gives_one_answer_in_a_turn(live):
+    make(live, "single", "One.")
+    refused = say(live, [user("Hello")], "single", n=2)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+
+
+# A name has to be there, or asked for --------------------------------------------------------
+
+
+def test_a_misspelt_name_makes_no_agent_in_any_protocol(live):
+    answers = [
+        say(live, [user("Hello")], "nobody"),
+        anthropic(live, [user("Hello")], "nobody"),
+        responses(live, "Hello", "nobody"),
+        live.http.post("/v1/completions", json={"prompt": "a", "agent_id": "nobody"}),
+        say(live, [user("Hello")], agent_id="nobody"),
+        say(live, [user("Hello")], "nobody", stream=True),
+    ]
+    for answer in answers:
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert "POST /v1/agents" in error["message"] and "X-Agent-Create" in error["message"]
+    assert answers[1].json()["error"]["type"] == "not_found_error"
+    assert answers[0].json()["error"]["code"] == "agent_not_found"
+    assert "nobody" not in {agent["id"] for agent in live.get("/v1/agents")["data"]}
+
+
+@pytest.mark.parametrize("protocol", ["chat", "anthropic", "responses", "completions"])
+def test_it_is_made_on_first_use_where_that_is_asked_for(live, protocol):
+    name, wish = f"asked-{protocol}", {"X-Agent-Create": "true"}
+    for n in (1, 2):
+        if protocol == "chat":
+            answer = say(live, [user(f"Hello {n}")], name, wish)
+        elif protocol == "anthropic":
+            answer = anthropic(live, [user(f"Hello {n}")], name, wish)
+        elif protocol == "responses":
+            answer = responses(live, f"Hello {n}", name, wish)
+        else:
+            body = {"prompt": "a", **SHORT}
+            answer = live.http.post(
+                "/v1/completions", json=body, headers={"X-Agent-Id": name, **wish}
+            )
+        assert answer.status_code == 200, answer.text
+        assert live.get(f"/v1/agents/{name}")["n_turns"] == n
+
+
+def test_a_name_that_cannot_be_one_is_not_made(live):
+    for bad in ("../etc", "a b", "x" * 129):
+        refused = say(live, [user("Hello")], bad, {"X-Agent-Create": "true"})
+        assert refused.status_code == 400 and "cannot name an agent" in refused.text
+
+
+def test_a_refused_first_turn_leaves_no_agent(live):
+    wish = {"X-Agent-Create": "true"}
+    refused = say(live, [user("word " * 5000)], "stillborn", wish)
+    assert refused.status_code == 400
+    assert live.http.get("/v1/agents/stillborn").status_code == 404
+    known = make(live, "fertile", "One.")
+    refused = say(live, [known[0], user("word " * 5000)], "fertile")
+    assert refused.status_code == 400
+    say(live, [known[0], user("word " * 5000), known[2], user("?")], "fertile")
+    assert live.http.get("/v1/agents/fertile.2").status_code == 404
+    assert messages_of(live, "fertile") == known
+
+
+def test_header_and_body_name_one_agent(live):
+    make(live, "first")
+    make(live, "second")
+    both = say(live, [user("Hello")], "first", agent_id="second")
+    assert both.status_code == 400 and both.json()["error"]["code"] == "two_agents"
+    assert say(live, [user("Hello")], "first", agent_id="first").status_code == 200
+
+
+def test_the_headers_are_in_the_openapi_of_every_route_that_reads_them(live):
+    paths = live.get("/openapi.json")["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+        headers = {
+            one["name"].lower(): one["description"]
+            for one in paths[path]["post"]["parameters"]
+            if one["in"] == "header"
+        }
+        assert {"x-agent-id", "x-agent-create", "x-session-id"} <= headers.keys(), path
+        assert "never replaced" in headers["x-agent-id"]
+
+
+# A session id is a hint ----------------------------------------------------------------------
+
+HINTS = {
+    "header": lambda one: {"headers": {"X-Session-Id": one}},
+    "opencode": lambda one: {"headers": {"x-session-affinity": one}},
+    "body": lambda one: {"session_id": one},
+    "cache key": lambda one: {"prompt_cache_key": one},
+}
+
+
+@pytest.mark.parametrize("how", HINTS)
+def test_one_session_id_for_a_title_and_a_conversation_replaces_nothing(live, how):
+    """As OpenCode sends them: other system messages, one id."""
+    hint = HINTS[how](f"ses {how}")
+    talk = [{"role": "system", "content": f"You code. {how}"}, user("Fix it.")]
+    first = say(live, talk, **hint).json()
+    title = [{"role": "system", "content": "You make titles."}, user("Fix it.")]
+    second = say(live, title, **hint).json()
+    assert first["kvcellar"]["agent_id"].startswith("chat-")
+    assert second["kvcellar"]["agent_id"] != first["kvcellar"]["agent_id"]
+    talk += [first["choices"][0]["message"], user("And?")]
+    third = say(live, talk, **hint).json()
+    assert third["kvcellar"]["agent_id"] == first["kvcellar"]["agent_id"]
+    assert "notice" not in third["kvcellar"]
+    cached = third["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["usage"]["total_tokens"] - 2
+
+
+def test_anthropics_user_id_is_a_hint(live):
+    body = {"metadata": {"user_id": "user_1_session_2"}}
+    said = anthropic(live, [user("Hi there")], "", **body).json()
+    assert said["kvcellar"]["agent_id"].startswith("chat-")
+
+
+def test_of_two_that_said_the_same_each_session_goes_on_with_its_own(live):
+    talk = [user("The same words.")]
+    first = {name: say(live, talk, session_id=name).json() for name in ("s1", "s2")}
+    mine = {name: value["kvcellar"]["agent_id"] for name, value in first.items()}
+    assert mine["s1"] != mine["s2"]
+    talk += [first["s1"]["choices"][0]["message"], user("And?")]
+    for name in ("s1", "s2"):
+        assert say(live, talk, session_id=name).json()["kvcellar"]["agent_id"] == mine[name]
+
+
+def test_a_session_id_that_is_an_agents_name_names_nobody(live):
+    known = make(live, "honest", "One.")
+    value = say(live, [user("Hello")], headers={"X-Session-Id": "honest"}).json()
+    assert value["kvcellar"]["agent_id"].startswith("chat-")
+    assert messages_of(live, "honest") == known
+
+
+def test_branches_and_what_is_behind_the_history_are_there_after_a_restart(tmp_path):
+    with serving(tmp_path) as live:
+        known = make(live, "poet", "One.")
+        say(live, [user("Hello")], "poet")
+        say(live, [*known[:2], NO, user("Else.")], "poet")
+        mine, branch = messages_of(live, "poet"), messages_of(live, "poet.2")
+    with serving(tmp_path) as live:
+        assert messages_of(live, "poet") == mine and messages_of(live, "poet.2") == branch
+        value = say(live, [*branch, user("And?")], "poet").json()["kvcellar"]
+        assert value["agent_id"] == "poet.2"
