@@ -74,6 +74,24 @@ class PromptError(KVCellarError, ValueError):
     """A prompt is empty, or longer than the capacity of the cache it is meant for."""
 
 
+class ContextError(PromptError):
+    """A prompt is longer than its model's context, as is known before all of it is encoded.
+
+    Attributes:
+        n_tokens: that it has at least.
+        context: that it may have at most.
+    """
+
+    def __init__(self, n_tokens: int, context: int) -> None:
+        """Say both numbers."""
+        super().__init__(
+            f"the prompt has at least {n_tokens} tokens and the context is {context} tokens; "
+            f"shorten it"
+        )
+        self.n_tokens = n_tokens
+        self.context = context
+
+
 class ShapeError(KVCellarError, ValueError):
     """Tensors do not have the heads or dims that the cache was built for. Nothing was written."""
 

@@ -6,15 +6,19 @@ No tokenizer, file or answer can hold that, so it becomes U+FFFD at the entrance
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvcellar.errors import PromptError
 
-__all__ = ["MOST_DEPTH", "valid_json", "valid_text"]
+__all__ = ["MOST_DEPTH", "read_json", "valid_json", "valid_text"]
 
 T = TypeVar("T")
+
+MOST_VALUES = 50_000
+"""In a text of JSON inside other JSON, such as the arguments of a call."""
 
 MOST_DEPTH = 128
 """Objects and lists inside each other; schemas of tools that people use have about 20."""
@@ -32,6 +36,19 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def read_json(text: str) -> Any:
+    """Return what a text of JSON says, if it has no more than ``MOST_VALUES`` values.
+
+    Reading holds the whole process, so a text may not be as intricate as it likes.
+
+    Raises:
+        ValueError: it is no JSON, or has too many values.
+    """
+    if sum(map(text.count, ",[{")) > MOST_VALUES:
+        raise ValueError(f"the text has more than {MOST_VALUES} values")
+    return json.loads(text)
 
 
 def valid_json(value: T, name: str = "") -> T:

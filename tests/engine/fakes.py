@@ -254,6 +254,9 @@ class ByteTokenizer:
         text = "".join(f"<{m['role']}>{m['content'].strip()}<end>\n" for m in conversation)
         return text + ("<assistant>" if add_generation_prompt else "")
 
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(256)} | self._specials()
+
     def _specials(self) -> dict[str, int]:
         return {"<end>": self.END} | {f"<{role}>": 257 + i for i, role in enumerate(self.ROLES)}
 

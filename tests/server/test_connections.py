@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from kvcellar.server import guard
+from kvcellar.server import bodies
 from tests.server.live import PATIENCE_S, serving
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -166,7 +166,7 @@ def test_where_all_are_being_answered_one_more_is_told_so(bounded):
 
 def test_a_slow_body_is_refused_in_the_end(bounded, monkeypatch):
     """Also one that comes in drops, none of them late."""
-    monkeypatch.setattr(guard, "_BODY_S", 1.0)
+    monkeypatch.setattr(bodies, "BODY_S", 1.0)
     head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     with opened(bounded, 1, head) as (connection,):
         connection.settimeout(0.1)

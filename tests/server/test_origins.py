@@ -80,7 +80,7 @@ def test_every_answer_to_an_allowed_page_can_be_read_by_it(open_to_one):
         "no key": (401, open_to_one.http.get("/v1/models", headers={"Origin": PAGE})),
         "no route": (404, post("/v1/nothing")),
         "a wrong method": (405, open_to_one.http.put("/v1/models", headers=key)),
-        "a large body": (413, post("/v1/chat/completions", content=iter([bytes(33 << 20)]))),
+        "a large body": (413, post("/v1/completions", content=iter([bytes(33 << 20)]))),
         "the page": (200, open_to_one.http.get("/", headers=key)),
     }
     for what, (status, answer) in answers.items():

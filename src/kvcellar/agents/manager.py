@@ -24,6 +24,7 @@ from kvcellar.agents.checking import check_said
 from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message
 from kvcellar.agents.joining import Joined, join
+from kvcellar.agents.lengths import Size, refuse_bytes, size_of
 from kvcellar.agents.misses import Miss, common_prefix
 from kvcellar.agents.models import ModelHost, ModelRegistry
 from kvcellar.agents.places import Place, Places
@@ -51,6 +52,7 @@ from kvcellar.agents.turns import (
     usage_of,
 )
 from kvcellar.agents.volatile import RULES, clean_message, match_key
+from kvcellar.agents.work import Work
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenEvent
 from kvcellar.errors import (
     AgentError,
@@ -124,6 +126,7 @@ class AgentManager:
         """Agents in the store that cannot be used: the revision that was looked at, and why."""
         self._damaged: dict[str, AgentInfo] = {}
         """These, and those of which not even a revision can be read."""
+        self.work = Work()
         self._publisher = Publisher(store)
         self._places = Places(self.rules)
         models.before_unload(self._leave_model)
@@ -269,14 +272,18 @@ class AgentManager:
         """
         await self.refresh()
         agent = self._known(agent_id, model) or await self._sought(agent_id)
-        joined = join(agent, messages, self.rules)
-        if joined.is_continuing:
-            return joined
         with self._lock:
             branches = [a for a in self._agents.values() if a.branch_of == agent_id]
-        found = [join(a, messages, self.rules) for a in branches if a.model == agent.model]
-        likely = [joined, *(one for one in found if not one.is_appended)]
-        return max(likely, key=lambda one: (one.is_continuing, one.n_common, one.n_turns))
+
+        def best() -> Joined:
+            joined = join(agent, messages, self.rules)
+            if joined.is_continuing:
+                return joined
+            found = [join(a, messages, self.rules) for a in branches if a.model == agent.model]
+            likely = [joined, *(one for one in found if not one.is_appended)]
+            return max(likely, key=lambda one: (one.is_continuing, one.n_common, one.n_turns))
+
+        return await self.work.run(size_of(messages, agent.messages).cost, best)
 
     async def branch(self, agent_id: str, joined: Joined, *, model: str | None = None) -> AgentInfo:
         """Fork an agent for a conversation that does not continue it, where the two part.
@@ -381,12 +388,15 @@ class AgentManager:
         Raises:
             AgentNameError: it cannot be a name; nothing was changed.
             AgentError: the name is taken with this model; nothing was changed.
+            ContextError: what is said is longer than the model's context; nothing was changed.
             ModelError: the model cannot be loaded; nothing was changed.
             StoreError: it cannot be saved; nothing was changed.
         """
         agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
         system, tools = valid_json((system, tools))
         async with self.models.use(model or self.default_model) as host:
+            if host.tokenizer is not None:
+                refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
             agent = self._new(agent_id, host)
             if system is not None:
                 agent.messages = ({"role": "system", "content": system},)
@@ -760,20 +770,15 @@ class AgentManager:
         """
         if sum(value is not None for value in (text, messages, tokens)) != 1:
             raise PromptError("give one of text, messages and tokens to a turn")
-        text, messages, tools = valid_json((text, messages, tools))
-        check_said(messages, tools)
         agent = await self._sought(agent_id)
         end: TurnEnd | None = None
         async with self.models.use(model or agent.model) as host:
             agent = self._on_model(agent, host)
             async with agent.gate:
                 await self._publisher.refresh(agent)
-                if is_continuing and not join(agent, messages or (), self.rules).is_continuing:
-                    raise AgentError(
-                        f"the history of agent {agent_id!r} was changed while this turn waited for "
-                        f"its own; nothing was changed by it; send it again"
-                    )
-                turn = plan_turn(agent, host, text, messages, tokens, tools, role, self.rules)
+                turn = await self._planned(
+                    agent, host, text, messages, tokens, tools, role, is_continuing
+                )
                 turn.answer = answer
                 request = Request(tuple(turn.tokens), params, priority, deadline_s)
                 events = self._run(agent, host, turn, request, progress, on_start)
@@ -785,6 +790,41 @@ class AgentManager:
                             yield event
         if end is not None:  # the agent is free for its next turn already
             yield end
+
+    async def _planned(
+        self,
+        agent: Agent,
+        host: ModelHost,
+        text: str | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+        tokens: Sequence[int] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        role: str,
+        is_continuing: bool,
+    ) -> TurnPlan:
+        """What a turn brings, made in a thread where that is much.
+
+        Raises:
+            AgentError: it has to continue the history, and does not.
+            ContextError: it is longer than the model's context, as its bytes say.
+            PromptError, ModelError: as ``generate``.
+        """
+        said = (text, messages if messages is not None else agent.messages, tools or agent.tools)
+        size = size_of(*said) if tokens is None else Size(0, 0)
+
+        def plan() -> TurnPlan:
+            if tokens is None and host.tokenizer is not None:
+                refuse_bytes(host.tokenizer, size.n_bytes, host.context)
+            new = valid_json((text, messages, tools))
+            check_said(new[1], new[2])
+            if is_continuing and not join(agent, new[1] or (), self.rules).is_continuing:
+                raise AgentError(
+                    f"the history of agent {agent.agent_id!r} was changed while this turn waited "
+                    f"for its own; nothing was changed by it; send it again"
+                )
+            return plan_turn(agent, host, new[0], new[1], tokens, new[2], role, self.rules)
+
+        return await self.work.run(size.cost, plan)
 
     async def _run(
         self,

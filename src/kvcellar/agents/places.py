@@ -36,13 +36,20 @@ class Place:
     is_busy: bool
 
 
+_Known = tuple[tuple[Message, ...], list[bytes]]
+"""An agent's messages, and the chain of them."""
+
+
 class Places:
-    """Finds places by chains of digests: one per message, over it, all before it and the tools."""
+    """Finds places by chains of digests: one per message, over it, all before it and the tools.
+
+    For any thread: each search goes by what was known when it began.
+    """
 
     def __init__(self, rules: Collection[str]) -> None:
         """No chain known yet."""
         self._rules = rules
-        self._known: dict[str, tuple[tuple[Message, ...], list[bytes]]] = {}
+        self._known: dict[str, _Known] = {}
 
     def find(
         self,
@@ -62,10 +69,11 @@ class Places:
         cleaned = [clean_message(message, self._rules) for message in messages[:-1]]
         wanted = self._chain(cleaned, canonical_tools(tools, self._rules))
         best: tuple[tuple[int, bool, bool, bool, float], Place] | None = None
-        alive = set()
+        known, alive = dict(self._known), set()
         for agent in agents:
             alive.add(agent.name)
-            n_same = _n_same(wanted, self._chain_of(agent))
+            known[agent.name] = self._chain_of(agent, known.get(agent.name))
+            n_same = _n_same(wanted, known[agent.name][1])
             answered = [i for i in range(n_same) if agent.stops[i] is not None]
             if not answered:
                 continue
@@ -79,15 +87,14 @@ class Places:
             if best is None or rank > best[0]:
                 place = Place(agent.agent_id, agent.model, position, at + 1, is_end, is_busy)
                 best = rank, place
-        self._known = {name: known for name, known in self._known.items() if name in alive}
+        self._known = {name: chain for name, chain in known.items() if name in alive}
         return None if best is None else best[1]
 
-    def _chain_of(self, agent: Agent) -> list[bytes]:
-        known = self._known.get(agent.name)
-        if known is None or known[0] is not agent.messages:
-            known = (agent.messages, self._chain(agent.messages, agent.tools))
-            self._known[agent.name] = known
-        return known[1]
+    def _chain_of(self, agent: Agent, known: _Known | None) -> _Known:
+        messages = agent.messages
+        if known is None or known[0] is not messages:
+            known = (messages, self._chain(messages, agent.tools))
+        return known
 
     def _chain(
         self, messages: Iterable[Mapping[str, Any]], tools: list[dict[str, Any]] | None

@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from kvcellar.valid import read_json
+
 __all__ = ["RULES", "canonical_tools", "clean_message", "match_key"]
 
 RULES = {
@@ -97,7 +99,7 @@ def _canonical(value: Any) -> Any:
     """JSON with texts that are JSON themselves (arguments of tool calls) read."""
     if isinstance(value, str):
         try:
-            return json.loads(value)
+            return read_json(value)
         except ValueError:
             return value
     if isinstance(value, Mapping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import kvcellar
 from kvcellar.errors import KVCellarError
+from kvcellar.server.bodies import Bodies, what_is_wrong
 from kvcellar.server.errors import ApiError, ClientGone, as_api_error, error_response
 from kvcellar.server.events import Watch
 from kvcellar.server.guard import Guard
@@ -35,7 +35,7 @@ _STATUSES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed"}
 
 def create_app(service: Service) -> ASGIApp:
     """The whole server as one ASGI application, around a service that is the caller's to close."""
-    return Guard(_Heads(create_api(service)), service.config, service.metrics)
+    return Guard(_Heads(create_api(service)), service.config, service.metrics, Bodies(service))
 
 
 class _Heads:
@@ -90,7 +90,7 @@ def create_api(service: Service) -> FastAPI:
             message = f"the body is of type {kind[:60]!r}; send JSON as application/json"
             refusal = ApiError(415, message, "unsupported_media_type")
             return error_response(refusal, request)
-        return error_response(_what_is_wrong(error), request)
+        return error_response(what_is_wrong(error), request)
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
@@ -115,16 +115,3 @@ def create_api(service: Service) -> FastAPI:
         return error_response(as_api_error(error), request)
 
     return app
-
-
-def _what_is_wrong(error: RequestValidationError) -> ApiError:
-    """The first few fields that are not as they should be; never what was sent in them."""
-    problems: list[Any] = list(error.errors())
-    said = []
-    for problem in problems[:3]:
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        said.append(f"{where or 'the body'}: {problem['msg']}")
-    if len(problems) > 3:
-        said.append(f"and {len(problems) - 3} more")
-    first = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else ""
-    return ApiError(400, "; ".join(said), "invalid_request", param=first or None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.errors import PromptError
-from kvcellar.valid import valid_json
+from kvcellar.valid import read_json, valid_json
 
 __all__ = [
     "CALL_BEGIN",
@@ -269,7 +269,7 @@ def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
 def read_arguments(text: str) -> Any:
     """Arguments as templates want them: an object where the text is one."""
     try:
-        return valid_json(json.loads(text))
+        return valid_json(read_json(text))
     except (ValueError, RecursionError, PromptError):
         return text
 

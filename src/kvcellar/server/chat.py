@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kvcellar.agents import AgentUsage, ModelHost, TurnEnd
 from kvcellar.agents.history import encode, render
+from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.misses import common_prefix
 from kvcellar.engine import SamplingParams, TokenEvent
 from kvcellar.engine.generate import GeneratedToken
@@ -225,7 +226,12 @@ async def _planned(service: Service, host: ModelHost, ask: Ask) -> AsyncGenerato
 
 async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
     """What the model is told, and what its answer is held to."""
-    messages, tools, knows = _in_words_of(host, ask.messages, ask.tools.given)
+    size = size_of(ask.messages, ask.tools.given)
+    if host.tokenizer is not None:
+        refuse_bytes(host.tokenizer, size.n_bytes, host.context)
+    messages, tools, knows = await service.agents.work.run(
+        size.cost, _in_words_of, host, ask.messages, ask.tools.given
+    )
     callable_ = chosen(ask.tools, ask.choice)
     held = None
     if callable_:
@@ -284,10 +290,12 @@ async def _events(
         plan.tokens = tokens
         if ask.schema is None:  # JSON leaves no room for a thought
             plan.is_in_thought = parser.is_in_thought = _opens_thought(host, tokens)
-        n_pinned = _tokens_of_pin(host, plan, ask)
+        n_pinned = len(tokens) if pinned is None else common_prefix(pinned, tokens)
         name = service.models.public(host.name)
         plan.start = Started(seat.agent_id, name, len(tokens), n_cached, n_pinned, seat.notice)
 
+    cost = size_of(plan.messages, plan.tools).cost if ask.pins else 0
+    pinned = await service.agents.work.run(cost, _beginning, host, plan, ask)
     turn = service.agents.generate(
         seat.agent_id,
         messages=plan.messages,
@@ -383,18 +391,18 @@ async def _failure(service: Service, host: ModelHost, event: TurnEnd) -> Excepti
     return EngineClosedError("the server is being stopped; ask the next one")
 
 
-def _tokens_of_pin(host: ModelHost, plan: _Plan, ask: Ask) -> int:
-    """Leading tokens of the prompt that the longest pin covers."""
+def _beginning(host: ModelHost, plan: _Plan, ask: Ask) -> Sequence[int] | None:
+    """Tokens of the messages that the longest pin covers; None: it covers all there is."""
     n = max((pin.n_messages for pin in ask.pins), default=-1)
     if n < 0 or host.tokenizer is None:
-        return 0
+        return ()
     if n >= len(ask.messages):
-        return len(plan.tokens)
+        return None
     n += len(plan.messages) - len(ask.messages)  # a message for the tools came in front
     with contextlib.suppress(ModelError):
         text = render(host.tokenizer, plan.messages[:n], plan.tools, is_asking=False)
-        return common_prefix(encode(host.tokenizer, text), plan.tokens)
-    return 0
+        return encode(host.tokenizer, text)
+    return ()
 
 
 async def _pin(service: Service, host: ModelHost, ask: Ask, plan: _Plan) -> None:
@@ -407,13 +415,21 @@ async def count_tokens(service: Service, ask: Ask) -> int:
     """The tokens of a conversation as a prompt; nothing is computed.
 
     Raises:
+        ContextError: it is longer than the model's context, as its bytes say.
         ModelError: the template refuses it, or there is none.
     """
     async with service.models.registry.use(service.models.resolve(ask.model)) as host:
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
-        messages, tools, _ = _in_words_of(host, ask.messages, ask.tools.given)
-        return len(encode(host.tokenizer, render(host.tokenizer, messages, tools)))
+        size = size_of(ask.messages, ask.tools.given)
+        refuse_bytes(host.tokenizer, size.n_bytes, host.context)
+        tokenizer = host.tokenizer
+
+        def count() -> int:
+            messages, tools, _ = _in_words_of(host, ask.messages, ask.tools.given)
+            return len(encode(tokenizer, render(tokenizer, messages, tools)))
+
+        return await service.agents.work.run(size.cost, count)
 
 
 async def whole(events: AsyncGenerator[ChatEvent, None]) -> tuple[Ended, list[GeneratedToken]]:

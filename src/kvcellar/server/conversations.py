@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents import AgentManager, Gate
+from kvcellar.agents.lengths import size_of
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
 __all__ = ["Conversations", "Seat", "Whose"]
@@ -226,7 +227,10 @@ class Conversations:
         await self._prune()
         await self._agents.refresh()
         likely = None if session is None else self._sessions.get(session)
-        place = self._agents.place_of(messages, tools, model=model, likely=likely)
+        cost = size_of(messages, tools).cost
+        place = await self._agents.work.run(
+            cost, self._agents.place_of, messages, tools, model=model, likely=likely
+        )
         if place is not None:
             is_own = place.agent_id.startswith(UNNAMED)
             is_taken = place.is_busy or place.agent_id in self._taken

@@ -15,6 +15,7 @@ from kvcellar.errors import (
     BackendError,
     CacheFullError,
     ConfigError,
+    ContextError,
     DeadlineError,
     EngineClosedError,
     EngineFailedError,
@@ -150,6 +151,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, EngineFailedError):
         return ApiError(503, _why_failed(error), "engine_failed")
+    if isinstance(error, ContextError):
+        return ContextExceeded(error.n_tokens, error.context, is_least=True)
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
             retry = 2.0 if status in (429, 503) else None

@@ -6,7 +6,6 @@ request has to name this server as its host, and must not come from a page of an
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
@@ -22,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvcellar.server.bodies import Bodies, Body
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, as_api_error, error_response
 from kvcellar.server.metrics import Metrics
@@ -33,9 +33,6 @@ log = logging.getLogger("kvcellar.server")
 
 MOST_HEADER_BYTES = 32 << 10
 
-MOST_LOGGED_BYTES = 16 << 10
-"""Of a body, where the log is to have it."""
-
 _OPEN = ("/health", "/ready")
 """Paths that need no key: they say nothing of what is computed."""
 
@@ -44,19 +41,17 @@ _PAGE = ("/", "/viewer.js", "/viewer.css", "/favicon.svg")
 
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_BODY_S = 60.0
-"""Longest silence of a client in the middle of its body, and the time that any body has."""
-
-_BODY_RATE = 4 << 10
-"""Bytes of a body for which it has another second."""
 
 
 class Guard:
     """Checks, limits, request ids, logs and counts around an application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, metrics: Metrics, bodies: Bodies
+    ) -> None:
         """Around ``app``."""
         self._app = app
+        self._bodies = bodies
         self._config = config
         self._metrics = metrics
         self._hosts = _LOCAL_NAMES | {name.lower() for name in config.allowed_hosts}
@@ -75,10 +70,12 @@ class Guard:
         scope["kvcellar.request_id"] = request_id
         scope["kvcellar.notes"] = {}
         status = 499
+        body = Body(self._bodies, scope, receive, headers)
 
         async def send_noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
+                await body.drain()
                 status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
@@ -86,6 +83,7 @@ class Guard:
                     (b"x-content-type-options", b"nosniff"),
                 ]
                 self._origins.mark(MutableHeaders(scope=message), headers)
+                body.release()
             await send(message)
 
         request = Request(scope, receive)
@@ -96,10 +94,7 @@ class Guard:
                 allowed = Response(status_code=204, headers=self._origins.preflight(headers))
                 await allowed(scope, receive, send_noting)
             else:
-                limit = self._config.max_body_bytes
-                if scope["path"] == "/v1/agents/import":
-                    limit = self._config.max_import_bytes
-                body = _Body(scope, receive, limit, headers)
+                body.check()
                 if self._config.logs_text:
                     body.kept = b""
                 await self._app(scope, body.receive, send_noting)
@@ -110,6 +105,8 @@ class Guard:
             error = failed
             if status == 499:
                 await error_response(as_api_error(failed), request)(scope, receive, send_noting)
+        finally:
+            body.release()
         if scope.get("kvcellar.is_gone"):
             self._metrics.gone.inc()
             status = 499
@@ -198,64 +195,6 @@ class Guard:
             line["error"] = type(error).__name__
             level = logging.ERROR
         log.log(level, json.dumps(line), exc_info=error)
-
-
-class _Body:
-    """A request's body, counted while it comes."""
-
-    def __init__(self, scope: Scope, receive: Receive, limit: int, headers: Headers) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._limit = limit
-        self._n = 0
-        self._waited_s = 0.0
-        self._is_whole = False
-        self.kept: bytes | None = None
-        """The beginning of what came, where the log is to have it."""
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > limit:
-            raise self._too_large(length)
-
-    async def receive(self) -> Message:
-        """The next piece.
-
-        Raises:
-            ApiError: 413, the body is too large; 408, it does not come.
-        """
-        if self._is_whole:
-            return await self._receive()
-        left_s = _BODY_S + self._n / _BODY_RATE - self._waited_s
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(min(left_s, _BODY_S)):
-                message = await self._receive()
-        except TimeoutError:
-            said = f"the body stopped coming for {_BODY_S:g} s, or came in drops; send it again"
-            raise self._refusal(ApiError(408, said, "body_too_slow")) from None
-        self._waited_s += time.monotonic() - began
-        if message["type"] == "http.request":
-            self._n += len(message.get("body", b""))
-            if self.kept is not None:
-                self.kept += message.get("body", b"")[: MOST_LOGGED_BYTES - len(self.kept)]
-                text = self.kept.decode("utf-8", "replace")
-                self._scope["kvcellar.notes"]["body"] = text
-            self._is_whole = not message.get("more_body", False)
-            if self._n > self._limit:
-                raise self._refusal(self._too_large(self._n))
-        return message
-
-    def _refusal(self, error: ApiError) -> ApiError:
-        """Where the framework's reader of bodies finds it again, which says 400 for everything."""
-        self._scope["kvcellar.refusal"] = error
-        return error
-
-    def _too_large(self, size: object) -> ApiError:
-        return ApiError(
-            413,
-            f"the body has {size} bytes and the limit is {self._limit}; send less, or start the "
-            f"server with --max-body",
-            "body_too_large",
-        )
 
 
 def _is_host(text: str) -> bool:

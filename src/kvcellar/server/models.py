@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents import ModelHost, ModelRegistry
+from kvcellar.agents.lengths import longest_token
 from kvcellar.errors import KVCellarError
 from kvcellar.server.errors import ApiError, as_api_error
 
@@ -79,6 +80,7 @@ class ServedModels:
         now = time.time()
         self._states = {path: ModelState(name, "absent", now) for path, name in self._names.items()}
         self._contexts: dict[str, tuple[int, int | None]] = {}
+        self._longest_tokens: dict[str, int] = {}
         self.created_s = int(now)
         self.n_loads = 0
         self.registry = ModelRegistry(
@@ -118,6 +120,16 @@ class ServedModels:
             with contextlib.suppress(KVCellarError):
                 self._contexts.setdefault(path, self._context_of(path))
         return self._contexts.get(path)
+
+    def longest_prompt(self) -> tuple[int, int] | None:
+        """(the most bytes of text that any model can take, the context of that model).
+
+        None: one of them was never loaded, so nobody knows.
+        """
+        if self._longest_tokens.keys() != self._states.keys():
+            return None
+        found = {path: self._contexts[path][0] for path in self._longest_tokens}
+        return max((n * self._longest_tokens[path], n) for path, n in found.items())
 
     def states(self) -> list[ModelState]:
         """All models at this moment."""
@@ -160,6 +172,8 @@ class ServedModels:
             raise
         host.name = path
         self._contexts[path] = host.context, host.max_positions
+        if host.tokenizer is not None:
+            self._longest_tokens[path] = longest_token(host.tokenizer)
         self.n_loads += 1
         self._set(path, "ready")
         return host

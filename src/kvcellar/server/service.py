@@ -154,6 +154,7 @@ class Service:
     def close(self) -> None:
         """Publish every agent, and let go of the models. In a thread; may be called twice."""
         self.is_closing = True
+        self.agents.work.close()
         self.models.registry.close()
         with contextlib.suppress(Exception):
             self.store.flush()

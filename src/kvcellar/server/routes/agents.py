@@ -19,6 +19,7 @@ from kvcellar.agents import TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
 from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
+from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.agents import (
@@ -31,7 +32,7 @@ from kvcellar.server.service import Service
 from kvcellar.server.snapshot import agent_as_json
 from kvcellar.server.streams import Stream, frame, until_gone
 
-router = APIRouter(prefix="/v1/agents", tags=["Agents"])
+router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
 
 _IMPORT_BODY = {
     "requestBody": {

@@ -26,6 +26,7 @@ from kvcellar.server.asking import (
     tell_agent,
     whose_of,
 )
+from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import (
     Ask,
     CallEvent,
@@ -46,7 +47,7 @@ from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox, ToolChoice, told
 from kvcellar.valid import valid_json
 
-router = APIRouter(tags=["Anthropic"])
+router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
 _TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

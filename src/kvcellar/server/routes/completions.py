@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost, TurnEnd
+from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.engine import FinishEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
@@ -26,6 +27,7 @@ from kvcellar.server.asking import (
     service_of,
     whose_of,
 )
+from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import merged
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
@@ -34,7 +36,7 @@ from kvcellar.server.schemas.openai import CompletionRequest
 from kvcellar.server.service import Service, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 MOST_CHOICES = 256
 DEFAULT_MAX_TOKENS = 16
@@ -119,13 +121,7 @@ async def _events(
             param="best_of",
         )
     async with service.models.registry.use(path) as host:
-        prompts = _prompts(host, body)
-        if len(prompts) * n > MOST_CHOICES:
-            raise ApiError(
-                400,
-                f"{len(prompts)} prompts, {n} times each, are above {MOST_CHOICES} continuations",
-                param="n",
-            )
+        prompts = await _prompts(service, host, body)
         if whose.name is not None and len(prompts) * n > 1:
             raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
         with service.admitted(len(prompts) * n):
@@ -212,22 +208,41 @@ async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> Finis
     return end
 
 
-def _prompts(host: ModelHost, body: CompletionRequest) -> list[tuple[int, ...]]:
-    given = body.prompt
+async def _prompts(
+    service: Service, host: ModelHost, body: CompletionRequest
+) -> list[tuple[int, ...]]:
+    """The tokens of each prompt.
+
+    Raises:
+        ApiError: 400, there is none, or there are too many.
+        ContextError: one is longer than the model's context, as its bytes say.
+    """
+    given, n = body.prompt, body.n or 1
     is_one = isinstance(given, str) or bool(given and isinstance(given[0], int))
-    is_marked = body.add_special_tokens is not False
-    prompts = [_encoded(host, one, is_marked) for one in ([given] if is_one else given)]
+    prompts: list[Any] = [given] if is_one else list(given)
     if not prompts:
         raise ApiError(400, "there is no prompt; give a text or tokens", param="prompt")
-    return prompts
-
-
-def _encoded(host: ModelHost, prompt: Any, is_marked: bool) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
-        return tuple(prompt)
-    if host.tokenizer is None:
+    if len(prompts) * n > MOST_CHOICES:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts, {n} times each, are above {MOST_CHOICES} continuations",
+            param="n",
+        )
+    tokenizer, is_marked = host.tokenizer, body.add_special_tokens is not False
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and tokenizer is None:
         raise ApiError(400, f"model {host.name!r} has no tokenizer; give tokens", param="prompt")
-    return tuple(host.tokenizer.encode(prompt, add_special_tokens=is_marked))
+    for text in texts:
+        refuse_bytes(tokenizer, size_of(text).n_bytes, host.context)
+
+    def encode(prompt: Any) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        assert tokenizer is not None
+        return tuple(tokenizer.encode(prompt, add_special_tokens=is_marked))
+
+    work = service.agents.work
+    return await work.run(size_of(texts).cost, lambda: [encode(prompt) for prompt in prompts])
 
 
 def _reason(choice: _Choice) -> str | None:

@@ -30,6 +30,7 @@ from kvcellar.server.asking import (
     tool_choice_of,
     whose_of,
 )
+from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import (
     Ask,
     CallEvent,
@@ -48,7 +49,7 @@ from kvcellar.server.service import Service, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.get("/v1/models")

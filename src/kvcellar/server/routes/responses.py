@@ -31,6 +31,7 @@ from kvcellar.server.asking import (
     tool_choice_of,
     whose_of,
 )
+from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.calls import is_whole, read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
 from kvcellar.server.errors import ApiError, as_api_error
@@ -41,7 +42,7 @@ from kvcellar.server.service import Service, as_mapping, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox, told
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 PREFIX = "resp_"
 MOST_KEPT = 1000

@@ -1,0 +1,310 @@
+"""Bodies of requests: how large, how intricate and how slow they may be, and how they are read.
+
+Reading JSON holds the whole process, a byte of it for up to two hundred nanoseconds, and takes up
+to thirty times its size. So what cannot be a request that is answered is refused while it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope
+
+from kvcellar.agents.work import SHORT_BYTES
+from kvcellar.server.asking import service_of
+from kvcellar.server.errors import ApiError, ContextExceeded
+from kvcellar.server.service import Service
+
+__all__ = ["Bodies", "Body", "BodyRoute", "what_is_wrong"]
+
+BODY_S = 60.0
+"""Longest silence of a client in the middle of its body, and the time that any body has."""
+
+BODY_RATE = 4 << 10
+"""Bytes of a body for which it has another second."""
+
+MOST_LOGGED_BYTES = 16 << 10
+"""Of a body, where the log is to have it."""
+
+MOST_VALUES = 1 << 18
+MOST_CONTAINERS = 20_000
+"""Values of all kinds in a body, and objects and lists of these."""
+
+_BYTES_PER_BYTE = 3
+"""A character of text takes up to so many times its bytes where clients write JSON as ASCII."""
+
+_ROOM_BYTES = 1 << 20
+"""For all of a body that is no text of the prompt."""
+
+_LARGE_BYTES = 256 << 10
+"""Bodies above this are counted in what all bodies may hold."""
+
+_DRAIN_BYTES = 64 << 20
+_DRAIN_S = 10.0
+_DRAIN_SILENT_S = 0.5
+"""How much of a body that nobody wants is taken, for how long, and how long it may stop coming."""
+
+_IMPORT = "/v1/agents/import"
+_BATCHES = "/v1/completions"
+"""Has prompts by the hundred, each of which may be as long as the context."""
+
+_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'",[{')
+
+
+class Bodies:
+    """Limits of all bodies of one server, and what those that are read now take."""
+
+    def __init__(self, service: Service) -> None:
+        """No body is read yet."""
+        self._service = service
+        self.n_held = 0
+
+    def refuse_long(self, scope: Scope, n_bytes: int) -> None:
+        """Refuse a body of so many bytes.
+
+        Raises:
+            ContextExceeded: 400, it is longer than any model's context.
+            ApiError: 413, it is too large; 429, all bodies together are.
+        """
+        config = self._service.config
+        limit = config.max_body_bytes
+        if scope["path"] == _IMPORT:
+            limit = config.max_import_bytes
+        elif scope["path"] != _BATCHES and (prompt := self._service.models.longest_prompt()):
+            most, context = prompt
+            most *= _BYTES_PER_BYTE
+            if n_bytes > most + _ROOM_BYTES:
+                self._service.metrics.refused.labels("context").inc()
+                raise ContextExceeded(n_bytes * context // most, context, is_least=True)
+        if n_bytes > limit:
+            raise ApiError(
+                413,
+                f"the body has {n_bytes} bytes and the limit is {limit}; send less, or start the "
+                f"server with --max-body",
+                "body_too_large",
+            )
+
+    def hold(self, n_bytes: int) -> None:
+        """Count bytes of a body that is read.
+
+        Raises:
+            ApiError: 429, all bodies together are too large; these are not counted.
+        """
+        limit = 2 * self._service.config.max_body_bytes
+        if self.n_held + n_bytes > limit:
+            self._service.metrics.refused.labels("bodies").inc()
+            raise ApiError(
+                429,
+                f"{self.n_held} bytes of large requests are being read and the limit is {limit}; "
+                f"come back in a moment",
+                "queue_full",
+                retry_after_s=1,
+            )
+        self.n_held += n_bytes
+
+
+class Body:
+    """A request's body, looked at while it comes."""
+
+    def __init__(self, bodies: Bodies, scope: Scope, receive: Receive, headers: Headers) -> None:
+        self._bodies = bodies
+        self._scope = scope
+        self._receive = receive
+        self._n = 0
+        self._n_held = 0
+        self._waited_s = 0.0
+        self._is_whole = False
+        self._shape = None if scope["path"] == _IMPORT else _Shape()
+        self._headers = headers
+        self.kept: bytes | None = None
+        """The beginning of what came, where the log is to have it."""
+
+    def check(self) -> None:
+        """Refuse a body that says that it is too large.
+
+        Raises:
+            ApiError: 413 or 400, it is; 429, all bodies together are.
+        """
+        length = self._headers.get("content-length", "0")
+        if not (length.isascii() and length.isdecimal() and len(length) < 20):
+            raise ApiError(400, "Content-Length is no number", "invalid_request")
+        self._bodies.refuse_long(self._scope, int(length))
+        self._count(int(length))
+
+    async def receive(self) -> Message:
+        """The next piece.
+
+        Raises:
+            ApiError: 413 or 400, the body is too large or has too many values; 408, it does not
+                come; 429, there are too many others.
+        """
+        if self._is_whole:
+            return await self._receive()
+        left_s = BODY_S + self._n / BODY_RATE - self._waited_s
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(left_s, BODY_S)):
+                message = await self._receive()
+        except TimeoutError:
+            self._is_whole = True  # there is no rest to wait for
+            said = f"the body stopped coming for {BODY_S:g} s, or came in drops; send it again"
+            raise self._refusal(ApiError(408, said, "body_too_slow")) from None
+        self._waited_s += time.monotonic() - began
+        if message["type"] == "http.request":
+            piece = message.get("body", b"")
+            self._is_whole = not message.get("more_body", False)
+            try:
+                self._take(piece)
+            except ApiError as refused:
+                raise self._refusal(refused) from None
+        return message
+
+    async def drain(self) -> None:
+        """Take what is left of the body, and leave it: an answer may come before it was read.
+
+        A connection that is closed with bytes unread loses the answer. There is an end to it.
+        """
+        if "expect" in self._headers:
+            return  # the client waits for a word before it sends
+        n = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while not self._is_whole and n < _DRAIN_BYTES:
+                    async with asyncio.timeout(_DRAIN_SILENT_S):
+                        message = await self._receive()
+                    n += len(message.get("body", b""))
+                    self._is_whole = not message.get("more_body", False)
+
+    def release(self) -> None:
+        """The answer has begun: what it needs of the body is counted elsewhere. May be repeated."""
+        self._bodies.n_held -= self._n_held
+        self._n_held = 0
+
+    def _take(self, piece: bytes) -> None:
+        self._n += len(piece)
+        if self.kept is not None:
+            self.kept += piece[: MOST_LOGGED_BYTES - len(self.kept)]
+            text = self.kept.decode("utf-8", "replace")
+            self._scope["kvcellar.notes"]["body"] = text
+        self._bodies.refuse_long(self._scope, self._n)
+        self._count(self._n)
+        if self._shape is not None:
+            self._shape.take(piece)
+
+    def _count(self, n_bytes: int) -> None:
+        if self._shape is not None and n_bytes > max(_LARGE_BYTES, self._n_held):
+            self._bodies.hold(n_bytes - self._n_held)
+            self._n_held = n_bytes
+
+    def _refusal(self, error: ApiError) -> ApiError:
+        """Where the framework's reader of bodies finds it again, which says 400 for everything."""
+        self._scope["kvcellar.refusal"] = error
+        return error
+
+
+class _Shape:
+    """How many values a JSON text has, counted piece by piece and without reading it."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._rest = b""
+        self.n_values = 0
+        self.n_containers = 0
+
+    def take(self, piece: bytes) -> None:
+        """Count the values of the next piece.
+
+        Raises:
+            ApiError: 413, there are too many.
+        """
+        piece = self._rest + piece
+        n_slashes = len(piece) - len(piece.rstrip(b"\\"))
+        cut = len(piece) - n_slashes % 2  # what is escaped comes with the next piece
+        self._rest = piece[cut:]
+        bare = piece[:cut].replace(rb"\\", b"").replace(rb"\"", b"")
+        parts = bare.translate(None, _NOT_STRUCTURE).split(b'"')
+        outside = b"".join(parts[self._is_inside :: 2])
+        self._is_inside ^= not len(parts) % 2
+        self.n_containers += outside.count(b"[") + outside.count(b"{")
+        self.n_values += len(outside)
+        for n, most, what in (
+            (self.n_values, MOST_VALUES, "values"),
+            (self.n_containers, MOST_CONTAINERS, "objects and lists"),
+        ):
+            if n > most:
+                raise ApiError(
+                    413,
+                    f"the body has more than {most} {what}; send fewer at a time",
+                    "body_too_large",
+                )
+
+
+# From bytes to a request --------------------------------------------------------------------------
+
+
+class BodyRoute(APIRoute):
+    """A route whose body, where it is long, is read in a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The framework's, with another way to read JSON."""
+        handler = super().get_route_handler()
+        field = self.body_field
+        kind: Any = None if field is None else field.field_info.annotation
+        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive, model))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    """Reads a long body into the route's model, which the framework then takes as it is."""
+
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel] | None) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        """The body.
+
+        Raises:
+            JSONDecodeError: it is no JSON.
+            RequestValidationError: it is no such request; what is said is in the scope, too.
+        """
+        body = await self.body()
+        model = self._model
+        if model is None or len(body) <= SHORT_BYTES:
+            return await super().json()
+        try:
+            work = service_of(self).agents.work
+            return await work.run(len(body), lambda: model.model_validate(json.loads(body)))
+        except ValidationError as error:
+            found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            wrong = RequestValidationError(found)
+            self.scope["kvcellar.refusal"] = what_is_wrong(wrong)
+            raise wrong from error
+
+
+def what_is_wrong(error: RequestValidationError) -> ApiError:
+    """The first few fields that are not as they should be; never what was sent in them."""
+    problems: list[Any] = list(error.errors())
+    said = []
+    for problem in problems[:3]:
+        where = ".".join(str(part) for part in problem["loc"] if part != "body")
+        said.append(f"{where or 'the body'}: {problem['msg']}")
+    if len(problems) > 3:
+        said.append(f"and {len(problems) - 3} more")
+    first = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else ""
+    return ApiError(400, "; ".join(said), "invalid_request", param=first or None)

@@ -1,0 +1,251 @@
+"""However large a request is: the others' tokens come, and memory stays what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from kvcellar.agents.lengths import longest_token
+from kvcellar.budget import resident_bytes
+from kvcellar.server import bodies
+from tests.server.live import PATIENCE_S, load_demo, serving
+
+MOST_STALL_S = 0.5
+"""Five times what is promised: tests run on machines that do other things too."""
+
+CONTEXT = 4096
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A server that others use too."""
+    with serving(tmp_path_factory.mktemp("shared"), load=load_demo(CONTEXT)) as server:
+        server.post("/v1/completions", {"prompt": "Ready?", "max_tokens": 1})
+        host, port = server.url.removeprefix("http://").split(":")
+        server.address = (host, int(port))
+        yield server
+
+
+@contextlib.contextmanager
+def beating(live):
+    """Yields a list to which the longest stall of the server's loop is added in the end, in s."""
+    found = []
+
+    async def beat(until):
+        longest, last = 0.0, time.perf_counter()
+        while not until.is_set():
+            await asyncio.sleep(0.002)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        return longest
+
+    is_over = threading.Event()
+    future = asyncio.run_coroutine_threadsafe(beat(is_over), live._loop)
+    try:
+        yield found
+    finally:
+        is_over.set()
+        found.append(future.result(PATIENCE_S))
+
+
+def told(live, path, body, *, length=True):
+    """What a request is told, sent without the client taking this process's time."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    size = f"Content-Length: {len(data)}" if length else "Transfer-Encoding: chunked"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\n{size}\r\n\r\n"
+    ).encode()
+    if not length:
+        pieces = [data[at : at + 65536] for at in range(0, len(data), 65536)]
+        data = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    with socket.create_connection(live.address, PATIENCE_S) as connection:
+        sender = threading.Thread(target=_send, args=(connection, head + data), daemon=True)
+        sender.start()
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                said += piece
+        sender.join(PATIENCE_S)
+    head, _, rest = said.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(rest)
+
+
+def _send(connection, data):
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
+
+
+BIG = "words and more of them, one after the other. " * (10 << 20 >> 5)
+ROUTES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": BIG}], "max_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": BIG}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": BIG}]},
+    "/v1/responses": {"input": BIG, "max_output_tokens": 16},
+    "/v1/completions": {"prompt": BIG, "max_tokens": 1},
+    "/v1/agents": {"system": BIG},
+    "/v1/agents/named/generate": {"text": BIG, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("path", ROUTES)
+def test_ten_megabytes_of_text_are_refused_and_nobody_notices(shared, path, is_told, capsys):
+    data = json.dumps(ROUTES[path]).encode()
+    before = resident_bytes()
+    with beating(shared) as stalls:
+        status, body = told(shared, path, data, length=is_told)
+    with capsys.disabled():
+        print(f"\n{path}: the loop stood still for {stalls[0] * 1000:.0f} ms at most")
+    assert status == 400, body
+    message = body["error"]["message"]
+    assert "at least" in message and str(CONTEXT) in message
+    if path.startswith("/v1/messages"):
+        assert "prompt is too long" in message
+    else:
+        assert body["error"]["code"] == "context_length_exceeded"
+    assert stalls[0] < MOST_STALL_S
+    assert resident_bytes() - before < 200 << 20
+
+
+TOKENS = {"prompt": [1] * 200_000, "max_tokens": 1}
+INTRICATE = {
+    "values": (413, b'{"prompt": [' + b"1," * (5 << 20) + b"1]}"),
+    "objects": (413, b'{"messages": [' + b"{}," * 30_000 + b"{}]}"),
+    "lists": (413, b'{"metadata": [' + b"[]," * 30_000 + b"[]]}"),
+    "depth": (400, b'{"messages": ' + b"[" * 15_000 + b"]" * 15_000 + b"}"),
+    "tokens": (400, json.dumps(TOKENS).encode()),
+    "values in a text": (
+        400,
+        json.dumps(
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": f"[{'1,' * 60_000}1]"}}
+                        ],
+                    }
+                ]
+            }
+        ).encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INTRICATE)
+def test_an_intricate_body_is_refused_and_nobody_notices(shared, what, capsys):
+    status, data = INTRICATE[what]
+    path = "/v1/completions" if b"prompt" in data[:20] else "/v1/chat/completions"
+    before = resident_bytes()
+    with beating(shared) as stalls:
+        found, body = told(shared, path, data)
+    with capsys.disabled():
+        print(f"\n{what}: the loop stood still for {stalls[0] * 1000:.0f} ms at most")
+    assert found == status, body
+    assert stalls[0] < MOST_STALL_S
+    assert resident_bytes() - before < 200 << 20
+
+
+def test_a_prompt_that_fits_is_worked_on_beside_the_others(shared, capsys):
+    """Many messages with tools, and as much text as the context holds: others' tokens go on."""
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}}
+        for i in range(100)
+    ]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 1500
+    bodies_ = [
+        {"messages": [*messages, {"role": "user", "content": "z"}], "max_tokens": 1},
+        {"messages": [{"role": "user", "content": "x" * 90_000}], "max_tokens": 1, "n": 8},
+        {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 1},
+    ]
+    with beating(shared) as stalls:
+        for body in bodies_:
+            status, said = told(shared, "/v1/chat/completions", body)
+            assert status == 400 and said["error"]["code"] == "context_length_exceeded", said
+    with capsys.disabled():
+        print(f"\nthe loop stood still for {stalls[0] * 1000:.0f} ms at most")
+    assert stalls[0] < MOST_STALL_S
+
+
+def test_somebody_elses_stream_goes_on_while_ten_megabytes_arrive(shared):
+    """The longest time between two tokens, beside what it is without them."""
+    ask = {"prompt": "Go on: ", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    times = []
+    is_going = threading.Event()
+
+    def listen():
+        with shared.http.stream("POST", "/v1/completions", json=ask) as response:
+            for line in response.iter_lines():
+                if line:
+                    times.append(time.perf_counter())
+                    is_going.set()
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    assert is_going.wait(PATIENCE_S)
+    for path in ("/v1/messages/count_tokens", "/v1/completions"):
+        assert told(shared, path, ROUTES[path])[0] == 400
+    listener.join(PATIENCE_S)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert max(gaps) < 2 * MOST_STALL_S
+
+
+def test_all_large_bodies_together_have_a_limit(tmp_path, monkeypatch):
+    """Those that are being read count as what they say that they will be."""
+    with serving(tmp_path, max_body_bytes=1 << 20) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        )
+        with contextlib.ExitStack() as stack:
+            waiting = [
+                stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+                for _ in range(3)
+            ]
+            for connection in waiting:
+                connection.sendall(head)
+            refused = [c for c in waiting if _is_told(c)]
+            assert len(refused) == 1
+            small = live.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+            assert small["choices"]
+        answer = live.http.post("/v1/completions", json={"prompt": "x" * 900_000})
+        assert answer.status_code == 400, "there is room again"
+
+
+def _is_told(connection):
+    connection.settimeout(1.0)
+    with contextlib.suppress(TimeoutError):
+        return connection.recv(65536).startswith(b"HTTP/1.1 429 ")
+    return False
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 64])
+def test_values_are_counted_alike_however_a_body_comes_in_pieces(n):
+    value = {"a,b": ['x"y\\', "[{,", r"\\", {"c": [1, 2, {"d": None}]}, ",\\\\,"], "e": "\\"}
+    data = json.dumps(value).encode()
+    whole, cut = bodies._Shape(), bodies._Shape()
+    whole.take(data)
+    for at in range(0, len(data), n):
+        cut.take(data[at : at + n])
+    assert (cut.n_values, cut.n_containers) == (whole.n_values, whole.n_containers)
+    # Two objects more than lists, with a comma between any two values that have one beside them.
+    assert whole.n_containers == 5 and whole.n_values == 5 + 1 + 4 + 2
+
+
+def test_no_token_stands_for_more_bytes_than_the_longest(shared):
+    (host,) = shared.service.models.hosts()
+    most = longest_token(host.tokenizer)
+    for word in (" ", "\n", "=", "ß", "def f(x):\n    return x\n"):
+        text = word * 5000
+        n = len(host.tokenizer.encode(text, add_special_tokens=False))
+        assert n * most >= len(text.encode())
