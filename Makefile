@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-amx kernel-check-avx512 kernel-check-arm bench wheel clean
+.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-amx kernel-check-avx512 kernel-check-arm clients bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -57,6 +57,9 @@ kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	@cmake --build build/kernel-check-arm -j
 	qemu-aarch64 build/kernel-check-arm/check_kernel 200
+
+clients: $(VENV)/.server ## Claude Code, Codex and OpenCode, from npm, against the server: two turns of each
+	@$(BIN)/python tools/run_clients.py $(ARGS)
 
 bench: $(VENV)/.dev ## Every benchmark, the quick way
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done

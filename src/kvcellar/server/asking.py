@@ -273,10 +273,11 @@ def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice:
 
 def usage_extra(usage: Any) -> dict[str, Any]:
     """What an answer took beyond what the protocols know."""
-    miss = usage.miss
+    miss, first_s = usage.miss, usage.time_to_first_token_s
     return {
         "restored_tokens": usage.restored_tokens,
         "restore_s": round(usage.restore_s, 4),
+        "first_token_s": first_s if first_s is None else round(first_s, 4),
         "miss": None if miss is None else {**miss.as_json(), "advice": miss.advice},
         "notes": list(usage.notes),
         "drafted_tokens": usage.drafted_tokens,
@@ -285,8 +286,10 @@ def usage_extra(usage: Any) -> dict[str, Any]:
 
 
 def notes_of(usage: Any) -> dict[str, Any]:
-    """What a line of the log says of the request's tools and rules, where there is something."""
-    return {"notes": list(usage.notes)} if usage.notes else {}
+    """What a line of the log says of an answer beside its tokens."""
+    first_s = usage.time_to_first_token_s
+    said = {} if first_s is None else {"first_token_s": round(first_s, 3)}
+    return {**said, **({"notes": list(usage.notes)} if usage.notes else {})}
 
 
 def predictions(usages: Iterable[Any]) -> dict[str, int]:

@@ -381,6 +381,7 @@ def _note(request: Request, draft: _Draft) -> None:
             prompt_tokens=draft.usage["input_tokens"],
             cached_tokens=draft.usage["input_tokens_details"]["cached_tokens"],
             completion_tokens=draft.usage["output_tokens"],
+            first_token_s=draft.extra["first_token_s"],
             **({"notes": draft.extra["notes"]} if draft.extra["notes"] else {}),
         )
 
