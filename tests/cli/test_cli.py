@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 RUNNER = CliRunner()
-KEYS = {"text", "token_ids", "finish_reason", "finish_detail", "usage"}
+KEYS = {"text", "token_ids", "finish_reason", "finish_detail", "usage", "sampling"}
 USAGE_KEYS = {
     "prompt_tokens",
     "cached_tokens",
@@ -60,7 +60,8 @@ def error_of(*args: str, stdin: str | None = None) -> str:
 
 
 def generated(*args: str, stdin: str | None = None) -> dict[str, Any]:
-    result = run("generate", *args, "--json", stdin=stdin)
+    raw = () if "--chat" in args else ("--raw",)
+    result = run("generate", *args, *raw, "--json", stdin=stdin)
     assert (result.exit_code, result.stderr) == (0, "")
     value: dict[str, Any] = json.loads(result.stdout)
     assert set(value) == KEYS
@@ -86,7 +87,7 @@ def test_every_cache_gives_the_same_text(tiny: str) -> None:
 
 def test_the_text_alone_is_streamed_and_a_pipe_hears_nothing_else(tiny: str) -> None:
     args = (tiny, "-p", "hello", "--max-tokens", "9", "--temperature", "0.8", "--seed", "3")
-    result = run("generate", *args)
+    result = run("generate", *args, "--raw")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == generated(*args)["text"].replace("\r\n", "\n") + "\n"
 
@@ -114,7 +115,7 @@ def test_a_chat_prompt_is_put_in_the_template(tiny: str) -> None:
 
 
 def test_a_full_cache_is_said_on_stderr_too(tiny: str) -> None:
-    result = run("generate", tiny, "-p", "hello", "--capacity", "10", "--max-tokens", "50")
+    result = run("generate", tiny, "-p", "hello", "--raw", "--capacity", "10", "--max-tokens", "50")
     assert result.exit_code == 0
     assert result.stderr == (
         "warning: the text is cut short: the cache is full: no cell is free of 10; raise capacity\n"
@@ -183,13 +184,14 @@ def test_the_bundled_model_is_the_default() -> None:
         (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
         (("--max-tokens", "many"), "invalid value for '--max-tokens'"),
         (("--stop", ""), "stop holds texts of at least one character"),
-        (("--system", "x"), "add --chat"),
+        (("--system", "x", "--raw"), "leave --raw out"),
         (("--colour",), "no such option: --colour; see kvcellar generate --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_wrong_option_gives_one_clear_line(tiny: str, args: tuple[str, ...], words: str) -> None:
-    assert words in error_of("generate", tiny, "-p", "hello", *args)
+    raw = () if "--raw" in args else ("--raw",)
+    assert words in error_of("generate", tiny, "-p", "hello", *raw, *args)
 
 
 @pytest.mark.parametrize("command", [("generate", "-p", "hello"), ("chat",)])
@@ -201,7 +203,7 @@ def test_a_model_that_is_not_there_gives_one_clear_line(
 
 
 def test_an_empty_prompt_gives_one_clear_line(tiny: str) -> None:
-    assert "the prompt has no tokens" in error_of("generate", tiny, "-p", "")
+    assert "the prompt has no tokens" in error_of("generate", tiny, "-p", "", "--raw")
 
 
 def test_a_missing_prompt_and_an_unknown_command_give_one_clear_line() -> None:

@@ -53,7 +53,7 @@ from kvcellar.agents.turns import (
 )
 from kvcellar.agents.volatile import RULES, clean_message, match_key
 from kvcellar.agents.work import Work
-from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams, TokenEvent
+from kvcellar.engine import DEFAULTABLE, Engine, FinishEvent, Request, SamplingParams, TokenEvent
 from kvcellar.errors import (
     AgentError,
     EngineClosedError,
@@ -71,7 +71,7 @@ __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
 VERIFY = ("checksum", "canary")
 """What is asked of stored KV before it is used."""
 
-_GREEDY = SamplingParams()
+_DEFAULT = SamplingParams(unset=DEFAULTABLE)
 log = logging.getLogger("kvcellar.agents")
 
 T = TypeVar("T")
@@ -729,7 +729,7 @@ class AgentManager:
         tokens: Sequence[int] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         role: str = "user",
-        params: SamplingParams = _GREEDY,
+        params: SamplingParams = _DEFAULT,
         priority: int = 0,
         model: str | None = None,
         progress: ProgressFn | None = None,
@@ -751,7 +751,7 @@ class AgentManager:
             tokens: tokens behind the history.
             tools: definitions of tools; None: as before.
             role: who says ``text``: ``user`` or ``tool``.
-            params: how to sample.
+            params: how to sample; left out: as the model wants it, or else the likeliest token.
             priority: higher goes first.
             model: to run on; another one than before starts a fresh history of the same name.
             progress: told about a restore.
@@ -780,7 +780,8 @@ class AgentManager:
                     agent, host, text, messages, tokens, tools, role, is_continuing
                 )
                 turn.answer = answer
-                request = Request(tuple(turn.tokens), params, priority, deadline_s)
+                settings = params.for_model(host.sampling)
+                request = Request(tuple(turn.tokens), settings, priority, deadline_s)
                 events = self._run(agent, host, turn, request, progress, on_start)
                 async with contextlib.aclosing(events):
                     async for event in events:

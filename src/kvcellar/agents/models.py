@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,7 @@ class ModelHost:
         eos_token_ids: tokens with which it ends an answer.
         size_bytes: weights and the most that its cache may hold; 0 where nobody counts.
         max_positions: the longest sequence that the model was made for; None: not known.
+        sampling: the model's own settings of sampling, as ``LoadedModel`` has them.
         weights: how it holds them, for people.
         capacity: how many cells its cache may have and why; None: not known.
         costs: what restoring and recomputing take here.
@@ -67,6 +68,7 @@ class ModelHost:
     eos_token_ids: frozenset[int] = frozenset()
     size_bytes: int = 0
     max_positions: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
     weights: str = ""
     capacity: Capacity | None = None
     costs: Costs = field(default_factory=Costs)
@@ -103,6 +105,7 @@ def open_host(
     memory_bytes: int | None = None,
     block_size: int = 1,
     speculate: str | None = None,
+    chat_template: str | None = None,
     progress: ProgressFn | None = None,
 ) -> ModelHost:
     """Load a model and start an engine for it.
@@ -125,6 +128,7 @@ def open_host(
             followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
             bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary, as
             ``load_model`` takes it; None: nobody.
+        chat_template: text of a template in place of the checkpoint's own.
         progress: called while loading and hashing.
 
     Raises:
@@ -133,8 +137,11 @@ def open_host(
         StoreError: its files cannot be hashed.
     """
     report = progress or (lambda fraction, what: None)
-    if capacity is None:
-        chosen = choose_capacity(
+
+    def choose() -> Capacity:
+        if capacity is not None:
+            return Capacity(capacity, "as asked")
+        return choose_capacity(
             name,
             memory_bytes,
             kv_dtype=kv_dtype,
@@ -145,10 +152,11 @@ def open_host(
             backend=backend,
             device=device,
         )
-    else:
-        chosen = Capacity(capacity, "as asked")
+
+    chosen = None
     budget = draft_budget = None
     if memory_bytes is not None:
+        chosen = choose()
         budget, draft_budget = budgets_of_host(
             name,
             memory_bytes,
@@ -166,8 +174,10 @@ def open_host(
         dtype=dtype,
         weights=weights,
         device=device,
+        chat_template=chat_template,
         progress=lambda part, what: report(0.8 * part, f"{name}: {what}"),
     )
+    chosen = chosen or choose()  # what is wrong with a model is said by loading it
     fingerprint = model.fingerprint(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{name}: {what}"),
@@ -217,6 +227,7 @@ def open_host(
             eos_token_ids=model.eos_token_ids,
             size_bytes=memory_bytes or model.size_bytes + layout.rows_bytes(cache_config.capacity),
             max_positions=model.max_positions,
+            sampling=model.sampling,
             weights=model.weights or model.dtype,
             capacity=chosen,
             template=template,

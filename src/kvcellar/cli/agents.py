@@ -120,6 +120,7 @@ def create_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
+    chat_template: options.ChatTemplate = None,
 ) -> None:
     """Make an agent without a history."""
     loading = {
@@ -128,6 +129,7 @@ def create_command(
         "dtype": dtype,
         "weights": weights,
         "device": device,
+        "chat_template": options.read_template(chat_template),
     }
     with _opened(store, loading) as agents:
         info = asyncio.run(agents.create(agent_id, model=_named(model), system=system))
@@ -194,11 +196,11 @@ def generate_command(
         bool, typer.Option("--create", help="Make the agent if there is none of that name.")
     ] = False,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     store: Folder = None,
@@ -210,6 +212,7 @@ def generate_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
+    chat_template: options.ChatTemplate = None,
     verify: options.Verify = "checksum",
     speculate: options.Speculate = None,
 ) -> None:
@@ -218,12 +221,14 @@ def generate_command(
     With --json one object is printed instead: the text, its tokens, and in `usage` what was reused,
     restored and lost.
     """
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
+    params = options.sampling(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        },
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -238,6 +243,7 @@ def generate_command(
         "dtype": dtype,
         "weights": weights,
         "device": device,
+        "chat_template": options.read_template(chat_template),
     }
     with _opened(store, loading, agent_id, verify) as agents:
         if is_new and agent_id not in {info.agent_id for info in agents.list()}:
@@ -253,8 +259,8 @@ def chat_command(
     ] = False,
     system: options.System = None,
     max_tokens: options.MaxTokens = 1024,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 0.95,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     store: Folder = None,
@@ -266,6 +272,7 @@ def chat_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
+    chat_template: options.ChatTemplate = None,
     verify: options.Verify = "checksum",
     speculate: options.Speculate = None,
 ) -> None:
@@ -274,9 +281,12 @@ def chat_command(
     Ctrl-D leaves, and the agent stays. /undo takes back the last turn. In a pipe every line is one
     message.
     """
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
+    params = options.sampling(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+        },
+        usual=options.USUAL_IN_CHAT,
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -290,6 +300,7 @@ def chat_command(
         "dtype": dtype,
         "weights": weights,
         "device": device,
+        "chat_template": options.read_template(chat_template),
     }
     with _opened(store, loading, agent_id, verify) as agents:
         if agent_id not in {info.agent_id for info in agents.list()}:
@@ -435,6 +446,7 @@ def resume_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
+    chat_template: options.ChatTemplate = None,
     verify: options.Verify = "checksum",
 ) -> None:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
@@ -446,6 +458,7 @@ def resume_command(
         "dtype": dtype,
         "weights": weights,
         "device": device,
+        "chat_template": options.read_template(chat_template),
     }
     with _opened(store, loading, agent_id, verify) as agents:
         with progress_bar("loading") as report:

@@ -45,11 +45,11 @@ def chat_command(
         bool, typer.Option("--json", help="Print one JSON object per answer, each on a line.")
     ] = False,
     max_tokens: options.MaxTokens = 1024,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 0.95,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     cache: options.Cache = "contiguous",
@@ -60,18 +60,22 @@ def chat_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
+    chat_template: options.ChatTemplate = None,
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
 
     The history is the tokens that were sampled, never encoded again. Commands: /undo, /reset,
     /help, /quit. In a pipe every line is one message.
     """
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
+    params = options.sampling(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        },
+        usual=options.USUAL_IN_CHAT,
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -86,6 +90,7 @@ def chat_command(
         dtype=dtype,
         weights=weights,
         device=device,
+        chat_template=options.read_template(chat_template),
     ) as bound:
         conversation = Conversation(
             bound.runner,
@@ -94,12 +99,14 @@ def chat_command(
             system=system,
             eos_token_ids=bound.model.eos_token_ids,
         )
+        params = params.for_model(bound.model.sampling)
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if is_interactive:
             print_note(
                 f"{bound.model.name}, {bound.model.weights or bound.model.dtype} on {backend}; "
                 f"{cache} cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
-                f"{bound.cache.config.kv_dtype}; /help"
+                f"{bound.cache.config.kv_dtype}; temperature {params.temperature:g}, top_p "
+                f"{params.top_p:g}; /help"
             )
         for line in _typed_lines() if is_interactive else _piped_lines():
             if line.startswith("/"):
@@ -167,7 +174,7 @@ def _turn(
                 if not isinstance(event, Generation):
                     write("" if as_json else event.text)
                 elif as_json:
-                    write(json.dumps(as_object(event), ensure_ascii=False) + "\n")
+                    write(json.dumps(as_object(event, params), ensure_ascii=False) + "\n")
                 else:
                     write("\n")
                     show_end(event)

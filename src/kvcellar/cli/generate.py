@@ -12,8 +12,9 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, progress_bar, write
-from kvcellar.engine import Generation, SamplingParams, encode_chat, generate
+from kvcellar.engine import DEFAULTABLE, Generation, SamplingParams, encode_chat, generate
 from kvcellar.errors import ConfigError
+from kvcellar.models.loading import DEMO
 from kvcellar.valid import valid_text
 
 
@@ -24,7 +25,7 @@ def register(app: typer.Typer) -> None:
         help=help_of(generate_command),
         epilog=examples(
             "kvcellar generate --prompt 'import os' --max-tokens 64",
-            "kvcellar generate ~/models/Qwen3-0.6B --chat --prompt 'Why is the sky blue?'",
+            "kvcellar generate ~/models/Qwen3-0.6B --prompt 'Why is the sky blue?'",
             "cat notes.txt | kvcellar generate --prompt - --temperature 0.7 --seed 1",
             "kvcellar generate --prompt 'def ' --cache seq --json | jq .usage",
         ),
@@ -39,19 +40,24 @@ def generate_command(
         typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; - for stdin."),
     ],
     chat: Annotated[
-        bool,
-        typer.Option("--chat/--raw", help="Put the prompt in the model's chat template, or not."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt in the model's chat template, or continue it as it is. Default: "
+            "in the template where the model has one; `demo` continues.",
+            show_default=False,
+        ),
+    ] = None,
     system: options.System = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
     ] = False,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     cache: options.Cache = "contiguous",
@@ -62,24 +68,27 @@ def generate_command(
     dtype: options.Dtype = None,
     weights: options.Weights = None,
     device: options.Device = None,
+    chat_template: options.ChatTemplate = None,
 ) -> None:
     """Continue a text.
 
     The text streams to stdout as it comes. With --json one object is printed instead: text,
-    token_ids, finish_reason (stop or length), finish_detail and usage.
+    token_ids, finish_reason (stop or length), finish_detail, usage, and sampling as it was done.
     """
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
+    params = options.sampling(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        },
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
     )
-    if system is not None and not chat:
-        raise ConfigError("a system message needs a chat template; add --chat")
+    if system is not None and chat is False:
+        raise ConfigError("a system message needs a chat template; leave --raw out")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with bound_model(
         model,
@@ -91,14 +100,21 @@ def generate_command(
         dtype=dtype,
         weights=weights,
         device=device,
+        chat_template=options.read_template(chat_template),
     ) as bound:
-        result = _run(bound, _encode(bound, text, chat, system), params, is_quiet=as_json)
+        params = params.for_model(bound.model.sampling)
+        is_chat = chat
+        if is_chat is None:
+            has_template = bool(getattr(bound.model.tokenizer, "chat_template", None))
+            is_asked = system is not None or chat_template is not None
+            is_chat = is_asked or (has_template and model != DEMO)
+        result = _run(bound, _encode(bound, text, is_chat, system), params, is_quiet=as_json)
     if as_json:
-        write(json.dumps(as_object(result), ensure_ascii=False) + "\n")
+        write(json.dumps(as_object(result, params), ensure_ascii=False) + "\n")
 
 
-def _encode(bound: Bound, text: str, chat: bool, system: str | None) -> list[int]:
-    if not chat:
+def _encode(bound: Bound, text: str, is_chat: bool, system: str | None) -> list[int]:
+    if not is_chat:
         return [int(token_id) for token_id in bound.model.tokenizer.encode(valid_text(text))]
     messages = [] if system is None else [{"role": "system", "content": system}]
     return encode_chat(bound.model.tokenizer, [*messages, {"role": "user", "content": text}])
@@ -147,7 +163,7 @@ def show_end(result: Generation) -> None:
         print_warning(f"the text is cut short: {result.finish.detail}")
 
 
-def as_object(result: Generation) -> dict[str, Any]:
+def as_object(result: Generation, params: SamplingParams) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
         "text": result.text,
@@ -155,4 +171,5 @@ def as_object(result: Generation) -> dict[str, Any]:
         "finish_reason": result.finish.reason,
         "finish_detail": result.finish.detail,
         "usage": asdict(result.usage),
+        "sampling": {name: getattr(params, name) for name in sorted(DEFAULTABLE)},
     }

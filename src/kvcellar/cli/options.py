@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from kvcellar.engine import DEFAULTABLE, SamplingParams
+from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KV_DTYPES
 
 LOADING = "Model and cache"
@@ -115,15 +119,16 @@ MaxTokens = Annotated[
     int, typer.Option(metavar="N", help="Tokens to generate at most.", rich_help_panel=SAMPLING)
 ]
 Temperature = Annotated[
-    float,
+    float | None,
     typer.Option(
         metavar="X",
-        help="0 takes the likeliest token; higher is more varied.",
+        help="0 takes the likeliest token; higher is more varied. Default, as for the next four: "
+        "what the model's generation_config.json says.",
         rich_help_panel=SAMPLING,
     ),
 ]
 TopP = Annotated[
-    float,
+    float | None,
     typer.Option(
         metavar="P",
         help="Sample from the fewest tokens with this probability together.",
@@ -131,13 +136,13 @@ TopP = Annotated[
     ),
 ]
 TopK = Annotated[
-    int,
+    int | None,
     typer.Option(
         metavar="K", help="Sample from the K likeliest tokens; 0 for all.", rich_help_panel=SAMPLING
     ),
 ]
 MinP = Annotated[
-    float,
+    float | None,
     typer.Option(
         metavar="P",
         help="Sample from tokens at least P times as likely as the likeliest.",
@@ -145,7 +150,7 @@ MinP = Annotated[
     ),
 ]
 RepetitionPenalty = Annotated[
-    float,
+    float | None,
     typer.Option(
         metavar="X",
         help="Above 1 makes tokens that are there already less likely.",
@@ -164,4 +169,51 @@ Stop = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A chat template (Jinja) in place of the model's own.",
+        rich_help_panel=LOADING,
+    ),
+]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")]
+
+
+USUAL_IN_CHAT: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95}
+"""Of a chat, where the model says nothing of how to sample."""
+
+
+def sampling(
+    given: Mapping[str, float | None],
+    usual: Mapping[str, float] | None = None,
+    **more: Any,
+) -> SamplingParams:
+    """Settings from options: what is None is the model's own default, or else the usual one.
+
+    Args:
+        given: options by the names of ``DEFAULTABLE``; those that a command does not have are left
+            out.
+        usual: what a command takes where the model says nothing.
+        more: other settings.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+    named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    unset = DEFAULTABLE - named.keys()
+    return SamplingParams(**{**(usual or {}), **named}, unset=frozenset(unset), **more)
+
+
+def read_template(file: Path | None) -> str | None:
+    """The text of ``--chat-template``.
+
+    Raises:
+        ConfigError: it cannot be read as text.
+    """
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {file} cannot be read as text: {error}") from error

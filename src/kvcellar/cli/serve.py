@@ -158,6 +158,7 @@ def serve_command(
     weights: options.Weights = None,
     device: options.Device = None,
     speculate: options.Speculate = None,
+    chat_template: options.ChatTemplate = None,
 ) -> None:
     """Serve models and agents over HTTP, as OpenAI and Anthropic do, with a page to look at.
 
@@ -200,7 +201,13 @@ def serve_command(
         "weights": weights,
         "device": device,
         "speculate": speculate,
+        "chat_template": options.read_template(chat_template),
     }
+    if chat_template is not None and len(offered) > 1:
+        raise ConfigError(
+            f"one --chat-template is for one model, and {len(offered)} are offered; start a server "
+            f"for each"
+        )
 
     plan = memory_plan(memory, loading)
 
@@ -219,7 +226,9 @@ def serve_command(
         from kvcellar.agents import planned_context
 
         limit = None if plan is None else size_of(path)
-        return planned_context(path, limit, **settings_of(path))
+        settings = settings_of(path)
+        del settings["chat_template"]
+        return planned_context(path, limit, **settings)
 
     def load(path: str, progress: Callable[[float, str], None]) -> ModelHost:
         from kvcellar.agents import open_host

@@ -56,6 +56,7 @@ def bound_model(
     device: str | None = None,
     memory: str | None = None,
     n_sequences: int = 1,
+    chat_template: str | None = None,
 ) -> Iterator[Bound]:
     """Load a model and open a session for it, with progress on a terminal.
 
@@ -77,8 +78,10 @@ def bound_model(
         from kvcellar.agents import Capacity, choose_capacity
         from kvcellar.models import load_model
 
-        if capacity is None:
-            chosen = choose_capacity(
+        def choose() -> Capacity:
+            if capacity is not None:
+                return Capacity(capacity, "as asked")
+            return choose_capacity(
                 name,
                 None if limit_bytes is None else limit_bytes - resident_bytes(),
                 kv_dtype=kv_dtype,
@@ -88,10 +91,11 @@ def bound_model(
                 device=device,
                 most_sequences=n_sequences,
             )
-        else:
-            chosen = Capacity(capacity, "as asked")
+
+        chosen = None
         reserve_bytes = 0
         if limit_bytes is not None:
+            chosen = choose()
             reserve_bytes = _reserve(
                 name, limit_bytes, chosen.cells, backend, dtype=dtype, weights=weights
             )
@@ -101,8 +105,10 @@ def bound_model(
             dtype=dtype,
             weights=weights,
             device=device,
+            chat_template=chat_template,
             progress=lambda fraction, what: report(fraction, f"{name}: {what}"),
         )
+        chosen = chosen or choose()  # what is wrong with a model is said by loading it
     budget = None
     if limit_bytes is not None:
         model.touch_weights()  # they count, and would come with the first forward

@@ -11,6 +11,7 @@ from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.restore import Held, Restore, RowCache, held_rows
 from kvcellar.engine.sampling import (
+    DEFAULTABLE,
     Choice,
     Guide,
     SamplingParams,
@@ -24,6 +25,7 @@ from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
 
 __all__ = [
+    "DEFAULTABLE",
     "Branch",
     "BranchReport",
     "Choice",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from kvcellar.errors import ConfigError, ModelError
 
-__all__ = ["Choice", "Guide", "SamplingParams", "SamplingState", "TokenLogprob", "sample"]
+__all__ = [
+    "DEFAULTABLE",
+    "Choice",
+    "Guide",
+    "SamplingParams",
+    "SamplingState",
+    "TokenLogprob",
+    "sample",
+]
 
 FloatArray = NDArray[np.float32]
 
@@ -27,6 +35,12 @@ _DRAWS = 64
 
 _COLDEST = 1e-5
 """A temperature below it counts as 0."""
+
+
+DEFAULTABLE = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+"""Settings for which models have defaults of their own."""
+
+_NEUTRAL: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class Guide(Protocol):
@@ -84,6 +98,8 @@ class SamplingParams:
         logprobs: None for none, 0 for the sampled token's log probability, n for the n most
             likely tokens' too; always those of the model itself, before all settings above.
         guide: makes what decides which tokens may come; the sequence ends where it is complete.
+        unset: names of settings that nobody asked for: their values hold where a model has no
+            defaults of its own. See ``for_model``.
     """
 
     temperature: float = 0.0
@@ -101,6 +117,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     guide: Callable[[], Guide] | None = field(default=None, hash=False, compare=False)
+    unset: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -125,6 +142,26 @@ class SamplingParams:
             self._check("logprobs", self.logprobs, self.logprobs >= 0, "0 or more, or None")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop holds texts of at least one character, got {self.stop!r}")
+
+    def for_model(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """The settings with a model's own defaults for those that nobody asked for.
+
+        A model that names a temperature says how it wants to be sampled: of what it leaves out
+        nothing is cut off, whatever is usual here.
+
+        Args:
+            defaults: by name, as ``LoadedModel.sampling`` has them.
+        """
+        if not self.unset or not defaults:
+            return replace(self, unset=frozenset()) if self.unset else self
+        neutral = _NEUTRAL if "temperature" in defaults and "temperature" in self.unset else {}
+        named = {
+            name: value for name, value in {**neutral, **defaults}.items() if name in self.unset
+        }
+        settings: dict[str, Any] = {**named, "unset": frozenset()}
+        if "top_k" in settings:
+            settings["top_k"] = int(settings["top_k"])
+        return replace(self, **settings)
 
     def _check(self, name: str, value: float, is_valid: bool, wanted: str) -> None:
         if not (is_valid and math.isfinite(value)):

@@ -9,7 +9,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvcellar.models.checkpoint import (
     read_json,
 )
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
+from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS, WEIGHTS, choose_weights, parse_weights
@@ -76,6 +77,9 @@ class LoadedModel:
         dtype: type that the model computes in, and of weights that are held in no other way.
         weights: how linear layers hold theirs: a name of ``WEIGHTS``, or a scheme of ExecuTorch's;
             None: in ``dtype``.
+        sampling: settings of sampling that the checkpoint names (``generation_config.json``), for
+            ``SamplingParams.for_model``.
+        chat_template: what was given in place of the checkpoint's own; None: nothing.
     """
 
     name: str
@@ -89,6 +93,8 @@ class LoadedModel:
     max_positions: int
     dtype: str
     weights: str | None
+    sampling: Mapping[str, float]
+    chat_template: str | None
     _model: Any = field(repr=False)
 
     def bind(self, session: CacheSession[Any], *, feature_layers: Sequence[int] = ()) -> Runner:
@@ -167,8 +173,13 @@ class LoadedModel:
         """
         packing = PACKINGS.get(self.weights or "")
         kept = self.dtype if packing is None else f"{self.dtype}+{packing}"
+        replaced = {} if self.chat_template is None else {"chat_template": self.chat_template}
         return fingerprint_checkpoint(
-            self.path, cache_file=cache_file, on_progress=on_progress, dtype=dtype or kept
+            self.path,
+            cache_file=cache_file,
+            on_progress=on_progress,
+            dtype=dtype or kept,
+            **replaced,
         )
 
     def touch_weights(self) -> int:
@@ -235,6 +246,7 @@ def load_model(
     dtype: Any = None,
     weights: str | None = None,
     device: Any = None,
+    chat_template: str | None = None,
     progress: ProgressFn | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
@@ -253,6 +265,7 @@ def load_model(
             ``bf16`` where ``dtype`` is bfloat16 and the kernel is built, since nothing is lost,
             else ``none``. With executorch ``8da8w`` or ``8da4w``: a checkpoint is exported so.
         device: where to put it, as torch knows it; None: the CPU.
+        chat_template: text of a template in place of the checkpoint's own; None: its own.
         progress: called while loading; otherwise loading is silent.
 
     Raises:
@@ -270,7 +283,7 @@ def load_model(
         found: LoadedModel = module.load_model(
             name_or_path, dtype=dtype, weights=weights, device=device, progress=progress
         )
-        return found
+        return _with_template(found, chat_template)
     weights = parse_weights(weights, dtype)
     kernel = load_backend(backend)
     dtype = "bfloat16" if weights == "bf16" else dtype
@@ -329,7 +342,7 @@ def load_model(
     vocab_size = int(model.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
-    return LoadedModel(
+    loaded = LoadedModel(
         name=str(name_or_path),
         path=folder,
         backend=backend,
@@ -341,8 +354,19 @@ def load_model(
         max_positions=positions_from_config(config),
         dtype=str(model.dtype).removeprefix("torch."),
         weights=held,
+        sampling=sampling_defaults(folder),
+        chat_template=None,
         _model=model,
     )
+    return _with_template(loaded, chat_template)
+
+
+def _with_template(model: LoadedModel, text: str | None) -> LoadedModel:
+    """The model with another chat template; as it is where that is its own."""
+    if text is None or text == model.tokenizer.chat_template:
+        return model
+    model.tokenizer.chat_template = text
+    return replace(model, chat_template=text)
 
 
 def accelerator_bytes(device: str | None) -> int | None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header
+from pydantic import BaseModel
 from starlette.requests import Request
 
-from kvcellar.engine import SamplingParams
+from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.server.calls import read_arguments
 from kvcellar.server.chat import Ended, Started
 from kvcellar.server.conversations import Whose
@@ -34,6 +35,7 @@ __all__ = [
     "tell_agent",
     "text_of",
     "tool_choice_of",
+    "unset_in",
     "usage_extra",
     "whose_of",
 ]
@@ -146,7 +148,9 @@ def sampling_of(
     logprobs: int | None = None,
     index: int = 0,
 ) -> SamplingParams:
-    """How to sample the answer with number ``index``; without a temperature as OpenAI: 1.
+    """How to sample the answer with number ``index``.
+
+    What a client leaves out is the model's own default, and where it has none as with OpenAI.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -169,7 +173,13 @@ def sampling_of(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        unset=unset_in(fields),
     )
+
+
+def unset_in(fields: BaseModel) -> frozenset[str]:
+    """Settings of sampling that a request leaves to the model."""
+    return frozenset(name for name in DEFAULTABLE if getattr(fields, name, None) is None)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -150,6 +150,7 @@ class Ended:
         usage: what it took.
         agent_id: whose turn it was.
         model: who answered.
+        params: how it was sampled.
         pinned_tokens: as in :class:`Started`.
         notice: as in :class:`Started`.
     """
@@ -162,6 +163,7 @@ class Ended:
     usage: AgentUsage
     agent_id: str
     model: str
+    params: SamplingParams
     pinned_tokens: int = 0
     notice: str | None = None
 
@@ -335,7 +337,8 @@ async def _events(
                 for part in (*parser.push(rest), *parser.flush()) if plan.reads_calls else ():
                     yield _event_of(part)
                 await _pin(service, host, ask, plan)
-                yield _ended(event, parser, service.models.public(host.name), plan)
+                used = ask.params.for_model(host.sampling)
+                yield _ended(event, parser, service.models.public(host.name), plan, used)
 
 
 def _opens_thought(host: ModelHost, prompt: Sequence[int]) -> bool:
@@ -354,7 +357,9 @@ def _event_of(part: TextPart | CallPart) -> ChatEvent:
     return CallEvent(part.index, part.call, part.text)
 
 
-def _ended(event: TurnEnd, parser: CallParser, model: str, plan: _Plan) -> Ended:
+def _ended(
+    event: TurnEnd, parser: CallParser, model: str, plan: _Plan, params: SamplingParams
+) -> Ended:
     finish = event.finish.finish
     assert finish is not None, "an answer that was stopped, or has no more room, says by what"
     is_called = bool(parser.calls) and is_whole(parser.calls[-1])
@@ -367,6 +372,7 @@ def _ended(event: TurnEnd, parser: CallParser, model: str, plan: _Plan) -> Ended
         usage=replace(event.usage, notes=(*event.usage.notes, *plan.notes)),
         agent_id=event.agent_id,
         model=model,
+        params=params,
         pinned_tokens=plan.start.pinned_tokens if plan.start else 0,
         notice=plan.start.notice if plan.start else None,
     )

@@ -20,7 +20,13 @@ from kvcellar.backends.executorch.program import OWN_PREFIX, Program
 from kvcellar.errors import ConfigError, MetadataError, ModelError, StepError
 from kvcellar.home import default_home, locked
 from kvcellar.metadata import PREFIX
-from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
+from kvcellar.models.fingerprint import (
+    Fingerprint,
+    Progress,
+    fingerprint_checkpoint,
+    fingerprint_of,
+)
+from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.loading import DEMO, LoadedModel, ProgressFn
 from kvcellar.models.runner import FloatArray, Runner, checked_batch
 from kvcellar.registry import CacheSession
@@ -58,6 +64,8 @@ class ExecutorchModel(LoadedModel):
     ) -> Fingerprint:
         """That of the checkpoint that it was exported from, with the type of its weights."""
         parts = json.loads(self.program.metadata[OWN_PREFIX + "fingerprint"])
+        if self.chat_template is not None:
+            parts |= fingerprint_of(chat_template=self.chat_template).parts
         return Fingerprint(parts)
 
     def touch_weights(self) -> int:
@@ -178,7 +186,7 @@ def load_model(
     params = program.params
     facts = _facts(program)
     report(0.96, "reading the tokenizer")
-    config, tokenizer = _carried(program)
+    config, tokenizer, sampling = _carried(program)
     report(0.98, "loading weights")
     found = str(facts["dtype"]) + ("" if facts["quantize"] == "none" else f"+{facts['quantize']}")
     asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
@@ -207,6 +215,8 @@ def load_model(
         max_positions=int(facts["max_positions"]),
         dtype=str(facts["dtype"]),
         weights=None if facts["quantize"] == "none" else str(facts["quantize"]),
+        sampling=sampling,
+        chat_template=None,
         _model=None,
         program=program,
         method=method,
@@ -226,7 +236,7 @@ def size_program(path: Path) -> ModelCacheSpec:
     """
     program = Program(path)
     try:
-        facts, (config, _) = _facts(program), _carried(program)
+        facts, (config, *_) = _facts(program), _carried(program)
         params = program.params
     finally:
         program.close()
@@ -267,8 +277,8 @@ def _facts(program: Program) -> Mapping[str, Any]:
     return own
 
 
-def _carried(program: Program) -> tuple[Any, Any]:
-    """The config and the tokenizer inside."""
+def _carried(program: Program) -> tuple[Any, Any, Mapping[str, float]]:
+    """The config and the tokenizer inside, and how the model wants to be sampled."""
     from kvcellar.models.tokenizer import load_tokenizer, quiet
 
     with tempfile.TemporaryDirectory(prefix="kvcellar-") as temporary:
@@ -279,7 +289,7 @@ def _carried(program: Program) -> tuple[Any, Any]:
         except (OSError, ValueError) as error:
             raise ModelError(f"{program.path} carries no config that can be read") from error
         with quiet(lambda part: None):
-            return config_from_dict(raw), load_tokenizer(folder)
+            return config_from_dict(raw), load_tokenizer(folder), sampling_defaults(folder)
 
 
 def _exported(name_or_path: str | Path, dtype: Any, weights: str, report: ProgressFn) -> Path:

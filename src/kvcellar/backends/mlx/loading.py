@@ -21,6 +21,7 @@ from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
+from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.loading import (
     DEMO,
     LoadedModel,
@@ -140,6 +141,8 @@ def load_model(
         max_positions=positions_from_config(config),
         dtype=wanted or _float_type(model, stored),
         weights=None,
+        sampling=sampling_defaults(folder),
+        chat_template=None,
         _model=model,
         device=where,
     )

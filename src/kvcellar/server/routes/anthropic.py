@@ -24,6 +24,7 @@ from kvcellar.server.asking import (
     predictions,
     service_of,
     tell_agent,
+    unset_in,
     whose_of,
 )
 from kvcellar.server.bodies import BodyRoute
@@ -84,6 +85,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
             seed=body.seed,
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
+            unset=unset_in(body),
         ),
         tools=_tools(body),
         choice=_choice(body),

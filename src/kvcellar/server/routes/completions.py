@@ -161,7 +161,8 @@ async def _plain(
     service.check_fits(host, choice.prompt, param="prompt")
     wanted = len(choice.prompt) + (params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-    asked = EngineRequest(choice.prompt, params, deadline_s=service.config.wait_s)
+    settings = params.for_model(host.sampling)
+    asked = EngineRequest(choice.prompt, settings, deadline_s=service.config.wait_s)
     started_s, last_s = time.perf_counter(), None
     async with await host.service.submit(asked) as stream:
         async for event in stream:

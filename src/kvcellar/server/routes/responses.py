@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvcellar.engine import SamplingParams
 from kvcellar.errors import UnknownAgentError
 from kvcellar.server.asking import (
     READS_AGENT,
@@ -66,6 +67,11 @@ class _Draft:
     status: str = "in_progress"
     extra: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
+    params: SamplingParams | None = None
+
+    def sampled(self, name: str, asked: float | None) -> float | None:
+        """A setting as it was used; before the end, as it was asked for."""
+        return asked if self.params is None else getattr(self.params, name)
 
     def as_json(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -91,11 +97,11 @@ class _Draft:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": body.store is not False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": self.sampled("temperature", body.temperature),
             "text": {"format": text_format or {"type": "text"}},
             "tool_choice": as_mapping(choice) if isinstance(choice, NamedTool) else choice,
             "tools": [as_mapping(tool) for tool in body.tools or ()],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": self.sampled("top_p", body.top_p),
             "truncation": "disabled",
             "usage": self.usage,
             "metadata": body.metadata or {},
@@ -366,6 +372,7 @@ def _finish(draft: _Draft, end: Ended) -> None:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
     draft.status = _status(is_cut)
+    draft.params = end.params
     draft.extra = extra_of(end, draft.body)
 
 
