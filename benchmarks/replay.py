@@ -92,11 +92,10 @@ def replay(post: Post, *, n_shared: int, seed: int = 1) -> Reuse:
 
 def shared_tokens(tokenizer: Any) -> int:
     """Tokens that every conversation of the session begins with."""
-    from kvcellar.agents.history import encode, render
+    from kvcellar.models.prompts import encode, render
     from kvcellar.server.calls import say_tools
 
     session = json.loads(SESSION.read_text(encoding="utf-8"))
-    tools = sorted(session["tools"], key=lambda tool: tool["function"]["name"])
     system = [{"role": "system", "content": session["system"]}]
-    text = render(tokenizer, say_tools(system, tools), is_asking=False)
-    return len(encode(tokenizer, text))
+    said = say_tools(system, session["tools"])
+    return len(encode(tokenizer, render(tokenizer, said, is_asking=False)))

@@ -70,6 +70,10 @@ class ModelError(KVCellarError):
     """A checkpoint cannot be loaded: missing, half copied, or of an unknown architecture."""
 
 
+class TemplateLimitError(ModelError):
+    """A chat template took more time, memory or output than rendering may take; it was stopped."""
+
+
 class PromptError(KVCellarError, ValueError):
     """A prompt is empty, or longer than the capacity of the cache it is meant for."""
 

@@ -30,6 +30,9 @@ from tests.engine.fakes import (
 
 VOCAB = 260
 BLOCK_TOKENS = 16
+LETTERS = dict.fromkeys(range(ord("a"), ord("z") + 1), 100.0)
+"""Bias of the model, so that an answer is text, which comes back in the tokens it was said in."""
+
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SMALL = StoreConfig(warm_bytes=1 << 24)
 
@@ -84,8 +87,10 @@ def make_host(
 ) -> ModelHost:
     cache = RowCells(make_config(params, capacity, min_chunk=16))
     tokenizer = tokenizer or ByteTokenizer()
+    hashes = runner(cache, VOCAB)
+    hashes.bias = dict(LETTERS)
     engine = Engine(
-        runner(cache, VOCAB),
+        hashes,
         cache,
         tokenizer,
         eos_token_ids=(ByteTokenizer.END,),
@@ -142,7 +147,9 @@ def oracle(history: Sequence[int], n: int, params: Any = PARAMS) -> list[int]:
     """The greedy tokens after a history, from the tokens alone."""
     tokens = [int(t) for t in history]
     for _ in range(n):
-        tokens.append(int(np.argmax(logits_of(tokens, VOCAB, params))))
+        logits = logits_of(tokens, VOCAB, params)
+        logits[list(LETTERS)] += 100.0
+        tokens.append(int(np.argmax(logits)))
     return tokens[len(history) :]
 
 

@@ -21,7 +21,7 @@ if importlib.util.find_spec("mlx_lm") is None:
 pytestmark = pytest.mark.usefixtures("eager")
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = EngineConfig(max_num_batched_tokens=32)
-TEXTS = ["The first thing. " * 4, "And another.", "Then?", "At last."]
+SAID = [list(t.encode()) for t in ("The first thing. " * 4, "And another.", "Then?", "At last.")]
 
 
 def loader(folder: str, backend: str, **options: Any) -> Any:
@@ -36,16 +36,16 @@ def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: A
     folder = str(make_checkpoint(family, tmp_path / family))
     with manager(tmp_path / "one", loader(folder, "torch")) as agents:
         run(agents.create("a", model=folder))
-        for said in TEXTS:
-            run(turn(agents, "a", said, params=GREEDY))
+        for said in SAID:
+            run(turn(agents, "a", tokens=said, params=GREEDY))
         want = tokens_of(agents, "a")
-    for i, said in enumerate(TEXTS):
+    for i, said in enumerate(SAID):
         backend = ("torch", "mlx")[i % 2]
         with manager(tmp_path / "two", loader(folder, backend)) as agents:
             if not i:
                 run(agents.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
-            end = run(turn(agents, "a", said, params=GREEDY))
+            end = run(turn(agents, "a", tokens=said, params=GREEDY))
             if i:
                 assert end.usage.restored_tokens == before - 1, "nothing was computed again"
             assert tokens_of(agents, "a") == want[: len(tokens_of(agents, "a"))]

@@ -1,4 +1,4 @@
-"""Conversations that come back as text keep their tokens; what is lost is explained."""
+"""The model reads what was sent; what that has in common with a history is not computed again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import pytest
 
 from kvcellar.agents import RULES, check_template
 from kvcellar.engine import SamplingParams
-from tests.agents.fakes import ByteTokenizer, make_host, manager, run, tokens_of, turn
+from tests.agents.fakes import (
+    FULL_PARAMS,
+    ByteTokenizer,
+    make_host,
+    manager,
+    run,
+    tokens_of,
+    turn,
+)
 
 SYSTEM = {"role": "system", "content": "You help.\nToday's date is 2026-03-01.\nBe brief."}
 
@@ -39,86 +47,185 @@ def load(name: str) -> Any:
     return make_host(name, tokenizer=Forgetful())
 
 
+def prompt_of(agents: Any, messages: Any, tools: Any = None) -> tuple[int, ...]:
+    """The tokens of a conversation, by the model's template alone."""
+    tokenizer = agents.models.host("hash").tokenizer
+    more = {} if tools is None else {"tools": tools}
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **more
+    )
+    return tuple(tokenizer.encode(text))
+
+
+def common(a: Any, b: Any) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+
+
+async def say(agents: Any, messages: Any, tools: Any = None) -> Any:
+    """A turn, which reads what was sent and reuses what it has in common with the history."""
+    before = tokens_of(agents, "a")
+    end = await turn(agents, "a", messages=messages, tools=tools)
+    want = prompt_of(agents, messages, tools)
+    assert tokens_of(agents, "a")[: -len(end.finish.token_ids)] == want
+    assert end.usage.prompt_tokens == len(want)
+    n_same = min(common(before, want), max(0, len(before) - 1))
+    n_others = len(agents.list()) - 1  # what they have in common is reused, too
+    assert n_same <= end.usage.cached_tokens <= (len(want) if n_others else n_same)
+    assert list(agents.conversation("a"))[:-1] == messages
+    return end
+
+
 async def three_turns(agents: Any) -> list[dict[str, Any]]:
     await agents.create("a")
     messages = [SYSTEM]
     for i in range(3):
         messages.append(user(f"question {i}"))
-        before = len(tokens_of(agents, "a"))
-        end = await turn(agents, "a", messages=messages)
-        assert end.usage.cached_tokens >= before - 1
-        assert end.usage.miss is None
-        messages.append({"role": "assistant", "content": end.finish.text.strip() + "\n"})
+        end = await say(agents, messages)
+        messages.append({"role": "assistant", "content": end.finish.text})
     return messages
 
 
-def test_a_conversation_that_comes_back_as_text_keeps_its_tokens(tmp_path):
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Forgetful])
+def test_a_turn_reads_what_the_template_makes_of_what_was_sent(tmp_path, tokenizer):
+    def load(name: str) -> Any:
+        return make_host(name, tokenizer=tokenizer(), params=FULL_PARAMS)
+
     with manager(tmp_path, load) as agents:
         messages = run(three_turns(agents))
-        before = tokens_of(agents, "a")
+        assert agents.list()[0].n_turns == 3
+        miss = agents.why("a")
+        assert (miss and miss.cause) == (None if tokenizer is ByteTokenizer else "template")
+        messages.append(user("and now?"))
+        end = run(say(agents, messages))
+        messages.append({"role": "assistant", "content": end.finish.text})
+    with manager(tmp_path, load) as agents:  # also after a restart
+        assert agents.identify(messages=[*messages, user("?")]) == "a"
+        assert agents.list()[0].n_turns == 4
+        run(say(agents, [*messages, user("?")]))
+
+
+def test_an_answer_that_comes_back_otherwise_is_found_and_read_as_it_came(tmp_path):
+    with manager(tmp_path) as agents:
+        messages = run(three_turns(agents))
         messages[2] = {
             "role": "assistant",
             "content": "<think>new</think>" + messages[2]["content"],
         }
-        end = run(turn(agents, "a", messages=[*messages, user("and now?")]))
-        assert tokens_of(agents, "a")[: len(before)] == before
-        assert end.usage.cached_tokens == len(before) - 1
-        assert end.usage.miss is None
-        assert any("chat template" in note for note in end.usage.notes)
-    with manager(tmp_path, load) as agents:  # also after a restart
-        own = list(agents.conversation("a"))
-        before = tokens_of(agents, "a")
-        assert agents.identify(messages=[*own, user("?")]) == "a"
-        end = run(turn(agents, "a", messages=[*own, user("?")]))
-        assert tokens_of(agents, "a")[: len(before)] == before
+        messages.append(user("and now?"))
+        assert agents.identify(messages=messages) == "a"
+        end = run(turn(agents, "a", messages=messages))
+        assert end.usage.miss.cause == "echoed"
+        assert tokens_of(agents, "a")[: end.usage.prompt_tokens] == prompt_of(agents, messages)
+        assert agents.conversation("a")[2] == messages[2]
+        assert agents.list()[0].n_turns == 4
 
 
-def test_a_changed_date_or_header_costs_nothing_and_is_reported(tmp_path):
-    other = {
-        "role": "system",
-        "content": "x-billing-header: cch=af31;\n" + SYSTEM["content"].replace("03-01", "03-02"),
-    }
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Forgetful])
+@pytest.mark.parametrize("back", [1, 2])
+def test_going_back_to_a_turn_keeps_its_messages_whatever_the_template_made_of_them(
+    tmp_path, tokenizer, back
+):
+    def load(name: str) -> Any:
+        return make_host(name, tokenizer=tokenizer(), params=FULL_PARAMS)
+
     with manager(tmp_path, load) as agents:
         messages = run(three_turns(agents))
+        tokens = tokens_of(agents, "a")
+        run(agents.fork("a", "b", turn=-back))
+        run(agents.rewind("a", turn=-back))
+        kept = messages[: -2 * back]
+        for name in "ab":
+            assert list(agents.conversation(name)) == kept
+            assert len(agents.turns(name)) == 3 - back
+            now = tokens_of(agents, name)
+            assert now == tokens[: len(now)]
+            assert prompt_of(agents, [*kept, user("x")])[: len(now) - 1] == now[:-1]
+        run(say(agents, [*kept, user("another way")]))
+        assert agents.list()[-1].n_turns == 4 - back
+
+
+def test_the_model_reads_the_date_and_the_header_that_were_sent(tmp_path):
+    other = {
+        "role": "system",
+        "content": "x-some-header: cch=af31;\n" + SYSTEM["content"].replace("03-01", "03-02"),
+    }
+    with manager(tmp_path) as agents:
+        messages = run(three_turns(agents))
+        end = run(say(agents, [other, *messages[1:], user("next")]))
+        assert end.usage.miss.cause == "system" and end.usage.rules == ()
+        spaced = [{**m, "content": f" {m['content']}"} for m in messages]
+        assert agents.identify(messages=[*spaced, user("?")]) is None
+
+
+def test_the_header_line_of_claude_code_is_left_out_and_reported(tmp_path):
+    def sent(stamp: str) -> dict[str, Any]:
+        line = f"x-anthropic-billing-header: cc_version=2.1.197; cch={stamp};\n"
+        return {"role": "system", "content": line + SYSTEM["content"]}
+
+    with manager(tmp_path) as agents:
+        messages = run(three_turns(agents))
         before = tokens_of(agents, "a")
-        end = run(turn(agents, "a", messages=[other, *messages[1:], user("next")]))
-        assert end.usage.cached_tokens == len(before) - 1 and end.usage.miss is None
-        said = " ".join(end.usage.notes)
-        assert "rule header" in said and "rule date" in said
-        own = agents.conversation("a")
-        assert agents.identify(messages=[other, *own[1:], user("?")]) == "a"
+        end = run(turn(agents, "a", messages=[sent("1"), *messages[1:], user("next")]))
+        assert end.usage.miss is None and end.usage.cached_tokens == len(before) - 1
+        (change,) = end.usage.rules
+        assert (change.rule, change.message) == ("billing-header", 0)
+        assert "cch=1" in change.before and change.after.startswith("You help.")
+        assert agents.conversation("a")[0] == SYSTEM
+        # in the middle of a text it is what somebody wrote
+        inside = {"role": "system", "content": "Look:\n" + sent("2")["content"]}
+        assert run(turn(agents, "a", messages=[inside, user("q")])).usage.rules == ()
+    with manager(tmp_path / "none", rules=()) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", messages=[sent("1"), user("q")]))
+        assert agents.conversation("a")[0] == sent("1")
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_every_rule_can_be_left_out(tmp_path, rule):
-    rules = [name for name in RULES if name != rule]
+def test_a_rule_applies_where_it_was_switched_on_and_says_what_it_changed(tmp_path, rule):
     tools = [{"name": "b", "x": 1}, {"name": "a"}]
-    with manager(tmp_path, load, rules=rules) as agents:
-        run(agents.create("a"))
-        run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=tools))
-        own = list(agents.conversation("a"))
-        system = dict(SYSTEM)
-        if rule == "date":
-            system["content"] = system["content"].replace("03-01", "03-02")
-        elif rule == "header":
-            system["content"] = "x-some-header: 1\n" + system["content"]
-        else:
-            tools = tools[::-1]
-        end = run(turn(agents, "a", messages=[system, *own[1:], user("n")], tools=tools))
-        assert end.usage.miss is not None
-        assert end.usage.miss.cause == ("tools" if rule == "tool-order" else "system")
+    line = "x-anthropic-billing-header: 1\n" if rule == "billing-header" else "x-some-header: 1\n"
+    for is_on in (True, False):
+        rules = [rule] if is_on else [name for name in RULES if name != rule]
+        if not is_on and rule == "billing-header":
+            rules.remove("header")  # which would find this line, too
+        with manager(tmp_path / str(is_on), load, rules=rules) as agents:
+            run(agents.create("a"))
+            run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=tools))
+            own, before = list(agents.conversation("a")), tokens_of(agents, "a")
+            system, now = dict(SYSTEM), tools
+            if rule == "date":
+                system["content"] = system["content"].replace("03-01", "03-02")
+            elif rule == "tool-order":
+                now = tools[::-1]
+            else:
+                system["content"] = line + system["content"]
+            end = run(turn(agents, "a", messages=[system, *own[1:], user("n")], tools=now))
+            changes = [change for change in end.usage.rules if change.rule == rule]
+            if not is_on:
+                assert not changes
+                assert end.usage.miss.cause == ("tools" if rule == "tool-order" else "system")
+                continue
+            assert end.usage.cached_tokens >= len(before) - 1 - len("answer")
+            assert end.usage.miss is None or end.usage.miss.cause == "template"
+            if rule != "tool-order":  # what was sent second is in order
+                (change,) = changes
+                assert change.before != change.after and len(change.before) <= 200
 
 
-def test_tool_definitions_in_another_order_cost_nothing(tmp_path):
+def test_tool_definitions_are_read_in_the_order_in_which_they_were_sent(tmp_path):
     tools = [{"name": "b", "x": 1, "y": {"p": 1, "q": 2}}, {"name": "a"}]
     again = [{"name": "a"}, {"y": {"q": 2, "p": 1}, "x": 1, "name": "b"}]
     with manager(tmp_path, load) as agents:
         run(agents.create("a"))
+        for sent in (tools, again):
+            run(say(agents, [SYSTEM, user("q")], sent))
+    with manager(tmp_path / "sorted", load, rules=("tool-order",)) as agents:
+        run(agents.create("a"))
         run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=tools))
-        before = tokens_of(agents, "a")
-        own = list(agents.conversation("a"))
-        end = run(turn(agents, "a", messages=[*own, user("n")], tools=again))
-        assert end.usage.miss is None and end.usage.cached_tokens == len(before) - 1
+        n_prompt = agents.turns("a")[0].n_prompt
+        end = run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=again))
+        assert end.usage.cached_tokens == n_prompt - 1
+        assert "tool-order" in {change.rule for change in end.usage.rules}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +237,7 @@ def test_tool_definitions_in_another_order_cost_nothing(tmp_path):
     ],
 )
 def test_what_was_lost_is_explained_with_both_texts(tmp_path, cause, change):
-    with manager(tmp_path, load) as agents:
+    with manager(tmp_path) as agents:
         messages = run(three_turns(agents))
         before = tokens_of(agents, "a")
         end = run(turn(agents, "a", messages=[*change(messages), user("next")]))
@@ -142,17 +249,36 @@ def test_what_was_lost_is_explained_with_both_texts(tmp_path, cause, change):
         assert before[miss.position] != after[miss.position]
         assert miss.tokens_lost == len(before) - 1 - miss.position
         assert miss.was != miss.became and miss.advice
-    with manager(tmp_path, load) as agents:
+    with manager(tmp_path) as agents:
         assert agents.why("a") == miss
 
 
+def test_an_answer_that_is_read_in_other_tokens_than_it_was_said_in_is_called_so(tmp_path):
+    class Pairs(ByteTokenizer):
+        """Says each letter alone, and reads two of them as capitals of its own."""
+
+        def encode(self, text: str, **more: Any) -> list[int]:
+            ids = super().encode(text, **more)
+            return [i - 32 if 97 <= i <= 122 and n % 2 else i for n, i in enumerate(ids)]
+
+        def decode(self, token_ids: Any, **more: Any) -> str:
+            return super().decode(token_ids, **more).lower()
+
+    with manager(tmp_path, lambda name: make_host(name, tokenizer=Pairs())) as agents:
+        run(agents.create("a"))
+        run(turn(agents, "a", "question"))
+        end = run(turn(agents, "a", "another"))
+        assert end.usage.miss.cause == "retokenised"
+        assert agents.list()[0].n_turns == 2
+
+
 def test_kv_that_is_nowhere_any_more_is_said_to_be_evicted(tmp_path):
-    with manager(tmp_path, load) as agents:
+    with manager(tmp_path) as agents:
         run(three_turns(agents))
         run(agents.pause("a"))
     for file in (tmp_path / "blocks").rglob("*.safetensors"):
         file.unlink()
-    with manager(tmp_path, load) as agents:
+    with manager(tmp_path) as agents:
         before = tokens_of(agents, "a")
         end = run(turn(agents, "a", "next"))
         assert end.usage.cached_tokens == 0
@@ -176,7 +302,7 @@ def test_a_template_that_rewrites_old_turns_is_reported_when_it_is_loaded():
 def test_a_line_that_is_not_about_the_date_is_not_taken_for_it(tmp_path):
     one = {"role": "system", "content": "The contract ends on 2026-03-01."}
     two = {"role": "system", "content": "The contract ends on 2027-03-01."}
-    with manager(tmp_path, load) as agents:
+    with manager(tmp_path, rules=("date",)) as agents:
         run(agents.create("a"))
         run(turn(agents, "a", messages=[one, user("q")]))
         own = list(agents.conversation("a"))

@@ -45,20 +45,20 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
     def load(name: str) -> ModelHost:
         return open_host(folder, capacity=1024, config=CONFIG, block_size=block_size)
 
-    texts = ["The first thing. " * 4, "And another.", "Then?"]
+    said = [list(text.encode()) for text in ("The first thing. " * 4, "And another.", "Then?")]
 
     with manager(tmp_path / "one", load) as agents:
         run(agents.create("a", model=folder))
-        for text in texts:
-            run(turn(agents, "a", text, params=GREEDY))
+        for part in said:
+            run(turn(agents, "a", tokens=part, params=GREEDY))
         want = tokens_of(agents, "a")
         rows = held_rows_of(agents, folder)
-    for i, text in enumerate(texts):
+    for i, part in enumerate(said):
         with manager(tmp_path / "two", load) as agents:
             if not i:
                 run(agents.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
-            end = run(turn(agents, "a", text, params=GREEDY))
+            end = run(turn(agents, "a", tokens=part, params=GREEDY))
             if i:
                 known = (before - 1) // block_size * block_size
                 assert end.usage.restored_tokens == end.usage.cached_tokens == known

@@ -63,23 +63,30 @@ def test_an_answer_that_the_model_ends_is_not_ended_twice(kind: str) -> None:
         assert rendered(chat, tokenizer) == [*chat.tokens, *b"\n"]
 
 
-def test_sampled_tokens_are_never_encoded_again() -> None:
+def prompt_of(chat: Conversation, tokenizer: ByteTokenizer, text: str) -> list[int]:
+    """What a cold cache would be given for the next message."""
+    messages = [*chat.messages, {"role": "user", "content": text}]
+    written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(written)
+
+
+def test_an_answer_whose_text_is_read_in_other_tokens_is_computed_again() -> None:
     chat, runner, tokenizer = make_chat()
     runner.bias = dict.fromkeys(range(128, 256), 100.0)  # no text at all
-    result = last(chat.say("hello", SAY))
-    tokenizer.encoded.clear()
-    last(chat.say("again", SAY))
-    assert tokenizer.encoded == ["<end>\n<user>again<end>\n<assistant>"]
-    start = chat.tokens.index(result.token_ids[0])
-    assert tuple(chat.tokens[start : start + 8]) == result.token_ids
+    before = len(prompt_of(chat, tokenizer, "hello"))
+    last(chat.say("hello", SAY))
+    want = prompt_of(chat, tokenizer, "again")
+    result = last(chat.say("again", SAY))
+    assert chat.tokens[: len(want)] == want
+    assert result.usage.cached_tokens == before
 
 
-def test_a_template_that_rewrites_old_answers_changes_nothing() -> None:
+def test_a_template_that_rewrites_old_answers_is_read_as_it_writes_them() -> None:
     chat, _, tokenizer = make_chat()
 
     def forgetful(conversation: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:
         kept = [
-            {**m, "content": "..." + m["content"][-20:]} if m["role"] == "assistant" else m
+            {**m, "content": m["content"][:3] + "..."} if m["role"] == "assistant" else m
             for m in conversation
         ]
         return ByteTokenizer.apply_chat_template(
@@ -88,19 +95,23 @@ def test_a_template_that_rewrites_old_answers_changes_nothing() -> None:
 
     tokenizer.apply_chat_template = forgetful  # type: ignore[method-assign,assignment]
     for turn in range(3):
-        cached, before = chat.cached_tokens, list(chat.tokens)
-        last(chat.say(f"message {turn}", SAY))
-        assert chat.tokens[: len(before)] == before
-        assert cached >= len(before) - 1
+        want, before = prompt_of(chat, tokenizer, f"message {turn}"), list(chat.tokens)
+        result = last(chat.say(f"message {turn}", SAY))
+        assert chat.tokens[: len(want)] == want
+        assert result.usage.cached_tokens == max(0, len(before) - 8 + 3)
 
 
-def test_a_template_that_leaves_out_old_answers_is_refused() -> None:
+def test_a_template_that_leaves_out_old_answers_is_read_without_them() -> None:
     chat, _, tokenizer = make_chat()
+
+    def only_users(conversation: Any, **options: Any) -> str:
+        kept = [m for m in conversation if m["role"] == "user"]
+        return ByteTokenizer.apply_chat_template(tokenizer, kept, **options)
+
+    tokenizer.apply_chat_template = only_users  # type: ignore[method-assign,assignment]
     last(chat.say("hello", SAY))
-    tokenizer.apply_chat_template = lambda *args, **options: "nothing"  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match="leaves out the answers of earlier turns"):
-        chat.say("again", SAY)
-    assert chat.n_turns == 1
+    last(chat.say("again", SAY))
+    assert tokenizer.decode(chat.tokens[:-8]) == ("<user>hello<end>\n<user>again<end>\n<assistant>")
 
 
 def test_a_template_that_refuses_is_quoted() -> None:
@@ -161,6 +172,23 @@ def test_undo_takes_back_the_last_turn_and_keeps_the_cache_of_those_before(kind:
     assert again.token_ids == want.token_ids
     assert again.usage.cached_tokens == n_first
     assert (chat.tokens, chat.messages) == state
+
+
+def test_undo_of_a_turn_that_read_the_answer_before_it_in_other_tokens_keeps_what_is_true() -> None:
+    chat, runner, tokenizer = make_chat()
+    runner.bias = dict.fromkeys(range(128, 256), 100.0)  # no text at all
+    before = len(prompt_of(chat, tokenizer, "hello"))
+    last(chat.say("hello", SAY))
+    last(chat.say("again", SAY))
+    chat.undo()
+    assert chat.cached_tokens == before
+    want = prompt_of(chat, tokenizer, "other")
+    result = last(chat.say("other", SAY))
+    assert chat.tokens == [*want, *result.token_ids]
+    cold, _, _ = make_chat()
+    cold._runner.bias = runner.bias  # type: ignore[attr-defined]
+    cold.messages = chat.messages[:2]
+    assert last(cold.say("other", SAY)).token_ids == result.token_ids
 
 
 def test_undo_of_nothing_is_none() -> None:

@@ -82,8 +82,7 @@ def test_a_tool_is_used_and_its_result_answered_from_the_cache(client):
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "x = 1"}
     messages.append({"role": "user", "content": [result]})
     second = ask(client, messages, tool_choice={"type": "none"}, **more)
-    history = prompt_tokens(first.usage) + first.usage.output_tokens
-    assert second.usage.cache_read_input_tokens == history - 1
+    assert second.usage.cache_read_input_tokens >= prompt_tokens(first.usage)
     assert second.stop_reason in ("end_turn", "max_tokens")
 
 
@@ -104,15 +103,14 @@ def test_a_tool_streams_its_input(client):
 
 def test_a_header_that_changes_costs_nothing(client):
     def system(n):
-        header = {"type": "text", "text": f"x-billing-header: cc_version=2.{n};"}
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.{n};"}
         return [header, {"type": "text", "text": LONG}]
 
     messages = [said("First question about headers?")]
     first = ask(client, messages, system=system(1))
     messages += [said(first.content[0].text, "assistant"), said("Second?")]
     second = ask(client, messages, system=system(2))
-    history = prompt_tokens(first.usage) + first.usage.output_tokens
-    assert second.usage.cache_read_input_tokens == history - 1
+    assert second.usage.cache_read_input_tokens >= prompt_tokens(first.usage)
 
 
 def test_cache_control_keeps_a_prefix_for_its_time(client, live):

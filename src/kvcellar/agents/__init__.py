@@ -13,10 +13,11 @@ from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
 from kvcellar.agents.places import Place
 from kvcellar.agents.records import AgentInfo, Turn, checked_id
 from kvcellar.agents.residence import BroughtBack
-from kvcellar.agents.volatile import RULES
+from kvcellar.agents.volatile import DEFAULT_RULES, RULES, RuleChange
 
 __all__ = [
     "CAUSES",
+    "DEFAULT_RULES",
     "RULES",
     "AgentInfo",
     "AgentManager",
@@ -31,6 +32,7 @@ __all__ = [
     "ModelHost",
     "ModelRegistry",
     "Place",
+    "RuleChange",
     "TemplateReport",
     "Turn",
     "TurnEnd",

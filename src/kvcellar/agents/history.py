@@ -1,22 +1,24 @@
-"""From a conversation to tokens: what an agent has said stays the tokens that it sampled.
+"""From a conversation to a prompt: always what the template makes of the messages as they came.
 
-A client sends the conversation back as text. Messages that are known are matched one by one, and
-their tokens are taken from the history; only what is new is rendered and encoded. So nothing that a
-template does to old turns (an extra newline, dropped thoughts, re-ordered JSON) costs the cache.
+The tokens of a turn are those of the whole conversation, rendered and encoded anew. What an agent
+has computed before is found by comparing tokens, so warm and cold are the same conversation,
+whatever a template does to old turns: where it changes one, the turn is computed from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvcellar.agents.volatile import canonical_tools, clean_message, match_key
-from kvcellar.errors import ModelError, PromptError
+from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
+from kvcellar.errors import ModelError, PromptError, TemplateLimitError
+from kvcellar.models.prompts import ChatTokenizer, common_prefix, encode, render
 
 __all__ = [
     "AgentTokenizer",
     "Message",
+    "Prefixes",
     "Spoken",
     "TemplateReport",
     "check_template",
@@ -25,23 +27,9 @@ __all__ = [
 
 Message = dict[str, Any]
 
-_MARK = "kvcellar-answer"
 
-
-class AgentTokenizer(Protocol):
+class AgentTokenizer(ChatTokenizer, Protocol):
     """What agents need of a tokenizer; those of transformers have it."""
-
-    chat_template: Any
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool
-    ) -> Any:
-        """The messages as the text that the model was trained on."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
-        """The tokens of a text."""
-        ...
 
     def decode(
         self,
@@ -54,55 +42,99 @@ class AgentTokenizer(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Prefixes:
+    """Where the messages of a conversation end in its tokens.
+
+    Attributes:
+        tokenizer: of the model.
+        messages: the conversation.
+        tools: definitions of its tools.
+        tokens: of the conversation.
+        n_common: leading tokens that the history has, too.
+        control_tokens_in_text: as the conversation was rendered.
+        n_left: how many more beginnings may be rendered to find out.
+    """
+
+    tokenizer: AgentTokenizer
+    messages: Sequence[Message]
+    tools: list[dict[str, Any]] | None
+    tokens: list[int]
+    n_common: int
+    control_tokens_in_text: bool
+    n_left: int = 16
+
+    def end_of(self, n_messages: int, *, is_asking: bool) -> int:
+        """Tokens of the conversation that its first ``n_messages`` write by themselves.
+
+        Fewer where the template writes them otherwise when more follows, but not less than the
+        history has in common.
+        """
+        if not self.n_left:
+            return self.n_common
+        self.n_left -= 1
+        try:
+            rendered = render(
+                self.tokenizer,
+                self.messages[:n_messages],
+                self.tools,
+                is_asking=is_asking,
+                control_tokens_in_text=self.control_tokens_in_text,
+            )
+        except ModelError:  # a template may want the user to have the last word
+            return self.n_common
+        return max(self.n_common, common_prefix(encode(self.tokenizer, rendered), self.tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class Spoken:
     """A conversation as tokens.
 
     Attributes:
-        tokens: all of them, ready to be continued.
-        n_kept: leading tokens that are the history's own.
-        messages: the conversation, with the agent's own words for what it knew already.
-        stops: per message, the tokens up to its end, for answers that were sampled; else None.
-        n_known: leading messages that were known.
+        messages: the conversation, as the model reads it.
+        n_known: leading messages that the history has, too.
         tools: the definitions that were rendered.
-        changed: ``system``, ``tools``, ``truncated``, ``edited`` or ``template``: what kept the
-            history from being continued; None where it is.
-        rules: names of the rules that changed something.
+        changed: ``system``, ``tools``, ``truncated``, ``edited``, ``echoed`` or ``template``: what
+            may keep the history from being continued; None where all of it was sent again.
+        changes: what rules changed.
+        prefixes: its tokens, and where its messages end.
     """
 
-    tokens: list[int]
-    n_kept: int
     messages: list[Message]
-    stops: list[int | None]
     n_known: int
     tools: list[dict[str, Any]] | None
     changed: str | None
-    rules: tuple[str, ...]
+    changes: tuple[RuleChange, ...]
+    prefixes: Prefixes = field(repr=False)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of them, ready to be answered."""
+        return self.prefixes.tokens
 
 
 def plan_messages(
     tokenizer: AgentTokenizer,
     history: Sequence[int],
     known: Sequence[Message],
-    stops: Sequence[int | None],
     known_tools: list[dict[str, Any]] | None,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     rules: Collection[str],
-    eos_token_ids: Collection[int],
+    *,
+    control_tokens_in_text: bool = False,
 ) -> Spoken:
-    """The tokens of a whole conversation, on as much of a history as it continues.
+    """The tokens of a whole conversation, and how much of a history it continues.
 
     Args:
         tokenizer: of the model.
         history: the agent's tokens.
         known: its messages.
-        stops: per known message, the tokens up to its end, for sampled answers.
         known_tools: the tool definitions that the history began with.
         messages: the whole conversation, oldest first; the last is not an answer.
         tools: definitions of tools, as the template takes them.
         rules: names of rules for volatile text; see ``volatile.RULES``.
-        eos_token_ids: tokens with which the model ends an answer.
+        control_tokens_in_text: let messages spell control tokens.
 
     Raises:
         PromptError: no message, or the last is the assistant's.
@@ -112,64 +144,32 @@ def plan_messages(
         raise PromptError(
             "a turn needs a message to answer; end the conversation with the user's or a tool's"
         )
-    cleaned = [clean_message(message, rules) for message in messages]
-    wanted_tools = canonical_tools(tools, rules)
-    used = _rules_used(messages, cleaned, tools, wanted_tools, known, rules)
+    ruled = apply_rules(messages, tools, rules, known)
+    rendered = render(
+        tokenizer, ruled.messages, ruled.tools, control_tokens_in_text=control_tokens_in_text
+    )
+    tokens = encode(tokenizer, rendered)
     n_known = 0
-    has_same_tools = not known or wanted_tools == known_tools
+    has_same_tools = not known or ruled.tools == known_tools
     if has_same_tools:
-        for mine, theirs in zip(known, cleaned[:-1], strict=False):
+        for mine, theirs in zip(known, ruled.messages[:-1], strict=False):
             if match_key(mine, rules) != match_key(theirs, rules):
                 break
             n_known += 1
-    whole = [*map(dict, known[:n_known]), *cleaned[n_known:]]
-    changed = _what_changed(known, cleaned, n_known, rules) if has_same_tools else "tools"
-    answered = [i for i in range(n_known) if stops[i] is not None]
-    if answered:
-        last = answered[-1]
-        stop = stops[last]
-        assert stop is not None
-        kept = list(history[:stop])
-        tail = _after_answer(tokenizer, whole, last, wanted_tools)
-        if tail is not None:
-            kept, new = _joined(tokenizer, kept, tail, eos_token_ids)
-            n_kept = len(kept)
-            kept_stops = [*stops[: last + 1], *[None] * (len(whole) - last - 1)]
-            return Spoken(
-                [*kept, *new], n_kept, whole, kept_stops, n_known, wanted_tools, changed, used
-            )
-        changed = "template"
-    tokens = encode(tokenizer, render(tokenizer, whole, wanted_tools))
-    nothing: list[int | None] = [None] * len(whole)
-    return Spoken(tokens, 0, whole, nothing, n_known, wanted_tools, changed, used)
-
-
-def _rules_used(
-    raw: Sequence[Mapping[str, Any]],
-    cleaned: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    ordered: list[dict[str, Any]] | None,
-    known: Sequence[Message],
-    rules: Collection[str],
-) -> tuple[str, ...]:
-    found = []
-    if any(dict(a) != b for a, b in zip(raw, cleaned, strict=True)):
-        found.append("header")
-    if known and cleaned[0].get("role") == "system" == known[0].get("role"):
-        with_date = match_key(known[0], rules) == match_key(cleaned[0], rules)
-        others = [rule for rule in rules if rule != "date"]
-        if with_date and match_key(known[0], others) != match_key(cleaned[0], others):
-            found.append("date")
-    if tools and ordered is not None and [dict(tool) for tool in tools] != ordered:
-        found.append("tool-order")
-    return tuple(found)
+    changed = _what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
+    n_common = common_prefix(history, tokens)
+    prefixes = Prefixes(
+        tokenizer, ruled.messages, ruled.tools, tokens, n_common, control_tokens_in_text
+    )
+    return Spoken(ruled.messages, n_known, ruled.tools, changed, ruled.changes, prefixes)
 
 
 def _what_changed(
     known: Sequence[Message], new: Sequence[Message], n_known: int, rules: Collection[str]
 ) -> str | None:
     if n_known == len(known):
-        return None
+        is_same = all(_said(a) == _said(b) for a, b in zip(known, new, strict=False))
+        return None if is_same else "echoed"
     if n_known < len(new) and known[n_known].get("role") == "system":
         return "system"
     if len(new) <= len(known) and n_known >= len(new) - 1:
@@ -180,65 +180,8 @@ def _what_changed(
     return "edited"
 
 
-def _after_answer(
-    tokenizer: AgentTokenizer,
-    messages: Sequence[Message],
-    last: int,
-    tools: list[dict[str, Any]] | None,
-) -> str | None:
-    """What the template writes behind the answer ``last``; None where it leaves answers out."""
-    mark = _MARK
-    while any(mark in str(message.get("content")) for message in messages):
-        mark += "x"
-    marked = [*messages[:last], {"role": "assistant", "content": mark}, *messages[last + 1 :]]
-    _, found, rest = render(tokenizer, marked, tools).rpartition(mark)
-    return rest if found else None
-
-
-def _joined(
-    tokenizer: AgentTokenizer, kept: list[int], rest: str, eos_token_ids: Collection[int]
-) -> tuple[list[int], list[int]]:
-    """The history and what follows it, with one end of the answer between them."""
-    new = encode(tokenizer, rest)
-    end = kept[-1] if kept else None
-    if end is None or end not in eos_token_ids:
-        return kept, new
-    if end in new and not tokenizer.decode(new[: new.index(end)]).strip():
-        return kept, new[new.index(end) + 1 :]
-    return kept[:-1], new  # the template closes an answer with another token
-
-
-def render(
-    tokenizer: AgentTokenizer,
-    messages: Sequence[Message],
-    tools: list[dict[str, Any]] | None = None,
-    *,
-    is_asking: bool = True,
-) -> str:
-    """The messages as the text that the model was trained on.
-
-    Raises:
-        ModelError: there is no chat template, or it refuses these messages.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            "the model has no chat template, so it is no chat model; give tokens, or load a model "
-            "that is tuned for chat"
-        )
-    more: dict[str, Any] = {} if tools is None else {"tools": tools}
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=is_asking, tokenize=False, **more
-            )
-        )
-    except Exception as error:  # templates raise errors of jinja's
-        raise ModelError(f"the model's chat template refuses these messages: {error}") from error
-
-
-def encode(tokenizer: AgentTokenizer, text: str) -> list[int]:
-    """The tokens of a rendered text, which has its special tokens already."""
-    return [int(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
+def _said(message: Message) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value}
 
 
 # Templates ----------------------------------------------------------------------------------------
@@ -275,8 +218,8 @@ _TOOLS: list[dict[str, Any]] = [
 def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
     """Render a few conversations turn by turn and say where an earlier turn comes out differently.
 
-    Agents do not depend on it, since sampled tokens stay the history. Clients that count on a
-    prefix cache elsewhere do, and so does a history that was not sampled here.
+    Each turn is rendered anew, so such a template costs the reuse of what it changes, and nothing
+    else.
     """
     user = {"role": "user", "content": "One?"}
     more = {"role": "user", "content": "Two?"}
@@ -308,8 +251,10 @@ def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
     findings = []
     for what, before, answer, after, said in cases:
         try:
-            first = render(tokenizer, before)
-            second = render(tokenizer, [*before, answer, *after])
+            first = render(tokenizer, before).text
+            second = render(tokenizer, [*before, answer, *after]).text
+        except TemplateLimitError as error:
+            return TemplateReport((str(error),))  # the next one would take as long
         except ModelError as error:
             if what == "an answer":
                 findings.append(str(error))
@@ -336,8 +281,8 @@ def _check_tools(tokenizer: AgentTokenizer, user: Message) -> list[str]:
     }
     result = {"role": "tool", "name": "look", "content": "Seen."}
     try:
-        first = render(tokenizer, [user, call], _TOOLS, is_asking=False)
-        second = render(tokenizer, [user, call, result], _TOOLS)
+        first = render(tokenizer, [user, call], _TOOLS, is_asking=False).text
+        second = render(tokenizer, [user, call, result], _TOOLS).text
     except (ModelError, TypeError):
         return []  # a template without tools
     at = _differs_at(first, second)

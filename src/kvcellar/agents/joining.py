@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcellar.agents.history import Message
 from kvcellar.agents.records import Agent
-from kvcellar.agents.volatile import clean_message, match_key
+from kvcellar.agents.volatile import apply_rules, match_key
 
 __all__ = ["Joined", "join"]
 
@@ -48,7 +48,8 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     if n_system and not _n_system(messages):
         messages = [*known[:n_system], *messages]
     mine = [match_key(message, rules) for message in known]
-    given = [match_key(clean_message(message, rules), rules) for message in messages]
+    read = apply_rules(messages, None, rules).messages
+    given = [match_key(message, rules) for message in read]
     pairs = enumerate(zip(mine, given, strict=False))
     n = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(given)))
     if not agent.is_conversation:

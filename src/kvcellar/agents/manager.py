@@ -25,7 +25,7 @@ from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message
 from kvcellar.agents.joining import Joined, join
 from kvcellar.agents.lengths import Size, refuse_bytes, size_of
-from kvcellar.agents.misses import Miss, common_prefix
+from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry
 from kvcellar.agents.places import Place, Places
 from kvcellar.agents.publishing import Publisher
@@ -51,8 +51,8 @@ from kvcellar.agents.turns import (
     record_turn,
     usage_of,
 )
-from kvcellar.agents.volatile import RULES, clean_message, match_key
-from kvcellar.agents.work import Work
+from kvcellar.agents.volatile import DEFAULT_RULES, RULES, apply_rules, match_key
+from kvcellar.agents.work import OTHER_BYTES, Work
 from kvcellar.engine import DEFAULTABLE, Engine, FinishEvent, Request, SamplingParams, TokenEvent
 from kvcellar.errors import (
     AgentError,
@@ -63,6 +63,7 @@ from kvcellar.errors import (
     UnknownAgentError,
     UnknownReferenceError,
 )
+from kvcellar.models.prompts import common_prefix, encode, render
 from kvcellar.store import Reference, SaveTicket, Store
 from kvcellar.valid import valid_json
 
@@ -90,8 +91,9 @@ class AgentManager:
         models: ModelRegistry,
         *,
         default_model: str = "demo",
-        rules: Collection[str] = tuple(RULES),
+        rules: Collection[str] = DEFAULT_RULES,
         verify: str = "checksum",
+        control_tokens_in_text: bool = False,
     ) -> None:
         """Find the agents that earlier processes left in the store.
 
@@ -102,6 +104,8 @@ class AgentManager:
             rules: names of rules for volatile text that apply; see ``volatile.RULES``.
             verify: what is asked of KV before it is restored: ``checksum``, that its bytes are
                 what was saved; ``canary``, besides, that a few rows are what the model computes.
+            control_tokens_in_text: let text of messages spell control tokens, which is read as
+                text otherwise.
 
         Raises:
             AgentError: there is no rule, or no way to verify, of that name.
@@ -115,6 +119,7 @@ class AgentManager:
         self.models = models
         self.default_model = default_model
         self.rules = tuple(rules)
+        self.control_tokens_in_text = control_tokens_in_text
         self._is_verified = verify == "canary"
         self._lock = threading.Lock()
         self._agents: dict[str, Agent] = {}
@@ -233,7 +238,8 @@ class AgentManager:
         best: tuple[int, float] = (0, 0.0)
         found = None
         if messages is not None:
-            keys = [match_key(clean_message(m, self.rules), self.rules) for m in messages]
+            read = apply_rules(messages, None, self.rules).messages
+            keys = [match_key(message, self.rules) for message in read]
         for agent in agents:
             if messages is not None:
                 mine = [match_key(message, self.rules) for message in agent.messages]
@@ -335,6 +341,42 @@ class AgentManager:
             agents = [a for a in self._agents.values() if a.model == model and a.turns]
         return self._places.find(agents, messages, tools, likely)
 
+    def prompt_of(
+        self,
+        host: ModelHost,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        is_asking: bool = True,
+    ) -> Sequence[int]:
+        """The tokens of a conversation, as a turn that is given it has them.
+
+        Args:
+            host: the model.
+            messages: the whole conversation.
+            tools: definitions of its tools.
+            is_asking: end with the opening of an answer.
+
+        Raises:
+            PromptError: the model has no tokenizer.
+            ModelError: its template refuses the messages, or there is none.
+        """
+        if host.tokenizer is None:
+            raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
+        known: Sequence[Message] = ()
+        if "date" in self.rules:  # what a date becomes depends on the history
+            place = self.place_of(messages, tools, model=host.name)
+            known = self.conversation(place.agent_id, place.model) if place is not None else ()
+        read = apply_rules(messages, tools, self.rules, known)
+        rendered = render(
+            host.tokenizer,
+            read.messages,
+            read.tools,
+            is_asking=is_asking,
+            control_tokens_in_text=self.control_tokens_in_text,
+        )
+        return encode(host.tokenizer, rendered)
+
     def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
         """The agents of a model that is in memory: id, tokens, and the request that runs for it."""
         with self._lock:
@@ -400,7 +442,6 @@ class AgentManager:
             agent = self._new(agent_id, host)
             if system is not None:
                 agent.messages = ({"role": "system", "content": system},)
-                agent.stops = (None,)
             if tools:
                 agent.tools = [dict(tool) for tool in tools]
             agent.is_passing = is_passing
@@ -507,7 +548,7 @@ class AgentManager:
             is_passing=is_passing,
             branch_of=branch_of,
         )
-        child.cut(at)
+        child.cut(at, now.turns_of(turn))
         await self._register(child, host)
         return child.info()
 
@@ -535,7 +576,7 @@ class AgentManager:
         async with agent.gate:
             await self._publisher.refresh(agent)
             before = agent.tokens
-            agent.cut(agent.position_of(position, turn))
+            agent.cut(agent.position_of(position, turn), agent.turns_of(turn))
             agent.miss = None
             agent.advance()
             await self._publisher.save(agent, self._host_of(agent))
@@ -746,8 +787,8 @@ class AgentManager:
         Args:
             agent_id: whose turn.
             text: what somebody says next.
-            messages: the whole conversation, as a client sends it back; what is known of it keeps
-                its tokens.
+            messages: the whole conversation, as a client sends it back; what begins with the same
+                tokens as the history is not computed again.
             tokens: tokens behind the history.
             tools: definitions of tools; None: as before.
             role: who says ``text``: ``user`` or ``tool``.
@@ -823,9 +864,19 @@ class AgentManager:
                     f"the history of agent {agent.agent_id!r} was changed while this turn waited "
                     f"for its own; nothing was changed by it; send it again"
                 )
-            return plan_turn(agent, host, new[0], new[1], tokens, new[2], role, self.rules)
+            return plan_turn(
+                agent,
+                host,
+                new[0],
+                new[1],
+                tokens,
+                new[2],
+                role,
+                self.rules,
+                control_tokens_in_text=self.control_tokens_in_text,
+            )
 
-        return await self.work.run(size.cost, plan)
+        return await self.work.run(size.cost + (OTHER_BYTES if tokens is None else 0), plan)
 
     async def _run(
         self,
@@ -1029,7 +1080,6 @@ class AgentManager:
                 f"fresh on {host.name!r}, and its {len(agent.tokens)} tokens there are kept",
             )
             fresh.messages = tuple(m for m in agent.messages[:1] if m.get("role") == "system")
-            fresh.stops = (None,) * len(fresh.messages)
             fresh.miss = Miss("other model", len(agent.tokens), 0)
             self._agents[name] = fresh
             return fresh
@@ -1126,7 +1176,9 @@ class AgentManager:
 
         tokens = await _in_engine(host, publish)
         now = replace(agent)
-        if tokens is not None and len(tokens) > len(agent.tokens):
+        if tokens is not None and len(tokens) > len(agent.tokens) == common_prefix(
+            agent.tokens, tokens
+        ):
             now.tokens = tokens
         return now
 

@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from kvcellar.agents.history import AgentTokenizer
 
-__all__ = ["CAUSES", "Miss", "common_prefix", "explain"]
+__all__ = ["CAUSES", "Miss", "explain"]
 
 CAUSES = {
     "system": "the system message changed; keep it constant, and put what changes behind it",
     "tools": "the tool definitions changed; keep them, and their order, for the whole conversation",
     "template": "the same messages became other tokens; the chat template rewrites old turns",
+    "echoed": "an answer came back otherwise than it was given (trimmed, or without its thoughts); "
+    "send answers back as they came",
+    "retokenised": "the model had written its answer in other tokens than those in which the same "
+    "text is read; it is computed again from there, once",
     "truncated": "messages were dropped from the conversation; drop them from its end alone, or "
     "rewind the agent",
     "edited": "an earlier message changed; fork or rewind the agent in place of editing",
@@ -79,13 +81,6 @@ def explain(
         _text(tokenizer, history, position),
         _text(tokenizer, tokens, position),
     )
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two histories begin with in common."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
-    return int(differ[0]) if differ.size else n
 
 
 def _text(tokenizer: AgentTokenizer | None, tokens: Sequence[int], at: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcellar.agents.history import Message
 from kvcellar.agents.records import Agent
-from kvcellar.agents.volatile import canonical_tools, clean_message, match_key
+from kvcellar.agents.volatile import apply_rules, match_key
 
 __all__ = ["Place", "Places"]
 
@@ -23,6 +23,7 @@ class Place:
         agent_id: whose.
         model: of that agent.
         position: tokens up to there.
+        n_turns: turns up to there.
         n_messages: messages up to there.
         is_end: whether the agent has said nothing since, so that it can go on itself.
         is_busy: whether it is in a turn.
@@ -31,6 +32,7 @@ class Place:
     agent_id: str
     model: str
     position: int
+    n_turns: int
     n_messages: int
     is_end: bool
     is_busy: bool
@@ -58,7 +60,7 @@ class Places:
         tools: Sequence[Mapping[str, Any]] | None,
         likely: str | None = None,
     ) -> Place | None:
-        """The place with most tokens; None where no agent has answered a beginning of it.
+        """The place with most messages; None where no agent has answered a beginning of it.
 
         Args:
             agents: those that may be meant.
@@ -66,26 +68,37 @@ class Places:
             tools: definitions of its tools.
             likely: id of the agent that is preferred where several have as many tokens.
         """
-        cleaned = [clean_message(message, self._rules) for message in messages[:-1]]
-        wanted = self._chain(cleaned, canonical_tools(tools, self._rules))
-        best: tuple[tuple[int, bool, bool, bool, float], Place] | None = None
+        read = apply_rules(messages[:-1], tools, self._rules)
+        wanted = self._chain(read.messages, read.tools)
+        best: tuple[tuple[int, int, bool, bool, bool, float], Place] | None = None
         known, alive = dict(self._known), set()
         for agent in agents:
             alive.add(agent.name)
             known[agent.name] = self._chain_of(agent, known.get(agent.name))
             n_same = _n_same(wanted, known[agent.name][1])
-            answered = [i for i in range(n_same) if agent.stops[i] is not None]
+            answered = [
+                (n_turns, end, turn.stop)
+                for n_turns, (turn, end) in enumerate(agent.turns_with_ends(), 1)
+                if turn.n_messages < end <= n_same
+            ]
             if not answered:
                 continue
-            at = answered[-1]
-            position = agent.stops[at]
-            assert position is not None
-            is_end = at == len(agent.messages) - 1 and position == len(agent.tokens)
+            n_turns, n_messages, position = answered[-1]
+            is_end = n_messages == len(agent.messages) and position == len(agent.tokens)
             is_busy = agent.gate.is_taken
             is_likely = agent.agent_id == likely
-            rank = (position, is_likely and is_end, is_end, not is_busy, agent.used_s)
+            rank = (
+                n_messages,
+                position,
+                is_likely and is_end,
+                is_end,
+                not is_busy,
+                agent.used_s,
+            )
             if best is None or rank > best[0]:
-                place = Place(agent.agent_id, agent.model, position, at + 1, is_end, is_busy)
+                place = Place(
+                    agent.agent_id, agent.model, position, n_turns, n_messages, is_end, is_busy
+                )
                 best = rank, place
         self._known = {name: chain for name, chain in known.items() if name in alive}
         return None if best is None else best[1]

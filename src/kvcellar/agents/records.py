@@ -107,7 +107,6 @@ class Agent:
     key: ModelKey
     tokens: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
-    stops: tuple[int | None, ...] = ()
     tools: list[dict[str, Any]] | None = None
     turns: tuple[Turn, ...] = ()
     parent: str | None = None
@@ -223,29 +222,43 @@ class Agent:
             )
         return at
 
+    def turns_of(self, turn: int | None) -> int | None:
+        """A number of turns from the beginning, given likewise or from the end where negative."""
+        return turn if turn is None or turn >= 0 else len(self.turns) + turn
+
     def turns_with_ends(self) -> list[tuple[Turn, int]]:
         """The turns, each with the messages up to its end; as many as before it for raw tokens."""
         ends = [*(turn.n_messages for turn in self.turns[1:]), len(self.messages)]
         return list(zip(self.turns, ends, strict=False))
 
-    def cut(self, position: int) -> None:
+    @property
+    def stops(self) -> tuple[int | None, ...]:
+        """Per message, the tokens up to its end where it is a turn's answer; else None."""
+        stops: list[int | None] = [None] * len(self.messages)
+        for turn, end in self.turns_with_ends():
+            if end > turn.n_messages:
+                stops[end - 1] = turn.stop
+        return tuple(stops)
+
+    def cut(self, position: int, n_turns: int | None = None) -> None:
         """Go back to the first ``position`` tokens, and to the messages that they say whole.
 
-        An answer that is cut in its middle stays, with what is left of it (``content`` None until
-        somebody decodes it).
+        Several turns may end at one token, where the template has written them otherwise since:
+        then ``n_turns`` says how many stay. An answer that is cut in its middle stays, with what is
+        left of it (``content`` None until somebody decodes it).
         """
         self.tokens = self.tokens[:position]
-        whole = [turn for turn in self.turns if turn.stop <= position]
-        cut = next((t for t in self.turns if t.stop > position), None)
-        n = len(self.messages) if cut is None else cut.n_messages
-        if cut is not None and position > cut.n_prompt:
-            following = self.turns[len(whole) + 1 :]
-            end = following[0].n_messages if following else len(self.messages)
-            self.messages = (*self.messages[: end - 1], {"role": "assistant", "content": None})
-            self.stops = (*self.stops[: end - 1], position)
-            whole.append(Turn(cut.start, cut.n_prompt, position, cut.n_messages, "cut"))
-        else:
-            self.messages, self.stops = self.messages[:n], self.stops[:n]
+        turns = self.turns_with_ends()
+        whole = [turn for turn, _ in turns if turn.stop <= position]
+        if n_turns is not None:
+            whole = whole[:n_turns]
+        if len(whole) < len(turns):
+            cut, end = turns[len(whole)]
+            if cut.n_prompt < position < cut.stop and end > cut.n_messages:
+                self.messages = (*self.messages[: end - 1], {"role": "assistant", "content": None})
+                whole.append(Turn(cut.start, cut.n_prompt, position, cut.n_messages, "cut"))
+            else:
+                self.messages = self.messages[: cut.n_messages]
         self.turns = tuple(whole)
         if not self.messages:
             self.tools = None
@@ -284,7 +297,6 @@ class Agent:
         self.model = value["model"]
         self.tokens = tuple(ref.tokens.tolist())
         self.messages = tuple(value["messages"])
-        self.stops = tuple(value["stops"])
         self.tools = value["tools"]
         self.turns = tuple(Turn(*turn) for turn in value["turns"])
         self.parent, self.parent_position = ref.parent, ref.parent_position

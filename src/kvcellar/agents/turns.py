@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.history import Message, Spoken, plan_messages
-from kvcellar.agents.misses import Miss, common_prefix, explain
+from kvcellar.agents.history import Message, Prefixes, Spoken, plan_messages
+from kvcellar.agents.misses import Miss, explain
 from kvcellar.agents.models import ModelHost, model_notes
 from kvcellar.agents.records import Agent, Turn
 from kvcellar.agents.residence import BroughtBack
-from kvcellar.agents.volatile import RULES
+from kvcellar.agents.volatile import RuleChange
 from kvcellar.engine import FinishEvent
 from kvcellar.errors import PromptError
+from kvcellar.models.prompts import common_prefix
 from kvcellar.store import SaveTicket
 
 __all__ = [
@@ -51,7 +52,8 @@ class AgentUsage:
         drafted_tokens: guesses that were verified.
         accepted_tokens: guesses that were right.
         miss: reuse that was lost, and why; None where nothing was.
-        notes: what else there is to know: rules that were applied, another model.
+        notes: what else there is to know: another model, a template that rewrites old turns.
+        rules: what rules changed of what was sent.
     """
 
     prompt_tokens: int
@@ -65,6 +67,7 @@ class AgentUsage:
     accepted_tokens: int
     miss: Miss | None
     notes: tuple[str, ...]
+    rules: tuple[RuleChange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,28 @@ class TurnEnd:
 
 @dataclass(slots=True)
 class TurnPlan:
-    """What a turn brings."""
+    """What a turn brings.
+
+    Attributes:
+        tokens: the whole prompt.
+        messages: the whole conversation, as the model reads it.
+        tools: definitions of its tools.
+        turns: the earlier turns that it goes on from, with their places in ``tokens``.
+        n_messages: messages of these turns.
+        changed: what keeps the history from being continued; None where nothing does.
+        rules: what rules changed of what was sent.
+        is_chat: whether it was given as messages.
+        miss: reuse that was lost before it began.
+        answer: makes the message of the answer.
+    """
 
     tokens: Sequence[int]
     messages: tuple[Message, ...]
-    stops: tuple[int | None, ...]
     tools: list[dict[str, Any]] | None
-    changed: str | None
-    notes: tuple[str, ...]
+    turns: tuple[Turn, ...]
+    n_messages: int
+    changed: str | None = None
+    rules: tuple[RuleChange, ...] = ()
     is_chat: bool = False
     miss: Miss | None = None
     answer: AnswerFn | None = None
@@ -108,6 +125,8 @@ def plan_turn(
     tools: Sequence[Mapping[str, Any]] | None,
     role: str,
     rules: Collection[str],
+    *,
+    control_tokens_in_text: bool = False,
 ) -> TurnPlan:
     """The tokens of a turn, and what kept the history from being continued."""
     history = agent.tokens
@@ -115,36 +134,83 @@ def plan_turn(
         whole = [*history, *map(int, tokens)]
         if not tokens:
             raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
-        return TurnPlan(whole, agent.messages, agent.stops, agent.tools, None, ())
+        return TurnPlan(whole, agent.messages, agent.tools, agent.turns, len(agent.messages))
     if host.tokenizer is None:
         raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
     _decode_cut(agent, host)
     if messages is None:
         messages = [*agent.messages, {"role": role, "content": text}]
-        known_tools = agent.tools
         tools = tools if tools is not None else agent.tools
-    else:
-        known_tools = agent.tools
     said: Spoken = plan_messages(
         host.tokenizer,
         history,
         agent.messages,
-        agent.stops,
-        known_tools,
+        agent.tools,
         messages,
         tools,
         rules,
-        host.eos_token_ids,
+        control_tokens_in_text=control_tokens_in_text,
     )
+    turns, n_messages = _turns_within(agent, said)
+    if not turns and said.messages[0].get("role") == "system":
+        n_messages = 1
     return TurnPlan(
         said.tokens,
         tuple(said.messages),
-        tuple(said.stops),
         said.tools,
-        said.changed,
-        tuple(f"rule {name}: {RULES[name]}" for name in said.rules),
+        turns,
+        n_messages,
+        said.changed or _what_differs(agent, host, said.prefixes),
+        said.changes,
         is_chat=True,
     )
+
+
+def _turns_within(agent: Agent, said: Spoken) -> tuple[tuple[Turn, ...], int]:
+    """The turns of an agent that a conversation repeats, where they are in it, and their messages.
+
+    Where the template writes a turn otherwise by now, or the answer is read in other tokens than it
+    was sampled in, its place is found anew.
+    """
+    prefixes = said.prefixes
+    kept: list[tuple[Turn, int]] = []
+    for turn, end in agent.turns_with_ends():
+        is_said = end > turn.n_messages
+        if end > said.n_known or (turn.stop > prefixes.n_common and not is_said):
+            break
+        kept.append((turn, end))
+    moved: list[Turn] = []
+    stop = len(prefixes.tokens)
+    for turn, end in reversed(kept):  # the last ones matter most, should there be many
+        if turn.stop > prefixes.n_common:
+            stop = min(stop, prefixes.end_of(end, is_asking=False))
+            n_prompt = min(stop, prefixes.end_of(end - 1, is_asking=True))
+            start = min(turn.start, n_prompt)
+            turn = Turn(start, n_prompt, stop, turn.n_messages, turn.reason)
+        moved.append(turn)
+    return tuple(reversed(moved)), kept[-1][1] if kept else 0
+
+
+def _what_differs(agent: Agent, host: ModelHost, prefixes: Prefixes) -> str | None:
+    """Why messages that are the same have other tokens; None where they have not."""
+    at, history = prefixes.n_common, agent.tokens
+    if at >= len(history) - 1:
+        return None
+    for turn in agent.turns:
+        if turn.n_prompt <= at < turn.stop:
+            assert host.tokenizer is not None
+            n_more = 2 * (turn.stop - turn.n_prompt) + 16
+            was, now = (
+                host.tokenizer.decode(
+                    list(part), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                for part in (
+                    history[turn.n_prompt : turn.stop],
+                    prefixes.tokens[turn.n_prompt : turn.n_prompt + n_more],
+                )
+            )
+            return "retokenised" if now.startswith(was) else "template"
+    return "template"
 
 
 def _decode_cut(agent: Agent, host: ModelHost) -> None:
@@ -161,26 +227,18 @@ def record_turn(
 ) -> None:
     """Take what a turn said into the agent's history."""
     n_before = common_prefix(before, turn.tokens)
-    turns = [t for t in agent.turns if t.stop <= n_before]
     agent.tokens = (*turn.tokens, *event.token_ids)
-    n_messages = len(turn.messages)
     if turn.is_chat:
         answer = {"role": "assistant", "content": event.text}
         if turn.answer is not None:
             answer = turn.answer(event.text)
         agent.messages = (*turn.messages, answer)
-        agent.stops = (*turn.stops, len(agent.tokens))
         agent.tools = turn.tools
-        known = [i for i, stop in enumerate(turn.stops) if stop is not None]
-        n_messages = known[-1] + 1 if known else 0
-        if not known and turn.messages and turn.messages[0].get("role") == "system":
-            n_messages = 1
-    agent.turns = (
-        *turns,
-        Turn(n_before, len(turn.tokens), len(agent.tokens), n_messages, event.reason),
-    )
+    n_tokens = len(turn.tokens)
+    now = Turn(n_before, n_tokens, len(agent.tokens), turn.n_messages, event.reason)
+    agent.turns = (*turn.turns, now)
     first = () if agent.turns[1:] else agent.notes  # what its creation had to say
-    agent.notes = (*first, *model_notes(host), *turn.notes)
+    agent.notes = (*first, *model_notes(host))
     agent.used_s = time.time()
     agent.is_waiting = agent.is_paused = agent.is_finished = False
     agent.rates = host.costs.as_json()
@@ -201,8 +259,9 @@ def miss_of(
     # The last token of a history was sampled and never computed: it is no loss.
     n_lost = len(before) - 1 - n_same
     if n_lost > 0:
-        cause = turn.changed or ("template" if turn.is_chat else "edited")
-        return explain(cause, n_lost, n_same, before, turn.tokens, host.tokenizer)
+        return explain(
+            turn.changed or "edited", n_lost, n_same, before, turn.tokens, host.tokenizer
+        )
     reusable = min(n_same, len(before) - 1, len(turn.tokens) - 1)
     n_cached = reusable
     if event.usage is not None:
@@ -239,6 +298,7 @@ def usage_of(
         accepted_tokens=usage.accepted_tokens if usage is not None else 0,
         miss=agent.miss,
         notes=(*agent.notes, *_notes_of(back)),
+        rules=turn.rules,
     )
 
 

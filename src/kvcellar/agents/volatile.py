@@ -1,6 +1,8 @@
 """Text that clients put in front and change from request to request, although nothing changed.
 
-Each rule has a name, by which it is reported and can be left out.
+The model reads what a client sent, unless a rule says otherwise. Each rule has a name, by which it
+is switched on, and reports what it changed. One alone is on by default: a header line of a client
+that is known, which is known to carry no meaning.
 """
 
 from __future__ import annotations
@@ -8,20 +10,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcellar.valid import read_json
 
-__all__ = ["RULES", "canonical_tools", "clean_message", "match_key"]
+__all__ = ["DEFAULT_RULES", "RULES", "RuleChange", "Ruled", "apply_rules", "match_key"]
 
 RULES = {
-    "header": "a line such as `x-...-header: ...` at the top of the system message is left out",
+    "billing-header": "the line `x-anthropic-billing-header: ...` with which Claude Code begins a "
+    "system message is left out",
+    "header": "lines such as `x-...-header: ...` with which a system message begins are left out",
     "date": "today's date or time in the system message stays what it was when the agent began",
     "tool-order": "tool definitions are sorted by name, and their keys too",
 }
 """Name of each rule -> what it does."""
 
-_HEADER = re.compile(r"\A(?:\s*x-[\w-]*header\s*:[^\n]*(?:\n|\Z))+", re.IGNORECASE)
+DEFAULT_RULES = ("billing-header",)
+"""The rules that apply where nobody chose."""
+
+_HEADERS = {
+    "billing-header": re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)"),
+    "header": re.compile(r"\A(?:\s*x-[\w-]*header\s*:[^\n]*(?:\n|\Z))+", re.IGNORECASE),
+}
 _DATE = re.compile(
     r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?\b"
     r"|\b(?:(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day,? )?"
@@ -34,46 +45,115 @@ _ABOUT_NOW = re.compile(
 )
 _THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
+_SHOWN = 200
+"""Characters of a text that a report shows."""
 
-def clean_message(message: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
-    """A message without what the rules leave out."""
-    cleaned = dict(message)
-    content = cleaned.get("content")
-    if "header" in rules and cleaned.get("role") == "system" and isinstance(content, str):
-        cleaned["content"] = _HEADER.sub("", content)
-    return cleaned
+
+@dataclass(frozen=True, slots=True)
+class RuleChange:
+    """What a rule changed in a turn.
+
+    Attributes:
+        rule: one of ``RULES``.
+        message: number of the message, from 0; None for the definitions of tools.
+        before: the text that was sent, around what was changed; at most 200 characters.
+        after: the same as the model reads it.
+    """
+
+    rule: str
+    message: int | None
+    before: str
+    after: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For answers."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A conversation behind the rules.
+
+    Attributes:
+        messages: as the model reads them.
+        tools: definitions of tools, likewise; None where there are none.
+        changes: what differs from what was sent.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    changes: tuple[RuleChange, ...]
+
+
+def apply_rules(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    rules: Collection[str],
+    known: Sequence[Mapping[str, Any]] = (),
+) -> Ruled:
+    """What the model reads of a conversation as it was sent.
+
+    Args:
+        messages: the conversation.
+        tools: definitions of its tools.
+        rules: names of the rules that apply.
+        known: messages of the history that it continues, whose date stays.
+    """
+    changes: list[RuleChange] = []
+    read = [dict(message) for message in messages]
+    for i, message in enumerate(read):
+        if message.get("role") != "system" or not isinstance(message.get("content"), str):
+            continue
+        for rule, pattern in _HEADERS.items():
+            content = message["content"]
+            if rule in rules and pattern.match(content):
+                message["content"] = pattern.sub("", content)
+                changes.append(_change(rule, i, content, message["content"]))
+    if "date" in rules and read and known and known[0].get("role") == "system":
+        content, before = read[0].get("content"), known[0].get("content")
+        is_same = match_key(read[0], rules) == match_key(known[0], rules)
+        if is_same and isinstance(content, str) and isinstance(before, str) and content != before:
+            read[0]["content"] = before
+            changes.append(_change("date", 0, content, before))
+    listed = [dict(tool) for tool in tools or ()]
+    if "tool-order" in rules and listed:
+        ordered = [json.loads(json.dumps(tool, sort_keys=True)) for tool in listed]
+        ordered.sort(key=lambda tool: (_tool_name(tool), json.dumps(tool, sort_keys=True)))
+        sent, now = (json.dumps(list(t), ensure_ascii=False) for t in (listed, ordered))
+        if sent != now:
+            changes.append(_change("tool-order", None, sent, now))
+        listed = ordered
+    return Ruled(read, listed or None, tuple(changes))
 
 
 def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
-    """A text that two messages share exactly where they say the same.
+    """A text that two messages share where the one continues what the other began.
 
-    An answer may come back trimmed, without its reasoning, or with the keys of its tool calls in
-    another order; a system message may come with another date.
+    It finds a place in a history; what the model reads is what was sent. An answer is found also
+    where it comes back trimmed, without its reasoning, or with the keys of its tool calls in
+    another order; with the rule ``date``, a system message also with another date.
     """
     role = message.get("role")
     content = _text_of(message.get("content"))
     if role == "assistant":
-        content = _THOUGHTS.sub("", content)
+        content = _THOUGHTS.sub("", content).strip()
     if role == "system" and "date" in rules:
         content = _ABOUT_NOW.sub(lambda line: _DATE.sub("<date>", line[0]), content)
     rest = {
-        key: _canonical(value)
+        key: _canonical(value) if role == "assistant" else value
         for key, value in message.items()
         if key not in ("role", "content", "reasoning", "reasoning_content") and value
     }
-    return json.dumps([role, content.strip(), rest], sort_keys=True, ensure_ascii=False)
+    return json.dumps([role, content, rest], sort_keys=True, ensure_ascii=False)
 
 
-def canonical_tools(
-    tools: Sequence[Mapping[str, Any]] | None, rules: Collection[str]
-) -> list[dict[str, Any]] | None:
-    """Tool definitions in the order that does not depend on the client's."""
-    if not tools:
-        return None
-    if "tool-order" not in rules:
-        return [dict(tool) for tool in tools]
-    ordered = [json.loads(json.dumps(tool, sort_keys=True)) for tool in tools]
-    return sorted(ordered, key=lambda tool: (_tool_name(tool), json.dumps(tool, sort_keys=True)))
+def _change(rule: str, message: int | None, before: str, after: str) -> RuleChange:
+    """A report of the first place at which two texts differ."""
+    n = min(len(before), len(after))
+    at = next((i for i in range(n) if before[i] != after[i]), n)
+    start = max(0, at - 40)
+    shown = (text[start : start + _SHOWN] for text in (before, after))
+    return RuleChange(rule, message, *shown)
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:

@@ -24,6 +24,9 @@ T = TypeVar("T")
 SHORT_BYTES = 4 << 10
 """Text that takes an event loop a millisecond or two."""
 
+OTHER_BYTES = SHORT_BYTES + 1
+"""What to add for work that waits for another process, such as rendering: never on the loop."""
+
 LONG_BYTES = 256 << 10
 """Text that takes so much time that others should not wait behind it."""
 

@@ -23,6 +23,7 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
+from kvcellar.models.prompts import encode, render
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS, WEIGHTS, choose_weights, parse_weights
 from kvcellar.registry import CacheSession, load_backend
@@ -205,25 +206,8 @@ class LoadedModel:
         Raises:
             ModelError: the model has no chat template, or its template refuses these messages.
         """
-        if not self.tokenizer.chat_template:
-            raise ModelError(
-                f"{self.name!r} has no chat template, so it is no chat model; give it plain text, "
-                f"or load a model that is tuned for chat"
-            )
-        try:
-            return [
-                int(token)
-                for token in self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=True,
-                    return_dict=False,
-                )
-            ]
-        except Exception as error:  # templates raise errors of jinja's
-            raise ModelError(
-                f"the chat template of {self.name!r} refuses these messages: {error}"
-            ) from error
+        rendered = render(self.tokenizer, messages, is_asking=add_generation_prompt)
+        return encode(self.tokenizer, rendered)
 
 
 def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvcellar.agents import AgentUsage, ModelHost, TurnEnd
-from kvcellar.agents.history import encode, render
 from kvcellar.agents.lengths import refuse_bytes, size_of
-from kvcellar.agents.misses import common_prefix
+from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.engine import SamplingParams, TokenEvent
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError, ModelError
+from kvcellar.models.prompts import common_prefix
 from kvcellar.server.calls import (
     THOUGHT_BEGIN,
     THOUGHT_END,
@@ -261,8 +261,7 @@ def _in_words_of(
     plain = [dict(message) if knows else say_calls(message) for message in messages]
     listed = [dict(tool) for tool in tools] or None
     if listed and not knows:
-        in_order = sorted(listed, key=lambda tool: str(tool["function"]["name"]))
-        return say_tools(plain, in_order), None, knows
+        return say_tools(plain, listed), None, knows
     return plain, listed, knows
 
 
@@ -297,7 +296,8 @@ async def _events(
         plan.start = Started(seat.agent_id, name, len(tokens), n_cached, n_pinned, seat.notice)
 
     cost = size_of(plan.messages, plan.tools).cost if ask.pins else 0
-    pinned = await service.agents.work.run(cost, _beginning, host, plan, ask)
+    cost += OTHER_BYTES if ask.pins else 0
+    pinned = await service.agents.work.run(cost, _beginning, service, host, plan, ask)
     turn = service.agents.generate(
         seat.agent_id,
         messages=plan.messages,
@@ -397,7 +397,7 @@ async def _failure(service: Service, host: ModelHost, event: TurnEnd) -> Excepti
     return EngineClosedError("the server is being stopped; ask the next one")
 
 
-def _beginning(host: ModelHost, plan: _Plan, ask: Ask) -> Sequence[int] | None:
+def _beginning(service: Service, host: ModelHost, plan: _Plan, ask: Ask) -> Sequence[int] | None:
     """Tokens of the messages that the longest pin covers; None: it covers all there is."""
     n = max((pin.n_messages for pin in ask.pins), default=-1)
     if n < 0 or host.tokenizer is None:
@@ -406,8 +406,7 @@ def _beginning(host: ModelHost, plan: _Plan, ask: Ask) -> Sequence[int] | None:
         return None
     n += len(plan.messages) - len(ask.messages)  # a message for the tools came in front
     with contextlib.suppress(ModelError):
-        text = render(host.tokenizer, plan.messages[:n], plan.tools, is_asking=False)
-        return encode(host.tokenizer, text)
+        return service.agents.prompt_of(host, plan.messages[:n], plan.tools, is_asking=False)
     return ()
 
 
@@ -429,13 +428,12 @@ async def count_tokens(service: Service, ask: Ask) -> int:
             raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
         size = size_of(ask.messages, ask.tools.given)
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
-        tokenizer = host.tokenizer
 
         def count() -> int:
             messages, tools, _ = _in_words_of(host, ask.messages, ask.tools.given)
-            return len(encode(tokenizer, render(tokenizer, messages, tools)))
+            return len(service.agents.prompt_of(host, messages, tools))
 
-        return await service.agents.work.run(size.cost, count)
+        return await service.agents.work.run(size.cost + OTHER_BYTES, count)
 
 
 async def whole(events: AsyncGenerator[ChatEvent, None]) -> tuple[Ended, list[GeneratedToken]]:

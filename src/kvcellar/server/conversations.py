@@ -242,7 +242,7 @@ class Conversations:
                 await self._agents.fork(
                     place.agent_id,
                     new_id,
-                    position=place.position,
+                    turn=place.n_turns,
                     model=place.model,
                     is_passing=True,
                 )

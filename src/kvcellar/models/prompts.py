@@ -1,0 +1,427 @@
+"""From messages to tokens: the one way by which a conversation becomes a prompt.
+
+``render`` writes a conversation as its template does, ``encode`` makes tokens of that. Whoever
+counts, answers or continues a conversation calls these two, so that all mean the same tokens.
+
+Text of messages stays text: where it spells a control token (``<|im_end|>``), the model reads these
+characters, and not the token. Only what the template itself writes becomes one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvcellar.errors import ModelError, PromptError, TemplateLimitError
+from kvcellar.models.rendering import ask_renderer
+
+__all__ = ["ChatTokenizer", "Rendered", "common_prefix", "encode", "render"]
+
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
+"""Put before a control token that a message spells. Noncharacters: no text should have them, one
+that a text has is not taken, and no template trims them."""
+
+_STANDS = ("\ufdee", "\ufdef")
+"""How the names begin by which the template's own control tokens are told from others."""
+
+_SAID = ("content", "reasoning", "reasoning_content", "thinking")
+"""What of an answer the model wrote itself, with tags such as ``<think>``."""
+
+
+class ChatTokenizer(Protocol):
+    """What a prompt needs of a tokenizer; those of transformers have it."""
+
+    chat_template: Any
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> Any:
+        """The messages as the text that the model was trained on."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
+        """The tokens of a text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as its template writes it.
+
+    Attributes:
+        text: all of it.
+        marked: the same with a mark before each control token that a message spells; None where
+            none does.
+        mark: that mark.
+        is_literal: whether control tokens in messages become tokens, as the user wished.
+    """
+
+    text: str
+    marked: str | None = None
+    mark: str = ""
+    is_literal: bool = False
+
+
+def render(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    is_asking: bool = True,
+    control_tokens_in_text: bool = False,
+) -> Rendered:
+    """Write a conversation by the model's chat template.
+
+    Args:
+        tokenizer: of the model.
+        messages: the conversation, oldest first.
+        tools: definitions of tools, as the template takes them.
+        is_asking: end with the opening of an answer.
+        control_tokens_in_text: let messages spell control tokens.
+
+    Raises:
+        ModelError: there is no chat template, or it refuses these messages.
+        TemplateLimitError: it takes more time, memory or output than is allowed; it was stopped.
+        PromptError: a text has so many noncharacters that its control tokens cannot be marked.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            "the model has no chat template, so it is no chat model; give tokens or plain text, or "
+            "load a model that is tuned for chat"
+        )
+    said = [dict(message) for message in messages]
+    listed = None if tools is None else [dict(tool) for tool in tools]
+    controls = None if control_tokens_in_text else _controls_of(tokenizer)
+    mark = ""
+    if controls is not None and controls.is_spelt(said, listed):
+        mark = _free_mark((said, listed))
+        said, listed = controls.marked(said, listed, mark)
+    try:
+        text = _apply(tokenizer, said, listed, is_asking)
+    except TemplateLimitError:
+        raise
+    except Exception as error:  # templates raise errors of jinja's
+        raise ModelError(f"the model's chat template refuses these messages: {error}") from error
+    if not mark:
+        return Rendered(text, is_literal=control_tokens_in_text)
+    text = text.replace(f"\\u{ord(mark):04x}", mark)  # what a template escaped
+    return Rendered(text.replace(mark, ""), text, mark)
+
+
+def encode(tokenizer: ChatTokenizer, rendered: Rendered) -> list[int]:
+    """The tokens of a rendered conversation, which has its special tokens already.
+
+    Raises:
+        PromptError: the text has noncharacters that are needed to tell its control tokens apart.
+    """
+    controls = None if rendered.is_literal else _controls_of(tokenizer)
+    if rendered.marked is None:
+        ids = [int(i) for i in tokenizer.encode(rendered.text, add_special_tokens=False)]
+        if controls is None or controls.are_all_written(rendered.text, ids):
+            return ids
+    assert controls is not None
+    return controls.encode(rendered.marked or rendered.text, rendered.mark)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two histories begin with in common."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(differ[0]) if differ.size else n
+
+
+def _apply(
+    tokenizer: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    is_asking: bool,
+) -> str:
+    """The text that ``apply_chat_template`` gives."""
+    if not _is_rendered_by_transformers(tokenizer):
+        more: dict[str, Any] = {} if tools is None else {"tools": tools}
+        return str(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=is_asking, tokenize=False, **more
+            )
+        )
+    known: Any = tokenizer
+    if not messages:
+        raise ValueError("there is no message")
+    job = {
+        "conversations": [[{k: v for k, v in m.items() if v is not None} for m in messages]],
+        "tools": tools,
+        "chat_template": known.get_chat_template(None, tools),
+        "add_generation_prompt": is_asking,
+    }
+    return ask_renderer({**known.special_tokens_map, **job})
+
+
+def _is_rendered_by_transformers(tokenizer: Any) -> bool:
+    """Whether its template is jinja that transformers renders; others do it themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return False
+    own: Any = type(tokenizer).apply_chat_template
+    return own is PreTrainedTokenizerBase.apply_chat_template
+
+
+# Control tokens -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Controls:
+    """The control tokens of a tokenizer, and how text is encoded without meeting them.
+
+    Attributes:
+        tokenizer: whose, without keeping it alive.
+        ids: of each of them.
+        everywhere: finds those that no text may become: special tokens, and those with which the
+            template tells who speaks.
+        others: finds these and the tags (``<think>``) that only answers of the model may have.
+    """
+
+    tokenizer: weakref.ref[Any]
+    ids: dict[str, int]
+    everywhere: re.Pattern[str]
+    others: re.Pattern[str]
+    twins: dict[str, tuple[Any, dict[int, int]]] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def is_spelt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
+        """Whether any text has one of them."""
+        return any(
+            pattern.search(text)
+            for value, pattern in self._parts(messages, tools)
+            for text in _texts(value)
+        )
+
+    def marked(self, messages: Any, tools: Any, mark: str) -> tuple[Any, Any]:
+        """The same with a mark before each of them."""
+        said = [
+            {
+                _marked(key, self.others, mark): _marked(
+                    value, self._pattern_of(message, key), mark
+                )
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
+        return said, _marked(tools, self.others, mark)
+
+    def are_all_written(self, text: str, ids: Collection[int]) -> bool:
+        """Whether each control token stands in the text as such.
+
+        They do not where a tokenizer normalises text into them (wide characters, capitals).
+        """
+        own = set(self.ids.values())
+        return sum(i in own for i in ids) <= sum(1 for _ in self.others.finditer(text))
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """The tokens of a text in which what is marked is no control token."""
+        stand = next((stand for stand in _STANDS if stand not in text), None)
+        if stand is None:
+            raise PromptError(
+                "a text that spells control tokens has the noncharacters U+FDEE and U+FDEF; leave "
+                "one of them out"
+            )
+        names = {content: _stand_in(stand, i) for i, content in enumerate(self.ids)}
+        pattern = re.compile(
+            f"({mark})?(?:{self.others.pattern})|{mark}" if mark else f"()(?:{self.others.pattern})"
+        )
+
+        def written(found: re.Match[str]) -> str:
+            if found[0] == mark:
+                return ""
+            return found[0][len(mark) :] if found[1] else names[found[0]]
+
+        return self._encode_with(pattern.sub(written, text), stand, names)
+
+    def _encode_with(self, text: str, stand: str, names: Mapping[str, str]) -> list[int]:
+        known = self.tokenizer()
+        backend = getattr(known, "backend_tokenizer", None)
+        if backend is None:
+            return self._encode_in_parts(known, text, stand, names)
+        with self.lock:
+            if stand not in self.twins:
+                self.twins[stand] = _twin_of(backend, names)
+            twin, ids = self.twins[stand]
+        return [ids.get(i, i) for i in twin.encode(text, add_special_tokens=False).ids]
+
+    def _encode_in_parts(
+        self, known: Any, text: str, stand: str, names: Mapping[str, str]
+    ) -> list[int]:
+        """The same for a tokenizer that is written in Python: part by part between the tokens."""
+        ids: list[int] = []
+        own = {name: content for content, name in names.items()}
+        for part in re.split(f"({stand}.)", text):
+            if part in own:
+                ids.append(self.ids[own[part]])
+            elif part:
+                ids += known.encode(part, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def _parts(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any
+    ) -> Iterable[tuple[Any, re.Pattern[str]]]:
+        yield tools, self.others
+        for message in messages:
+            for key, value in message.items():
+                yield key, self.others
+                yield value, self._pattern_of(message, key)
+
+    def _pattern_of(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
+        is_own = message.get("role") == "assistant" and key in _SAID
+        return self.everywhere if is_own else self.others
+
+
+_known: weakref.WeakKeyDictionary[Any, tuple[Any, _Controls | None]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _controls_of(tokenizer: Any) -> _Controls | None:
+    """The control tokens of a tokenizer; None where it has none, or is none of transformers'."""
+    if not _is_rendered_by_transformers(tokenizer):
+        return None
+    state = (str(tokenizer.chat_template), len(tokenizer))
+    with _lock:
+        known = _known.get(tokenizer)
+    if known is None or known[0] != state:
+        known = (state, _find_controls(tokenizer))
+        with _lock:
+            _known[tokenizer] = known
+    return known[1]
+
+
+def _find_controls(tokenizer: Any) -> _Controls | None:
+    templates = tokenizer.chat_template
+    templates = list(templates.values()) if isinstance(templates, dict) else [templates]
+    said = ""
+    for template in templates:
+        try:
+            said += ask_renderer({"literals": template}) + "\0"
+        except ModelError:  # it will not render either, and say why
+            continue
+    added = {
+        token.content: int(i)
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+        or (len(token.content) > 1 and not token.content.isspace() and token.content in said)
+    }
+    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    if not added:
+        return None
+    tags = {content for content in added if content not in special and _is_tag(content, added)}
+    return _Controls(
+        weakref.ref(tokenizer), added, _one_of(added.keys() - tags), _one_of(added.keys())
+    )
+
+
+def _is_tag(content: str, added: Collection[str]) -> bool:
+    """Whether it opens or closes a stretch of text, as ``<think>`` and ``</think>`` do."""
+    return content[:1] + "/" + content[1:] in added or (
+        content[1:2] == "/" and content[:1] + content[2:] in added
+    )
+
+
+def _twin_of(backend: Any, names: Mapping[str, str]) -> tuple[Any, dict[int, int]]:
+    """A tokenizer that knows control tokens by other names, and its ids where they differ."""
+    from tokenizers import Tokenizer
+
+    value = json.loads(backend.to_str())
+    model = value["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    elif model.get("vocab"):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("merges"):
+        pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+        model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & names.keys()]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    for token in value["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    value.update(post_processor=None, truncation=None, padding=None)
+    twin = Tokenizer.from_str(json.dumps(value))
+    added = value["added_tokens"]
+    return twin, {twin.token_to_id(token["content"]) or 0: int(token["id"]) for token in added}
+
+
+def _stand_in(stand: str, number: int) -> str:
+    return stand + chr(0xF0000 + number)
+
+
+def _free_mark(value: Any) -> str:
+    """A mark that no text has.
+
+    Raises:
+        PromptError: the texts have all of them.
+    """
+    taken = {mark for text in _texts(value) for mark in _MARKS if mark in text}
+    taken |= {
+        mark for text in _texts(value) for mark in _MARKS if f"\\u{ord(mark):04x}" in text.lower()
+    }
+    for mark in _MARKS:
+        if mark not in taken:
+            return mark
+    raise PromptError(
+        "the texts of this conversation have all noncharacters from U+FDD0 to U+FDED and spell "
+        "control tokens; leave one of the noncharacters out"
+    )
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """Every text in a value of JSON, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _texts(key)
+            yield from _texts(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
+
+
+def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+    """A value of JSON with a mark before each match in its texts, keys too."""
+    put: Callable[[re.Match[str]], str] = lambda found: mark + found[0]  # noqa: E731
+    if isinstance(value, str):
+        return pattern.sub(put, value)
+    if isinstance(value, Mapping):
+        return {_marked(k, pattern, mark): _marked(v, pattern, mark) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(part, pattern, mark) for part in value]
+    return value
+
+
+def _one_of(words: Collection[str]) -> re.Pattern[str]:
+    """A pattern that finds the longest of some words at a place, in one pass over a text.
+
+    Words that begin alike share their beginning, since tokenizers have hundreds that do.
+    """
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_pattern_of(tree) if words else "(?!)")
+
+
+def _pattern_of(node: Mapping[str, Any]) -> str:
+    run = ""
+    while len(node) == 1 and "" not in node:  # a chain: without a level of its own
+        ((char, node),) = node.items()
+        run += re.escape(char)
+    if not node or list(node) == [""]:
+        return run
+    branches = [re.escape(c) + _pattern_of(below) for c, below in sorted(node.items()) if c]
+    return f"{run}(?:{'|'.join(branches)})" + ("?" if "" in node else "")
