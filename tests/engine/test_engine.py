@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.engine import scheduler
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Generation, generate, last
-from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
-from kvcellar.engine.sampling import SamplingParams
+from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
+from kvcellar.engine.sampling import Choice, SamplingParams, score
 from kvcellar.engine.speculate import Draft
 from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
 from kvcellar.types import ModelCacheParams
@@ -28,6 +30,7 @@ from tests.engine.fakes import (
     SeqCells,
     TellingRunner,
     TreeCells,
+    logits_of,
     make_cache,
 )
 
@@ -117,12 +120,17 @@ class Heard:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, list[Choice]] = field(default_factory=dict)
     ends: dict[int, FinishEvent] = field(default_factory=dict)
 
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
             assert event.request_id not in self.ends, "nothing follows the end"
-            if isinstance(event, TokenEvent):
+            if isinstance(event, PromptEvent):
+                assert event.request_id not in self.scores, "it is told once"
+                assert event.request_id not in self.tokens, "it comes before the first token"
+                self.scores[event.request_id] = list(event.scores)
+            elif isinstance(event, TokenEvent):
                 self.tokens.setdefault(event.request_id, []).append(event.token.token_id)
                 text = self.texts.get(event.request_id, "") + event.token.text
                 self.texts[event.request_id] = text
@@ -139,13 +147,27 @@ TRUNKS = st.sampled_from([(), (1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 50, 60)]
 def requests(draw: st.DrawFn) -> Request:
     tail = draw(st.lists(st.integers(0, 3), min_size=1, max_size=25))
     params = SamplingParams(
-        max_tokens=draw(st.integers(1, 12)),
+        max_tokens=draw(st.integers(0, 12)),
         temperature=draw(st.sampled_from([0.0, 0.0, 0.8])),
         seed=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
     )
-    return Request((*draw(TRUNKS), *tail), params, priority=draw(st.integers(0, 1)))
+    return Request(
+        (*draw(TRUNKS), *tail),
+        params,
+        priority=draw(st.integers(0, 1)),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
+    )
+
+
+def prompt_scores(request: Request, params: ModelCacheParams) -> list[Choice]:
+    """The oracle: each token of a prompt under the logits after those before it."""
+    prompt, n_top = request.prompt_ids, request.prompt_logprobs or 0
+    return [
+        score(logits_of(prompt[:i], VOCAB, params)[None], prompt[i : i + 1], n_top)[0]
+        for i in range(1, len(prompt))
+    ]
 
 
 class GuessAgain:
@@ -185,9 +207,10 @@ class GuessAgain:
     capacity=st.integers(48, 110),
     kind=st.sampled_from(["none", "chain", "tree", "tree in chains"]),
     tidy_every=st.sampled_from([1, 3, 10**9]),
+    scored_at_once=st.sampled_from([1, 3, 10**6]),
 )
 def test_any_mixture_gives_the_tokens_of_the_plain_loop(
-    params, arrivals, config, capacity, kind, tidy_every
+    params, arrivals, config, capacity, kind, tidy_every, scored_at_once
 ):
     make = MovingTrees if kind in ("tree", "chain") else MovingCells
     cache = make(make_cache("seq", capacity, params).config)
@@ -207,7 +230,8 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
         for request_id, at in cancels:
             if at == n_steps and engine.cancel(request_id):
                 cancelled.add(request_id)
-        heard.take(engine.step())
+        with patch.object(scheduler, "SCORED_BYTES", 4 * VOCAB * scored_at_once):
+            heard.take(engine.step())
         if n_steps % tidy_every == 0:
             engine.tidy()
         assert n_steps < 5000, "the engine stands still"
@@ -235,6 +259,11 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
             assert want.token_ids[: len(end.token_ids)] == end.token_ids
             assert len(request.prompt_ids) + len(end.token_ids) >= capacity
         else:
+            if request.prompt_logprobs is None:
+                assert request_id not in heard.scores
+            else:
+                assert heard.scores[request_id] == prompt_scores(request, params)
+                assert end.usage is not None and end.usage.cached_tokens == 0
             assert end.token_ids == want.token_ids
             assert (end.reason, end.text) == (want.finish_reason, want.text)
             assert end.usage is not None
@@ -274,6 +303,8 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop_on_pages(
         assert end.error is None
         assert want.token_ids[: len(end.token_ids)] == end.token_ids
         assert end.token_ids == want.token_ids or end.finish.cause == "cache_full"
+        if request_id in heard.scores:
+            assert heard.scores[request_id] == prompt_scores(request, params)
     sizes = engine.index.size_info()
     assert sizes.protected == 0 and not cache.seq_ids()
     if sizes.evictable:

@@ -337,7 +337,7 @@ def test_logits_that_are_no_numbers_are_refused(value: float) -> None:
         ({"presence_penalty": math.inf}, "presence_penalty must be a number"),
         ({"logit_bias": {3: -math.inf}}, "logit_bias.3. must be a number"),
         ({"seed": -1}, "seed must be 0 or more"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens must be 0 or more, got -1"),
         ({"logprobs": -1}, "logprobs must be 0 or more"),
         ({"stop": ("",)}, "stop holds texts of at least one character"),
     ],

@@ -229,8 +229,11 @@ def test_completions_continue_texts_and_tokens_alike(client, live):
     one = client.completions.create(prompt="import os\n", **more)
     two = client.completions.create(prompt=tokens, echo=True, logprobs=2, **more)
     assert two.choices[0].text == "import os\n" + one.choices[0].text
-    assert len(two.choices[0].logprobs.tokens) == 8
-    assert two.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
+    assert len(two.choices[0].logprobs.tokens) == len(tokens) + 8
+    assert two.usage.prompt_tokens_details.cached_tokens == 0, "a prompt is scored whole"
+    three = client.completions.create(prompt=tokens, **more)
+    assert three.choices[0].text == one.choices[0].text
+    assert three.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
     chunks = list(client.completions.create(prompt=["import os\n", "x ="], stream=True, **more))
     text = "".join(c.choices[0].text for c in chunks if c.choices and not c.choices[0].index)
     assert text == one.choices[0].text

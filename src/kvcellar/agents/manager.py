@@ -927,10 +927,10 @@ class AgentManager:
                             back.release(host)
                         agent.expected.append(event.token.token_id)
                         yield event
-                        continue
-                    await self._make_durable(agent)
-                    usage = usage_of(agent, turn, event, back, first_s)
-                    yield TurnEnd(agent.agent_id, event, usage, done.save)
+                    elif isinstance(event, FinishEvent):
+                        await self._make_durable(agent)
+                        usage = usage_of(agent, turn, event, back, first_s)
+                        yield TurnEnd(agent.agent_id, event, usage, done.save)
             finally:  # a reader that left: the turn has ended when its history is recorded
                 with contextlib.suppress(EngineClosedError):
                     await stream.cancel()

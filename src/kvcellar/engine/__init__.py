@@ -7,7 +7,7 @@ from kvcellar.engine.branches import Branch, BranchReport, branch
 from kvcellar.engine.conversation import Conversation, encode_chat
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
-from kvcellar.engine.request import Event, FinishEvent, Request, TokenEvent
+from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.restore import Held, Restore, RowCache, held_rows
 from kvcellar.engine.sampling import (
@@ -44,6 +44,7 @@ __all__ = [
     "Guide",
     "Held",
     "OneSequence",
+    "PromptEvent",
     "Request",
     "Residency",
     "Restore",

@@ -23,8 +23,11 @@ class ScheduledTokens:
         request_id: whose.
         seq_id: its sequence in the cache.
         token_ids: the tokens to compute; guesses at the end.
-        is_last: whether the sequence has caught up with them, so that a token can be sampled.
+        is_last: whether the sequence has caught up with them, so that a token is sampled.
         draft: the guesses among them, to be verified.
+        targets: the tokens that follow the first of them in the prompt, where their log
+            probabilities are wanted; then there are no guesses.
+        n_top: the most likely tokens that come with each of them.
     """
 
     request_id: int
@@ -32,6 +35,8 @@ class ScheduledTokens:
     token_ids: tuple[int, ...]
     is_last: bool
     draft: Draft = NO_DRAFT
+    targets: tuple[int, ...] = ()
+    n_top: int = 0
 
     @property
     def n_known(self) -> int:
@@ -51,7 +56,9 @@ class ScheduledTokens:
 
     @property
     def n_rows(self) -> int:
-        """Tokens whose logits are wanted."""
+        """Tokens whose logits are wanted: the last ones, or all where there are targets."""
+        if self.targets:
+            return len(self.token_ids)
         return 1 + len(self.draft) if self.is_last else 0
 
 
@@ -95,11 +102,13 @@ class Verdict(NamedTuple):
             right.
         accepted: the guesses that were right, a path of the draft.
         error: why nothing could be chosen, where that is so: this sequence alone ends with it.
+        scores: of the part's targets.
     """
 
     choices: tuple[Choice, ...] = ()
     accepted: tuple[int, ...] = ()
     error: Exception | None = None
+    scores: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

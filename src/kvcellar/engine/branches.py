@@ -127,12 +127,14 @@ def branch(
     Raises:
         PromptError: the prompt is empty or of another tokenizer, or it does not fit together with
             its branches; raised before any compute.
-        ConfigError: no branches, or no ``max_tokens``.
+        ConfigError: no branches, or no ``max_tokens`` above 0.
     """
     if n_branches < 1:
         raise ConfigError(f"a prompt needs at least 1 branch, got {n_branches}")
-    if params.max_tokens is None:
-        raise ConfigError("branches need max_tokens, so that their cells can be counted before")
+    if not params.max_tokens:
+        raise ConfigError(
+            "branches need max_tokens above 0, so that their cells can be counted before"
+        )
     trunk = OneSequence(cache)
     prompt = check_prompt(
         prompt_ids, runner.vocab_size, trunk, n_reserved=n_branches * (params.max_tokens - 1)

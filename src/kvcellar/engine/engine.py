@@ -22,11 +22,11 @@ from kvcellar.engine.batch import BatchOutput, ScheduledBatch, Verdict
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.residency import Residency
-from kvcellar.engine.sampling import SamplingState, sample
+from kvcellar.engine.sampling import SamplingState, sample, score
 from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator, verify
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
-from kvcellar.errors import ConfigError, EngineFailedError
+from kvcellar.errors import ConfigError, EngineFailedError, ModelError
 from kvcellar.models.runner import FeatureRunner, step_limit
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def _sample(
                 except Exception as error:
                     verdicts[i] = Verdict(error=error)
             else:
-                plain.append((i, row, state))
+                plain.append((i, row + part.n_rows - 1, state))
         row += part.n_rows
     if plain:
         rows = np.asarray([r for _, r, _ in plain])
@@ -346,7 +346,23 @@ def _sample(
         else:
             for (i, _, _), choice in zip(plain, choices, strict=True):
                 verdicts[i] = Verdict((choice,))
-    return BatchOutput(tuple(verdicts), features)
+    return BatchOutput(_scored(batch, logits, verdicts), features)
+
+
+def _scored(
+    batch: ScheduledBatch, logits: FloatArray, verdicts: list[Verdict]
+) -> tuple[Verdict, ...]:
+    """The verdicts, with the log probabilities of prompts' tokens where they are wanted."""
+    row = 0
+    for i, part in enumerate(batch.parts):
+        if part.targets and verdicts[i].error is None:
+            try:
+                scores = score(logits[row : row + part.n_rows], part.targets, part.n_top)
+                verdicts[i] = verdicts[i]._replace(scores=scores)
+            except ModelError as error:
+                verdicts[i] = Verdict(error=error)
+        row += part.n_rows
+    return tuple(verdicts)
 
 
 def _sample_one(logits: FloatArray, state: SamplingState) -> Verdict:

@@ -33,6 +33,7 @@ __all__ = [
     "generate",
     "is_shown",
     "last",
+    "out_of_tokens",
     "prefill",
 ]
 
@@ -183,8 +184,8 @@ def _generate(
     n_cached = min(sequence.length, len(prompt) - 1)
     logits = prefill(runner, sequence, prompt, prefill_chunk, on_prefill)
     token_ids: list[int] = []
-    first_token_s = decode_s = 0.0
-    finish: Finish | None = None
+    first_token_s, decode_s = time.perf_counter() - started, 0.0
+    finish = out_of_tokens(state)
     while finish is None:
         if token_ids:
             started = time.perf_counter()
@@ -204,7 +205,7 @@ def _generate(
         if finish is not None:
             text += stream.flush()
         yield GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
-    n_decoded = len(token_ids) - 1
+    n_decoded = max(0, len(token_ids) - 1)
     usage = Usage(
         prompt_tokens=len(prompt),
         cached_tokens=n_cached,
@@ -308,9 +309,15 @@ def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int
         return Finish("stop", "eos", "the model ended its text")
     if state.is_complete:
         return Finish("stop", "guide", "nothing can follow in the grammar")
-    if params.max_tokens is not None and state.n_sampled >= params.max_tokens:
-        return Finish("length", "max_tokens", f"max_tokens {params.max_tokens} reached")
-    return None
+    return out_of_tokens(state)
+
+
+def out_of_tokens(state: SamplingState) -> Finish | None:
+    """Whether a sequence has all the tokens that it may have; None to go on."""
+    most = state.params.max_tokens
+    if most is None or state.n_sampled < most:
+        return None
+    return Finish("length", "max_tokens", f"max_tokens {most} reached")
 
 
 def is_shown(finish: Finish | None) -> bool:

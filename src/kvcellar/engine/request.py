@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
-from kvcellar.engine.sampling import SamplingParams, SamplingState
+from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.engine.text import TextStream
 from kvcellar.errors import ConfigError
 from kvcellar.types import IntArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Event",
     "FinishEvent",
+    "PromptEvent",
     "Request",
     "Sequence",
     "Status",
@@ -45,6 +46,9 @@ class Request:
             sequence of a kept one (false).
         keep: hold the sequence after the end, so that others can name it as their parent; the
             engine gives its cells up when nothing else is left to give.
+        prompt_logprobs: None for none, 0 for the log probability of each token of the prompt
+            behind those before it, n for the n most likely tokens' too; they come as a
+            :class:`PromptEvent`. All of the prompt is computed for it, whatever the cache has.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,11 +58,33 @@ class Request:
     parent: int | None = None
     is_fork: bool = True
     keep: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            raise ConfigError(
+                f"prompt_logprobs must be 0 or more, or None, got {self.prompt_logprobs}"
+            )
+        if self.prompt_logprobs is not None and self.parent is not None:
+            raise ConfigError(
+                "a request that goes on from a parent has no prompt_logprobs; give all its tokens"
+            )
         object.__setattr__(self, "prompt_ids", tuple(int(t) for t in self.prompt_ids))
         if self.deadline_s is not None and self.deadline_s < 0:
             raise ConfigError(f"deadline_s must be 0 or more seconds, got {self.deadline_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """A prompt has been read whose log probabilities were asked for; before its first token.
+
+    Attributes:
+        request_id: whose.
+        scores: of each token of the prompt but the first, which nothing comes before.
+    """
+
+    request_id: int
+    scores: tuple[Choice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +118,7 @@ class FinishEvent:
     error: Exception | None = None
 
 
-Event = TokenEvent | FinishEvent
+Event = PromptEvent | TokenEvent | FinishEvent
 
 
 class Status(enum.Enum):
@@ -137,6 +163,8 @@ class Sequence:
     n_preemptions: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    scores: list[Choice] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where they are asked for, as far as it is read."""
     publish_at: set[int] = field(default_factory=set)
     """Lengths at which others wait to share what this sequence has computed by then."""
     _array: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -147,6 +175,29 @@ class Sequence:
             fresh = np.asarray(self.tokens[len(self._array) :], dtype=np.int64)
             self._array = np.concatenate([self._array, fresh])
         return self._array
+
+    @property
+    def reusable(self) -> IntArray:
+        """The leading tokens whose KV may come from elsewhere: the last one's logits are needed.
+
+        Where the prompt's log probabilities are asked for, only what has them already.
+        """
+        n = len(self.tokens) - 1
+        if self.request.prompt_logprobs is not None and len(self.scores) < self.n_prompt - 1:
+            n = len(self.scores)
+        return self.token_array()[:n]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether any token is wanted behind the prompt."""
+        return self.request.params.max_tokens != 0
+
+    def unscored(self, n_tokens: int) -> tuple[int, ...]:
+        """Tokens of the prompt that follow the next ``n_tokens`` to compute, if it is scored."""
+        if self.request.prompt_logprobs is None:
+            return ()
+        first = self.n_computed + 1
+        return tuple(self.tokens[first : min(first + n_tokens, self.n_prompt)])
 
     @property
     def n_left(self) -> int:

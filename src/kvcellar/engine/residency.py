@@ -144,7 +144,7 @@ class Residency:
         if moved is not None:
             return 0  # they come back, and need cells
         held = self._parent_tokens(sequence)
-        return max(held, self.index.match_prefix(sequence.token_array()[:-1]).length)
+        return max(held, self.index.match_prefix(sequence.reusable).length)
 
     def enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its place, on as much KV as can be reused. Computes nothing."""
@@ -153,7 +153,7 @@ class Residency:
         if self._move_in(sequence):
             return
         n_parent = self._parent_tokens(sequence)
-        match = self.index.match_prefix(sequence.token_array()[:-1])
+        match = self.index.match_prefix(sequence.reusable)
         parent = sequence.parent
         if parent is not None and n_parent >= match.length and n_parent:
             self.cache.seq_cp(parent.seq_id, sequence.seq_id, 0, n_parent)

@@ -26,6 +26,7 @@ __all__ = [
     "SamplingState",
     "TokenLogprob",
     "sample",
+    "score",
 ]
 
 FloatArray = NDArray[np.float32]
@@ -91,7 +92,8 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token that the output holds.
         logit_bias: token id -> number added to its logit.
         seed: the same seed and logits give the same tokens; None draws a new one.
-        max_tokens: tokens to sample at most; None until a stop, or until the cache is full.
+        max_tokens: tokens to sample at most; 0 to read the prompt alone; None until a stop, or
+            until the cache is full.
         stop: end before the first of these texts; it is not part of the output.
         stop_token_ids: end after one of these tokens; it adds no text.
         ignore_eos: sample on after the model's end-of-sequence token.
@@ -137,7 +139,7 @@ class SamplingParams:
         if self.seed is not None:
             self._check("seed", self.seed, self.seed >= 0, "0 or more")
         if self.max_tokens is not None:
-            self._check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+            self._check("max_tokens", self.max_tokens, self.max_tokens >= 0, "0 or more")
         if self.logprobs is not None:
             self._check("logprobs", self.logprobs, self.logprobs >= 0, "0 or more, or None")
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -324,13 +326,7 @@ def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice
     """
     raw = np.asarray(logits, dtype=np.float32)
     assert raw.ndim == 2 and len(raw) == len(states), "one state per row of logits"
-    best = raw.max(axis=1, initial=-np.inf)
-    for row, value in enumerate(best):
-        if not math.isfinite(value):
-            raise ModelError(
-                f"row {row} of the logits has the maximum {value}: the model computed no "
-                f"probabilities; load it in another dtype, or check the weights"
-            )
+    best = _best(raw)
     adjusted = raw
     if any(state.adjusts_logits for state in states):
         adjusted = raw.copy()
@@ -346,6 +342,22 @@ def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice
     ]
 
 
+def _best(logits: FloatArray) -> FloatArray:
+    """The highest logit of each row.
+
+    Raises:
+        ModelError: one is no number.
+    """
+    best: FloatArray = logits.max(axis=1, initial=-np.inf)
+    for row, value in enumerate(best):
+        if not math.isfinite(value):
+            raise ModelError(
+                f"row {row} of the logits has the maximum {value}: the model computed no "
+                f"probabilities; load it in another dtype, or check the weights"
+            )
+    return best
+
+
 def _together(logit: np.float32, others: FloatArray, params: SamplingParams) -> np.float32:
     """The logit of a token that stands for others too: as likely to be chosen as all of them."""
     best = max(logit, others.max(initial=-np.inf))
@@ -354,6 +366,25 @@ def _together(logit: np.float32, others: FloatArray, params: SamplingParams) -> 
     scale = float(params.temperature)
     weights = np.exp((np.append(others, logit).astype(np.float64) - best) / scale)
     return np.float32(best + scale * math.log(weights.sum()))
+
+
+def score(logits: NDArray[Any], token_ids: Sequence[int], n_top: int = 0) -> tuple[Choice, ...]:
+    """Return the log probability of each token under its row of the model's own logits.
+
+    Args:
+        logits: ``[N, vocab]``; rows behind those are not looked at.
+        token_ids: ``[N]``, what really followed.
+        n_top: the most likely tokens that come with each.
+
+    Raises:
+        ModelError: a row holds NaN or +inf, or nothing but -inf.
+    """
+    raw = np.asarray(logits, dtype=np.float32)[: len(token_ids)]
+    best = _best(raw)
+    return tuple(
+        _with_logprobs(raw[row], token_id, best[row], n_top)
+        for row, token_id in enumerate(token_ids)
+    )
 
 
 def _draw(logits: FloatArray, states: list[SamplingState]) -> list[int]:

@@ -18,10 +18,19 @@ from kvcellar.engine.generate import (
     Usage,
     finish_of,
     is_shown,
+    out_of_tokens,
     stopped_by_text,
 )
 from kvcellar.engine.policy import Allotment, Policy
-from kvcellar.engine.request import Event, FinishEvent, Request, Sequence, Status, TokenEvent
+from kvcellar.engine.request import (
+    Event,
+    FinishEvent,
+    PromptEvent,
+    Request,
+    Sequence,
+    Status,
+    TokenEvent,
+)
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import Choice, SamplingState
 from kvcellar.engine.speculate import Speculator
@@ -57,6 +66,9 @@ class Limits:
 MIN_SHARED = 32
 """Tokens of a prefix that others just compute for which it is worth waiting."""
 
+
+SCORED_BYTES = 32 << 20
+"""Logits of prompts in one step, where log probabilities of prompts are asked for."""
 
 MAX_LATE = 8
 """Steps in a row that may find their room taken before their requests end with the error."""
@@ -296,7 +308,7 @@ class Scheduler:
         best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
         for other in self.running:
             if other.n_computed < other.n_prompt:
-                n = _common_prefix(sequence.token_array()[:-1], other.token_array())
+                n = _common_prefix(sequence.reusable, other.token_array())
                 if n > best:
                     best, leader = n, other
         if leader is None:
@@ -365,18 +377,30 @@ class Scheduler:
         self.waiting.append(victim)
 
     def _batch(self, allotments: list[Allotment]) -> ScheduledBatch:
-        parts = []
+        parts: list[ScheduledTokens] = []
         self._in_batch = {}
+        n_scored = max(1, SCORED_BYTES // (4 * self.vocab_size))
         for sequence, allotted in allotments:
             stops = [at for at in sequence.publish_at if at > sequence.n_computed]
             n = min([allotted, *(at - sequence.n_computed for at in stops)])
+            if sequence.unscored(n):
+                n = min(n, n_scored)
+                n_scored -= n
+                if not n:
+                    continue
             tokens = sequence.tokens[sequence.n_computed : sequence.n_computed + n]
             draft = sequence.draft.first(n - len(tokens))
             is_last = sequence.n_computed + len(tokens) == len(sequence.tokens)
             sequence.last_step = self._step
             parts.append(
                 ScheduledTokens(
-                    sequence.request_id, sequence.seq_id, (*tokens, *draft.tokens), is_last, draft
+                    sequence.request_id,
+                    sequence.seq_id,
+                    (*tokens, *draft.tokens),
+                    is_last and sequence.is_sampled,
+                    draft,
+                    sequence.unscored(n),
+                    sequence.request.prompt_logprobs or 0,
                 )
             )
             self._in_batch[sequence.request_id] = sequence
@@ -404,11 +428,15 @@ class Scheduler:
                 continue
             start = sequence.n_computed
             finish, error = None, None
+            self._read(sequence, part, verdict)
             try:
                 finish = self._take(sequence, verdict, now)
             except Exception as raised:  # its grammar or the tokenizer: nobody else's trouble
                 error = raised
             rows = self._keep_computed(sequence, part, verdict)
+            if not sequence.is_sampled and not sequence.n_left:
+                sequence.first_token_s = sequence.last_token_s = now
+                finish = out_of_tokens(sequence.state)
             if self.speculator is not None:
                 self.speculator.learn(part.request_id, [c.token_id for c in verdict.choices])
                 if output.features is not None:
@@ -452,6 +480,14 @@ class Scheduler:
         elif len(rows) < len(part.token_ids):
             self.residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
         return rows
+
+    def _read(self, sequence: Sequence, part: ScheduledTokens, verdict: Verdict) -> None:
+        """Take the log probabilities of a prompt's tokens; tell them once it is read whole."""
+        sequence.scores[sequence.n_computed :] = verdict.scores
+        is_whole = sequence.n_computed + part.n_known == sequence.n_prompt
+        is_told = sequence.request.prompt_logprobs is None or sequence.first_token_s is not None
+        if is_whole and not is_told:
+            self._events.append(PromptEvent(sequence.request_id, tuple(sequence.scores)))
 
     def _take(self, sequence: Sequence, verdict: Verdict, now: float) -> Finish | None:
         """Let a sequence go on with what was chosen, up to where it ends; why it does."""

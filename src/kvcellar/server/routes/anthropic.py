@@ -257,7 +257,7 @@ def _counts(n_prompt: int, n_cached: int, n_pinned: int) -> dict[str, int]:
 def _stop_reason(end: Ended) -> str:
     if end.stop_text is not None:
         return "stop_sequence"
-    if end.cause == "cache_full":
+    if end.cause in ("cache_full", "context_full"):
         return "model_context_window_exceeded"
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[end.reason]
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost, TurnEnd
 from kvcellar.agents.lengths import refuse_bytes, size_of
-from kvcellar.engine import FinishEvent, SamplingParams, TokenEvent
+from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError
@@ -31,6 +31,7 @@ from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import merged
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
+from kvcellar.server.logprobs import LegacyLogprobs, pieces_of
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.openai import CompletionRequest
 from kvcellar.server.service import Service, new_id
@@ -44,10 +45,19 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(slots=True)
 class _Choice:
-    """One continuation as far as it is."""
+    """One continuation as far as it is.
+
+    Attributes:
+        prompt: its tokens.
+        echo: the prompt's text, where it is wanted and does not come as pieces.
+        pieces: the prompt's tokens with their texts and log probabilities, where both are wanted.
+        tokens: what was sampled.
+        end: how it ended.
+    """
 
     prompt: tuple[int, ...]
-    echoed: str = ""
+    echo: str = ""
+    pieces: list[GeneratedToken] = field(default_factory=list)
     tokens: list[GeneratedToken] = field(default_factory=list)
     end: FinishEvent | None = None
 
@@ -92,8 +102,10 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     found = [
         {
             "index": i,
-            "text": choice.echoed + "".join(token.text for token in choice.tokens) + choice.rest,
-            "logprobs": _logprobs(host, choice.tokens) if body.logprobs is not None else None,
+            "text": choice.echo + _text_of([*choice.pieces, *choice.tokens]) + choice.rest,
+            "logprobs": LegacyLogprobs(host).of([*choice.pieces, *choice.tokens])
+            if body.logprobs is not None
+            else None,
             "finish_reason": _reason(choice),
         }
         for i, choice in enumerate(choices)
@@ -109,7 +121,7 @@ async def _events(
     body: CompletionRequest,
     whose: Whose,
     choices: list[_Choice],
-) -> AsyncGenerator[tuple[int, GeneratedToken], None]:
+) -> AsyncGenerator[tuple[int, Sequence[GeneratedToken]], None]:
     """Tokens as they come, with the number of their choice; ``choices`` fills up on the way."""
     n = body.n or 1
     if body.best_of not in (None, 1, n):
@@ -124,23 +136,31 @@ async def _events(
         prompts = await _prompts(service, host, body)
         if whose.name is not None and len(prompts) * n > 1:
             raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
+        if whose.name is not None and body.max_tokens == 0:
+            raise ApiError(
+                400, "an agent's turn has an answer; give max_tokens above 0", param="max_tokens"
+            )
+        if whose.name is not None and body.echo and body.logprobs is not None:
+            raise ApiError(
+                400,
+                "log probabilities of a prompt are of a prompt alone; leave the agent out, or echo",
+                param="echo",
+            )
         with service.admitted(len(prompts) * n):
             sources = []
-            for i, prompt in enumerate(prompt for prompt in prompts for _ in range(n)):
-                echoed = ""
-                if body.echo and host.tokenizer is not None:
-                    echoed = host.tokenizer.decode(list(prompt))
-                choices.append(_Choice(prompt, echoed))
+            n_most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+            for i, (tokens, echo) in enumerate(one for one in prompts for _ in range(n)):
+                choices.append(_Choice(tokens, echo))
                 params = sampling_of(
                     body,
-                    max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+                    max_tokens=n_most,
                     logprobs=body.logprobs,
                     index=i % n,
                 )
                 if whose.name is None:
                     sources.append(
                         lambda choice=choices[-1], params=params: _plain(
-                            service, host, choice, params
+                            service, host, choice, params, body
                         )
                     )
                 else:
@@ -155,14 +175,22 @@ async def _events(
 
 
 async def _plain(
-    service: Service, host: ModelHost, choice: _Choice, params: SamplingParams
-) -> AsyncGenerator[GeneratedToken, None]:
+    service: Service,
+    host: ModelHost,
+    choice: _Choice,
+    params: SamplingParams,
+    body: CompletionRequest,
+) -> AsyncGenerator[Sequence[GeneratedToken], None]:
     """A continuation that is nobody's."""
     service.check_fits(host, choice.prompt, param="prompt")
     wanted = len(choice.prompt) + (params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-    settings = params.for_model(host.sampling)
-    asked = EngineRequest(choice.prompt, settings, deadline_s=service.config.wait_s)
+    asked = EngineRequest(
+        choice.prompt,
+        params.for_model(host.sampling),
+        deadline_s=service.config.wait_s,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
     started_s, last_s = time.perf_counter(), None
     async with await host.service.submit(asked) as stream:
         async for event in stream:
@@ -171,14 +199,25 @@ async def _plain(
                 service.metrics.token(host.name, started_s, last_s, now)
                 last_s = now
                 choice.tokens.append(event.token)
-                yield event.token
+                yield [event.token]
+            elif isinstance(event, PromptEvent):
+                cost = 8 * len(choice.prompt)  # each token is decoded with those around it
+                choice.pieces = await service.agents.work.run(
+                    cost,
+                    pieces_of,
+                    host,
+                    choice.prompt,
+                    event.scores,
+                    has_specials=_is_tokens(body),
+                )
+                yield choice.pieces
             else:
                 choice.end = await _checked(service, host, event)
 
 
 async def _of_agent(
     service: Service, host: ModelHost, whose: Whose, choice: _Choice, params: SamplingParams
-) -> AsyncGenerator[GeneratedToken, None]:
+) -> AsyncGenerator[Sequence[GeneratedToken], None]:
     """A continuation behind an agent's history, which grows by it."""
     async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
         turn = service.agents.generate(
@@ -195,7 +234,7 @@ async def _of_agent(
                     choice.end = await _checked(service, host, event.finish)
                 else:
                     choice.tokens.append(event.token)
-                    yield event.token
+                    yield [event.token]
 
 
 async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> FinishEvent:
@@ -211,11 +250,11 @@ async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> Finis
 
 async def _prompts(
     service: Service, host: ModelHost, body: CompletionRequest
-) -> list[tuple[int, ...]]:
-    """The tokens of each prompt.
+) -> list[tuple[tuple[int, ...], str]]:
+    """The tokens of each prompt, and its text where it is to be echoed without its tokens.
 
     Raises:
-        ApiError: 400, there is none, or there are too many.
+        ApiError: 400, there is none, there are too many, or one holds what is no token.
         ContextError: one is longer than the model's context, as its bytes say.
     """
     given, n = body.prompt, body.n or 1
@@ -229,21 +268,50 @@ async def _prompts(
             f"{len(prompts)} prompts, {n} times each, are above {MOST_CHOICES} continuations",
             param="n",
         )
-    tokenizer, is_marked = host.tokenizer, body.add_special_tokens is not False
+    tokenizer, has_specials = host.tokenizer, body.add_special_tokens is not False
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts and tokenizer is None:
-        raise ApiError(400, f"model {host.name!r} has no tokenizer; give tokens", param="prompt")
+    if (texts or body.echo) and tokenizer is None:
+        raise ApiError(
+            400, f"model {host.name!r} has no tokenizer; give tokens, without echo", param="prompt"
+        )
     for text in texts:
         refuse_bytes(tokenizer, size_of(text).n_bytes, host.context)
+    has_echo = bool(body.echo) and body.logprobs is None
 
-    def encode(prompt: Any) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        assert tokenizer is not None
-        return tuple(tokenizer.encode(prompt, add_special_tokens=is_marked))
+    def encode(prompt: str | list[int]) -> tuple[tuple[int, ...], str]:
+        if isinstance(prompt, str):
+            assert tokenizer is not None
+            ids = tokenizer.encode(prompt, add_special_tokens=has_specials)
+            return tuple(ids), prompt if has_echo else ""
+        _check_ids(host, prompt)
+        echo = tokenizer.decode(prompt) if has_echo and tokenizer is not None else ""
+        return tuple(prompt), echo
 
     work = service.agents.work
     return await work.run(size_of(texts).cost, lambda: [encode(prompt) for prompt in prompts])
+
+
+def _check_ids(host: ModelHost, prompt: list[int]) -> None:
+    n_known = host.engine.runner.vocab_size
+    for token_id in prompt:
+        if not 0 <= token_id < n_known:
+            raise ApiError(
+                400,
+                f"the prompt holds token id {str(token_id)[:20]} and the model has ids 0 to "
+                f"{n_known - 1}",
+                "invalid_prompt",
+                param="prompt",
+            )
+
+
+def _is_tokens(body: CompletionRequest) -> bool:
+    """Whether prompts come as tokens, so that special ones are a part of their text."""
+    first = body.prompt[0] if body.prompt else ""
+    return not isinstance(body.prompt, str) and not isinstance(first, str)
+
+
+def _text_of(tokens: Sequence[GeneratedToken]) -> str:
+    return "".join(token.text for token in tokens)
 
 
 def _reason(choice: _Choice) -> str | None:
@@ -264,30 +332,9 @@ def _usage(choices: Sequence[_Choice], n: int) -> dict[str, Any]:
     }
 
 
-def _logprobs(host: ModelHost | None, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
-    def text(token_id: int) -> str:
-        if host is None or host.tokenizer is None:
-            return ""
-        return host.tokenizer.decode([token_id], skip_special_tokens=False)
-
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token.text)
-    return {
-        "tokens": [text(token.token_id) for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [
-            {text(other.token_id): other.logprob for other in token.top_logprobs}
-            for token in tokens
-        ],
-        "text_offset": offsets,
-    }
-
-
 async def _frames(
     request: Request,
-    events: AsyncGenerator[tuple[int, GeneratedToken], None],
+    events: AsyncGenerator[tuple[int, Sequence[GeneratedToken]], None],
     head: dict[str, Any],
     choices: list[_Choice],
     body: CompletionRequest,
@@ -295,18 +342,29 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     service = service_of(request)
     more = {"usage": None} if wants_usage else {}
-    host = None
+    said: dict[int, LegacyLogprobs] = {}
+    is_begun: set[int] = set()
+
+    def chunk(index: int, text: str, **fields: Any) -> bytes:
+        if index not in is_begun:
+            is_begun.add(index)
+            text = choices[index].echo + text
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **fields}
+        return frame({**head, "choices": [choice], **more})
+
     async with contextlib.aclosing(events):
-        async for index, token in events:
-            host = host or service.models.registry.host(service.models.resolve(head["model"]))
-            logprobs = _logprobs(host, [token]) if body.logprobs is not None else None
-            text, choices[index].echoed = choices[index].echoed + token.text, ""
+        async for index, tokens in events:
+            logprobs = None
+            if body.logprobs is not None:
+                if index not in said:
+                    path = service.models.resolve(head["model"])
+                    said[index] = LegacyLogprobs(service.models.registry.host(path))
+                logprobs = said[index].of(tokens)
+            text = _text_of(tokens)
             if text or logprobs:
-                choice = {"index": index, "text": text, "logprobs": logprobs}
-                yield frame({**head, "choices": [{**choice, "finish_reason": None}], **more})
+                yield chunk(index, text, logprobs=logprobs)
     for index, one in enumerate(choices):
-        last = {"index": index, "text": one.rest, "logprobs": None, "finish_reason": _reason(one)}
-        yield frame({**head, "choices": [last], **more})
+        yield chunk(index, one.rest, finish_reason=_reason(one))
     usage = _usage(choices, body.n or 1)
     note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})
     if wants_usage:

@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.agents import ModelHost
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.server.asking import (
     READS_AGENT,
@@ -43,6 +42,7 @@ from kvcellar.server.chat import (
     whole,
 )
 from kvcellar.server.errors import ApiError
+from kvcellar.server.logprobs import ChatLogprobs
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.openai import ChatRequest, JsonFormat
 from kvcellar.server.service import Service, new_id
@@ -126,7 +126,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         {
             "index": i,
             "message": _message(end),
-            "logprobs": _logprobs(host, tokens) if body.logprobs else None,
+            "logprobs": ChatLogprobs(host).of(tokens) if body.logprobs else None,
             "finish_reason": end.reason,
         }
         for i, (end, tokens) in enumerate(found)
@@ -253,22 +253,6 @@ def _facts(usage: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logprobs(host: ModelHost | None, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
-    return {"content": [_logprob(host, token) for token in tokens], "refusal": None}
-
-
-def _logprob(host: ModelHost | None, token: GeneratedToken) -> dict[str, Any]:
-    def one(token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = ""
-        if host is not None and host.tokenizer is not None:
-            text = host.tokenizer.decode([token_id], skip_special_tokens=False)
-        value = -9999.0 if logprob is None else max(logprob, -9999.0)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-    top = [one(other.token_id, other.logprob) for other in token.top_logprobs]
-    return {**one(token.token_id, token.logprob), "top_logprobs": top}
-
-
 # As a stream -------------------------------------------------------------------------------------
 
 
@@ -284,6 +268,7 @@ async def _frames(
     service = service_of(request)
     ends: dict[int, Ended] = {}
     said: dict[str, Any] = {}
+    logprobs_of: dict[int, ChatLogprobs] = {}
 
     def chunk(index: int, delta: dict[str, Any], **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": None, **fields}
@@ -300,8 +285,10 @@ async def _frames(
             elif isinstance(event, TextEvent):
                 logprobs = None
                 if event.token is not None and event.token.logprob is not None:
-                    host = service.models.registry.host(service.models.resolve(head["model"]))
-                    logprobs = _logprobs(host, [event.token])
+                    if index not in logprobs_of:
+                        path = service.models.resolve(head["model"])
+                        logprobs_of[index] = ChatLogprobs(service.models.registry.host(path))
+                    logprobs = logprobs_of[index].of([event.token])
                 if event.text or logprobs:
                     yield chunk(index, {"content": event.text}, logprobs=logprobs)
             elif isinstance(event, CallEvent):

@@ -212,7 +212,7 @@ class CompletionRequest(SamplingFields):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | list[str] | list[int] | list[list[int]] = ""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0, description="0: read the prompt alone.")
     n: int | None = Field(None, ge=1, le=64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
