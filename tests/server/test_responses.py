@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from typing import Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
+from kvcellar.errors import StoreError
+from kvcellar.store import Store, journal
 from tests.server.live import PATIENCE_S, serving
 
 TOOL = {
@@ -156,3 +160,193 @@ def test_a_response_is_there_after_a_restart(tmp_path):
             history = before.usage.input_tokens + before.usage.output_tokens
             shared = after.usage.input_tokens - history
             assert 0 < shared < 40, "the history's own tokens are gone on from"
+
+
+def items_of(live, response_id, **query):
+    query = {"order": "asc", "limit": 100, **query}
+    response = live.http.get(f"/v1/responses/{response_id}/input_items", params=query)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def said_in(items):
+    return [
+        (item.get("role") or item["type"], "".join(p["text"] for p in item.get("content", ())))
+        for item in items
+    ]
+
+
+def talk_with_tools(live):
+    """Three responses: a question with a system message, a call's result, and what follows."""
+    more = {"tools": [TOOL], "max_output_tokens": 60, "temperature": 0, "model": "demo"}
+    question = [
+        {"role": "developer", "content": "You add."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]},
+    ]
+    named = {"type": "function", "name": "add"}
+    first = live.post(
+        "/v1/responses",
+        {"input": question, "instructions": "Be brief.", "tool_choice": named, **more},
+    )
+    (call,) = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+    second = live.post(
+        "/v1/responses",
+        {"input": [result], "previous_response_id": first["id"], "tool_choice": "none", **more},
+    )
+    third = live.post(
+        "/v1/responses",
+        {"input": "Thanks.", "previous_response_id": second["id"], "tool_choice": "none", **more},
+    )
+    return first, second, third
+
+
+def test_what_is_stored_is_there_whole_after_a_restart(tmp_path):
+    with serving(tmp_path) as live:
+        responses = talk_with_tools(live)
+        items = [items_of(live, response["id"]) for response in responses]
+        streamed = live.http.post(
+            "/v1/responses", json={"input": "Stream.", "stream": True, "max_output_tokens": 4}
+        ).text
+        done = json.loads(streamed.split("data: ")[-1])["response"]
+    with serving(tmp_path) as live:
+        for response, listed in zip(responses, items, strict=True):
+            assert live.get(f"/v1/responses/{response['id']}") == response
+            assert items_of(live, response["id"]) == listed
+        assert live.get(f"/v1/responses/{done['id']}") == done
+        last = items[-1]["data"]
+        (call,) = responses[0]["output"]
+        assert [item["type"] for item in last] == [
+            "message", "message", "function_call", "function_call_output", "message", "message",
+        ]  # fmt: skip
+        assert last[2] == call
+        assert (last[3]["call_id"], last[3]["output"]) == (call["call_id"], "2")
+        answer = responses[1]["output"][0]["content"][0]["text"]
+        assert said_in(last) == [
+            ("developer", "You add."),
+            ("user", "Add."),
+            ("function_call", ""),
+            ("function_call_output", ""),
+            ("assistant", answer),
+            ("user", "Thanks."),
+        ]
+        first = items[0]["data"]
+        assert said_in(first)[0] == ("system", "Be brief."), "its own instructions, no preamble"
+        assert said_in(first)[1:] == [("developer", "You add."), ("user", "Add.")]
+        assert len({item["id"] for item in last}) == len(last)
+
+
+def test_a_response_is_durable_before_it_is_answered(tmp_path):
+    """As after a kill: nothing that is queued gets written."""
+    with serving(tmp_path) as live:
+        first = live.post("/v1/responses", {"input": "One.", "max_output_tokens": 4})
+        go, is_here = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_here.set()
+            go.wait(PATIENCE_S)
+
+        live.service.store._writer.offer(hold, 0)
+        assert is_here.wait(PATIENCE_S)
+        body = {"previous_response_id": first["id"], "max_output_tokens": 4}
+        second = live.post("/v1/responses", {"input": "Two.", **body})
+        kept = tmp_path / "kept"
+        kept.mkdir()
+        for path in (tmp_path / "format", *tmp_path.glob("journal.sqlite*")):
+            shutil.copy(path, kept)
+        go.set()
+    with serving(kept) as live:  # with neither an agent nor a block of it
+        assert live.get(f"/v1/responses/{second['id']}") == second
+        body["previous_response_id"] = second["id"]
+        third = live.post("/v1/responses", {"input": "Three.", **body})
+        assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
+        assert [text for _, text in said_in(items_of(live, third["id"])["data"])][::2] == [
+            "One.",
+            "Two.",
+            "Three.",
+        ]
+
+
+def test_a_named_agents_response_is_stored_too_and_can_be_gone_on_from(tmp_path):
+    with serving(tmp_path) as live:
+        live.post("/v1/agents", {"id": "poet"})
+        headers = {"x-agent-id": "poet"}
+        ask = {"max_output_tokens": 4, "temperature": 0}
+        first = live.post("/v1/responses", {"input": "One. " * 20, **ask}, headers=headers)
+    with serving(tmp_path) as live:
+        assert live.get(f"/v1/responses/{first['id']}") == first
+        second = live.post(
+            "/v1/responses", {"input": "Two.", "previous_response_id": first["id"], **ask}
+        )
+        reused = second["usage"]["input_tokens_details"]["cached_tokens"]
+        assert reused >= first["usage"]["total_tokens"] - 1
+        assert second["kvcellar"]["agent_id"] != "poet"
+        assert live.get("/v1/agents/poet")["n_turns"] == 1
+
+
+def test_a_deleted_response_stays_deleted_and_what_went_on_from_it_stays(tmp_path):
+    with serving(tmp_path) as live:
+        first, second, third = talk_with_tools(live)
+        assert live.http.delete(f"/v1/responses/{second['id']}").json()["deleted"] is True
+        before = items_of(live, third["id"])
+    with serving(tmp_path) as live:
+        gone = live.http.get(f"/v1/responses/{second['id']}")
+        assert gone.status_code == 404
+        assert live.http.get(f"/v1/responses/{second['id']}/input_items").status_code == 404
+        assert live.http.delete(f"/v1/responses/{second['id']}").status_code == 404
+        assert live.get(f"/v1/responses/{first['id']}") == first
+        assert items_of(live, third["id"]) == before
+        body = {"input": "More?", "previous_response_id": third["id"], "max_output_tokens": 4}
+        assert live.post("/v1/responses", body)["status"] in ("completed", "incomplete")
+
+
+def test_items_come_in_pages(live):
+    items = [{"role": "user", "content": f"No. {i}"} for i in range(7)]
+    response = live.post("/v1/responses", {"input": items, "max_output_tokens": 2})
+    whole = items_of(live, response["id"])["data"]
+    assert [text for _, text in said_in(whole)] == [f"No. {i}" for i in range(7)]
+    found, after = [], {}
+    while True:
+        page = items_of(live, response["id"], limit=3, order="desc", **after)
+        found += page["data"]
+        after = {"after": page["last_id"]}
+        if not page["has_more"]:
+            break
+    assert found == whole[::-1]
+    path = f"/v1/responses/{response['id']}/input_items"
+    for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
+        assert live.http.get(path, params=query).status_code == 400
+
+
+def test_what_has_ended_cannot_be_cancelled_or_streamed_again(live):
+    response = live.post("/v1/responses", {"input": "One.", "max_output_tokens": 2})
+    refused = live.http.post(f"/v1/responses/{response['id']}/cancel")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_in_background")
+    assert live.http.post("/v1/responses/resp_none/cancel").status_code == 404
+    streamed = live.http.get(f"/v1/responses/{response['id']}", params={"stream": "true"})
+    assert streamed.status_code == 400
+
+
+def test_a_response_that_cannot_be_stored_does_not_say_that_it_is(tmp_path, monkeypatch):
+    with serving(tmp_path) as live:
+
+        def full(*_):
+            raise StoreError("the disk is full")
+
+        monkeypatch.setattr(live.service.store, "put_document", full)
+        response = live.post("/v1/responses", {"input": "One.", "max_output_tokens": 2})
+        assert response["store"] is False
+        assert any("the disk is full" in note for note in response["kvcellar"]["notes"])
+        assert live.http.get(f"/v1/responses/{response['id']}").status_code == 404
+
+
+def test_the_oldest_documents_go_where_there_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "MOST_DOCUMENTS", 5)
+    monkeypatch.setattr(journal, "MOST_DOCUMENT_BYTES", 1000)
+    with Store(tmp_path) as store:
+        for i in range(8):
+            store.put_document(f"d{i}", bytes(10))
+        assert [i for i in range(8) if store.document(f"d{i}") is not None] == [3, 4, 5, 6, 7]
+        store.put_document("large", bytes(975))
+        assert [i for i in range(8) if store.document(f"d{i}") is not None] == [6, 7]
+        assert store.delete_document("d6") and not store.delete_document("d6")

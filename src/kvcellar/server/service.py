@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvcellar.server.grammar import Grammars
 from kvcellar.server.metrics import Metrics
 from kvcellar.server.models import ServedModels
 from kvcellar.server.pins import Pins
+from kvcellar.server.stored import StoredResponses
 from kvcellar.store import Store
 
 __all__ = ["Service"]
@@ -37,7 +37,7 @@ class Service:
         grammars: what answers may be held to.
         pins: prefixes that clients asked to keep.
         metrics: what is counted.
-        responses: those that can be got again as objects, the oldest first.
+        responses: those that are stored.
         started_s: seconds since 1970.
     """
 
@@ -51,7 +51,7 @@ class Service:
         self.grammars = Grammars()
         self.pins = Pins()
         self.metrics = Metrics()
-        self.responses: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.responses = StoredResponses(store)
         self.started_s = time.time()
         self.is_closing = False
         self.closing = asyncio.Event()

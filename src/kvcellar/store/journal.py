@@ -6,6 +6,9 @@ commit, synchronised, for all entries that come at one time.
 
 Entries of a name have ascending serial numbers of the caller's, which a later history of that name
 never has again. A reference whose metadata says ``serial`` supersedes all entries up to that.
+
+Beside them are documents: texts of the caller's by an id, which nothing supersedes; where there are
+too many, or too large ones, the oldest go.
 """
 
 from __future__ import annotations
@@ -24,12 +27,18 @@ from kvcellar.store.catalogue import BUSY_TIMEOUT_S, is_damage
 from kvcellar.store.folder import Folder
 from kvcellar.store.reports import EventKind, EventLog
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = (
     "CREATE TABLE entries (name TEXT NOT NULL, serial INTEGER NOT NULL, payload BLOB NOT NULL, "
     "PRIMARY KEY (name, serial))",
+    "CREATE TABLE documents (n INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, "
+    "size_bytes INTEGER NOT NULL, payload BLOB NOT NULL)",
+    "CREATE INDEX documents_by_size ON documents (n, size_bytes)",
 )
+MOST_DOCUMENTS = 10_000
+MOST_DOCUMENT_BYTES = 256 << 20
+
 _CHECKPOINT_BYTES = 4 << 20
 """Bytes of the write-ahead log from which on it is copied into the database."""
 
@@ -89,6 +98,36 @@ class Journal:
                     for _, future in batch:
                         future.set_result(None)
         mine.result()
+
+    def put_document(self, document_id: str, payload: bytes) -> None:
+        """Make a document durable, in place of one of that id; the oldest may go for it.
+
+        Raises:
+            StoreError: it cannot be written; nothing was changed.
+        """
+        with self._use, self._said(), self._changing() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO documents (id, size_bytes, payload) VALUES (?, ?, ?)",
+                (document_id, len(payload), payload),
+            )
+            n, size = db.execute("SELECT COUNT(*), SUM(size_bytes) FROM documents").fetchone()
+            if n > MOST_DOCUMENTS or size > MOST_DOCUMENT_BYTES:
+                self._drop_oldest(db, n - MOST_DOCUMENTS, size - MOST_DOCUMENT_BYTES)
+
+    @staticmethod
+    def _drop_oldest(db: sqlite3.Connection, n_excess: int, n_bytes: int) -> None:
+        for number, size in db.execute("SELECT n, size_bytes FROM documents ORDER BY n").fetchall():
+            if n_excess <= 0 and n_bytes <= 0:
+                break
+            db.execute("DELETE FROM documents WHERE n = ?", (number,))
+            n_excess, n_bytes = n_excess - 1, n_bytes - size
+
+    def drop_document(self, document_id: str) -> bool:
+        """Let go of a document, durably; false where there is none."""
+        if not self._path.exists():
+            return False
+        with self._use, self._said(), self._changing() as db:
+            return db.execute("DELETE FROM documents WHERE id = ?", (document_id,)).rowcount > 0
 
     def supersede(self, name: str, serial: int) -> None:
         """Let go of a name's entries up to a serial number, with the next write."""
@@ -150,6 +189,11 @@ class Journal:
             (name, serial),
         )
 
+    def document(self, document_id: str) -> bytes | None:
+        """Return a document; None where there is none of that id."""
+        rows = self._ask("SELECT payload FROM documents WHERE id = ?", (document_id,))
+        return rows[0][0] if rows else None
+
     def check(self) -> bool:
         """Read all of it; false where it was damaged and is in the quarantine now."""
         n_before = self._events.counts().get(EventKind.JOURNAL_DAMAGED, 0)
@@ -207,8 +251,8 @@ class Journal:
         db.execute("BEGIN IMMEDIATE")
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                for statement in _SCHEMA:
+            if version < SCHEMA_VERSION:  # documents came with the second version
+                for statement in _SCHEMA[version:]:
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:

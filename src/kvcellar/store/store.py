@@ -298,6 +298,24 @@ class Store:
         """Per history of which something is recorded its latest serial number."""
         return self._cold.journal.serials()
 
+    def put_document(self, document_id: str, payload: bytes) -> None:
+        """Make a document of the caller's durable now, in place of one of that id.
+
+        Documents take at most 256 MiB and are at most 10,000; the oldest go.
+
+        Raises:
+            StoreError: it could not be written; nothing was changed.
+        """
+        self._cold.journal.put_document(document_id, payload)
+
+    def document(self, document_id: str) -> bytes | None:
+        """A document; None where there is none of that id."""
+        return self._cold.journal.document(document_id)
+
+    def delete_document(self, document_id: str) -> bool:
+        """Forget a document, durably; false where there is none of that id."""
+        return self._cold.journal.drop_document(document_id)
+
     def report(self, kind: EventKind, subject: str, detail: str) -> None:
         """Say what a caller found wrong with what it had stored, among the store's own events."""
         self._events.add(kind, subject, detail)

@@ -1,7 +1,8 @@
 """OpenAI's responses. A stored response is an agent, and what goes on from it is a fork of that.
 
 So a conversation can be taken up at any of its responses, as often as one likes, also after a
-restart, and nothing is read again.
+restart, and nothing is read again. The response itself, and what it answered, is a document of the
+store, which is durable before anybody is told that it is stored.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
-from kvcellar.errors import UnknownAgentError
+from kvcellar.errors import AgentError, StoreError, UnknownAgentError
 from kvcellar.server.asking import (
     READS_AGENT,
     agent_facts,
@@ -38,16 +39,17 @@ from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, Text
 from kvcellar.server.errors import ApiError, as_api_error
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.openai import NamedTool
-from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest
+from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
 from kvcellar.server.service import Service, as_mapping, new_id
+from kvcellar.server.stored import StoredResponse
 from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox, told
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 PREFIX = "resp_"
-MOST_KEPT = 1000
-"""Responses that can be got again as objects."""
+MOST_ITEMS = 100
+"""Items of a conversation that one page can have."""
 
 _INSTRUCTIONS = "instructions"
 """Marks the system message that belongs to one response alone."""
@@ -61,6 +63,7 @@ class _Draft:
     created: int
     body: ResponseRequest
     model: str
+    before: list[dict[str, Any]] = field(default_factory=list)
     number: int = 0
     output: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -68,10 +71,26 @@ class _Draft:
     extra: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     params: SamplingParams | None = None
+    end: Ended | None = None
 
     def sampled(self, name: str, asked: float | None) -> float | None:
         """A setting as it was used; before the end, as it was asked for."""
         return asked if self.params is None else getattr(self.params, name)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is to be stored, as far as it is known; what has failed is not."""
+        return self.body.store is not False and self.status != "failed"
+
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation that it answers, as it was sent."""
+        body, key = self.body, self.response_id[len(PREFIX) :]
+        if isinstance(body.input, str):
+            part = {"type": "input_text", "text": body.input}
+            given: list[dict[str, Any]] = [{"role": "user", "content": [part]}]
+        else:
+            given = [item.model_dump(exclude_none=True) for item in body.input]
+        return [*self.before, *(_sent(item, f"{key}i{i}") for i, item in enumerate(given))]
 
     def as_json(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -96,7 +115,7 @@ class _Draft:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": body.store is not False,
+            "store": self.is_stored,
             "temperature": self.sampled("temperature", body.temperature),
             "text": {"format": text_format or {"type": "text"}},
             "tool_choice": as_mapping(choice) if isinstance(choice, NamedTool) else choice,
@@ -129,50 +148,78 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     await until_gone(request, to_the_end())
     _note(request, draft)
     headers = {**request.scope.get("kvcellar.headers", {}), **ignored_of(body)}
-    return JSONResponse(_keep(service, draft), headers=headers)
+    return JSONResponse(await _keep(service, draft), headers=headers)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
-async def get_response(request: Request, response_id: str) -> Response:
+async def get_response(
+    request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+) -> Response:
     """A response that was stored, as it was."""
-    found = service_of(request).responses.get(response_id)
-    if found is None:
-        raise _unknown(response_id)
-    return JSONResponse(found)
+    if stream or starting_after is not None:
+        raise ApiError(
+            400,
+            "a stored response comes whole and is not streamed again; leave stream and "
+            "starting_after out",
+            "unsupported_field",
+            param="stream",
+        )
+    return JSONResponse((await _stored(service_of(request), response_id)).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=None)
-async def list_input_items(request: Request, response_id: str) -> Response:
-    """The conversation that a stored response answered."""
-    service = service_of(request)
-    messages = list(_messages_of(service, response_id))[:-1]
-    items = [
-        {
-            "id": f"msg_{i}",
-            "type": "message",
-            "role": message["role"],
-            "status": "completed",
-            "content": [{"type": "input_text", "text": message.get("content") or ""}],
-        }
-        for i, message in enumerate(messages)
-        if message.get("role") != "tool"
-    ]
-    items.reverse()
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
-    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The conversation that a stored response answered, as it was sent."""
+    stored = await _stored(service_of(request), response_id)
+    items = list(stored.items)
+    instructions = stored.response.get("instructions")
+    if instructions:
+        part = {"type": "input_text", "text": instructions}
+        said = {"role": "system", "content": [part]}
+        items.insert(0, _sent(said, f"{response_id[len(PREFIX) :]}instructions"))
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise ApiError(
+                400, f"there is no item {after[:80]!r} in this conversation", param="after"
+            )
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    has_more = len(items) > limit
+    return JSONResponse({"object": "list", "data": page, "has_more": has_more, **ends})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Refuse: a response that is stored has ended, since none runs in the background."""
+    await _stored(service_of(request), response_id)
+    raise ApiError(
+        400,
+        f"response {response_id!r} has ended; to end one that runs, close its connection",
+        "not_in_background",
+    )
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Forget a response and what only it needs; what went on from it stays."""
     service = service_of(request)
-    found = service.responses.pop(response_id, None)
+    if not response_id.startswith(PREFIX):
+        raise _unknown(response_id)
+    is_found = await service.responses.delete(response_id)
     try:
-        if not response_id.startswith(PREFIX):
-            raise UnknownAgentError(response_id)
         await service.agents.delete(response_id)
     except UnknownAgentError:
-        if found is None:
+        if not is_found:
             raise _unknown(response_id) from None
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -192,16 +239,14 @@ async def _events(
         raise ApiError(
             400, "give previous_response_id or an agent, not both", param="previous_response_id"
         )
+    previous = None
     if body.previous_response_id is not None:
-        before = [
-            message
-            for message in _messages_of(service, body.previous_response_id)
-            if message.get("name") != _INSTRUCTIONS
-        ]
+        previous = await _stored(service, body.previous_response_id)
+        draft.before = [*previous.items, *previous.response["output"]]
+        _add_items(before, read_items(draft.before))
     if is_stored and whose.name is None:
         whose = replace(whose, own_id=draft.response_id)
-        if body.previous_response_id is not None:
-            await service.agents.fork(body.previous_response_id, draft.response_id, is_passing=True)
+        await _begin(service, draft.response_id, previous, service.models.resolve(body.model))
     ask = replace(_ask(service, draft, before), whose=whose)
     is_done = False
     try:
@@ -319,14 +364,44 @@ def _add_told(messages: list[dict[str, Any]], item: OtherItem) -> None:
         messages.append({"role": "assistant", "content": text})
 
 
-def _messages_of(service: Service, response_id: str) -> list[dict[str, Any]]:
-    """The conversation of a stored response, its answer at the end."""
-    if not response_id.startswith(PREFIX):
+async def _begin(
+    service: Service, agent_id: str, previous: StoredResponse | None, model: str
+) -> None:
+    """Make the agent of a response: where the one before ended, or afresh where that is gone."""
+    if previous is not None:
+        with contextlib.suppress(UnknownAgentError, AgentError):
+            position = previous.n_tokens
+            await service.agents.fork(
+                previous.agent_id, agent_id, position=position, is_passing=True
+            )
+            return
+    await service.agents.create(agent_id, model=model, is_passing=True)
+
+
+async def _stored(service: Service, response_id: str) -> StoredResponse:
+    """A stored response.
+
+    Raises:
+        ApiError: 404, none of that id is.
+    """
+    found = None
+    if response_id.startswith(PREFIX):
+        found = await service.responses.get(response_id)
+    if found is None:
         raise _unknown(response_id)
-    try:
-        return list(service.agents.conversation(response_id))
-    except UnknownAgentError:
-        raise _unknown(response_id) from None
+    return found
+
+
+def _sent(item: dict[str, Any], key: str) -> dict[str, Any]:
+    """An item as it was sent, with the fields that every listed item has."""
+    if "type" not in item:
+        item = {"type": "message", **item}
+    kind = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+    content = item.get("content")
+    if item["type"] == "message" and isinstance(content, str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        item = {**item, "content": [{"type": part, "text": content}]}
+    return {"id": f"{kind.get(item['type'], 'item')}_{key}", "status": "completed", **item}
 
 
 def _unknown(response_id: str) -> ApiError:
@@ -342,19 +417,24 @@ def _unknown(response_id: str) -> ApiError:
 # Out ---------------------------------------------------------------------------------------------
 
 
-def _keep(service: Service, draft: _Draft) -> dict[str, Any]:
-    """Remember a response as an object, where it is stored."""
-    value = draft.as_json()
-    if draft.body.store is not False:
-        kept = service.responses
-        kept[draft.response_id] = value
-        while len(kept) > MOST_KEPT:
-            kept.popitem(last=False)
+async def _keep(service: Service, draft: _Draft) -> dict[str, Any]:
+    """Store a response that is to be stored, before anybody is told that it is."""
+    value, end = draft.as_json(), draft.end
+    if end is None or not draft.is_stored:
+        return value
+    n_tokens = end.usage.prompt_tokens + end.usage.completion_tokens
+    stored = StoredResponse(value, draft.items(), end.agent_id, n_tokens)
+    try:
+        await service.responses.keep(draft.response_id, stored)
+    except StoreError as error:
+        notes = [*value["kvcellar"]["notes"], f"it could not be stored: {error}"]
+        value |= {"store": False, "kvcellar": {**value["kvcellar"], "notes": notes}}
     return value
 
 
 def _finish(draft: _Draft, end: Ended) -> None:
     """Take the end of the answer into the response."""
+    draft.end = end
     draft.output = []
     is_cut = end.reason == "length"
     if end.text or not end.calls:
@@ -473,7 +553,7 @@ async def _said_of(
                 _finish(draft, event)
                 draft.output = done
                 _note(request, draft)
-                value = _keep(service_of(request), draft)
+                value = await _keep(service_of(request), draft)
                 yield said(f"response.{draft.status}", response=value)
 
 

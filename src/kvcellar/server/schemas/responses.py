@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from kvcellar.server.schemas.base import AgentId, Open, SessionId
 from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 
-__all__ = ["OtherItem", "ResponseRequest"]
+__all__ = ["Item", "OtherItem", "ResponseRequest", "read_items"]
 
 
 class Part(Open):
     """A piece of an item's content."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
@@ -21,7 +24,12 @@ class Part(Open):
 
 
 class Item(Open):
-    """One item of the input; which fields it has depends on its type."""
+    """One item of the input; which fields it has depends on its type.
+
+    All that was sent is kept: it can be listed again.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     type: str | None = None
     id: str | None = None
@@ -53,6 +61,14 @@ def _kind(item: Any) -> str:
 AnyItem = Annotated[
     Annotated[Item, Tag("item")] | Annotated[OtherItem, Tag("other")], Discriminator(_kind)
 ]
+
+
+_ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[AnyItem])
+
+
+def read_items(values: Sequence[Any]) -> list[Item | OtherItem]:
+    """Return items as they were sent, or answered, as their models."""
+    return list(_ITEMS.validate_python(list(values)))
 
 
 class FunctionTool(Open):

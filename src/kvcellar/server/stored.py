@@ -1,0 +1,74 @@
+"""Responses that are stored: as they were answered, and what they answered, durably and whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.store import Store
+from kvcellar.store.facts import BadFactError, items, object_of, parse_json, text, whole
+
+__all__ = ["StoredResponse", "StoredResponses"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response and where to go on from it.
+
+    Attributes:
+        response: as it was answered.
+        items: the conversation that it answered, as it was sent, oldest first; without its
+            instructions, which hold for it alone.
+        agent_id: whose turn it was.
+        n_tokens: of that agent's history at its end.
+    """
+
+    response: dict[str, Any]
+    items: list[dict[str, Any]]
+    agent_id: str
+    n_tokens: int
+
+
+class StoredResponses:
+    """Documents of the store, by the ids of their responses. Never waits on the event loop."""
+
+    def __init__(self, store: Store) -> None:
+        """Use the documents of a store."""
+        self._store = store
+
+    async def keep(self, response_id: str, stored: StoredResponse) -> None:
+        """Make a response durable.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        value = {
+            "response": stored.response,
+            "items": stored.items,
+            "agent_id": stored.agent_id,
+            "n_tokens": stored.n_tokens,
+        }
+        payload = json.dumps(value).encode()
+        await asyncio.to_thread(self._store.put_document, response_id, payload)
+
+    async def get(self, response_id: str) -> StoredResponse | None:
+        """Return a response; None where it is not stored, or what is stored cannot be read."""
+        payload = await asyncio.to_thread(self._store.document, response_id)
+        if payload is None:
+            return None
+        try:
+            value = object_of(parse_json(payload.decode(), "a response"), "a response")
+            return StoredResponse(
+                object_of(value["response"], "response"),
+                [object_of(item, "an item") for item in items(value["items"], "items")],
+                text(value["agent_id"], "agent_id"),
+                whole(value["n_tokens"], "n_tokens"),
+            )
+        except (BadFactError, KeyError, UnicodeDecodeError):
+            return None
+
+    async def delete(self, response_id: str) -> bool:
+        """Forget a response, durably; false where none of that id is stored."""
+        return await asyncio.to_thread(self._store.delete_document, response_id)
