@@ -125,7 +125,21 @@ def test_an_exported_program_runs_on_our_caches_step_after_step():
 BESIDE_EXECUTORCH = """
 import warnings; warnings.simplefilter("ignore")
 import torch
-{imports}
+{imports[0]}
+names = lambda: torch.ops.kvcache.update_and_attend.default
+
+class One(torch.nn.Module):
+    def forward(self, x, position):
+        return torch.ops.kvcache.update_and_attend(x, x, x, position, 0, 0.3, x.dtype)
+
+def targets():
+    program = torch.export.export(One(), (torch.randn(1, 2, 4, 8), torch.arange(4)))
+    return [n.target for n in program.graph.nodes if "update_and_attend" in str(n.target)]
+
+before, named = targets(), names()
+{imports[1]}
+assert before == targets() == [names()] and names() is named, (before, targets(), names())
+
 import kvcellar as kv
 from kvcellar.registry import use_cache
 from executorch.extension.llm.cache import reference_cache, update_and_attend as theirs
@@ -167,8 +181,8 @@ print("both work")
 @pytest.mark.parametrize(
     "imports",
     [
-        "import kvcellar.op; import executorch.extension.llm.cache.update_and_attend",
-        "import executorch.extension.llm.cache.update_and_attend; import kvcellar.op",
+        ("import kvcellar.op", "import executorch.extension.llm.cache.update_and_attend"),
+        ("import executorch.extension.llm.cache.update_and_attend", "import kvcellar.op"),
     ],
     ids=["ours first", "theirs first"],
 )

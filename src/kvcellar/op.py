@@ -120,6 +120,16 @@ def _is_defined(name: str) -> bool:
     return bool(torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name}"))
 
 
+def _keep_the_object(name: str) -> None:
+    """Let ``torch.ops`` give the same object for an op after ExecuTorch has defined it again.
+
+    A second definition makes torch forget the first one's object. Our kernel keeps the operator
+    alive, and with it the object that exported graphs name: a new one would be equal to none of
+    their nodes.
+    """
+    torch._library.custom_ops.OPDEF_TO_LIB[name]._op_defs.clear()
+
+
 def _register() -> list[torch.library.Library]:
     """Define what is missing and register our kernels; the libraries must stay alive."""
     if not _is_defined("update_and_attend"):
@@ -129,6 +139,7 @@ def _register() -> list[torch.library.Library]:
             mutates_args=(),
             schema=_SCHEMAS["update_and_attend"],
         ).register_fake(_fake)
+        _keep_the_object(f"{NAMESPACE}::update_and_attend")
     torch.library.custom_op(
         f"{NAMESPACE}::update_and_attend_sinks",
         eager_update_and_attend,
