@@ -138,10 +138,11 @@ def serve_command(
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Time that running answers have when the server is stopped.",
+            help="Time that running answers have when the server is stopped; then they end with "
+            "an error. A second signal does not wait.",
             rich_help_panel=LIMITS,
         ),
-    ] = 10.0,
+    ] = 5.0,
     idle_unload: Annotated[
         float | None,
         typer.Option(

@@ -32,7 +32,8 @@ class ServerConfig:
         head_timeout_s: seconds in which a request's first line and headers have to be there.
         idle_timeout_s: seconds that a connection may be idle between two requests.
         ping_s: seconds of silence after which a stream says that it is alive.
-        shutdown_s: seconds that running requests have to end when the server is stopped.
+        shutdown_s: seconds that running answers have to end when the server is stopped; then
+            they end with an error.
         max_tokens: of an answer for which a client sets no limit.
         max_unnamed: conversations without a name that are remembered.
         takes_any_model: answer with the first model whatever name a client asks for.
@@ -54,7 +55,7 @@ class ServerConfig:
     head_timeout_s: float = 20.0
     idle_timeout_s: float = 75.0
     ping_s: float = 10.0
-    shutdown_s: float = 10.0
+    shutdown_s: float = 5.0
     max_tokens: int = 1024
     max_unnamed: int = 256
     takes_any_model: bool = False

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -37,6 +38,12 @@ __all__ = ["Server", "held_store", "listen", "serve"]
 log = logging.getLogger("kvcellar.server")
 
 _BACKLOG = 512
+
+_LAST_WORDS_S = 2.0
+"""In which clients have to read why their answers have ended; then they are cut off."""
+
+_HURRY_S = 0.5
+"""The same, where a second signal says that nobody wants to wait."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -113,7 +120,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
+                timeout_graceful_shutdown=math.ceil(config.shutdown_s + _LAST_WORDS_S),
                 h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
                 timeout_keep_alive=config.idle_timeout_s,
                 ws="none",
@@ -121,16 +128,29 @@ class Server(uvicorn.Server):
             )
         )
         self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; a second signal does not wait for what runs."""
-        self._service.begin_closing()
-        super().handle_exit(sig, frame)
+        assert self._loop is not None, "signals are handled while the loop runs"
+        self._loop.call_soon_threadsafe(self.hurry if self.should_exit else self.stop)
 
     def stop(self) -> None:
-        """Stop, from any code on the server's loop."""
-        self._service.begin_closing()
+        """Stop, from any code on the server's loop: answers have ``shutdown_s`` to end."""
+        if not self.should_exit:
+            self.should_exit = True
+            self._service.begin_closing()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._service.config.shutdown_s, self._service.end_answers)
+
+    def hurry(self) -> None:
+        """Stop now, from any code on the server's loop: answers end with an error."""
         self.should_exit = True
+        self._service.end_answers()
+        asyncio.get_running_loop().call_later(_HURRY_S, self._wait_no_longer)
+
+    def _wait_no_longer(self) -> None:
+        self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -139,6 +159,7 @@ class Server(uvicorn.Server):
 
     async def run_in_loop(self, listener: socket.socket) -> None:
         """Serve until it is stopped, then publish every agent and let go of the models."""
+        self._loop = asyncio.get_running_loop()
         with self._stopped_by_signals():
             try:
                 await self.serve(sockets=[listener])

@@ -54,8 +54,10 @@ class Service:
         self.responses = StoredResponses(store)
         self.started_s = time.time()
         self.is_closing = False
+        self.is_ended = False
         self.closing = asyncio.Event()
         self._n_active = 0
+        self._answering: list[asyncio.Task[Any]] = []
         models.registry.before_unload(self.pins.leave)
 
     @property
@@ -69,6 +71,7 @@ class Service:
 
         Raises:
             ApiError: 429, there are too many; 503, the server is being stopped.
+            EngineClosedError: ``end_answers`` ended what the block did.
         """
         if self.is_closing:
             raise ApiError(
@@ -90,9 +93,20 @@ class Service:
             )
         self._n_active += n
         self.metrics.active.set(self._n_active)
+        task = asyncio.current_task()
+        assert task is not None, "generations run on the server's loop"
+        self._answering.append(task)
         try:
             yield
+        except asyncio.CancelledError:
+            if not self.is_ended:
+                raise
+            task.uncancel()  # it was not its caller who wanted it to end
+            raise EngineClosedError(
+                "the server is being stopped and this answer ends here; ask again when it is back"
+            ) from None
         finally:
+            self._answering.remove(task)
             self._n_active -= n
             self.metrics.active.set(self._n_active)
 
@@ -150,6 +164,13 @@ class Service:
         """Take nothing new, and end the streams that would never end."""
         self.is_closing = True
         self.closing.set()
+
+    def end_answers(self) -> None:
+        """End every generation now, with an error that says why; none begins any more."""
+        self.begin_closing()
+        self.is_ended = True
+        for task in self._answering:
+            task.cancel()
 
     def close(self) -> None:
         """Publish every agent, and let go of the models. In a thread; may be called twice."""

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.engine.mailbox import Mailbox
+from kvcellar.errors import EngineClosedError
 from kvcellar.server.errors import ClientGone
 
 __all__ = ["SseResponse", "Stream", "frame", "until_gone"]
@@ -44,6 +45,7 @@ class Stream(Generic[T]):
         """Start it."""
         self._items: Mailbox[tuple[T | None, Exception | None]] = Mailbox()
         self._first: tuple[T | None, Exception | None] | None = None
+        self._is_closed = False
         self._task = asyncio.create_task(self._run(source))
 
     async def _run(self, source: AsyncGenerator[T, None]) -> None:
@@ -55,6 +57,11 @@ class Stream(Generic[T]):
                     self._items.put((item, None))
         except Exception as error:
             self._items.put((None, error))
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise
+            # Somebody else's doing: whoever takes the items must not wait for ever.
+            self._items.put((None, EngineClosedError("the server is being stopped")))
         else:
             self._items.put((None, None))
 
@@ -97,6 +104,7 @@ class Stream(Generic[T]):
 
     async def close(self) -> None:
         """End it and wait until all that it held is let go of. May be called twice."""
+        self._is_closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await self._task
