@@ -38,7 +38,7 @@ def requests_of(chance):
         ),
         ("/v1/completions", {"prompt": [text, text + "."], **LONG}),
         ("/v1/messages", {"messages": messages, "max_tokens": 400, "stream": True}),
-        ("/v1/responses", {"input": text, "max_output_tokens": 400, **LONG}),
+        ("/v1/responses", {"input": text, "max_output_tokens": 400, "stream": True}),
         ("/v1/agents/named/generate", {"text": text, **LONG}),
         ("/events", None),
     ]
