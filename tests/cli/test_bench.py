@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from kvcellar.backends import kernels
 from kvcellar.cli import app
-from kvcellar.models.kv_quality import KvQuality, known_quality, save_quality
+from kvcellar.models.kv_quality import (
+    KvQuality,
+    WeightsQuality,
+    harm_of,
+    known_quality,
+    known_weights_quality,
+    recommended,
+    save_quality,
+    save_weights_quality,
+)
 
 pytest.importorskip("torch")
 
@@ -50,6 +61,7 @@ def test_the_object_has_the_figures_of_a_text_of_ones_own(tmp_path: Path) -> Non
     value = json.loads(result.stdout)
     assert (value["model"], value["text"], value["context"]) == ("demo", "poem.txt", 64)
     base, mixed = value["results"]
+    assert (base["own_ppl_ratio"], base["own_same_top1"]) == (1.0, 1.0), "it computes in float32"
     assert (base["kv_dtype"], base["ppl_ratio"], base["same_top1"]) == ("float32", 1.0, 1.0)
     assert mixed["kv_dtype"] == "k8v4"
     assert mixed["bytes_per_token"] == 6 * 2 * ((64 + 4) + (32 + 8))
@@ -80,4 +92,129 @@ def test_wrong_input_is_one_line(args: tuple[str, ...], message: str) -> None:
     result = run(*args)
     assert result.exit_code == 2
     assert result.stdout == ""
+    assert message in " ".join(result.stderr.split())
+
+
+# What a model rounds itself -----------------------------------------------------------------------
+
+
+def of(name: str, ratio: float, same: float, n_bytes: int, own: float = 1.0) -> KvQuality:
+    return KvQuality(name, 20.0 * ratio, ratio, 0.002, same, 500, n_bytes, own_same_top1=own)
+
+
+def test_float32_is_not_advised_for_a_model_that_computes_in_bfloat16() -> None:
+    """As measured with SmolLM2 135M: what its own type loses is its own rounding."""
+    rows = [
+        of("float32", 1.0, 1.0, 46080, own=0.965),
+        of("bfloat16", 1.0, 0.965, 23040, own=0.965),
+        of("int4", 1.1, 0.80, 7200, own=0.965),
+    ]
+    assert [row.verdict for row in rows] == ["good", "good", "bad"]
+    assert recommended(rows, "bfloat16").kv_dtype == "bfloat16"
+    rows.append(of("int8", 1.001, 0.955, 12240, own=0.965))
+    assert rows[-1].verdict == "good", "as far from float32 as what loses nothing"
+    assert recommended(rows, "bfloat16").kv_dtype == "int8"
+    # A model in float32 rounds nothing: there the same figures are a loss.
+    assert of("int8", 1.001, 0.955, 12240).verdict == "fair"
+    plain = [of("float32", 1.0, 1.0, 46080), of("bfloat16", 1.0, 0.95, 23040)]
+    assert recommended(plain, "float32").kv_dtype == "float32"
+
+
+def test_a_model_in_bfloat16_is_measured_with_its_own_type_too() -> None:
+    result = run("--dtype", "bfloat16", "--tokens", "200", "--kv-dtype", "int8", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    names = [r["kv_dtype"] for r in value["results"]]
+    assert names == ["float32", "bfloat16", "int8"]
+    own = value["results"][1]["same_top1"]
+    assert {r["own_same_top1"] for r in value["results"]} == {own}
+    assert value["recommended"] != "float32"
+
+
+def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from kvcellar.cli.bench import read_text
+    from kvcellar.models.tokenizer import opening_tokens
+    from tests.models.tiny_checkpoints import make_tokenizer
+
+    text = tmp_path / "a.txt"
+    text.write_text("hello")
+    tokenizer = make_tokenizer()
+    assert tokenizer.bos_token_id is not None and opening_tokens(tokenizer) == []
+    model = SimpleNamespace(tokenizer=tokenizer, path=tmp_path)
+    hello = tokenizer.encode("hello")
+    assert len(hello) == 5
+    assert read_text(model, text, 100)[0] == hello, "no BOS where it puts none"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
+    )
+    assert opening_tokens(tokenizer) == [256]
+    assert read_text(model, text, 100)[0] == [256, *hello]
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+needs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+
+
+def weights(*args: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "weights-quality", *args], env={"COLUMNS": "120"})
+
+
+@needs_kernel
+def test_every_format_of_weights_is_measured_against_float32_and_remembered(home: Path) -> None:
+    result = weights("--tokens", "200", "--context", "100", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    rows = {row["weights"]: row for row in value["results"]}
+    assert list(rows) == ["float32", "bf16", "int8", "int4"]
+    base = rows["float32"]
+    assert (base["ppl_ratio"], base["kl"], base["same_top1"]) == (1.0, 0.0, 1.0)
+    assert 0 < rows["bf16"]["kl"] < rows["int4"]["kl"] and rows["int8"]["kl"] < rows["int4"]["kl"]
+    sizes = [row["size_bytes"] for row in value["results"]]
+    assert sizes == sorted(sizes, reverse=True)
+    known = known_weights_quality(DEMO, "int4")
+    assert known is not None and known.kl == rows["int4"]["kl"]
+    assert known_quality(DEMO, "int4") is None, "K and V are another thing"
+    table = weights("--tokens", "50", "--weights", "int8")
+    assert table.exit_code == 0 and "int8" in table.stdout and "of float32" in table.stdout
+
+
+@needs_kernel
+def test_a_small_model_in_4_bits_says_what_it_costs(home: Path) -> None:
+    def said() -> str:
+        args = ["generate", "--prompt", "import", "--max-tokens", "2", "--weights", "int4"]
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0
+        return " ".join(result.stderr.split())
+
+    assert "warning: weights int4 cost small models quality" in said()
+    assert "kvcellar bench weights-quality demo measures yours" in said()
+    bad = WeightsQuality("int4", 40.0, 1.14, 0.5, 0.8, 1000, 960)
+    save_weights_quality(DEMO, [bad], "made up")
+    assert "were measured with 'demo': 1.14 times the perplexity of float32" in said()
+    good = WeightsQuality("int4", 40.0, 1.001, 0.001, 0.99, 1000, 960)
+    save_weights_quality(DEMO, [good], "made up")
+    assert said() == ""
+
+
+def test_what_is_known_of_no_format_is_not_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "135 million parameters" in harm_of(tmp_path, "x", "int4", 134_515_008)
+    assert harm_of(tmp_path, "x", "int8", 134_515_008) == ""
+    assert harm_of(tmp_path, "x", "int4", 7_000_000_000) == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--weights", "int3"), "weights 'int3' are unknown"),
+        (("--context", "100000"), "context 100000 is more than the 4096 positions"),
+        (("no/such/model",), "there is no folder"),
+    ],
+)
+def test_wrong_input_of_weights_is_one_line(args: tuple[str, ...], message: str) -> None:
+    result = weights(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
     assert message in " ".join(result.stderr.split())

@@ -25,6 +25,7 @@ from kvcellar.cli.terminal import (
     print_note,
     print_warning,
     progress_bar,
+    shown_warnings,
     write,
 )
 from kvcellar.engine import SamplingParams, TokenEvent
@@ -550,7 +551,7 @@ def _opened(
         settings = settings_of(name)
         if memory is not None:
             settings["memory_bytes"] = size_of(name)
-        with progress_bar(f"loading {name}") as report:
+        with shown_warnings(), progress_bar(f"loading {name}") as report:
             host = open_host(name, progress=report, **settings)
         if host.template is not None:
             for found in host.template.findings:

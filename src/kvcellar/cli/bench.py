@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import json
 import sysconfig
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvcellar.budget import format_size
 from kvcellar.cli import options
 from kvcellar.cli.terminal import examples, help_of, print_note, progress_bar, write
-from kvcellar.engine.quality import CANDIDATES, measure_kv_quality
+from kvcellar.engine.quality import CANDIDATES, measure_kv_quality, measure_weights_quality
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.checkpoint import read_json
-from kvcellar.models.kv_quality import KvQuality, recommended, save_quality
+from kvcellar.models.kv_quality import (
+    KvQuality,
+    WeightsQuality,
+    WeightsQualityWarning,
+    recommended,
+    save_quality,
+    save_weights_quality,
+)
+from kvcellar.models.weights import WEIGHTS, parse_weights
 
 N_TOKENS = 8192
+
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Text to read. Default: modules of Python's standard library; for the bundled model "
+        "those that it was not trained on.",
+    ),
+]
+Tokens = Annotated[
+    int, typer.Option(metavar="N", min=2, help="Tokens of the text to read at most.")
+]
+Context = Annotated[
+    int, typer.Option(metavar="N", min=2, help="Tokens of a piece that is read in one go.")
+]
 
 STYLES = {"good": "green", "fair": "yellow", "bad": "red"}
 
@@ -36,6 +62,15 @@ def register(app: typer.Typer) -> None:
             "kvcellar bench kv-quality --kv-dtype int8 --kv-dtype k8v4 --json",
         ),
     )(kv_quality)
+    group.command(
+        name="weights-quality",
+        help=help_of(weights_quality),
+        epilog=examples(
+            "kvcellar bench weights-quality ~/models/Qwen3-0.6B",
+            "kvcellar bench weights-quality ~/models/Qwen3-0.6B --text novel.txt",
+            "kvcellar bench weights-quality --weights int4 --tokens 2048 --json",
+        ),
+    )(weights_quality)
     app.add_typer(group, name="bench")
 
 
@@ -48,20 +83,9 @@ def kv_quality(
             help=f"A type to measure; may be given often. Default: {', '.join(CANDIDATES)}.",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text to read. Default: modules of Python's standard library; for the bundled "
-            "model those that it was not trained on.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Tokens of the text to read at most.")
-    ] = N_TOKENS,
-    context: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Tokens of a piece that is read in one go.")
-    ] = 1024,
+    text: Text = None,
+    tokens: Tokens = N_TOKENS,
+    context: Context = 1024,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -70,8 +94,10 @@ def kv_quality(
     """Measure what smaller storage types of K and V cost in quality.
 
     The model reads a text with K and V stored in each type, side by side with float32: perplexity,
-    divergence of the next token's distribution, how often the likeliest token is the same. The
-    figures are remembered; a session with a type that is bad for its model then warns.
+    divergence of the next token's distribution, how often the likeliest token is the same. What a
+    model in bfloat16 rounds itself is told apart: its own type is measured too, and the others'
+    verdicts are beyond that. The figures are remembered; a session with a type that is bad for its
+    model then warns.
     """
     wanted = kv_dtype or list(CANDIDATES)
     for name in wanted:
@@ -84,11 +110,7 @@ def kv_quality(
             device=device,
             progress=lambda fraction, what: report(fraction, f"{model}: {what}"),
         )
-    if context > loaded.max_positions:
-        raise ConfigError(
-            f"context {context} is more than the {loaded.max_positions} positions that {model!r} "
-            f"was made for"
-        )
+    _check_context(loaded, model, context)
     token_ids, source = read_text(loaded, text, tokens)
     with progress_bar("reading") as report:
         results = measure_kv_quality(
@@ -98,7 +120,7 @@ def kv_quality(
             context=context,
             progress=lambda fraction: report(fraction, f"reading {len(token_ids)} tokens"),
         )
-    best = recommended(results)
+    best = recommended(results, loaded.dtype)
     saved: str | None = None
     try:
         saved = str(save_quality(loaded.path, results, source))
@@ -116,6 +138,82 @@ def kv_quality(
         write(json.dumps(found, ensure_ascii=False) + "\n")
     else:
         _show(model, results, best, source, context)
+
+
+def weights_quality(
+    model: options.Model = "demo",
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"A format to measure; may be given often. Default: {', '.join(WEIGHTS)}.",
+        ),
+    ] = None,
+    text: Text = None,
+    tokens: Tokens = N_TOKENS,
+    context: Context = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure what smaller formats of a model's weights cost in quality, with torch on a CPU.
+
+    The model reads a text with its weights in each format, side by side with the model in float32,
+    K and V in float32 throughout: perplexity, divergence of the next token's distribution, how
+    often the likeliest token is the same. Two models are in memory at a time. The figures are
+    remembered, and loading the model in a format that harms it then says how much.
+    """
+    wanted = list(dict.fromkeys(weights or WEIGHTS))
+    for name in wanted:
+        parse_weights(name, None)
+
+    def load(name: str | None) -> LoadedModel:
+        dtype = "float32" if name is None else None
+        with progress_bar("loading") as report, warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeightsQualityWarning)  # it is what is measured
+            return load_model(
+                model,
+                dtype=dtype,
+                weights=name or "none",
+                progress=lambda fraction, what: report(fraction, f"{model}: {what}"),
+            )
+
+    base = load(None)
+    _check_context(base, model, context)
+    token_ids, source = read_text(base, text, tokens)
+    with progress_bar("reading") as report:
+        results = measure_weights_quality(
+            base,
+            load,
+            token_ids,
+            wanted,
+            context=context,
+            progress=lambda part: report(part, f"reading {len(token_ids)} tokens"),
+        )
+    saved: str | None = None
+    try:
+        saved = str(save_weights_quality(base.path, results, source))
+    except OSError as error:
+        print_note(f"the figures cannot be remembered: {error}")
+    if as_json:
+        found = {
+            "model": model,
+            "text": source,
+            "context": context,
+            "results": [asdict(r) | {"verdict": r.verdict} for r in results],
+            "saved": saved,
+        }
+        write(json.dumps(found, ensure_ascii=False) + "\n")
+    else:
+        title = f"{model}: {results[0].n_tokens} tokens of {source} in pieces of {context}"
+        rows = [(r.weights, format_size(r.size_bytes), r) for r in results]
+        _show_table(title, "weights", "in memory", rows)
+
+
+def _check_context(model: LoadedModel, name: str, context: int) -> None:
+    if context > model.max_positions:
+        raise ConfigError(
+            f"context {context} is more than the {model.max_positions} positions that {name!r} "
+            f"was made for"
+        )
 
 
 def read_text(model: LoadedModel, file: Path | None, n_tokens: int) -> tuple[list[int], str]:
@@ -136,7 +234,9 @@ def read_text(model: LoadedModel, file: Path | None, n_tokens: int) -> tuple[lis
         paths = [library / name for name in names if (library / name).is_file()]
         paths = paths or sorted(library.glob("*.py"))
         files, source = [path.read_text(encoding="utf-8") for path in paths], "standard library"
-    start = [] if model.tokenizer.bos_token_id is None else [int(model.tokenizer.bos_token_id)]
+    from kvcellar.models.tokenizer import opening_tokens
+
+    start = opening_tokens(model.tokenizer)
     token_ids: list[int] = []
     for content in files:
         if len(token_ids) >= n_tokens:
@@ -148,21 +248,30 @@ def read_text(model: LoadedModel, file: Path | None, n_tokens: int) -> tuple[lis
 
 def _show(model: str, results: list[KvQuality], best: KvQuality, source: str, context: int) -> None:
     from rich.console import Console
+
+    title = f"{model}: {results[0].n_tokens} tokens of {source} in pieces of {context}"
+    rows = [(r.kv_dtype, f"{r.bytes_per_token:,}", r) for r in results]
+    _show_table(title, "K and V", "bytes/token", rows)
+    share = best.bytes_per_token / results[0].bytes_per_token
+    console = Console(highlight=False)
+    console.print(f"recommended: --kv-dtype {best.kv_dtype}, {share:.0%} of float32's bytes")
+
+
+def _show_table(
+    title: str, what: str, size: str, rows: Sequence[tuple[str, str, KvQuality | WeightsQuality]]
+) -> None:
+    from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{model}: {results[0].n_tokens} tokens of {source} in pieces of {context}",
-        title_justify="left",
-        title_style="",
-    )
-    table.add_column("K and V")
-    for title in ("bytes/token", "perplexity", "of float32", "KL, nats", "same top 1"):
-        table.add_column(title, justify="right")
+    table = Table(title=title, title_justify="left", title_style="")
+    table.add_column(what)
+    for column in (size, "perplexity", "of float32", "KL, nats", "same top 1"):
+        table.add_column(column, justify="right")
     table.add_column("verdict")
-    for r in results:
+    for name, bytes_text, r in rows:
         table.add_row(
-            r.kv_dtype,
-            f"{r.bytes_per_token:,}",
+            name,
+            bytes_text,
             f"{r.perplexity:.3f}",
             f"{r.ppl_ratio:.4f}",
             f"{r.kl:.5f}",
@@ -170,7 +279,4 @@ def _show(model: str, results: list[KvQuality], best: KvQuality, source: str, co
             r.verdict,
             style=STYLES[r.verdict] if r.verdict != "good" else None,
         )
-    console = Console(highlight=False)
-    console.print(table)
-    share = best.bytes_per_token / results[0].bytes_per_token
-    console.print(f"recommended: --kv-dtype {best.kv_dtype}, {share:.0%} of float32's bytes")
+    Console(highlight=False).print(table)

@@ -12,7 +12,14 @@ from kvcellar.budget import parse_size
 from kvcellar.cli import options
 from kvcellar.cli.session import memory_plan
 from kvcellar.cli.store import Folder
-from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, write
+from kvcellar.cli.terminal import (
+    examples,
+    help_of,
+    print_note,
+    print_warning,
+    shown_warnings,
+    write,
+)
 from kvcellar.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -235,7 +242,8 @@ def serve_command(
         from kvcellar.agents import open_host
 
         limit = None if plan is None else size_of(path)
-        opened = open_host(path, progress=progress, memory_bytes=limit, **settings_of(path))
+        with shown_warnings():
+            opened = open_host(path, progress=progress, memory_bytes=limit, **settings_of(path))
         print_note(f"{path}: weights in {opened.weights}; {opened.capacity}")
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")

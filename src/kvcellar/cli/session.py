@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.budget import MemoryBudget, format_size, parse_size, resident_bytes
 from kvcellar.cache import Cache
-from kvcellar.cli.terminal import print_warning, progress_bar
+from kvcellar.cli.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.registry import (
@@ -99,15 +98,16 @@ def bound_model(
             reserve_bytes = _reserve(
                 name, limit_bytes, chosen.cells, backend, dtype=dtype, weights=weights
             )
-        model = load_model(
-            name,
-            backend=backend,
-            dtype=dtype,
-            weights=weights,
-            device=device,
-            chat_template=chat_template,
-            progress=lambda fraction, what: report(fraction, f"{name}: {what}"),
-        )
+        with shown_warnings():
+            model = load_model(
+                name,
+                backend=backend,
+                dtype=dtype,
+                weights=weights,
+                device=device,
+                chat_template=chat_template,
+                progress=lambda fraction, what: report(fraction, f"{name}: {what}"),
+            )
         chosen = chosen or choose()  # what is wrong with a model is said by loading it
     budget = None
     if limit_bytes is not None:
@@ -121,11 +121,8 @@ def bound_model(
     )
     with KINDS[kind](backend, config) as session:
         cache: Cache = session.cache
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with shown_warnings():
             runner = model.bind(session)
-        for warning in caught:
-            print_warning(str(warning.message))
         yield Bound(model, cache, runner, chosen)
 
 

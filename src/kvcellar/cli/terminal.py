@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,16 @@ def print_error(message: str) -> None:
 def print_warning(message: str) -> None:
     """One yellow line that also a pipe's user should see: the output is not what it seems."""
     _print(f"warning: {message}", "yellow")
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Show what is warned of inside of the block as lines of this program."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        print_warning(str(warning.message))
 
 
 def print_note(message: str) -> None:

@@ -1,7 +1,7 @@
-"""What is known of a model's quality with K and V in each storage type: figures once measured.
+"""What is known of a model's quality with K and V, or weights, in each type: figures once measured.
 
-They lie in the user's own folder, where ``kvcellar bench kv-quality`` has measured them here, or
-beside the weights (``kv_quality.json``), where whoever made the checkpoint has put them.
+They lie in the user's own folder, where ``kvcellar bench`` has measured them here; those of K and V
+also beside the weights (``kv_quality.json``), where whoever made the checkpoint has put them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -26,9 +27,28 @@ BAD_PPL_RATIO, BAD_SAME_TOP1 = 1.02, 0.90
 
 _HEADER_BYTES = 1 << 16
 
+T = TypeVar("T")
+
+
+SMALL_MODEL = 1_000_000_000
+"""Parameters below which 4 bits of a weight are few."""
+
 
 class KvQualityWarning(UserWarning):
     """A storage type that is known to be bad for the model that it is used with."""
+
+
+class WeightsQualityWarning(UserWarning):
+    """A format of weights that is known to harm the model, or models of its size."""
+
+
+def verdict_of(ppl_ratio: float, same_top1: float) -> str:
+    """``good``: as the base for most uses; ``bad``: text changes visibly; ``fair`` between."""
+    if ppl_ratio > BAD_PPL_RATIO or same_top1 < BAD_SAME_TOP1:
+        return "bad"
+    if ppl_ratio <= GOOD_PPL_RATIO and same_top1 >= GOOD_SAME_TOP1:
+        return "good"
+    return "fair"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,9 @@ class KvQuality:
         same_top1: share of tokens after which the likeliest next token is float32's.
         n_tokens: predictions that were compared.
         bytes_per_token: K and V of one token in all layers, while no window has passed it.
+        own_ppl_ratio: what the model's own rounding does to the perplexity: of a model in bfloat16
+            K and V are such numbers, so storing them so changes no more than the order of sums.
+        own_same_top1: the same of the likeliest token.
     """
 
     kv_dtype: str
@@ -52,19 +75,25 @@ class KvQuality:
     same_top1: float
     n_tokens: int
     bytes_per_token: int
+    own_ppl_ratio: float = 1.0
+    own_same_top1: float = 1.0
 
     @property
     def verdict(self) -> str:
-        """``good``: as float32 for most uses; ``bad``: text changes visibly; ``fair`` between."""
-        if self.ppl_ratio > BAD_PPL_RATIO or self.same_top1 < BAD_SAME_TOP1:
-            return "bad"
-        if self.ppl_ratio <= GOOD_PPL_RATIO and self.same_top1 >= GOOD_SAME_TOP1:
-            return "good"
-        return "fair"
+        """As ``verdict_of``, beyond what the model's own rounding does."""
+        same = min(1.0, self.same_top1 + 1.0 - self.own_same_top1)
+        return verdict_of(self.ppl_ratio / self.own_ppl_ratio, same)
 
 
-def recommended(results: Sequence[KvQuality]) -> KvQuality:
-    """The smallest good one; where none is good, the one with the least divergence."""
+def recommended(results: Sequence[KvQuality], own_dtype: str = "float32") -> KvQuality:
+    """The smallest good one; where none is good, the one with the least divergence.
+
+    Args:
+        results: of all types.
+        own_dtype: the type that the model computes in; what is larger gains nothing.
+    """
+    own = [r.bytes_per_token for r in results if r.kv_dtype == own_dtype]
+    results = [r for r in results if not own or r.bytes_per_token <= own[0]]
     good = [r for r in results if r.verdict == "good"]
     if good:
         return min(good, key=lambda r: (r.bytes_per_token, r.kl))
@@ -86,11 +115,103 @@ def save_quality(folder: Path, results: Sequence[KvQuality], text: str) -> Path:
         OSError: it cannot be written; what was known is as it was.
     """
     path = _own_file(folder)
-    merged = {r.kv_dtype: r for r in [*_read(path), *results]}
+    merged = {r.kv_dtype: r for r in [*_read(path, KvQuality), *results]}
+    return _write(path, list(merged.values()), text)
+
+
+def known_quality(folder: Path, kv_dtype: str) -> KvQuality | None:
+    """The figures of a storage type for the checkpoint in ``folder``; None: never measured."""
+    wanted = parse_kv_dtype(kv_dtype)
+    for path in (_own_file(folder), folder / FILE_NAME):
+        for result in _read(path, KvQuality):
+            if parse_kv_dtype(result.kv_dtype) == wanted:
+                return result
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsQuality:
+    """One format of weights on one model and text, compared with the model in float32.
+
+    Attributes:
+        weights: the format, as ``load_model`` takes it.
+        perplexity: e to the mean negative log-likelihood of the text's tokens.
+        ppl_ratio: the perplexity over that of float32.
+        kl: mean Kullback-Leibler divergence from float32's next-token distribution, in nats.
+        same_top1: share of tokens after which the likeliest next token is float32's.
+        n_tokens: predictions that were compared.
+        size_bytes: of the weights in memory.
+    """
+
+    weights: str
+    perplexity: float
+    ppl_ratio: float
+    kl: float
+    same_top1: float
+    n_tokens: int
+    size_bytes: int
+
+    @property
+    def verdict(self) -> str:
+        """As ``verdict_of``."""
+        return verdict_of(self.ppl_ratio, self.same_top1)
+
+
+def save_weights_quality(folder: Path, results: Sequence[WeightsQuality], text: str) -> Path:
+    """As ``save_quality``, for formats of weights."""
+    path = _own_file(folder, "weights-quality")
+    merged = {r.weights: r for r in [*_read(path, WeightsQuality), *results]}
+    return _write(path, list(merged.values()), text)
+
+
+def known_weights_quality(folder: Path, weights: str) -> WeightsQuality | None:
+    """The figures of a format for the checkpoint in ``folder``; None: never measured."""
+    found = _read(_own_file(folder, "weights-quality"), WeightsQuality)
+    return next((result for result in found if result.weights == weights), None)
+
+
+def harm_of(folder: Path, name: str, weights: str, n_parameters: int) -> str:
+    """What a format does to a model, as far as it is known; empty where that is little.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the model, for people.
+        weights: the format.
+        n_parameters: of the model.
+    """
+    ask = f"kvcellar bench weights-quality {name}"
+    known = known_weights_quality(folder, weights)
+    if known is not None:
+        if known.verdict == "good":
+            return ""
+        return (
+            f"weights {weights} were measured with {name!r}: {known.ppl_ratio:.2f} times the "
+            f"perplexity of float32, the same likeliest token after {known.same_top1:.1%} of "
+            f"{known.n_tokens} tokens; {ask} compares all formats"
+        )
+    if weights != "int4" or n_parameters >= SMALL_MODEL:
+        return ""
+    return (
+        f"weights int4 cost small models quality, and {name!r} has {n_parameters / 1e6:.0f} "
+        f"million parameters: 1.14 times the perplexity was measured with SmolLM2 135M, with int8 "
+        f"1.004, and 1.73 with Gemma 3 270M; {ask} measures yours"
+    )
+
+
+def _read(path: Path, kind: type[T]) -> list[T]:
+    """Figures from a file; none where there is no file or it is not one of ours."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["schema_version"] == SCHEMA_VERSION:
+            return [kind(**fields) for fields in value["results"]]
+    return []
+
+
+def _write(path: Path, results: Sequence[KvQuality | WeightsQuality], text: str) -> Path:
     value = {
         "schema_version": SCHEMA_VERSION,
         "text": text,
-        "results": [asdict(result) for result in merged.values()],
+        "results": [asdict(result) for result in results],
     }
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     staged = path.with_name(f"{path.name}.{os.getpid()}")
@@ -99,30 +220,11 @@ def save_quality(folder: Path, results: Sequence[KvQuality], text: str) -> Path:
     return path
 
 
-def known_quality(folder: Path, kv_dtype: str) -> KvQuality | None:
-    """The figures of a storage type for the checkpoint in ``folder``; None: never measured."""
-    wanted = parse_kv_dtype(kv_dtype)
-    for path in (_own_file(folder), folder / FILE_NAME):
-        for result in _read(path):
-            if parse_kv_dtype(result.kv_dtype) == wanted:
-                return result
-    return None
-
-
-def _read(path: Path) -> list[KvQuality]:
-    """Figures from a file; none where there is no file or it is not one of ours."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if value["schema_version"] == SCHEMA_VERSION:
-            return [KvQuality(**fields) for fields in value["results"]]
-    return []
-
-
-def _own_file(folder: Path) -> Path:
+def _own_file(folder: Path, kind: str = "kv-quality") -> Path:
     """By what the checkpoint is, not by where it lies: sizes and headers of its files."""
     digest = xxhash.xxh3_128()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         with contextlib.suppress(OSError), path.open("rb") as file:
             digest.update(f"{path.name} {path.stat().st_size}".encode())
             digest.update(file.read(_HEADER_BYTES))
-    return default_home() / "kv-quality" / f"{digest.hexdigest()}.json"
+    return default_home() / kind / f"{digest.hexdigest()}.json"

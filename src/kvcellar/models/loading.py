@@ -22,7 +22,12 @@ from kvcellar.models.checkpoint import (
 )
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.kv_quality import KvQualityWarning, known_quality
+from kvcellar.models.kv_quality import (
+    KvQualityWarning,
+    WeightsQualityWarning,
+    harm_of,
+    known_quality,
+)
 from kvcellar.models.prompts import encode, render
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS, WEIGHTS, choose_weights, parse_weights
@@ -257,6 +262,9 @@ def load_model(
             that is not supported.
         BackendError: the backend is unknown, or the packages it needs are not installed.
         ConfigError: a dtype, a device or weights that do not exist, or do not go together.
+
+    Warns:
+        WeightsQualityWarning: the weights' format harms the model, or models of its size.
     """
     if backend != "torch":
         module = load_backend(backend)
@@ -320,12 +328,16 @@ def load_model(
             dtype=torch_dtype,
             device=torch_device,
         )
+        n_parameters = sum(parameter.numel() for parameter in model.parameters())
         if held is not None:
             report(0.95, "packing the weights")
             kernel.hold_weights(model, held)
     vocab_size = int(model.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
+    harm = harm_of(folder, str(name_or_path), held, n_parameters) if held is not None else ""
+    if harm:
+        warnings.warn(harm, WeightsQualityWarning, stacklevel=2)
     loaded = LoadedModel(
         name=str(name_or_path),
         path=folder,

@@ -39,6 +39,16 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
+def opening_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer itself puts before a text, such as a BOS; often none."""
+    whole = [int(token) for token in tokenizer("a")["input_ids"]]
+    plain = [int(token) for token in tokenizer("a", add_special_tokens=False)["input_ids"]]
+    for at in range(len(whole) - len(plain) + 1):
+        if whole[at : at + len(plain)] == plain:
+            return whole[:at]
+    return []
+
+
 @contextmanager
 def quiet(progress: Callable[[float], None]) -> Iterator[None]:
     """Let transformers neither log nor draw bars; tell ``progress`` how far the weights are."""
