@@ -220,6 +220,7 @@ def test_delete_frees_its_own_cells_and_leaves_what_others_share(tmp_path):
 
     with manager(tmp_path) as agents:
         run(main(agents))
+        assert agents.forget_dropped() == 2
         assert agents.store.references() == []
 
 

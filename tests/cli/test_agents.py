@@ -111,3 +111,27 @@ def test_what_cannot_be_done_is_one_line() -> None:
     assert code == 2 and "already" in err
     code, out, err = run("rewind", "a", "--turn", "5")
     assert code == 2 and "0 turns" in err
+
+
+def test_what_was_dropped_is_listed_brought_back_and_deleted_for_good() -> None:
+    run_json("create", "poet", "--system", "Be brief.")
+    say("poet", "One.")
+    say("poet", "Two.")
+    before = run_json("show", "poet")["messages"]
+    assert run("rewind", "poet")[0] == run("delete", "poet")[0] == 0
+    assert [one["verb"] for one in run_json("dropped")] == ["rewind", "delete"]
+    code, out, err = run("dropped")
+    assert "poet  " in out and "2 turns, dropped by rewind at " in out
+    (back,) = run_json("undo", "poet")
+    assert (back["id"], back["n_turns"]) == ("poet", 1)
+    code, out, err = run("undo", "poet")
+    assert (code, err) == (0, "") and out.startswith("poet: ") and "2 turns" in out
+    assert run_json("show", "poet")["messages"] == before
+    code, out, err = run("undo", "poet")
+    assert code == 2 and "nothing of agent 'poet' can be brought back" in err
+    run("rewind", "poet")
+    assert run_json("dropped", "--empty") == {"deleted": 1}
+    code, _, err = run("delete", "poet", "--forever")
+    assert (code, err) == (0, "") and run_json("dropped") == []
+    code, _, err = run("undo", "poet")
+    assert code == 2 and "no agent 'poet'" in err

@@ -199,3 +199,32 @@ def test_a_turn_that_the_cli_took_meanwhile_is_shown(tmp_path):
         cli("delete", "poet")
         assert live.get("/v1/agents")["data"] == []
         assert live.http.get("/v1/agents/poet").status_code == 404
+
+
+def test_what_was_dropped_comes_back_over_http_also_after_a_restart(tmp_path):
+    with serving(tmp_path) as live:
+        make(live, "poet", "One.", "Two.", system="You write verse.")
+        live.post("/v1/agents/poet/fork", {"id": "sister"})
+        live.post("/v1/agents/poet/fork", {"id": "brother"})
+        before = {name: live.get(f"/v1/agents/{name}")["messages"] for name in ("poet", "sister")}
+        live.post("/v1/agents/poet/rewind")
+        live.post("/v1/agents/brother/keep")
+        live.http.delete("/v1/agents/brother")
+        (rewound, kept, deleted) = live.get("/v1/agents?dropped=true")["data"]
+        assert [one["verb"] for one in (rewound, kept, deleted)] == ["rewind", "keep", "delete"]
+        assert (kept["id"], kept["by"], kept["model"]) == ("sister", "brother", "demo")
+        assert rewound["n_turns"] == 2 and rewound["n_messages"] == 5
+        assert [agent["id"] for agent in live.get("/v1/agents")["data"]] == ["poet"]
+    with serving(tmp_path) as live:
+        (poet,) = live.post("/v1/agents/poet/undo")["restored"]
+        assert poet["id"] == "poet" and poet["n_turns"] == 2
+        assert live.post("/v1/agents/brother/undo")["restored"][0]["id"] == "brother"
+        assert live.post("/v1/agents/brother/undo")["restored"][0]["id"] == "sister"
+        assert {n: live.get(f"/v1/agents/{n}")["messages"] for n in before} == before
+        assert live.get("/v1/agents?dropped=true")["data"] == []
+        again = live.http.post("/v1/agents/poet/undo")
+        assert again.status_code == 409 and "can be brought back" in again.text
+        nobody = live.http.post("/v1/agents/nobody/undo")
+        assert nobody.status_code == 404
+        live.http.delete("/v1/agents/poet", params={"forever": True})
+        assert live.http.post("/v1/agents/poet/undo").status_code == 404

@@ -3,6 +3,7 @@
 Start in ``manager.py``.
 """
 
+from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message, TemplateReport, check_template
 from kvcellar.agents.joining import Joined
@@ -24,6 +25,7 @@ __all__ = [
     "AgentUsage",
     "BroughtBack",
     "Capacity",
+    "Dropped",
     "Gate",
     "Joined",
     "MemoryPlan",

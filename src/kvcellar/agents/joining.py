@@ -13,7 +13,7 @@ from kvcellar.agents.history import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 
-__all__ = ["Joined", "join"]
+__all__ = ["Joined", "continues", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,12 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
         whole = [*known, *messages[n:]]
         return Joined(whole, len(known), True, True, agent.agent_id, len(agent.turns))
     return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n))
+
+
+def continues(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> bool:
+    """Whether messages have all of an agent's history, and more, with nothing put before them."""
+    joined = join(agent, messages, rules)
+    return joined.is_continuing and len(joined.messages) == len(messages)
 
 
 def _n_system(messages: Sequence[Mapping[str, Any]] | Sequence[Message]) -> int:

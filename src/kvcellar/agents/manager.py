@@ -13,17 +13,27 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from kvcellar.agents import dropped
 from kvcellar.agents.checking import check_said
+from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message
-from kvcellar.agents.joining import Joined, join
+from kvcellar.agents.joining import Joined, continues, join
 from kvcellar.agents.lengths import Size, refuse_bytes, size_of
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import ModelHost, ModelRegistry
@@ -64,7 +74,7 @@ from kvcellar.errors import (
     UnknownReferenceError,
 )
 from kvcellar.models.prompts import common_prefix, encode, render
-from kvcellar.store import Reference, SaveTicket, Store
+from kvcellar.store import DROPPED, Reference, SaveTicket, Store
 from kvcellar.valid import valid_json
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
@@ -448,14 +458,28 @@ class AgentManager:
             await self._register(agent, host)
             return agent.info()
 
-    async def delete(self, agent_id: str, model: str | None = None) -> None:
+    async def delete(
+        self, agent_id: str, model: str | None = None, *, is_final: bool = False
+    ) -> None:
         """Forget an agent: its cells and its reference; what others share stays.
+
+        ``undo`` brings it back until the store needs the room, unless it is final, or the store
+        had no room to keep it.
 
         Raises:
             UnknownAgentError: there is none of that name.
         """
         agent = await self._sought(agent_id, model)
+        await self._delete(agent, "delete", agent_id, uuid.uuid4().hex, is_final=is_final)
+
+    async def _delete(
+        self, agent: Agent, verb: str, by: str, act: str, *, is_final: bool = False
+    ) -> None:
         async with agent.gate:
+            if not is_final:
+                await self._publisher.refresh(agent)
+                with contextlib.suppress(StoreError):  # a store that is full gets room by it
+                    await self._drop(agent, verb, by, act)
             await self._let_go(agent)
             with self._lock:
                 self._agents.pop(agent.name, None)
@@ -560,7 +584,7 @@ class AgentManager:
         turn: int | None = None,
         model: str | None = None,
     ) -> AgentInfo:
-        """Go back to a place in the history; what came behind it is forgotten.
+        """Go back to a place in the history; ``undo`` brings back what came behind it.
 
         Args:
             agent_id: whose.
@@ -571,12 +595,16 @@ class AgentManager:
         Raises:
             UnknownAgentError: there is none of that name.
             AgentError: there is no such place; nothing was changed.
+            StoreError: what is dropped cannot be saved; nothing was changed.
         """
         agent = await self._sought(agent_id, model)
         async with agent.gate:
             await self._publisher.refresh(agent)
             before = agent.tokens
-            agent.cut(agent.position_of(position, turn), agent.turns_of(turn))
+            at, n_turns = agent.position_of(position, turn), agent.turns_of(turn)
+            if at < len(before) or (n_turns is not None and n_turns < len(agent.turns)):
+                await self._drop(agent, "rewind", agent_id, uuid.uuid4().hex)
+            agent.cut(at, n_turns)
             agent.miss = None
             agent.advance()
             await self._publisher.save(agent, self._host_of(agent))
@@ -586,6 +614,8 @@ class AgentManager:
 
     async def keep(self, agent_id: str, model: str | None = None) -> Sequence[str]:
         """Keep this branch and delete its siblings, with all that was forked from them.
+
+        ``undo`` of this one brings back all that it has deleted.
 
         Returns:
             The ids that are gone.
@@ -614,9 +644,97 @@ class AgentManager:
                 f"{', '.join(busy)} are in a turn, so {agent_id!r} cannot be kept alone; end their "
                 f"turns first"
             )
+        act = uuid.uuid4().hex
         for other in doomed.values():
-            await self.delete(other.agent_id, other.model)
+            await self._delete(other, "keep", agent_id, act)
         return [other.agent_id for other in doomed.values()]
+
+    # What was dropped ---------------------------------------------------------------------------
+
+    async def undo(self, agent_id: str) -> Sequence[AgentInfo]:
+        """Bring back what was dropped of an agent last, or by a ``keep`` of it.
+
+        A deleted agent is there again, under its name. One that went back has its turns again.
+        Where the agent has gone on since, or another has its name, what was dropped comes back as
+        an agent of another name: nothing is replaced. Each call goes one step further back.
+
+        Returns:
+            The agents that are there again, or longer than they were.
+
+        Raises:
+            UnknownAgentError: there is none of that name, and none was dropped.
+            AgentError: nothing of it was dropped that the store still has.
+            StoreError: it cannot be saved; what was dropped can still be brought back.
+        """
+        states = await asyncio.to_thread(dropped.read_all, self.store)
+        mine = [one for one in states if agent_id in (one[0].agent_id, one[0].by)]
+        if not mine:
+            await self._sought(agent_id)
+            raise AgentError(
+                f"nothing of agent {agent_id!r} can be brought back: nothing was dropped by "
+                f"rewind, keep, delete or a replaced history, or the store needed the room"
+            )
+        last = mine[-1]
+        if last[0].by == agent_id:
+            mine = [one for one in mine if one[0].act == last[0].act]
+        else:
+            mine = [last]
+        found = []
+        for about, state in mine:
+            found.append(await self._bring_back(state, about.agent_id))
+            await asyncio.to_thread(dropped.forget, self.store, [about.name])
+        return found
+
+    def dropped(self) -> Sequence[Dropped]:
+        """What can be brought back, the oldest first. Asks the store, and waits for it."""
+        return [about for about, _ in dropped.read_all(self.store)]
+
+    def forget_dropped(self) -> int:
+        """Delete all that could be brought back; returns how many. Waits for the store."""
+        return dropped.forget(self.store)
+
+    async def _drop(self, agent: Agent, verb: str, by: str, act: str) -> str | None:
+        """Save what an agent has before it is dropped; returns its name. Within the agent's gate.
+
+        Raises:
+            StoreError: it cannot be saved; nothing was changed.
+        """
+        if not agent.tokens and not agent.messages:
+            return None
+        state = dropped.as_dropped(agent, verb, by, act)
+        try:
+            await self._publisher.publish(state, self._host_of(agent))
+        finally:
+            await self._publisher.settled(state)
+        await asyncio.to_thread(dropped.forget_old, self.store)
+        return state.name
+
+    async def _bring_back(self, state: Agent, agent_id: str) -> AgentInfo:
+        await self.refresh()
+        back = dropped.brought_back(state, agent_id)
+        host = self._host_of(back)
+        with self._lock:
+            current = self._agents.get(back.name)
+        if current is None:
+            with contextlib.suppress(NameTakenError):  # by somebody else, just now
+                await self._register(back, host)
+                return back.info()
+        elif current.created_s == back.created_s:
+            async with current.gate:
+                await self._publisher.refresh(current)
+                if current.is_beginning_of(back):
+                    current.take_history(back)
+                    await self._publisher.save(current, host)
+                    await self._publisher.make_durable(current)
+                    return current.info()
+        back.created_s = time.time()
+        for number in itertools.count(2):
+            back.agent_id = derived_id(agent_id, f".{number}")
+            if not await self.has(back.agent_id):
+                with contextlib.suppress(NameTakenError):
+                    await self._register(back, host)
+                    return back.info()
+        raise AssertionError("there is always another number")
 
     # Sleep -------------------------------------------------------------------------------------
 
@@ -824,7 +942,10 @@ class AgentManager:
                 settings = params.for_model(host.sampling)
                 request = Request(tuple(turn.tokens), settings, priority, deadline_s)
                 events = self._run(agent, host, turn, request, progress, on_start)
-                async with contextlib.aclosing(events):
+                async with (
+                    self._replacing(agent, is_all_kept=tokens is not None, messages=turn.messages),
+                    contextlib.aclosing(events),
+                ):
                     async for event in events:
                         if isinstance(event, TurnEnd):
                             end = event
@@ -859,7 +980,7 @@ class AgentManager:
                 refuse_bytes(host.tokenizer, size.n_bytes, host.context)
             new = valid_json((text, messages, tools))
             check_said(new[1], new[2])
-            if is_continuing and not join(agent, new[1] or (), self.rules).is_continuing:
+            if is_continuing and not continues(agent, new[1] or (), self.rules):
                 raise AgentError(
                     f"the history of agent {agent.agent_id!r} was changed while this turn waited "
                     f"for its own; nothing was changed by it; send it again"
@@ -877,6 +998,21 @@ class AgentManager:
             )
 
         return await self.work.run(size.cost + (OTHER_BYTES if tokens is None else 0), plan)
+
+    @contextlib.asynccontextmanager
+    async def _replacing(
+        self, agent: Agent, *, is_all_kept: bool, messages: Sequence[Message]
+    ) -> AsyncIterator[None]:
+        """Have what a turn drops of an agent's history where ``undo`` finds it."""
+        before, name = agent.turns, None
+        is_all_kept |= agent.is_passing or not before
+        if not is_all_kept and not continues(agent, messages, self.rules):
+            name = await self._drop(agent, "replace", agent.agent_id, uuid.uuid4().hex)
+        try:
+            yield
+        finally:
+            if name is not None and agent.turns == before:  # there was no turn
+                await asyncio.to_thread(dropped.forget, self.store, [name])
 
     async def _run(
         self,
@@ -1101,13 +1237,13 @@ class AgentManager:
         with self._lock:
             agents = list(self._agents.values())
         known = {agent.name: self._publisher.revision_of(agent) for agent in agents}
-        damaged = self.store.damaged_references()
-        revisions = {
-            name: revision for name, revision in self.store.revisions().items() if "@" in name
+        damaged = {
+            name: why
+            for name, why in self.store.damaged_references().items()
+            if not name.startswith(DROPPED)
         }
-        recorded = {
-            name: serial for name, serial in self.store.recorded_serials().items() if "@" in name
-        }
+        revisions = _of_agents(self.store.revisions())
+        recorded = _of_agents(self.store.recorded_serials())
         news = _News()
         for agent in agents:
             mine = known[agent.name]
@@ -1220,6 +1356,11 @@ class AgentManager:
     def _save_passing(self, agent: Agent, host: ModelHost) -> None:
         agent.is_passing = False
         self._publisher.in_engine(agent, host)
+
+
+def _of_agents(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Of histories by name those that agents may have; none that were dropped."""
+    return {name: n for name, n in numbers.items() if "@" in name and not name.startswith(DROPPED)}
 
 
 @dataclass(slots=True)

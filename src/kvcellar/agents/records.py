@@ -138,6 +138,8 @@ class Agent:
     """Not saved until somebody goes on from it, or its model goes."""
     branch_of: str | None = None
     """Id of the named agent whose history a client's conversation did not continue; it has it."""
+    dropped: dict[str, Any] | None = None
+    """Of a state that was dropped: whose it was, and what dropped it; see ``dropped.py``."""
 
     @property
     def name(self) -> str:
@@ -188,6 +190,20 @@ class Agent:
             n_cached=n_cached,
             miss=self.miss,
         )
+
+    def is_beginning_of(self, other: Agent) -> bool:
+        """Whether the other has all that this one has said, of an answer that was cut its part."""
+        n, messages = len(self.tokens), self.messages
+        if self.turns and self.turns[-1].reason == "cut":
+            messages = messages[:-1]
+        return other.tokens[:n] == self.tokens and other.messages[: len(messages)] == messages
+
+    def take_history(self, other: Agent) -> None:
+        """Have what another has said, and be who one is."""
+        self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
+        self.messages = other.messages
+        self.miss, self.used_s = other.miss, time.time()
+        self.advance()
 
     def advance(self) -> None:
         """Give a state that has just changed its number."""
@@ -279,6 +295,7 @@ class Agent:
             "used_s": self.used_s,
             "parent_created_s": self.parent_created_s,
             "branch_of": self.branch_of,
+            "dropped": self.dropped,
             "is_waiting": self.is_waiting,
             "is_paused": self.is_paused,
             "is_finished": self.is_finished,
@@ -302,6 +319,8 @@ class Agent:
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")
         self.branch_of = value.get("branch_of")
+        dropped = value.get("dropped")
+        self.dropped = dropped if isinstance(dropped, dict) else None
         self.created_s, self.used_s = float(value["created_s"]), float(value["used_s"])
         self.is_waiting = value["is_waiting"]
         self.is_paused = value["is_paused"]

@@ -89,7 +89,17 @@ def register(app: typer.Typer) -> None:
             import_command,
             ("kvcellar agents import poet.kv", "kvcellar agents import poet.kv twin"),
         ),
-        ("delete", delete_command, ("kvcellar agents delete poet-2",)),
+        (
+            "delete",
+            delete_command,
+            ("kvcellar agents delete poet-2", "kvcellar agents delete poet-2 --forever"),
+        ),
+        ("undo", undo_command, ("kvcellar agents undo poet",)),
+        (
+            "dropped",
+            dropped_command,
+            ("kvcellar agents dropped", "kvcellar agents dropped --empty"),
+        ),
         ("why", why_command, ("kvcellar agents why poet",)),
     ):
         group.command(name=name, help=help_of(command), epilog=examples(*shown))(command)
@@ -417,6 +427,8 @@ def rewind_command(
             turn = -1
         info = asyncio.run(agents.rewind(agent_id, position=position, turn=turn))
     _show(info, as_json)
+    if not as_json:
+        print_note(f"`kvcellar agents undo {agent_id}` brings back what was dropped")
 
 
 def keep_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
@@ -427,6 +439,8 @@ def keep_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
         write(json.dumps({"id": agent_id, "deleted": gone}) + "\n")
     else:
         write(f"kept {agent_id}; deleted {', '.join(gone) or 'none'}\n")
+    if gone and not as_json:
+        print_note(f"`kvcellar agents undo {agent_id}` brings them back")
 
 
 def pause_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
@@ -511,11 +525,60 @@ def import_command(
     _show(info, as_json)
 
 
-def delete_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
-    """Forget an agent; what others share with it stays."""
+def delete_command(
+    agent_id: AgentId,
+    is_final: Annotated[
+        bool, typer.Option("--forever", help="Keep nothing that undo could bring back.")
+    ] = False,
+    store: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget an agent; what others share with it stays. Undo brings it back for some time."""
     with _opened(store) as agents:
-        asyncio.run(agents.delete(agent_id))
+        asyncio.run(agents.delete(agent_id, is_final=is_final))
     write(json.dumps({"deleted": [agent_id]}) + "\n" if as_json else f"deleted {agent_id}\n")
+    if not (is_final or as_json):
+        print_note(f"`kvcellar agents undo {agent_id}` brings it back")
+
+
+def undo_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
+    """Bring back what rewind, keep, delete or a replaced history has dropped of an agent last.
+
+    Where the agent has gone on since, it comes back as an agent of another name. Each call goes one
+    step further back. What was dropped is kept until the store needs the room: the 100 last, for 30
+    days.
+    """
+    with _opened(store) as agents:
+        back = asyncio.run(agents.undo(agent_id))
+    if as_json:
+        write(json.dumps([_as_object(info) for info in back]) + "\n")
+        return
+    for info in back:
+        write(f"{info.agent_id}: {info.n_tokens} tokens, {info.n_turns} turns\n")
+
+
+def dropped_command(
+    is_emptied: Annotated[
+        bool, typer.Option("--empty", help="Delete all of it, so that undo finds nothing.")
+    ] = False,
+    store: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what undo can bring back, the latest at the end."""
+    with _opened(store) as agents:
+        if is_emptied:
+            n = agents.forget_dropped()
+            write(json.dumps({"deleted": n}) + "\n" if as_json else f"deleted {n} states\n")
+            return
+        states = agents.dropped()
+    if as_json:
+        write(json.dumps([asdict(state) for state in states]) + "\n")
+        return
+    for state in states:
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.at_s))
+        of = "" if state.by == state.agent_id else f" of {state.by}"
+        had = f"{state.n_tokens} tokens, {state.n_turns} turns"
+        write(f"{state.agent_id}  {had}, dropped by {state.verb}{of} at {at}\n")
 
 
 # Inside -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from kvcellar.store.layout import (
     WindowRows,
 )
 from kvcellar.store.matching import Loaded, Match, WindowState
-from kvcellar.store.references import Boundary, Reference
+from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import (
     EventKind,
     GcReport,
@@ -31,6 +31,7 @@ from kvcellar.store.store import Store
 
 __all__ = [
     "BLOCK_TOKENS",
+    "DROPPED",
     "Boundary",
     "EventKind",
     "Fingerprint",

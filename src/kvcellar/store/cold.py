@@ -25,7 +25,7 @@ from kvcellar.store.folder import PREVIOUS, Folder, stamp_of
 from kvcellar.store.format import DamagedError, FileBytes, read_file, read_header
 from kvcellar.store.journal import Journal
 from kvcellar.store.layout import root_address
-from kvcellar.store.references import Reference, file_stem, unpack_reference
+from kvcellar.store.references import DROPPED, Reference, file_stem, unpack_reference
 from kvcellar.store.reports import EventKind, EventLog
 
 T = TypeVar("T")
@@ -435,9 +435,9 @@ class ColdTier:
     ) -> None:
         """Remove until ``n_bytes`` more fit.
 
-        First the quarantine, then what no reference needs, then whole histories' KV, least
-        recently used first; never what a pinned reference needs, what is in ``protect``, or the
-        KV of ``keep``. Only within ``locked``.
+        First the quarantine, then what no reference needs, then histories that were dropped, oldest
+        first, then whole histories' KV, least recently used first; never what a pinned reference
+        needs, what is in ``protect``, or the KV of ``keep``. Only within ``locked``.
 
         Raises:
             StoreError: that is not enough; what could be removed was removed.
@@ -451,7 +451,20 @@ class ColdTier:
             if excess <= 0:
                 return
         excess -= self._remove_garbage(excess, protect)
-        for row in self.ask(Catalogue.references):
+        rows = self.ask(Catalogue.references)
+        for name in sorted(row.name for row in rows if row.name.startswith(DROPPED)):
+            if excess <= 0:
+                return
+            if name == keep:
+                continue
+            self.remove_reference(name)
+            self.events.add(
+                EventKind.EVICTED, name, "what was dropped cannot be brought back: its room is used"
+            )
+            excess = self.size_bytes() + n_bytes - self.limit_bytes
+            if excess > 0:
+                excess -= self._remove_garbage(excess, protect)
+        for row in rows:
             if excess <= 0:
                 break
             if row.is_pinned or row.name == keep or not self._holds(row.name):

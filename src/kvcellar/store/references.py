@@ -27,6 +27,9 @@ from kvcellar.types import IntArray
 
 MAX_NAME_BYTES = 512
 
+DROPPED = "dropped/"
+"""How the names of histories begin that are kept as long as nobody needs their room."""
+
 SERIAL = "serial"
 """The one fact of a caller's metadata that the store reads; see ``journal``."""
 

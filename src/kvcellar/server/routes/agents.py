@@ -15,7 +15,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from kvcellar.agents import TurnEnd, checked_id
+from kvcellar.agents import Dropped, TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
 from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
@@ -43,9 +43,12 @@ _IMPORT_BODY = {
 
 
 @router.get("")
-async def list_agents(request: Request) -> dict[str, Any]:
-    """All agents, the one that was used last at the end."""
+async def list_agents(request: Request, dropped: bool = False) -> dict[str, Any]:
+    """All agents, the one that was used last at the end; or what ``undo`` can bring back."""
     service = service_of(request)
+    if dropped:
+        states = await asyncio.to_thread(service.agents.dropped)
+        return {"object": "list", "data": [_dropped_as_json(service, state) for state in states]}
     found = [agent_as_json(service, info) for info in await service.agents.listed()]
     return {"object": "list", "data": found}
 
@@ -122,6 +125,17 @@ async def keep_agent(request: Request, agent_id: str) -> dict[str, Any]:
     return {"id": agent_id, "deleted": gone}
 
 
+@router.post("/{agent_id}/undo")
+async def undo(request: Request, agent_id: str) -> dict[str, Any]:
+    """Bring back what rewind, keep, delete or a replaced history has dropped of an agent last.
+
+    Where the agent has gone on since, it comes back as an agent of another name.
+    """
+    service = service_of(request)
+    back = await service.agents.undo(agent_id)
+    return {"id": agent_id, "restored": [agent_as_json(service, info) for info in back]}
+
+
 @router.post("/{agent_id}/pause")
 async def pause_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """Have all of an agent on disk, and in memory only what others share."""
@@ -193,9 +207,9 @@ async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
 
 
 @router.delete("/{agent_id:path}")
-async def delete_agent(request: Request, agent_id: str) -> dict[str, Any]:
-    """Forget an agent; what others share with it stays."""
-    await service_of(request).agents.delete(agent_id)
+async def delete_agent(request: Request, agent_id: str, forever: bool = False) -> dict[str, Any]:
+    """Forget an agent; what others share with it stays. ``undo`` brings it back, unless forever."""
+    await service_of(request).agents.delete(agent_id, is_final=forever)
     return {"id": agent_id, "deleted": True}
 
 
@@ -218,6 +232,14 @@ async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Re
     end = _end(service, await until_gone(request, to_the_end()))
     _note(request, end)
     return JSONResponse(end, headers={"x-agent-id": agent_id})
+
+
+def _dropped_as_json(service: Service, state: Dropped) -> dict[str, Any]:
+    value = dataclasses.asdict(state)
+    value["model"] = service.models.public(state.model)
+    value["id"] = value.pop("agent_id")
+    del value["name"]
+    return value
 
 
 async def _events(
