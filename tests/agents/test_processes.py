@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvcellar.engine import service as service_module
 from kvcellar.errors import UnknownAgentError
 from tests.agents.fakes import manager, run, tokens_of, turn
 
@@ -94,3 +95,33 @@ def test_looking_does_not_keep_the_event_loop(tmp_path, monkeypatch):
                 patch.setattr(ours.store._cold, "ask", slowly)
                 run(both(ours, verb))
             ours.store.flush()
+
+
+def test_kv_that_is_saved_late_does_not_bring_back_an_older_history(tmp_path, monkeypatch):
+    """Our engine rests after another process has published its turn."""
+    monkeypatch.setattr(service_module, "REST_S", 3600.0)
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.create("a"))
+        run(turn(ours, "a", "Hello"))
+        ours.store.flush()
+        run(turn(theirs, "a", "And?"))
+        run(theirs.pause("a"))
+        host = ours.models.host("hash")
+        agent = ours._agent("a")
+        host.service.run(lambda e: ours._publisher.between_steps(e, agent, True)).result()
+        ours.store.flush()
+        published = ours.store.get(agent.name)
+        assert len(published.metadata["turns"]) == 2
+        assert published.n_stored == len(published.tokens) - 1
+        assert [info.n_turns for info in run(ours.listed())] == [2]
+
+
+def test_a_turn_of_another_process_is_seen_while_a_save_of_ours_waits(tmp_path, monkeypatch):
+    with manager(tmp_path) as ours, manager(tmp_path) as theirs:
+        run(ours.create("a"))
+        run(turn(ours, "a", "Hello"))
+        ours.store.flush()
+        run(turn(theirs, "a", "And?"))
+        theirs.store.flush()
+        monkeypatch.setattr(ours._publisher, "revision_of", lambda agent: None)
+        assert [info.n_turns for info in run(ours.listed())] == [2]

@@ -1247,16 +1247,13 @@ class AgentManager:
         news = _News()
         for agent in agents:
             mine = known[agent.name]
-            if agent.gate.is_taken or agent.is_passing or mine is None:
+            if agent.gate.is_taken or agent.is_passing:
                 continue
             latest = recorded.get(agent.name, 0)
             if agent.name not in revisions and not latest:
                 if mine and not self.store.has_reference(agent.name):
                     news.gone.append((agent, mine))
-            elif (
-                revisions.get(agent.name, mine) != mine
-                or recorded.get(agent.name, 0) > agent.serial
-            ):
+            elif revisions.get(agent.name, mine) != mine or latest > agent.serial:
                 ref = self._publisher.news_of(agent)
                 if ref is not None:
                     news.changed.append((agent, mine, ref))
@@ -1376,7 +1373,7 @@ class _News:
     """
 
     found: list[Agent] = field(default_factory=list)
-    changed: list[tuple[Agent, int, Reference]] = field(default_factory=list)
+    changed: list[tuple[Agent, int | None, Reference]] = field(default_factory=list)
     gone: list[tuple[Agent, int]] = field(default_factory=list)
     unusable: dict[str, tuple[int, str]] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)

@@ -62,14 +62,15 @@ class Publisher:
         Costs one query where there is none. What cannot be used is none either.
         """
         known = self.revision_of(agent)
+        is_saving = known is None  # then ours is the later state, unless their number is higher
         if known is None:
-            return None
+            known = agent.revision
         has_news = self.store.revision(agent.name) not in (None, known)
         if not has_news and not self.store.recorded(agent.name, agent.serial):
             return None
         with contextlib.suppress(StoreError, UnknownReferenceError):
             ref = stored_state(self.store, agent.name)
-            is_new = ref.revision != known or ref.serial > agent.serial
+            is_new = ref.serial > agent.serial or (ref.revision != known and not is_saving)
             if is_new and key_of(ref) == agent.key:
                 checked_facts(ref)
                 return ref

@@ -369,6 +369,8 @@ class Saver:
             if naming is not None:
                 before = self._cold.reference(naming.name)
                 ref = self._reference(plan, naming, key, tokens, before)
+                if before is not None and before.serial > ref.serial > 0:
+                    return  # another process has published a later state meanwhile: that one stays
                 self._cold.put_reference(ref, protect)
                 plan.ticket.reference = ref
                 if before is not None:
