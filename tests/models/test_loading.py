@@ -417,6 +417,41 @@ def test_a_file_that_is_no_safetensors(folder, content, match):
     refuses(match, folder)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"dtype": "F33"},
+        {"dtype": ["F32"]},
+        {"dtype": None},
+        {"dtype": "BF16"},
+        {"shape": [1, 2]},
+        {"shape": "[1]"},
+        {"shape": [-1, -1]},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 2**70]},
+        {"data_offsets": [0.5, 1e308]},
+        {"data_offsets": {"0": 1}},
+    ],
+)
+def test_a_header_that_is_damaged_in_one_tensor_is_said_to_be(folder, damage):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["model.norm.weight"].update(damage)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    refuses(r"has a damaged header \(.*\); copy it again", folder)
+
+
+@pytest.mark.parametrize("names", [[["a"]], ["../model.safetensors"], [5], [""], ["a/b"]])
+def test_an_index_names_files_beside_it(folder, names):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {f"t{i}": name for i, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuses("which is no file beside it", folder)
+
+
 def test_tensors_that_are_missing_are_not_made_up(folder):
     rewrite(
         folder / "model.safetensors",

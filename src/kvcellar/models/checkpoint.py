@@ -18,6 +18,17 @@ from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors format allows."""
 
+_TYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits of a number, by the format's names of types."""
+
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -32,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} cannot be read as JSON ({error}); copy the file again from its source"
         ) from error
@@ -97,6 +108,12 @@ def check_weights(folder: Path) -> Counter[str]:
     weight_map = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / _INDEX} has no weight_map; copy the file again")
+    strange = [name for name in weight_map.values() if not _is_file_name(name)]
+    if strange:
+        raise ModelError(
+            f"{folder / _INDEX} names {str(strange[0])[:80]!r}, which is no file beside it; copy "
+            f"the file again"
+        )
     shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
@@ -219,10 +236,8 @@ def _tensors(path: Path) -> dict[str, dict[str, Any]]:
         try:
             header = json.loads(raw)
             header.pop("__metadata__", None)
-            want_bytes = (
-                8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            want_bytes = 8 + length + max(map(_end_of, header.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ModelError(
                 f"{path} has a damaged header ({error}); copy it again from its source"
             ) from error
@@ -235,6 +250,26 @@ def _tensors(path: Path) -> dict[str, dict[str, Any]]:
         )
     tensors: dict[str, dict[str, Any]] = header
     return tensors
+
+
+def _end_of(tensor: Any) -> int:
+    """Where a tensor ends behind the header.
+
+    Raises:
+        ValueError, TypeError, KeyError: what the header says of it cannot be.
+    """
+    dtype, shape, (start, stop) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+    if dtype not in _TYPE_BITS:
+        raise ValueError(f"a tensor of type {str(dtype)[:40]!r}, which is no type of safetensors")
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError("a shape or place that is not in whole numbers")
+    if 8 * (stop - start) != math.prod(shape) * _TYPE_BITS[dtype]:
+        raise ValueError(f"{stop - start} bytes for {shape} numbers of type {dtype}")
+    return int(stop)
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name}
 
 
 def few(names: list[str]) -> str:
