@@ -52,6 +52,28 @@ def test_a_bias_is_for_a_token_and_within_openais_bounds(live, path):
     live.post(path, {**PLAIN[path], "logit_bias": {"1": -100, "2": 100}})
 
 
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [
+        ('{"a": ' * 1500 + "1" + "}" * 1500, "nested"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "user.a.a.a.a.a... is nested more than 128 levels deep"),
+        ("1" * 5000, "cannot be read: Exceeds the limit"),
+        ("NaN", "user is nan"),
+        ("[1e999]", "user.0 is inf"),
+        ('"\xff"', "no UTF-8"),
+        ('{"a": 1', "JSON"),
+    ],
+)
+@pytest.mark.parametrize("n_more", [0, 9000])
+def test_what_cannot_be_read_is_said_whatever_the_length(live, inside, said, n_more):
+    more = '"x": "' + " " * n_more + '", ' if n_more else ""
+    body = f'{{"messages": [], {more}"user": {inside}}}'.encode("latin-1")
+    headers = {"content-type": "application/json"}
+    response = live.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"], response.text
+
+
 # Tools and content -------------------------------------------------------------------------------
 
 

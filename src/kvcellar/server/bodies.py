@@ -22,8 +22,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
 from kvcellar.agents.work import SHORT_BYTES
+from kvcellar.errors import KVCellarError
 from kvcellar.server.asking import service_of
-from kvcellar.server.errors import ApiError, ContextExceeded
+from kvcellar.server.errors import ApiError, ContextExceeded, as_api_error
 from kvcellar.server.service import Service
 
 __all__ = ["Bodies", "Body", "BodyRoute", "what_is_wrong"]
@@ -281,13 +282,14 @@ class _JsonRequest(Request):
 
         Raises:
             JSONDecodeError: it is no JSON.
-            RequestValidationError: it is no such request; what is said is in the scope, too.
+            ApiError: 400, it is JSON that no request is; what is said is in the scope, too.
+            RequestValidationError: it is no such request; the same.
         """
         body = await self.body()
         model = self._model
-        if model is None or len(body) <= SHORT_BYTES:
-            return await super().json()
         try:
+            if model is None or len(body) <= SHORT_BYTES:
+                return await super().json()
             work = service_of(self).agents.work
             return await work.run(len(body), lambda: model.model_validate(json.loads(body)))
         except ValidationError as error:
@@ -295,6 +297,23 @@ class _JsonRequest(Request):
             wrong = RequestValidationError(found)
             self.scope["kvcellar.refusal"] = what_is_wrong(wrong)
             raise wrong from error
+        except json.JSONDecodeError:  # the framework says where
+            raise
+        except (KVCellarError, RecursionError, ValueError) as error:
+            refusal = _not_read(error)
+            self.scope["kvcellar.refusal"] = refusal
+            raise refusal from error
+
+
+def _not_read(error: Exception) -> ApiError:
+    """Why a body that is JSON, or nearly, cannot be read."""
+    if isinstance(error, KVCellarError):
+        return as_api_error(error)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply; send it flatter", "invalid_request")
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, "the body is no UTF-8; send JSON as UTF-8", "invalid_request")
+    return ApiError(400, f"the body cannot be read: {error}", "invalid_request")
 
 
 def what_is_wrong(error: RequestValidationError) -> ApiError:
