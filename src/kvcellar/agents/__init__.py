@@ -10,7 +10,7 @@ from kvcellar.agents.joining import Joined
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
-from kvcellar.agents.models import ModelHost, ModelRegistry, open_host
+from kvcellar.agents.models import ModelHost, ModelRegistry, check_host, open_host
 from kvcellar.agents.places import Place
 from kvcellar.agents.records import AgentInfo, Turn, checked_id
 from kvcellar.agents.residence import BroughtBack
@@ -38,6 +38,7 @@ __all__ = [
     "TemplateReport",
     "Turn",
     "TurnEnd",
+    "check_host",
     "check_template",
     "checked_id",
     "choose_capacity",

@@ -28,13 +28,15 @@ from kvcellar.engine.speculate import (
 from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.models import LoadedModel, load_model
+from kvcellar.models import LoadedModel, check_model, load_model
+from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import ProgressFn
+from kvcellar.models.sizing import size_model
 from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
 from kvcellar.store import Layout, ModelKey
 from kvcellar.types import CacheConfig, make_config
 
-__all__ = ["ModelHost", "ModelRegistry", "open_host"]
+__all__ = ["ModelHost", "ModelRegistry", "check_host", "open_host"]
 
 log = logging.getLogger("kvcellar.agents")
 
@@ -235,6 +237,60 @@ def open_host(
         )
 
 
+def check_host(
+    name: str,
+    *,
+    capacity: int | None = None,
+    kv_dtype: str | None = None,
+    backend: str = "torch",
+    dtype: str | None = None,
+    weights: str | None = None,
+    device: str | None = None,
+    config: EngineConfig | None = None,
+    memory_bytes: int | None = None,
+    block_size: int = 1,
+    speculate: str | None = None,
+) -> None:
+    """Find what would keep a host from being opened, as far as files, packages and devices tell.
+
+    Takes what ``open_host`` takes. No weight is read, and nothing is left open. Of a model on the
+    Hugging Face hub that is not here yet only the config is downloaded and checked.
+
+    Raises:
+        ModelError, BackendError, ConfigError: as ``open_host``.
+    """
+    loading: dict[str, Any] = {
+        "backend": backend,
+        "dtype": dtype,
+        "weights": weights,
+        "device": device,
+    }
+    check_model(name, **loading)
+    spec = size_model(name, backend=backend, dtype=dtype, weights=weights)
+    cells = spec.max_positions if capacity is None else capacity
+    make_config(spec.params, cells, kv_dtype or "float32", block_size=block_size)
+    if memory_bytes is not None:
+        budgets_of_host(
+            name,
+            memory_bytes,
+            capacity=capacity,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            weights=weights,
+            config=config,
+            speculate=speculate,
+            backend=backend,
+        )
+    if speculate in (None, NGRAM):
+        return
+    assert speculate is not None
+    head = head_of(speculate)
+    if head is None:
+        check_model(speculate, **loading)
+    else:
+        size_eagle3(head or None, name, dtype=spec.dtype)
+
+
 def _make_drafter(
     name: str | None,
     target: LoadedModel,
@@ -313,7 +369,7 @@ class ModelRegistry:
                 last, or nothing.
             clock: seconds.
         """
-        if idle_ttl_s is not None and idle_ttl_s <= 0:
+        if idle_ttl_s is not None and not idle_ttl_s > 0:
             raise ConfigError(f"idle_ttl_s must be above 0 seconds, got {idle_ttl_s}")
         self._load = load
         self._budget_bytes = budget_bytes

@@ -17,6 +17,7 @@ from kvcellar.cli.terminal import (
     help_of,
     print_note,
     print_warning,
+    progress_bar,
     shown_warnings,
     write,
 )
@@ -50,6 +51,7 @@ def register(app: typer.Typer) -> None:
 
 
 def serve_command(
+    context: typer.Context,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -66,7 +68,17 @@ def serve_command(
         typer.Option(
             metavar="KEY",
             envvar="KVCELLAR_API_KEY",
-            help="What clients must bring as a bearer token or `x-api-key`.",
+            help="What clients must bring as a bearer token or `x-api-key`. On the command line "
+            "every user of this machine can read it, with `ps`: rather set the variable, or give "
+            "--api-key-file.",
+            rich_help_panel=TRUST,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file whose first line is the API key.",
             rich_help_panel=TRUST,
         ),
     ] = None,
@@ -184,6 +196,7 @@ def serve_command(
     from kvcellar.engine import EngineConfig
     from kvcellar.store import Store, StoreConfig, default_store
 
+    api_key = _api_key(context, api_key, api_key_file)
     config = ServerConfig(
         host=host,
         port=port,
@@ -249,6 +262,13 @@ def serve_command(
             print_note(f"chat template: {found}")
         return opened
 
+    with progress_bar(f"starting {backend}"):
+        from kvcellar.agents import check_host
+
+        for path in offered.values():
+            limit = None if plan is None else size_of(path)
+            check_host(path, memory_bytes=limit, **settings_of(path))
+
     def make_models() -> ServedModels:
         return ServedModels(
             offered,
@@ -295,6 +315,31 @@ def _offered(models: list[str]) -> dict[str, str]:
             raise ConfigError(f"two models are called {name!r}; name one as NAME=MODEL")
         offered[name] = path
     return offered
+
+
+def _api_key(context: typer.Context, given: str | None, file: Path | None) -> str | None:
+    """The key that clients must bring, from wherever it was given; None: none is wanted.
+
+    Raises:
+        ConfigError: it was given twice, or the file cannot be read.
+    """
+    source = context.get_parameter_source("api_key")
+    is_typed = source is not None and source.name == "COMMANDLINE"
+    if file is None:
+        if is_typed:
+            print_warning(
+                "every user of this machine can read the command line, and so this --api-key; "
+                "rather set KVCELLAR_API_KEY, or give --api-key-file"
+            )
+        return given
+    if is_typed:
+        raise ConfigError("--api-key and --api-key-file were both given; leave one of them out")
+    try:
+        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"the API key in {file} cannot be read ({said})") from error
+    return lines[0].strip() if lines else ""
 
 
 def _is_local(host: str) -> bool:

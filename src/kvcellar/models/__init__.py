@@ -3,7 +3,7 @@
 Importing this package needs no tensor library; loading a model does.
 """
 
-from kvcellar.models.loading import LoadedModel, load_model
+from kvcellar.models.loading import LoadedModel, check_model, load_model
 from kvcellar.models.runner import Runner
 
-__all__ = ["LoadedModel", "Runner", "load_model"]
+__all__ = ["LoadedModel", "Runner", "check_model", "load_model"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -267,28 +268,14 @@ def load_model(
         WeightsQualityWarning: the weights' format harms the model, or models of its size.
     """
     if backend != "torch":
-        module = load_backend(backend)
-        if not hasattr(module, "load_model"):
-            raise BackendError(
-                f"backend {backend!r} loads no models; choose torch, mlx or executorch"
-            )
-        found: LoadedModel = module.load_model(
+        found: LoadedModel = _loading_backend(backend).load_model(
             name_or_path, dtype=dtype, weights=weights, device=device, progress=progress
         )
         return _with_template(found, chat_template)
     weights = parse_weights(weights, dtype)
     kernel = load_backend(backend)
-    dtype = "bfloat16" if weights == "bf16" else dtype
-    try:
-        from kvcellar.models import torch_loading
-        from kvcellar.models.tokenizer import load_tokenizer, quiet
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("kvcellar"):
-            raise
-        raise BackendError(
-            f"loading a model needs the package {error.name!r}; install it with: "
-            f"pip install 'kvcellar[torch]'"
-        ) from error
+    torch_loading = _torch_loading()
+    from kvcellar.models.tokenizer import load_tokenizer, quiet
 
     done = start = 0.0  # of everything; where reading and loading begin
 
@@ -303,20 +290,11 @@ def load_model(
         start = done
         report(0.0, "reading the config")
         raw = read_config(folder)
-        check_architecture(raw, folder)
+        torch_dtype, torch_device, held = _check_for_torch(
+            folder, raw, weights, dtype, device, is_demo=name_or_path == DEMO
+        )
         params = params_from_config(raw)
         config = config_from_dict(raw)
-        stored = check_weights(folder)
-        check_tokenizer_files(folder)
-        is_demo = name_or_path == DEMO
-        wanted = "float32" if is_demo and dtype in (None, "auto") else dtype
-        torch_dtype, torch_device = torch_loading.pick_types(wanted, device, raw, stored)
-        held = choose_weights(
-            weights,
-            str(torch_dtype).removeprefix("torch."),
-            is_cpu=torch_device.type == "cpu",
-            is_built=kernel.reads_weights(),
-        )
         report(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         report(0.05, "loading weights")
@@ -363,6 +341,104 @@ def _with_template(model: LoadedModel, text: str | None) -> LoadedModel:
         return model
     model.tokenizer.chat_template = text
     return replace(model, chat_template=text)
+
+
+def check_model(
+    name_or_path: str | Path,
+    *,
+    backend: str = "torch",
+    dtype: Any = None,
+    weights: str | None = None,
+    device: Any = None,
+) -> None:
+    """Find what is wrong with a model, or with how it is to be loaded, and read no weight.
+
+    Takes what ``load_model`` takes. Of a model on the Hugging Face hub that is not here yet only
+    the config is downloaded and checked.
+
+    Raises:
+        ModelError, BackendError, ConfigError: as ``load_model``.
+    """
+    if backend != "torch":
+        _loading_backend(backend).check_model(
+            name_or_path, dtype=dtype, weights=weights, device=device
+        )
+        return
+    weights = parse_weights(weights, dtype)
+    load_backend(backend)
+    torch_loading = _torch_loading()
+    if not is_local(name_or_path):
+        torch_loading.pick_types(dtype or "float32", device, {}, Counter())
+        return
+    folder = find_checkpoint(name_or_path, lambda fraction, what: None)
+    raw = read_config(folder)
+    _check_for_torch(folder, raw, weights, dtype, device, is_demo=name_or_path == DEMO)
+
+
+def is_local(name_or_path: str | Path) -> bool:
+    """Return whether a model cannot be one of the hub's: it is here, or its name is a path."""
+    return (
+        name_or_path == DEMO
+        or Path(name_or_path).expanduser().exists()
+        or isinstance(name_or_path, Path)
+        or not HUB_ID.fullmatch(name_or_path)
+    )
+
+
+def _check_for_torch(
+    folder: Path,
+    raw: dict[str, Any],
+    weights: str | None,
+    dtype: Any,
+    device: Any,
+    *,
+    is_demo: bool,
+) -> tuple[Any, Any, str | None]:
+    """Check a checkpoint's files and the options, and pick: dtype, device, how weights are held."""
+    check_architecture(raw, folder)
+    params_from_config(raw)
+    stored = check_weights(folder)
+    check_tokenizer_files(folder)
+    dtype = "bfloat16" if weights == "bf16" else dtype
+    wanted = "float32" if is_demo and dtype in (None, "auto") else dtype
+    torch_dtype, torch_device = _torch_loading().pick_types(wanted, device, raw, stored)
+    held = choose_weights(
+        weights,
+        str(torch_dtype).removeprefix("torch."),
+        is_cpu=torch_device.type == "cpu",
+        is_built=load_backend("torch").reads_weights(),
+    )
+    return torch_dtype, torch_device, held
+
+
+def _loading_backend(backend: str) -> Any:
+    """The module of a backend other than torch that loads models.
+
+    Raises:
+        BackendError: there is none of that name, or it loads none.
+    """
+    module = load_backend(backend)
+    if not hasattr(module, "load_model"):
+        raise BackendError(f"backend {backend!r} loads no models; choose torch, mlx or executorch")
+    return module
+
+
+def _torch_loading() -> Any:
+    """The module that loads with torch and transformers.
+
+    Raises:
+        BackendError: one of them is not installed.
+    """
+    try:
+        from kvcellar.models import torch_loading
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("kvcellar"):
+            raise
+        raise BackendError(
+            f"loading a model needs the package {error.name!r}; install it with: "
+            f"pip install 'kvcellar[torch]'"
+        ) from error
+    return torch_loading
 
 
 def accelerator_bytes(device: str | None) -> int | None:

@@ -11,6 +11,9 @@ __all__ = ["DEFAULT_PORT", "ServerConfig"]
 
 DEFAULT_PORT = 8642
 
+MOST_SECONDS = 1e8
+"""Three years."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -87,8 +90,11 @@ class ServerConfig:
             "ping_s",
             "shutdown_s",
         ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < MOST_SECONDS:
+                raise ConfigError(
+                    f"{name} must be above 0 and below {MOST_SECONDS:g} seconds, got "
+                    f"{getattr(self, name)}"
+                )
 
     @property
     def most_connections(self) -> int:

@@ -32,6 +32,7 @@ _builders.register_builder("executorch", "tree", TorchTreeCache)
 
 from kvcellar.backends.executorch.loading import (  # noqa: E402
     ExecutorchModel,
+    check_model,
     load_model,
     size_program,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "ExecutorchModel",
     "Method",
     "Program",
+    "check_model",
     "export_program",
     "load_model",
     "size_program",

@@ -17,7 +17,7 @@ import torch
 from kvcellar.backends.executorch.archive import pack_files, seal
 from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX
-from kvcellar.backends.executorch.quantising import WEIGHT_DTYPES, quantise
+from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
@@ -27,7 +27,6 @@ from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
 from kvcellar.models.loading import check_feature_layers
 from kvcellar.models.torch_runner import inputs_of, modules_given
 
-SCHEMES = ("none", *WEIGHT_DTYPES)
 DTYPES = ("float32", "float16", "bfloat16")
 OP = "update_and_attend"
 PRODUCTS = ("linear", "mm", "addmm")
@@ -211,8 +210,7 @@ def trace(
 
 
 def _check(quantize: str, dtype: str, max_tokens_per_step: int, method: str) -> None:
-    if quantize not in SCHEMES:
-        raise ConfigError(f"quantize {quantize!r} is unknown; choose one of {', '.join(SCHEMES)}")
+    check_scheme(quantize)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     if quantize != "none" and dtype != "float32":

@@ -174,8 +174,7 @@ def load_model(
         BackendError: the native part is missing.
     """
     report = progress or (lambda fraction, what: None)
-    if device is not None and torch.device(device).type != "cpu":
-        raise ConfigError(f"programs run on the CPU, got device {device!r}; leave it out")
+    _check_device(device)
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.suffix != ".pte" and not path.is_file():
         path = _exported(
@@ -188,18 +187,7 @@ def load_model(
     report(0.96, "reading the tokenizer")
     config, tokenizer, sampling = _carried(program)
     report(0.98, "loading weights")
-    found = str(facts["dtype"]) + ("" if facts["quantize"] == "none" else f"+{facts['quantize']}")
-    asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
-    if asked not in (None, facts["dtype"]):
-        raise ConfigError(
-            f"{path} was exported in {found} and dtype {asked!r} is asked for; leave it out, or "
-            f"export again with --dtype {asked}"
-        )
-    if weights not in (None, facts["quantize"]):
-        raise ConfigError(
-            f"{path} was exported in {found} and weights {weights!r} are asked for; leave them "
-            f"out, or export again with --quantize {weights}"
-        )
+    _check_asked(path, facts, dtype, weights)
     method = program.method_names[0]
     program.load_method(method)
     report(1.0, "ready")
@@ -223,6 +211,56 @@ def load_model(
         max_tokens_per_step=int(facts["max_tokens_per_step"]),
         feature_layers=tuple(int(layer) for layer in facts.get("feature_layers", ())),
     )
+
+
+def check_model(
+    name_or_path: str | Path,
+    *,
+    dtype: Any = None,
+    weights: str | None = None,
+    device: Any = None,
+) -> None:
+    """Find what is wrong with a program or with what would be exported.
+
+    See :func:`kvcellar.models.check_model`.
+    """
+    from kvcellar import models
+    from kvcellar.backends.executorch.quantising import check_scheme
+
+    _check_device(device)
+    path = Path(name_or_path).expanduser()
+    if path.suffix != ".pte" and not path.is_file():
+        check_scheme(weights or "none")
+        wanted = "float32" if dtype in (None, "auto") else dtype
+        models.check_model(name_or_path, backend="torch", dtype=wanted)
+        return
+    program = Program(path)
+    try:
+        _check_asked(path, _facts(program), dtype, weights)
+        _carried(program)
+    finally:
+        program.close()
+
+
+def _check_device(device: Any) -> None:
+    if device is not None and str(device).partition(":")[0] != "cpu":
+        raise ConfigError(f"programs run on the CPU, got device {device!r}; leave it out")
+
+
+def _check_asked(path: Path, facts: Mapping[str, Any], dtype: Any, weights: str | None) -> None:
+    """Refuse a program that was exported otherwise than is asked for."""
+    found = str(facts["dtype"]) + ("" if facts["quantize"] == "none" else f"+{facts['quantize']}")
+    asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    if asked not in (None, facts["dtype"]):
+        raise ConfigError(
+            f"{path} was exported in {found} and dtype {asked!r} is asked for; leave it out, or "
+            f"export again with --dtype {asked}"
+        )
+    if weights not in (None, facts["quantize"]):
+        raise ConfigError(
+            f"{path} was exported in {found} and weights {weights!r} are asked for; leave them "
+            f"out, or export again with --quantize {weights}"
+        )
 
 
 def size_program(path: Path) -> ModelCacheSpec:

@@ -12,8 +12,20 @@ from kvcellar.errors import ConfigError
 WEIGHT_DTYPES = {"8da4w": "int4", "8da8w": "int8"}
 """Scheme -> type of the weights of linear layers; activations are int8, scaled as they come."""
 
+SCHEMES = ("none", *WEIGHT_DTYPES)
+
 GROUP = 32
 """Weights of 4 bits, and embedding rows, that share a scale."""
+
+
+def check_scheme(scheme: str) -> None:
+    """Make sure that there is a scheme of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if scheme not in SCHEMES:
+        raise ConfigError(f"quantize {scheme!r} is unknown; choose one of {', '.join(SCHEMES)}")
 
 
 def quantise(model: Any, scheme: str) -> tuple[int, int]:

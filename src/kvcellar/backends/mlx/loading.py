@@ -30,6 +30,7 @@ from kvcellar.models.loading import (
     check_vocabulary,
     find_checkpoint,
     find_eos_token_ids,
+    is_local,
     without_quantisation,
 )
 from kvcellar.models.runner import Runner
@@ -100,22 +101,16 @@ def load_model(
     Raises:
         ModelError, ConfigError: as there.
     """
-    if weights is not None:
-        raise ConfigError(
-            f"weights {weights!r} are not made by the backend mlx; quantise the checkpoint with "
-            f"mlx_lm.convert, and give its folder"
-        )
+    _check_weights_option(weights)
     wanted, where = _pick_dtype(dtype, name_or_path), _pick_device(device)
     report: ProgressFn = progress or (lambda fraction, what: None)
     with quiet(lambda part: None):
         folder = find_checkpoint(name_or_path, lambda part, what: report(0.9 * part, what))
         report(0.9, "reading the config")
         raw = read_config(folder)
-        check_architecture(without_quantisation(raw), folder)
+        stored = _check_files(folder, raw)
         params = params_from_config(raw)
         config = config_from_dict(raw)
-        stored = check_weights(folder)
-        check_tokenizer_files(folder)
         tokenizer = load_tokenizer(folder)
         report(0.92, "loading weights")
         model = load_weights(folder, raw, config)
@@ -290,6 +285,38 @@ def _float_type(model: Any, stored: Counter[str]) -> str:
     """The type that the model computes in: that of its last norm."""
     dtype = text_model(model).norm.norm.weight.dtype
     return next(name for name, known in FLOAT_DTYPES.items() if known == dtype)
+
+
+def check_model(
+    name_or_path: str | Path,
+    *,
+    dtype: Any = None,
+    weights: str | None = None,
+    device: Any = None,
+) -> None:
+    """Find what is wrong with a model; see :func:`kvcellar.models.check_model`."""
+    _check_weights_option(weights)
+    _pick_dtype(dtype, name_or_path)
+    _pick_device(device)
+    if is_local(name_or_path):
+        folder = find_checkpoint(name_or_path, lambda fraction, what: None)
+        _check_files(folder, read_config(folder))
+
+
+def _check_weights_option(weights: str | None) -> None:
+    if weights is not None:
+        raise ConfigError(
+            f"weights {weights!r} are not made by the backend mlx; quantise the checkpoint with "
+            f"mlx_lm.convert, and give its folder"
+        )
+
+
+def _check_files(folder: Path, raw: dict[str, Any]) -> Counter[str]:
+    check_architecture(without_quantisation(raw), folder)
+    params_from_config(raw)
+    stored = check_weights(folder)
+    check_tokenizer_files(folder)
+    return stored
 
 
 def _pick_dtype(dtype: Any, name_or_path: str | Path) -> str | None:

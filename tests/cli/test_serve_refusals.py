@@ -1,0 +1,132 @@
+"""What cannot work is said in one line, with exit code 2, and before an address is printed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvcellar.cli import app
+from kvcellar.models.loading import DEMO_FOLDER
+from kvcellar.server import run
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@pytest.fixture(autouse=True)
+def nothing_listens(monkeypatch):
+    """Whoever gets as far as an address fails the test."""
+
+    def listen(*_):
+        raise AssertionError("the server would have been started")
+
+    monkeypatch.setattr(run, "listen", listen)
+
+
+def refused(*arguments, **environment):
+    """The one line that a command ends with."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), env=environment)
+    assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
+    assert not result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and result.stderr.splitlines()[-1] == lines[0], result.stderr
+    return lines[0]
+
+
+LOADING = [
+    (("/nope",), "there is no folder"),
+    (("demo", "--kv-dtype", "int3"), "kv_dtype 'int3' is not known"),
+    (("demo", "--dtype", "int3"), "dtype 'int3' is not known"),
+    (("demo", "--weights", "int5"), "weights 'int5' are unknown"),
+    (("demo", "--backend", "cuda9"), "backend 'cuda9' is unknown"),
+    (("demo", "--backend", "reference"), "loads no models"),
+    (("demo", "--device", "nonsense"), "device 'nonsense' cannot be used"),
+    pytest.param(("demo", "--device", "cuda"), "device 'cuda' cannot be used", marks=NO_GPU),
+    (("demo", "--capacity", 0), "capacity"),
+    (("demo", "--capacity", -5), "capacity"),
+    (("demo", "--memory", "1MB"), "a memory budget of 1.00 MB"),
+    (("demo", "--memory", "some"), "'some' is not a size"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), LOADING)
+def test_serve_refuses_what_no_model_can_be_loaded_with(tmp_path, arguments, said):
+    assert said in refused("serve", "--store", tmp_path / "s", *arguments)
+
+
+@pytest.mark.parametrize(("arguments", "said"), LOADING)
+def test_generate_refuses_the_same(arguments, said):
+    assert said in refused("generate", *arguments, "--prompt", "x", "--max-tokens", 1)
+
+
+@pytest.mark.parametrize(("arguments", "said"), LOADING)
+def test_chat_refuses_the_same(arguments, said):
+    assert said in refused("chat", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("demo", "/nope"), "there is no folder /nope"),
+        (("a=demo", "b=/nope"), "there is no folder /nope"),
+        (("--speculate", "/nope"), "there is no folder /nope"),
+        (("--speculate", "eagle3:/nope"), "there is no folder /nope"),
+        (("--max-body", "x"), "'x' is not a size"),
+        (("--wait", "nan"), "wait_s must be above 0"),
+        (("--shutdown", "inf"), "shutdown_s must be above 0"),
+        (("--remember", -1), "max_unnamed must be 0 or more"),
+        (("--parallel", 0), "greater than or equal to 1"),
+        (("--allow-origin", "*"), "'*' is no origin"),
+        (("--api-key-file", "/nope"), "the API key in /nope cannot be read"),
+        (("--api-key", "a", "--api-key-file", "/nope"), "were both given"),
+    ],
+)
+def test_serve_refuses_what_else_cannot_work(tmp_path, arguments, said):
+    assert said in refused("serve", "--store", tmp_path / "s", *arguments)
+
+
+def test_serve_refuses_a_checkpoint_that_is_not_whole(tmp_path):
+    for name, said in (("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors")):
+        folder = tmp_path / name
+        shutil.copytree(DEMO_FOLDER, folder)
+        (folder / name).unlink()
+        assert said in refused("serve", folder, "--store", tmp_path / "s")
+    folder = tmp_path / "other"
+    shutil.copytree(DEMO_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "alien"}))
+    assert "architecture 'alien'" in refused("serve", folder, "--store", tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "the API key is empty"), ("\n", "is empty"), ("ü", "printable ASCII")]
+)
+def test_a_file_without_a_key_is_no_key(tmp_path, text, said):
+    (tmp_path / "key").write_text(text)
+    key_file = ("--api-key-file", tmp_path / "key")
+    assert said in refused("serve", "--store", tmp_path / "s", *key_file)
+
+
+def test_a_key_is_read_from_where_nobody_else_looks(tmp_path, monkeypatch):
+    """And whoever types it into the command line is told that others can read it there."""
+    kept = []
+    monkeypatch.setattr(run, "serve", lambda config, *_, **__: kept.append(config.api_key))
+    monkeypatch.setattr(run, "log_to_stderr", lambda: None)
+    (tmp_path / "key").write_text("from-a-file\nnot this\n")
+    store = ("--store", str(tmp_path / "s"))
+    ways = [
+        (["--api-key-file", str(tmp_path / "key")], {}),
+        ([], {"KVCELLAR_API_KEY": "from-the-environment"}),
+        (["--api-key", "typed"], {}),
+        ([], {}),
+    ]
+    warned = []
+    for arguments, environment in ways:
+        result = CliRunner().invoke(app, ["serve", *store, *arguments], env=environment)
+        assert result.exit_code == 0, (result.stderr, result.exception)
+        warned.append("can read the command line" in result.stderr)
+    assert kept == ["from-a-file", "from-the-environment", "typed", None]
+    assert warned == [False, False, True, False]
