@@ -92,6 +92,7 @@ KERNEL := $(wildcard src/kvcellar/backends/kernels/native/*)
 $(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 	@echo "installing kvcellar ..."
 	@$(PIP) -e '.[torch]'
+	@$(BIN)/python -c 'from kvcellar.backends import kernels as k; k.is_available() or print("warning: " + k.why_not())' >&2
 	@touch $@
 
 $(VENV)/.server: $(VENV)/.runtime

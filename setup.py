@@ -14,9 +14,10 @@ class KernelIfPossible(BuildCMake):
         try:
             super().run()
         except (Exception, SystemExit) as error:
+            # pip shows this with -v alone, so whoever runs a model is told once more.
             print(
-                f"kvcellar: the CPU attention kernel was not built ({error}); the package works "
-                f"without it, slower. It needs a C++17 compiler.",
+                f"kvcellar: the compiled CPU kernel was not built ({error}); models will run "
+                f"several times slower. Install a C++17 compiler and install kvcellar again.",
                 file=sys.stderr,
             )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcellar.backends import kernels
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
@@ -97,6 +98,7 @@ def inspect_command(
             f"{spec.max_positions}; choose a --context in between"
         )
     view = View(spec, limit_bytes, context, agents, has_budget=memory is not None)
+    kernels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
     else:

@@ -267,7 +267,9 @@ def serve_command(
 
         for path in offered.values():
             limit = None if plan is None else size_of(path)
-            check_host(path, memory_bytes=limit, **settings_of(path))
+            settings = settings_of(path)
+            del settings["chat_template"]  # read already; the model's template is tried later
+            check_host(path, memory_bytes=limit, **settings)
 
     def make_models() -> ServedModels:
         return ServedModels(

@@ -18,8 +18,11 @@ attend by their runtime's own means, and ``why_not()`` says what would help.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -68,6 +71,7 @@ __all__ = [
     "step_function",
     "stream_read",
     "threads_of",
+    "warn_if_missing",
     "why_not",
 ]
 
@@ -79,6 +83,22 @@ _FORMATS = {16: 0, 8: 1, 4: 2, 12: 3}
 
 LEVEL_VARIABLE = "KVCELLAR_KERNEL"
 """Environment: an instruction set to use in place of the best, or ``off``."""
+
+
+def _said_of(error: ImportError) -> str:
+    """What is missing, what that costs, and the way out, in one sentence for people."""
+    is_built = any(Path(__file__).parent.glob("_native*.so"))
+    state = f"cannot be loaded ({error})" if is_built else "was not built when it was installed"
+    root = Path(__file__).parents[4]
+    again = "--force-reinstall --no-cache-dir --no-binary kvcellar kvcellar"
+    if (root / "setup.py").is_file():
+        again = f"-e {root}"
+    return (
+        f"the compiled CPU kernel of kvcellar {state}, so models run several times slower, on the "
+        f"runtime's own operations; install a C++17 compiler (Debian and Ubuntu: apt install g++; "
+        f"macOS: xcode-select --install), then: pip install --no-deps {again}"
+    )
+
 
 _reason = ""
 _forced = os.environ.get(LEVEL_VARIABLE, "")
@@ -99,11 +119,7 @@ else:
                 Pool,
             )
     except ImportError as error:
-        _reason = (
-            f"the kvcellar CPU kernel is not built here ({error}); attention falls back to the "
-            f"runtime's own, which is several times slower. With a C++17 compiler and CMake on the "
-            f"machine, install kvcellar again to build it"
-        )
+        _reason = _said_of(error)
 
 
 def is_available() -> bool:
@@ -114,6 +130,13 @@ def is_available() -> bool:
 def why_not() -> str:
     """Why the kernel is not available and what to do; empty where it is."""
     return _reason
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Say once, in the log, that the kernel is missing; nothing where somebody switched it off."""
+    if _reason and _forced != "off":
+        logging.getLogger(__name__).warning(_reason)
 
 
 class SideLayout(NamedTuple):

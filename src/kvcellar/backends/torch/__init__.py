@@ -1,8 +1,5 @@
 """The PyTorch backend: float and quantised pools and attention on CPU and CUDA."""
 
-import logging
-import os
-
 from kvcellar.backends import kernels
 from kvcellar.backends.torch.caches import (
     TorchContiguousCache,
@@ -31,5 +28,4 @@ _builders.register_builder("torch", "seq", TorchSeqCache)
 _builders.register_builder("torch", "paged", TorchPagedCache)
 _builders.register_builder("torch", "tree", TorchTreeCache)
 
-if not kernels.is_available() and os.environ.get(kernels.LEVEL_VARIABLE) != "off":
-    logging.getLogger(__name__).warning(kernels.why_not())
+kernels.warn_if_missing()
