@@ -368,6 +368,13 @@ def test_a_session_id_that_is_an_agents_name_names_nobody(live):
     assert messages_of(live, "honest") == known
 
 
+def test_a_response_that_was_deleted_is_gone_for_good(live):
+    value = live.post("/v1/responses", {"input": "Forget it.", "max_output_tokens": 4})
+    before = live.get("/v1/agents?dropped=true")["data"]
+    assert live.http.delete(f"/v1/responses/{value['id']}").json()["deleted"] is True
+    assert live.get("/v1/agents?dropped=true")["data"] == before
+
+
 def test_branches_and_what_is_behind_the_history_are_there_after_a_restart(tmp_path):
     with serving(tmp_path) as live:
         known = make(live, "poet", "One.")

@@ -256,3 +256,157 @@ def test_text_in_an_answer_is_text_and_never_markup(open_page, shown):
     chosen(page, "markup")
     expect(page.locator("#talk .user")).to_contain_text("<img src=x")
     assert page.title() == "kvcellar" and page.locator("#talk img").count() == 0
+
+
+# What is typed or made is not lost --------------------------------------------------------------
+
+FAIL = """() => {
+    const real = window.fetch;
+    window.real = real;
+    window.fetch = (path, ...more) => String(path).endsWith("/generate")
+        ? Promise.reject(new TypeError("Failed to fetch")) : real(path, ...more);
+}"""
+
+
+def test_what_was_typed_stays_on_an_error_and_when_the_page_is_loaded_again(open_page, shown):
+    shown.post("/v1/agents", {"id": "typist"})
+    page = open_page()
+    chosen(page, "typist")
+    prompt = page.locator("#prompt")
+    page.evaluate(FAIL)
+    prompt.fill("Do not lose this.")
+    prompt.press("Enter")
+    expect(page.locator("#toast")).to_contain_text("the server does not answer")
+    assert prompt.input_value() == "Do not lose this."
+    page.reload()
+    expect(page.locator("#agent-title")).to_have_text("typist")
+    expect(prompt).to_have_value("Do not lose this.")
+    page.locator("#max").fill("6")
+    prompt.press("Enter")
+    expect(page.locator("#took")).to_contain_text("reused")
+    expect(prompt).to_have_value("")
+    page.reload()
+    expect(page.locator("#agent-title")).to_have_text("typist")
+    assert prompt.input_value() == "" and page.locator("#max").input_value() == "6"
+    (said,) = (m for m in shown.get("/v1/agents/typist")["messages"] if m["role"] == "user")
+    assert said["content"] == "Do not lose this."
+
+
+def test_a_refusal_keeps_what_was_typed(open_page, shown):
+    shown.post("/v1/agents", {"id": "refused"})
+    page = open_page(expected="400")
+    chosen(page, "refused")
+    text = "word " * 5000
+    page.locator("#prompt").fill(text)
+    page.locator("#send").click()
+    expect(page.locator("#toast")).to_contain_text("context")
+    assert page.locator("#prompt").input_value() == text
+
+
+def test_each_agent_has_a_draft_and_a_line_of_its_own(open_page, shown):
+    for name in ("left", "right"):
+        shown.post("/v1/agents", {"id": name})
+    page = open_page()
+    chosen(page, "left")
+    page.locator("#max").fill("4")
+    page.locator("#prompt").fill("To the left.")
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#took")).to_contain_text("reused")
+    page.locator("#prompt").fill("More for the left.")
+    chosen(page, "right")
+    expect(page.locator("#took")).to_have_text("")
+    expect(page.locator("#prompt")).to_have_value("")
+    page.locator("#prompt").fill("For the right.")
+    chosen(page, "left")
+    expect(page.locator("#prompt")).to_have_value("More for the left.")
+    expect(page.locator("#took")).to_contain_text("reused")
+    chosen(page, "right")
+    expect(page.locator("#prompt")).to_have_value("For the right.")
+
+
+def test_enter_during_an_answer_ends_nothing_and_keeps_what_was_typed(open_page, shown):
+    shown.post("/v1/agents", {"id": "talking"})
+    page = open_page()
+    chosen(page, "talking")
+    page.locator("#max").fill("400")
+    page.locator("#prompt").fill("Go on. " * 9)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator("#prompt")).to_have_value("")
+    page.locator("#prompt").fill("Next.")
+    page.locator("#prompt").press("Enter")
+    page.locator("#max").press("Enter")
+    expect(page.locator("#toast")).to_contain_text("What you typed is kept")
+    assert page.locator("#prompt").input_value() == "Next."
+    assert page.locator("#stop").is_visible(), "the answer goes on"
+    chosen(page, "root")  # looking elsewhere ends nothing either
+    expect(page.locator("#send")).to_be_visible()
+    chosen(page, "talking")
+    expect(page.locator("#talk .now")).to_be_visible()
+    page.locator("#stop").click()
+    expect(page.locator("#send")).to_be_visible()
+    assert page.locator("#prompt").input_value() == "Next."
+    shown.until(lambda: shown.get("/v1/agents/talking")["state"] == "idle", "the end")
+    assert shown.get("/v1/agents/talking")["n_turns"] == 1
+
+
+def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown):
+    shown.post("/v1/agents", {"id": "precious"})
+    for text in ("One.", "Two."):
+        shown.post("/v1/agents/precious/generate", {"text": text, **SHORT})
+    for name in ("kept", "sibling"):
+        shown.post("/v1/agents/precious/fork", {"id": name})
+    page = open_page()
+    chosen(page, "precious")
+    assert page.locator("#undo").is_hidden()
+    page.locator("#agent-title").click()
+    page.keyboard.press("r")
+    expect(page.locator("#talk .user")).to_have_count(1)
+    page.locator("#undo").click()
+    expect(page.locator("#talk .user")).to_have_count(2)
+    expect(page.locator("#undo")).to_be_hidden()
+
+    chosen(page, "kept")
+    page.locator('[data-verb="keep"]').click()
+    expect(page.locator('#tree [data-id="sibling"]')).to_have_count(0)
+    page.reload()  # what can be undone is known to the page that is loaded again
+    page.locator("#undo").click()
+    expect(page.locator('#tree [data-id="sibling"]')).to_have_count(1)
+
+    chosen(page, "precious")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.locator('[data-verb="delete"]').click()
+    expect(page.locator('#tree [data-id="precious"]')).to_have_count(0)
+    page.locator("#agent-title").click()
+    page.keyboard.press("u")
+    expect(page.locator("#agent-title")).to_have_text("precious")
+    expect(page.locator("#talk .user")).to_have_count(2)
+    assert shown.get("/v1/agents/precious")["n_turns"] == 2
+
+
+def test_a_dead_server_is_shown_as_dead_until_it_is_back(open_page, shown):
+    page = open_page(expected="Failed to load resource")
+    expect(page.locator("#status-text")).to_contain_text("demo")
+    banner = page.locator("#dead")
+    assert banner.is_hidden()
+    page.route("**/events", lambda route: route.abort())  # nobody listens any more
+    page.evaluate("watch.silence = 1")
+    shown.post("/v1/agents", {"id": "last-words"})  # the last word of the stream that is open
+    expect(banner).to_be_visible()
+    expect(banner).to_contain_text("What is shown is as it was at")
+    expect(page.locator("#status-text")).to_have_text("no connection")
+    assert page.evaluate("document.body.classList.contains('stale')")
+    chosen(page, "last-words")
+    page.locator("#prompt").fill("Typed meanwhile.")
+    page.evaluate("watch.silence = 25000")
+    page.unroute("**/events")
+    expect(banner).to_be_hidden()
+    expect(page.locator("#status-text")).to_contain_text("demo")
+    assert page.locator("#prompt").input_value() == "Typed meanwhile."
+
+
+def test_a_server_that_stops_is_shown_as_stopped(open_page, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("stops")) as live:
+        page = open_page(url=live.url, expected="ERR_CONNECTION_REFUSED")
+        expect(page.locator("#status-text")).to_contain_text("no model in memory")
+    expect(page.locator("#dead")).to_contain_text("The server has stopped.")

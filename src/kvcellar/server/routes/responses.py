@@ -217,7 +217,7 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
         raise _unknown(response_id)
     is_found = await service.responses.delete(response_id)
     try:
-        await service.agents.delete(response_id)
+        await service.agents.delete(response_id, is_final=True)  # as the API promises
     except UnknownAgentError:
         if not is_found:
             raise _unknown(response_id) from None

@@ -27,7 +27,9 @@ const state = {
   chosen: null, // the id of the agent that is looked at
   made: null, // the id of an agent made here that the stream has not listed yet
   shown: "", // what of it is on the page
-  talking: null, // AbortController of the answer that comes
+  talks: new Map(), // agent's id -> the answer that comes: {controller, text, said}
+  took: new Map(), // agent's id -> what its last turn from here took, in words
+  undo: JSON.parse(sessionStorage.getItem("kvcellar-undo") ?? "[]"), // ids whose dropped states can be brought back
   cursor: 0, // the run of cells under the keyboard's cursor
   samples: [], // one a second
 };
@@ -46,13 +48,14 @@ async function call(method, path, body) {
   });
   if (response.status === 401) askForKey();
   const value = await response.json();
-  if (!response.ok) throw new Error(value.error ? value.error.message : response.statusText);
+  if (!response.ok) throw Object.assign(new Error(value.error ? value.error.message : response.statusText), { status: response.status });
   return value;
 }
 
-// Server-sent events by fetch, which unlike EventSource can bring a key and a body.
-async function* events(path, options = {}) {
+// Server-sent events by fetch, which unlike EventSource can bring a key and a body. `heard` is told of each piece.
+async function* events(path, options = {}, heard = () => {}) {
   const response = await fetch(path, { ...options, headers: headers(options.headers) });
+  heard();
   if (response.status === 401) askForKey();
   if (!response.ok) {
     const value = await response.json().catch(() => ({}));
@@ -63,6 +66,7 @@ async function* events(path, options = {}) {
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
+    heard();
     held += value;
     const frames = held.split("\n\n");
     held = frames.pop();
@@ -77,21 +81,51 @@ async function* events(path, options = {}) {
   }
 }
 
+// The stream speaks every ten seconds at least. One that is silent for longer has no server behind it.
+const SILENCE_MS = 25000;
+
 async function watch() {
-  for (let wait = 500; ; wait = Math.min(8000, wait * 2)) {
+  for (let wait = 500; ; wait = Math.min(4000, wait * 2)) {
+    const controller = new AbortController();
+    let timer;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => controller.abort(new Error("it says nothing any more")), watch.silence);
+    };
     try {
-      for await (const event of events("/events")) {
+      heard();
+      for await (const event of events("/events", { signal: controller.signal }, heard)) {
         wait = 500;
-        if (event.name === "snapshot") takeFromStream(JSON.parse(event.data));
+        if (event.name === "snapshot") { alive(); takeFromStream(JSON.parse(event.data)); }
         if (event.name === "closing") break;
       }
-      say("bad", "the server has stopped; waiting for it");
+      dead("The server has stopped.");
     } catch (error) {
-      say("bad", `not connected: ${error.message}`);
+      dead(error instanceof TypeError ? "The server does not answer." : `Not connected: ${error.message}.`);
     }
+    clearTimeout(timer);
+    controller.abort();
     await new Promise((done) => setTimeout(done, wait));
   }
 }
+watch.silence = SILENCE_MS;
+
+// What is shown is as it was, and says so, until the stream is back.
+function dead(why) {
+  say("bad", "no connection");
+  if (!$("dead").hidden) return;
+  const since = new Date().toLocaleTimeString();
+  $("dead").textContent = state.snapshot
+    ? `${why} What is shown is as it was at ${since}. Trying again until it is back; what you type is kept.`
+    : `${why} Trying again until it is back.`;
+  $("dead").hidden = false;
+  document.body.classList.add("stale");
+}
+function alive() {
+  $("dead").hidden = true;
+  document.body.classList.remove("stale");
+}
+const trouble = (error) => (error instanceof TypeError ? "the server does not answer" : error.message);
 
 function askForKey() {
   if (!$("key").open) $("key").showModal();
@@ -100,6 +134,18 @@ $("key-form").addEventListener("submit", () => {
   sessionStorage.setItem("kvcellar-key", $("key-value").value);
   location.reload();
 });
+
+// Typed and not sent yet: kept for each agent, also when the page is loaded again.
+const draftOf = (id) => localStorage.getItem(`kvcellar-draft:${id ?? ""}`) ?? "";
+function keepDraft(id, text) {
+  if (text) localStorage.setItem(`kvcellar-draft:${id ?? ""}`, text);
+  else localStorage.removeItem(`kvcellar-draft:${id ?? ""}`);
+}
+$("prompt").addEventListener("input", () => keepDraft(state.chosen, $("prompt").value));
+for (const id of ["max", "temperature"]) {
+  $(id).value = localStorage.getItem(`kvcellar-${id}`) ?? $(id).value;
+  $(id).addEventListener("input", () => localStorage.setItem(`kvcellar-${id}`, $(id).value));
+}
 
 function toast(text) {
   $("toast").textContent = text;
@@ -117,7 +163,8 @@ function say(kind, text) {
 
 // An agent that was just made is looked at. Others may delete it before the stream lists it: so not for ever.
 function lookAtNew(id) {
-  state.chosen = state.made = id;
+  lookAt(id);
+  state.made = id;
   setTimeout(() => { if (state.made === id) state.made = null; }, 10000);
 }
 
@@ -135,7 +182,11 @@ function take(snapshot) {
   const names = snapshot.models.map((model) => model.name);
   if (!names.includes(state.model)) state.model = names[0] ?? null;
   const ids = snapshot.agents.map((agent) => agent.id);
-  if (!ids.includes(state.chosen)) choose(ids[ids.length - 1] ?? null, { quietly: true });
+  if (!ids.includes(state.chosen)) {
+    const before = sessionStorage.getItem("kvcellar-chosen");
+    lookAt(ids.includes(before) ? before : ids[ids.length - 1] ?? null);
+  }
+  showUndo();
   showStatus(names);
   showTree();
   showMap();
@@ -244,13 +295,28 @@ $("tree").addEventListener("keydown", (event) => {
   document.getElementById(`agent-${state.chosen}`)?.focus();
 });
 
-function choose(id, { quietly = false } = {}) {
+function choose(id) {
+  lookAt(id);
+  const agent = agentOf(id);
+  if (agent && state.snapshot.models.some((one) => one.name === agent.model)) state.model = agent.model;
+  take(state.snapshot);
+}
+
+// Each agent has a box of its own, and a line of its own about its last turn.
+function lookAt(id) {
+  if (id === state.chosen) return;
   state.chosen = id;
-  if (!quietly) {
-    const agent = agentOf(id);
-    if (agent && state.snapshot.models.some((one) => one.name === agent.model)) state.model = agent.model;
-    take(state.snapshot);
-  }
+  if (id !== null) sessionStorage.setItem("kvcellar-chosen", id);
+  $("prompt").value = draftOf(id);
+  state.shown = "";
+  showTalking();
+}
+
+function showTalking() {
+  const isTalking = state.talks.has(state.chosen);
+  $("send").hidden = isTalking;
+  $("stop").hidden = !isTalking;
+  $("took").textContent = state.took.get(state.chosen) ?? "";
 }
 
 // The cell map -----------------------------------------------------------------------------------
@@ -462,12 +528,13 @@ async function showAgent() {
   $("facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
   showMiss(agent);
   const mark = [agent.id, agent.n_tokens, agent.n_turns, agent.used_s].join();
-  if (mark === state.shown || state.talking) return;
+  if (mark === state.shown) return;
   state.shown = mark;
   try {
     showTalk(await call("GET", `/v1/agents/${encodeURIComponent(agent.id)}`));
   } catch (error) {
-    toast(error.message);
+    if (state.shown === mark) state.shown = "";
+    toast(trouble(error));
   }
 }
 
@@ -510,6 +577,8 @@ function showTalk(agent) {
     ended(i + 1);
   });
   if (!agent.messages.length && agent.n_tokens) rows.push(bubble("system", `${agent.n_tokens} tokens that are no conversation`));
+  const talk = state.talks.get(agent.id);
+  if (talk) rows.push(bubble("user", talk.text), talk.bubble);
   $("talk").replaceChildren(...rows);
   $("talk").scrollTop = $("talk").scrollHeight;
 }
@@ -523,18 +592,52 @@ async function verb(name, body) {
       if (!confirm(`Delete ${id} and what only it needs?`)) return;
       await call("DELETE", path);
       state.made = null;
+      canUndo(id);
       return;
     }
     const done = await call("POST", `${path}/${name}`, body ?? (["fork", "rewind"].includes(name) ? {} : undefined));
     if (name === "fork") { lookAtNew(done.id); toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`); }
     if (name === "resume") toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
     if (name === "keep") toast(done.deleted.length ? `deleted ${done.deleted.join(", ")}` : "it has no siblings");
+    if (name === "rewind" || (name === "keep" && done.deleted.length)) canUndo(id);
     state.shown = "";
     take(await call("GET", "/v1/cache"));
   } catch (error) {
-    toast(error.message);
+    toast(trouble(error));
   }
 }
+
+// What rewind, keep and delete have dropped can be brought back, the last first.
+function canUndo(id) {
+  state.undo.push(id);
+  sessionStorage.setItem("kvcellar-undo", JSON.stringify(state.undo.slice(-50)));
+  showUndo();
+}
+function showUndo() {
+  $("undo").hidden = !state.undo.length;
+  $("undo").title = state.undo.length ? `Bring back what was dropped of ${state.undo[state.undo.length - 1]} (u)` : "";
+}
+async function undo() {
+  const id = state.undo[state.undo.length - 1];
+  if (id === undefined) return;
+  const forget = () => {
+    state.undo.pop();
+    sessionStorage.setItem("kvcellar-undo", JSON.stringify(state.undo));
+    showUndo();
+  };
+  try {
+    const done = await call("POST", `/v1/agents/${encodeURIComponent(id)}/undo`);
+    forget();
+    toast(`${done.restored.map((agent) => agent.id).join(", ")} ${done.restored.length > 1 ? "are" : "is"} as before`);
+    if (done.restored.length) lookAtNew(done.restored[done.restored.length - 1].id);
+    state.shown = "";
+    take(await call("GET", "/v1/cache"));
+  } catch (error) {
+    if (error.status === 404 || error.status === 409) forget();
+    toast(trouble(error));
+  }
+}
+$("undo").addEventListener("click", undo);
 $("verbs").addEventListener("click", (event) => {
   if (event.target.dataset.verb) verb(event.target.dataset.verb);
 });
@@ -546,51 +649,84 @@ async function create() {
   take(await call("GET", "/v1/cache"));
   $("prompt").focus();
 }
-$("new").addEventListener("click", () => create().catch((error) => toast(error.message)));
+$("new").addEventListener("click", () => create().catch((error) => toast(trouble(error))));
 
 async function ask() {
-  const text = $("prompt").value.trim();
-  if (state.talking) { state.talking.abort(); return; }
+  const typed = $("prompt").value;
+  const text = typed.trim();
   if (!text) return;
-  const talking = new AbortController();
-  state.talking = talking;
-  $("send").textContent = "Stop";
-  $("took").textContent = "";
+  if (state.talks.has(state.chosen)) {
+    toast("The answer is still coming. What you typed is kept; send it when the answer has ended, or stop it.");
+    return;
+  }
+  let id = state.chosen;
   try {
-    if (!state.chosen) await create();
-    const id = state.chosen;
-    $("prompt").value = "";
-    const now = bubble("assistant", " ");
-    now.classList.add("now");
-    $("talk").append(bubble("user", text), now);
-    const said = now.querySelector("span");
-    said.textContent = "";
-    const body = { text, stream: true, max_tokens: Number($("max").value) || 48, temperature: Number($("temperature").value) || 0 };
-    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: talking.signal };
-    for await (const event of events(`/v1/agents/${encodeURIComponent(id)}/generate`, options)) {
-      const value = JSON.parse(event.data);
-      if (event.name === "token") said.textContent += value.text;
-      if (event.name === "error") throw new Error(value.error.message);
-      if (event.name === "end") {
-        const usage = value.usage;
-        const first = usage.time_to_first_token_s;
-        $("took").textContent = `reused ${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)}` + (usage.restored_tokens ? `, ${count(usage.restored_tokens)} restored` : "") + (first === null ? "" : `; first after ${(1000 * first).toFixed(0)} ms`);
-      }
-      $("talk").scrollTop = $("talk").scrollHeight;
+    if (!id) {
+      await create();
+      keepDraft(null, "");
+      id = state.chosen;
+      $("prompt").value = typed;
+      keepDraft(id, typed);
     }
   } catch (error) {
-    if (error.name !== "AbortError") toast(error.message);
+    toast(trouble(error));
+    return;
+  }
+  const talk = { controller: new AbortController(), text, bubble: bubble("assistant", " ") };
+  talk.bubble.classList.add("now");
+  const said = talk.bubble.querySelector("span");
+  said.textContent = "";
+  state.talks.set(id, talk);
+  state.took.delete(id);
+  showTalking();
+  $("talk").append(bubble("user", text), talk.bubble);
+  let isTaken = false;
+  const taken = () => { // it is in the history from here on: only now it leaves the box
+    if (isTaken) return;
+    isTaken = true;
+    if (draftOf(id).trim() !== text) return;
+    keepDraft(id, "");
+    if (state.chosen === id) $("prompt").value = "";
+  };
+  try {
+    const body = { text, stream: true, max_tokens: Number($("max").value) || 48, temperature: Number($("temperature").value) || 0 };
+    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: talk.controller.signal };
+    let hasEnded = false;
+    for await (const event of events(`/v1/agents/${encodeURIComponent(id)}/generate`, options)) {
+      const value = JSON.parse(event.data);
+      if (event.name === "token") { taken(); said.textContent += value.text; }
+      if (event.name === "error") throw new Error(value.error.message);
+      if (event.name === "end") {
+        hasEnded = true;
+        taken();
+        const usage = value.usage;
+        const first = usage.time_to_first_token_s;
+        state.took.set(id, `reused ${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)}` + (usage.restored_tokens ? `, ${count(usage.restored_tokens)} restored` : "") + (first === null ? "" : `; first after ${(1000 * first).toFixed(0)} ms`));
+      }
+      if (state.chosen === id) $("talk").scrollTop = $("talk").scrollHeight;
+    }
+    if (!hasEnded) throw new Error("the answer was cut off");
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      toast(trouble(error));
+      if (isTaken && !draftOf(id)) { // how much of it the server has is not known
+        keepDraft(id, typed);
+        if (state.chosen === id) $("prompt").value = typed;
+      }
+    }
   } finally {
-    state.talking = null;
-    $("send").textContent = "Send";
+    state.talks.delete(id);
     state.shown = "";
+    showTalking();
     if (state.snapshot) showAgent();
   }
 }
+const stop = () => state.talks.get(state.chosen)?.controller.abort();
+$("stop").addEventListener("click", stop);
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
-  if (event.key === "Escape") { if (state.talking) state.talking.abort(); else $("prompt").blur(); }
+  if (event.key === "Escape") { if (state.talks.has(state.chosen)) stop(); else $("prompt").blur(); }
 });
 
 // Keys and looks ---------------------------------------------------------------------------------
@@ -599,9 +735,10 @@ document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
   const action = {
     f: () => verb("fork"), r: () => verb("rewind"), p: () => verb("pause"),
-    n: () => create().catch((error) => toast(error.message)),
+    u: undo,
+    n: () => create().catch((error) => toast(trouble(error))),
     "/": () => $("prompt").focus(), "?": () => $("help").showModal(),
-    Escape: () => state.talking?.abort(),
+    Escape: stop,
   }[event.key];
   if (!action) return;
   event.preventDefault();
