@@ -191,7 +191,7 @@ class AgentManager:
             UnknownAgentError: there is none of that name.
         """
         await self.refresh()
-        agent = self._agent(agent_id, model)
+        agent = await self._sought(agent_id, model)
         host = self._host_of(agent)
         if host is None:
             return self._info(agent, 0)
@@ -864,6 +864,8 @@ class AgentManager:
                 raise StoreError(f"{file} holds a history that is no agent's; nothing changed")
             agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
             claims.enter_context(self._claimed_name(agent))
+            if self.store.has_reference(agent.name):
+                raise _taken(agent)
             return replace(ref, name=agent.name, metadata=agent.metadata())
 
         def read() -> Agent:
@@ -1103,6 +1105,9 @@ class AgentManager:
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
         record_turn(agent, host, turn, event, before)
+        n_kept = agent.turns[-1].start
+        if n_kept < agent.n_stored:  # a window's state is at the end of what was stored
+            agent.n_stored = 0 if agent.key.layout.window_groups else n_kept
         agent.advance()
         agent.is_passing &= len(agent.turns) < 2
         if agent.is_passing:
@@ -1171,6 +1176,8 @@ class AgentManager:
         """
         await self.refresh()
         with self._claimed_name(agent):
+            if await asyncio.to_thread(self.store.has_reference, agent.name):
+                raise _taken(agent)
             if not agent.is_passing:
                 try:
                     await self._publisher.publish(agent, host)
@@ -1188,12 +1195,8 @@ class AgentManager:
             AgentError: another has it.
         """
         with self._lock:
-            is_taken = agent.name in self._agents or agent.name in self._claimed
-            if is_taken or self.store.has_reference(agent.name):
-                raise NameTakenError(
-                    f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; "
-                    f"choose another name, or delete it"
-                )
+            if agent.name in self._agents or agent.name in self._claimed:
+                raise _taken(agent)
             self._claimed.add(agent.name)
         try:
             yield
@@ -1385,6 +1388,13 @@ class _Done:
 
     is_over: bool = False
     save: SaveTicket | None = None
+
+
+def _taken(agent: Agent) -> NameTakenError:
+    return NameTakenError(
+        f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; choose another "
+        f"name, or delete it"
+    )
 
 
 async def _in_engine(host: ModelHost, function: Callable[[Engine], T]) -> T:

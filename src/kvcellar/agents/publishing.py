@@ -188,6 +188,7 @@ class Publisher:
             parent=agent.parent,
             parent_position=agent.parent_position,
             metadata=agent.metadata(),
+            n_stored=min(agent.n_stored, len(agent.tokens)),
             is_last_resort=is_last_resort,
             min_new=min_new,
         )
@@ -235,13 +236,16 @@ class Publisher:
 
     async def settled(self, agent: Agent) -> None:
         """Wait until the last save of an agent is over; what it is owed is not taken any more."""
-        with self._lock:
-            self._owed_since.pop(agent.name, None)
-            ticket = self._tickets.pop(agent.name, None)
+        ticket = await asyncio.to_thread(self._last_save, agent)
         if ticket is not None:
             await asyncio.to_thread(ticket.wait)
             if ticket.reference is not None:
                 agent.revision = max(agent.revision, ticket.reference.revision)
+
+    def _last_save(self, agent: Agent) -> SaveTicket | None:
+        with self._lock:  # which the engine's thread holds while it copies rows
+            self._owed_since.pop(agent.name, None)
+            return self._tickets.pop(agent.name, None)
 
     def complete(self, agent: Agent, host: ModelHost) -> None:
         """Wait until what an agent has said is on disk; save again what found no room. For threads.

@@ -354,10 +354,13 @@ def save_history(
     parent: str | None,
     parent_position: int | None,
     metadata: Mapping[str, Any],
+    n_stored: int,
     is_last_resort: bool,
     min_new: int = 0,
 ) -> SaveTicket | None:
     """Save what the cache holds of a history and publish it, in the background. Between steps.
+
+    Waits for nothing but its copies of rows: what the store has is taken from what was seen of it.
 
     Args:
         engine: in whose cache it may be.
@@ -368,6 +371,7 @@ def save_history(
         parent: name of the history that it was forked from.
         parent_position: tokens in common since.
         metadata: of the agent.
+        n_stored: leading tokens that the store holds, as far as the caller knows.
         is_last_resort: where the store holds more than the cache, publish it with the blocks that
             can be found at once. Otherwise None is returned, and nothing was done.
         min_new: tokens below which no rows are taken: the history is published with the blocks that
@@ -383,7 +387,7 @@ def save_history(
         source: CellRows | None = None
         n_computed = held.n_tokens
         if n_computed + 1 < len(tokens) or min_new:
-            n_stored = store.match(key, tokens).n_resumable
+            n_stored = max(n_stored, store.seen(key, tokens))
             is_less = n_stored > n_computed or not n_computed
             if is_less and not is_last_resort:
                 return None
@@ -400,6 +404,7 @@ def save_history(
             parent=parent,
             parent_position=parent_position,
             metadata=metadata,
+            may_read=False,
         )
     finally:
         held.release()

@@ -30,6 +30,9 @@ from kvcellar.store.reports import EventKind, EventLog
 
 T = TypeVar("T")
 
+MAX_SEEN = 1 << 18
+"""Addresses that are remembered to be stored; more than that, and all are forgotten."""
+
 
 class ColdTier:
     """Blocks and references on disk. Reads are for any thread, changes for one at a time.
@@ -53,6 +56,8 @@ class ColdTier:
         self._is_closed = False
         self._retired: list[Catalogue] = []
         """Catalogues that were replaced; other threads may still be reading them."""
+        self._seen: dict[bytes, bool] = {}
+        """Addresses that were stored when they were last looked at, and whether exactly."""
         self._damaged: dict[tuple[Path, str], tuple[str, str]] = {}
         """By file and stamp what was found wrong with it, and the name that it says."""
         self._catalogue = Catalogue(None)  # until there is one
@@ -83,7 +88,29 @@ class ColdTier:
 
     def info(self, address: bytes) -> Info | None:
         """What is listed under an address."""
-        return self.ask(lambda catalogue: catalogue.info(address))
+        info = self.ask(lambda catalogue: catalogue.info(address))
+        if info is not None:
+            self.note_there(address, info.is_exact)
+        else:
+            self.note_gone(address)
+        return info
+
+    def note_there(self, address: bytes, is_exact: bool) -> None:
+        """Remember that a block is stored, for those who cannot wait for an answer."""
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
+        self._seen[address] = is_exact
+
+    def note_gone(self, address: bytes) -> None:
+        """Forget that a block is stored."""
+        self._seen.pop(address, None)
+
+    def seen(self, address: bytes) -> bool | None:
+        """Tell whether a block that was stored when it was last looked at was exact; else None.
+
+        Asks nobody, and so may be wrong: whoever writes looks again.
+        """
+        return self._seen.get(address)
 
     def _is_held(self, address: bytes) -> bool:
         return self.ask(lambda catalogue: catalogue.is_held(address))
@@ -233,11 +260,13 @@ class ColdTier:
         except OSError as error:
             self.events.add(EventKind.UNREADABLE, address.hex(), f"{error}; it is left where it is")
             return None
+        self.note_gone(address)
         self.tell(lambda catalogue: catalogue.drop_blocks([address]))
         return None
 
     def reject(self, info: Info, why: str) -> None:
         """Put away a file whose bytes are whole and whose content is wrong."""
+        self.note_gone(info.address)
         self._quarantine(info.address.hex(), self.folder.of(info.kind, info.address), why)
         self.tell(lambda catalogue: catalogue.drop_blocks([info.address]))
 
@@ -362,6 +391,7 @@ class ColdTier:
         self.make_room(sealed.size_bytes, protect, keep)
         self.folder.publish(self.folder.write(sealed.file.data), path)
         self.tell(lambda catalogue: catalogue.add_blocks([sealed.info], time.time()))
+        self.note_there(sealed.info.address, sealed.info.is_exact)
 
     def settle(self) -> None:
         """Make published blocks durable."""
@@ -419,6 +449,7 @@ class ColdTier:
         return removed
 
     def _remove(self, kind: Kind, address: bytes) -> None:
+        self.note_gone(address)
         self.folder.of(kind, address).unlink(missing_ok=True)
         self.tell(lambda catalogue: catalogue.drop_blocks([address]))
 

@@ -247,6 +247,7 @@ class Finder:
         for info in self._warm.children(parents, kind):
             yield WARM, info
         for info in self._cold.ask(lambda catalogue: catalogue.children(parents, kind)):
+            self._cold.note_there(info.address, info.is_exact)
             yield COLD, info
 
     # The rows ----------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvcellar.errors import StoreError
 from kvcellar.store.blocks import (
     Draft,
-    Info,
     Kind,
     Sealed,
     boundary_link,
@@ -133,6 +132,18 @@ class Plan:
     needs: dict[bytes, Kind] = field(default_factory=dict)
 
 
+class _Reading(NamedTuple):
+    """Where a save looks for what is stored already.
+
+    Attributes:
+        is_cold: on disk, and not in RAM alone.
+        may_wait: in the catalogue, and not only among what was seen there.
+    """
+
+    is_cold: bool
+    may_wait: bool
+
+
 class Saver:
     """Takes rows in the caller's thread, never waiting; writes them in the writer's."""
 
@@ -176,11 +187,13 @@ class Saver:
         source: RowSource | None,
         *,
         is_cold: bool,
+        may_read: bool = True,
     ) -> SaveTicket:
         """Take what is new and queue it; see ``Store.save`` and ``Store.keep_warm``."""
         ticket = SaveTicket(naming.name if naming else None, n_computed)
         room = self._writer.n_free_bytes - tokens.nbytes
-        plan = self._take(ticket, key, tokens[:n_computed], source, room, is_cold)
+        reading = _Reading(is_cold, may_read)
+        plan = self._take(ticket, key, tokens[:n_computed], source, room, reading)
         subject = ticket.name or "unnamed blocks"
         if plan is None or (naming is None and n_computed and not plan.needs):
             return self._skipped(ticket)
@@ -228,7 +241,7 @@ class Saver:
         tokens: IntArray,
         source: RowSource | None,
         room: int,
-        is_cold: bool,
+        reading: _Reading,
     ) -> Plan | None:
         """Drafts of the blocks that the store lacks, as far as there is room; None: none at all."""
         if room < 0:
@@ -237,8 +250,8 @@ class Saver:
         if key.layout.full_groups:
             for link in chain(key, tokens):
                 part = tokens[link.start : link.stop]
-                item = self._known(link.address, is_cold)
-                if item is None:
+                item = self._known(link.address, reading)
+                if item is False:
                     size = part.nbytes + key.layout.rows_bytes(len(part))
                     if source is None or size > room:
                         break
@@ -247,7 +260,7 @@ class Saver:
                     ticket.new_bytes += item.size_bytes
                     room -= item.size_bytes
                     plan.items.append(item)
-                elif not isinstance(item, Info):
+                elif item is not True:
                     room -= item.size_bytes
                     plan.items.append(item)
                     ticket.n_shared += len(part)
@@ -259,7 +272,7 @@ class Saver:
         else:
             ticket.n_stored = len(tokens)
         if key.layout.window_groups and ticket.n_stored == len(tokens) and len(tokens):
-            self._take_window(plan, key, tokens, source, room, is_cold)
+            self._take_window(plan, key, tokens, source, room, reading)
         return plan
 
     def _take_window(
@@ -269,18 +282,18 @@ class Saver:
         tokens: IntArray,
         source: RowSource | None,
         room: int,
-        is_cold: bool,
+        reading: _Reading,
     ) -> None:
         link = boundary_link(key, tokens)
-        item = self._known(link.address, is_cold)
-        if item is None:
+        item = self._known(link.address, reading)
+        if item is False:
             if source is None:
                 plan.ticket.lacks_window = True
                 return
             windows = source.read_window(len(tokens))
             item = draft_window(key, link, tokens[link.start :], windows)
             plan.ticket.new_bytes += item.size_bytes
-        if not isinstance(item, Info):
+        if item is not True:
             if item.size_bytes > room:
                 plan.ticket.lacks_window = True
                 return
@@ -288,17 +301,22 @@ class Saver:
         plan.needs[link.address] = Kind.WINDOW
         plan.boundary = Boundary(len(tokens), link.address)
 
-    def _known(self, address: bytes, is_cold: bool) -> Item | Info | None:
-        """What needs not be taken: nothing to do (Info), or to be written out of RAM (Item)."""
+    def _known(self, address: bytes, reading: _Reading) -> Item | bool:
+        """Return whether a block is stored as it should be, or what RAM has of it to write."""
         entry = self._warm.entry(address)
-        wants_exact = is_cold and self._cold_precision == EXACT
-        if entry is not None and (entry.item.info.is_exact or not wants_exact):
-            if not is_cold or (entry.n_queued and entry.is_cold):
-                return entry.item.info
+        wants_exact = reading.is_cold and self._cold_precision == EXACT
+        if entry is not None and not entry.item.info.is_exact and wants_exact:
+            entry = None
+        if entry is not None and (not reading.is_cold or (entry.n_queued and entry.is_cold)):
+            return True
+        if reading.may_wait:
             info = self._cold.info(address)
-            return info if info is not None and info.is_exact >= wants_exact else entry.item
-        info = self._cold.info(address)
-        return info if info is not None and (info.is_exact or not wants_exact) else None
+            is_exact = None if info is None else info.is_exact
+        else:
+            is_exact = self._cold.seen(address)
+        if is_exact is not None and is_exact >= wants_exact:
+            return True
+        return False if entry is None else entry.item
 
     # In the writer's thread --------------------------------------------------------------------
 
@@ -357,6 +375,7 @@ class Saver:
             ours = {item.info.address for item in plan.items}
             for address, kind in plan.needs.items():
                 if address not in ours and not self._cold.folder.of(kind, address).exists():
+                    self._cold.note_gone(address)
                     raise StoreError(
                         f"block {address.hex()} was removed while the save waited; save again"
                     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import exchange, upkeep
+from kvcellar.store.blocks import chain
 from kvcellar.store.catalogue import Catalogue, RefRow
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
@@ -183,6 +184,7 @@ class Store:
         parent_position: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         is_pinned: bool | None = None,
+        may_read: bool = True,
     ) -> SaveTicket:
         """Publish the state of a history: what is new is taken now and written in the background.
 
@@ -201,6 +203,9 @@ class Store:
             parent_position: tokens in common since the fork.
             metadata: JSON of the caller's own; None: as before.
             is_pinned: never evict its KV; None: as before.
+            may_read: ask the catalogue which blocks are stored. Otherwise only what was seen there
+                counts, so that the caller waits for nothing; what is taken and was there already
+                is not written again.
 
         Raises:
             StoreError: a name or metadata that cannot be, rows that are not of this history, or
@@ -213,10 +218,24 @@ class Store:
         naming = Naming(name, parent, parent_position, metadata, is_pinned)
         array = _token_array(tokens)
         n = len(array) if n_computed is None else min(n_computed, len(array))
-        ticket = self._saver.save(naming, key, array, n, source, is_cold=True)
+        ticket = self._saver.save(naming, key, array, n, source, is_cold=True, may_read=may_read)
         if is_pinned is not None:
             self._writer.offer(self._refresh_pins, 0)
         return ticket
+
+    def seen(self, key: ModelKey, tokens: Tokens) -> int:
+        """How much of the beginning of a history was stored when that was last looked at.
+
+        Waits for nothing; of a model with sliding windows it says nothing: 0.
+        """
+        if key.layout.window_groups:
+            return 0
+        n = 0
+        for link in chain(key, _token_array(tokens)):
+            if self._cold.seen(link.address) is None:
+                break
+            n = link.stop
+        return n
 
     def keep_warm(
         self, key: ModelKey, tokens: Tokens, source: RowSource, *, n_computed: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from typing import Any
@@ -59,7 +60,7 @@ async def metrics(request: Request) -> Response:
         stats = await service.stats_of(host)
         if stats is not None:
             engines.append((host.name, stats))
-    stored = service.store.stats()
+    stored = await asyncio.to_thread(service.store.stats)
     gauges = [
         ("agents", "Agents that are known.", float(len(await service.agents.listed()))),
         ("pinned_tokens", "Tokens that clients asked to keep.", float(service.pins.n_tokens)),
