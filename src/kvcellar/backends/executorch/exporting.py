@@ -154,6 +154,8 @@ def export_program(
     fingerprint = loaded.fingerprint(dtype=dtype + scheme)
     n_kept = 0
     with _quiet():
+        from kvcellar.backends.executorch.lowering import lower
+
         rewrite(model)
         if quantize != "none":
             report(0.2, f"quantising to {quantize}")
@@ -164,7 +166,7 @@ def export_program(
         constants = _constants(
             loaded, fingerprint.value, dtype, quantize, max_tokens_per_step, layers
         )
-        edge = _lower(graph, method, constants)
+        edge = lower(graph, method, constants)
         report(0.85, "planning memory")
         module = edge.exported_program(method).graph_module
         counts = _counts(module)
@@ -267,18 +269,6 @@ def _constants(
     if not own["eos_token_ids"]:
         del own["eos_token_ids"]
     return facts | {OWN_PREFIX + key: value for key, value in own.items()}
-
-
-def _lower(graph: torch.export.ExportedProgram, method: str, constants: dict[str, Any]) -> Any:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-
-    return to_edge_transform_and_lower(
-        {method: graph},
-        partitioner={method: [XnnpackPartitioner()]},
-        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-        constant_methods=constants,
-    )
 
 
 def _plan() -> Any:
