@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.cli import terminal as cli_terminal
+from kvcellar.cli.terminal import progress_bar
+
 pty = pytest.importorskip("pty")
 pytest.importorskip("torch")
 
@@ -115,11 +118,16 @@ def test_a_closed_pipe_is_silent() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr.read() == b""
+        said = process.stderr.read().decode().splitlines()
+        assert not [
+            line for line in said if not re.match(r" *\d+% ", line)
+        ]  # a slow load may say so
         assert process.wait(timeout=TIMEOUT_S) == 141
 
 
-def test_a_terminal_sees_long_saves_and_loads_go_on_and_a_pipe_sees_none(tmp_path: Path) -> None:
+def test_a_terminal_sees_long_saves_and_loads_go_on_and_a_pipe_no_bar_of_them(
+    tmp_path: Path,
+) -> None:
     store = ("--store", str(tmp_path / "store"))
     text = "def first(items):\n    return items[0]\n" * 60
     said = subprocess.run(
@@ -129,7 +137,7 @@ def test_a_terminal_sees_long_saves_and_loads_go_on_and_a_pipe_sees_none(tmp_pat
         text=True,
         check=True,
     )
-    assert "loading" not in said.stderr and "saving" not in said.stderr
+    assert "\r" not in said.stderr and "\x1b" not in said.stderr
     for verb, words in (
         (("pause", "a"), "saving"),
         (("resume", "a"), "loading"),
@@ -140,3 +148,25 @@ def test_a_terminal_sees_long_saves_and_loads_go_on_and_a_pipe_sees_none(tmp_pat
             screen.wait_for(words)
             assert screen.ends_with() == 0
             assert "Traceback" not in screen.text
+
+
+def test_a_pipe_is_told_in_lines_what_takes_long_and_each_stage_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_terminal, "LINES_S", 0.02)
+    with progress_bar("starting") as report:
+        told = wait_for_lines(capsys, 1)
+        report(0.4, "lowering")
+        told += wait_for_lines(capsys, 1)
+        report(0.5, "lowering")  # the same stage: told already
+        time.sleep(0.1)
+    assert (told + capsys.readouterr().err).splitlines() == ["  0% starting", " 40% lowering"]
+
+
+def wait_for_lines(capsys: pytest.CaptureFixture[str], n: int) -> str:
+    deadline, text = time.monotonic() + TIMEOUT_S, ""
+    while text.count("\n") < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        text += capsys.readouterr().err
+    return text

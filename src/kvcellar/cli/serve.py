@@ -18,6 +18,7 @@ from kvcellar.cli.terminal import (
     print_note,
     print_warning,
     progress_bar,
+    progress_lines,
     shown_warnings,
     write,
 )
@@ -255,8 +256,13 @@ def serve_command(
         from kvcellar.agents import open_host
 
         limit = None if plan is None else size_of(path)
-        with shown_warnings():
-            opened = open_host(path, progress=progress, memory_bytes=limit, **settings_of(path))
+        with shown_warnings(), progress_lines(f"loading {path}") as tell:
+
+            def report(fraction: float, what: str) -> None:
+                progress(fraction, what)
+                tell(fraction, what)
+
+            opened = open_host(path, progress=report, memory_bytes=limit, **settings_of(path))
         print_note(f"{path}: weights in {opened.weights}; {opened.capacity}")
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")

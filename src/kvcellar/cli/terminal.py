@@ -1,4 +1,6 @@
-"""What a person at a terminal sees on stderr: progress, notes, errors. A pipe sees errors alone.
+"""What a person at a terminal sees on stderr: progress, notes, errors.
+
+A pipe sees errors, and of what takes long a line now and then.
 
 Results go to stdout and only there, so that every command can be a part of a pipe. rich is
 imported when something is shown.
@@ -8,11 +10,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ProgressFn = Callable[[float, str], None]
+
+LINES_S = 5.0
+"""How often a pipe is told what is under way, in seconds."""
 
 
 def examples(*commands: str) -> str:
@@ -69,13 +75,19 @@ def write(text: str) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[ProgressFn]:
-    """A spinner, and a bar from the first report on; gone when the work is done or has failed.
+    """Show a spinner, and a bar from the first report on; gone when the work is done or failed.
 
-    Yields a function that takes how much is done, 0 to 1, and what comes now. In a pipe it does
-    nothing.
+    In a pipe, a line for each stage that is under way after every ``LINES_S`` seconds.
+
+    Args:
+        what: what is done first.
+
+    Yields:
+        A function that takes how much is done, 0 to 1, and what comes now.
     """
     if not sys.stderr.isatty():
-        yield lambda fraction, what: None
+        with progress_lines(what) as report:
+            yield report
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -98,3 +110,31 @@ def progress_bar(what: str) -> Iterator[ProgressFn]:
 
     with bar:
         yield report
+
+
+@contextmanager
+def progress_lines(what: str) -> Iterator[ProgressFn]:
+    """Write a line to stderr for the stage that is under way, every ``LINES_S``, once for each."""
+    now = (0.0, what)
+    is_done = threading.Event()
+
+    def report(fraction: float, what: str) -> None:
+        nonlocal now
+        now = fraction, what
+
+    def tell() -> None:
+        told = None
+        while not is_done.wait(LINES_S):
+            fraction, stage = now
+            if stage != told:
+                sys.stderr.write(f"{fraction:4.0%} {stage}\n")
+                sys.stderr.flush()
+                told = stage
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield report
+    finally:
+        is_done.set()
+        teller.join()

@@ -51,6 +51,9 @@ __all__ = [
 
 def export_program(name_or_path: str | Path, to: str | Path, **options: Any) -> ExportReport:
     """A checkpoint as one file; see ``exporting.export_program``. Who only runs imports less."""
-    from kvcellar.backends.executorch.exporting import export_program
+    from kvcellar.models.tokenizer import quiet
+
+    with quiet(lambda part: None):
+        from kvcellar.backends.executorch.exporting import export_program
 
     return export_program(name_or_path, to, **options)

@@ -323,7 +323,7 @@ def _write(program: Any, target: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of its own deprecations and logs what nobody asked for."""
+    """Keep back what the exporter warns of its own deprecations and logs that nobody asked for."""
     loggers = [
         logging.getLogger(name) for name in ("", "torchao", "torch", "torch.__trace", "executorch")
     ]
