@@ -86,8 +86,8 @@ def progress_bar(what: str) -> Iterator[ProgressFn]:
         A function that takes how much is done, 0 to 1, and what comes now.
     """
     if not sys.stderr.isatty():
-        with progress_lines(what) as report:
-            yield report
+        with progress_lines(what) as tell:
+            yield tell
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
