@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine import SamplingParams, SamplingState, sample
+from kvcellar.errors import PromptError
 from kvcellar.server.calls import CALL_BEGIN, CALL_END, CallParser, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
@@ -175,6 +176,50 @@ def test_the_schema_of_an_answer_is_a_promise_unless_the_client_says_it_is_none(
     held = asyncio.run(Grammars().of_schema(host, with_x(schema), is_strict=False))
     assert len(held.notes) == 1 and named in held.notes[0]
     assert takes(host, held.begin, '{"n": 3}') and not takes(host, held.begin, '{"n": 5', False)
+
+
+HEAVY = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+"""There is a grammar of it, which grows without end on the way."""
+
+
+def test_a_grammar_that_breaks_down_on_the_way_lets_calls_go_and_fails_what_was_promised(
+    host, live
+):
+    text = call("f", n=3, x="a" * 200)
+    held = calls_of(host, [tool("f", with_x(HEAVY))])
+    guides = []
+
+    def begin():
+        guides.append(held.begin())
+        return guides[-1]
+
+    assert takes(host, begin, text) and not guides[0].is_complete
+    assert "no schema" in guides[0].troubles[0]
+    with pytest.raises(PromptError, match="simpler patterns"):
+        takes(host, calls_of(host, [tool("f", with_x(HEAVY))], is_forced=True).begin, text)
+    with pytest.raises(PromptError, match="held to its schema"):
+        takes(
+            host,
+            asyncio.run(Grammars().of_schema(host, with_x(HEAVY))).begin,
+            '{"n": 3, "x": "aaaa',
+        )
+
+
+def test_what_breaks_down_is_said_to_the_client(live):
+    (token_id,) = live.service.models.hosts()[0].tokenizer.encode("a", add_special_tokens=False)
+    body = {
+        "messages": [{"role": "user", "content": "Go."}],
+        "max_tokens": 300,
+        "temperature": 0,
+        "logit_bias": {str(token_id): 100},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {**with_x(HEAVY), "required": ["n", "x"]}},
+        },
+    }
+    response = live.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and "simpler patterns" in response.text
+    assert live.get("/health")["status"] == "ok"
 
 
 KEYWORDS = st.sampled_from([schema for schema, _ in NO_GRAMMAR.values()] + [PART, True, {}])

@@ -190,12 +190,16 @@ class _Plan:
     tokens: Sequence[int] = field(default_factory=tuple)
     is_in_thought: bool = False
     """Whether the prompt ends inside ``<think>``, so that the answer begins with a thought."""
+    troubles: Sequence[str] = ()
+    """What became of the guide on the way."""
 
     def guide(self) -> TokenGuide:
         """What the answer is held to, once the prompt is known."""
         held = self.held
         assert held is not None and held.begin is not None and held.begin_in_thought is not None
-        return held.begin_in_thought() if self.is_in_thought else held.begin()
+        guide = held.begin_in_thought() if self.is_in_thought else held.begin()
+        self.troubles = guide.troubles
+        return guide
 
 
 async def answer(service: Service, ask: Ask) -> AsyncGenerator[ChatEvent, None]:
@@ -369,7 +373,7 @@ def _ended(
         stop_text=finish.stop_text,
         text=parser.text,
         calls=tuple(parser.calls),
-        usage=replace(event.usage, notes=(*event.usage.notes, *plan.notes)),
+        usage=replace(event.usage, notes=(*event.usage.notes, *plan.notes, *plan.troubles)),
         agent_id=event.agent_id,
         model=model,
         params=params,

@@ -19,6 +19,7 @@ from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
 from kvcellar.agents import ModelHost
+from kvcellar.errors import PromptError
 from kvcellar.server.calls import CALL_BEGIN, CALL_END, THOUGHT_BEGIN, THOUGHT_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.loosening import ANYTHING, loosened
@@ -42,6 +43,8 @@ class TokenGuide:
         eos_ids: NDArray[np.int64],
         *,
         ends_early: bool = False,
+        may_let_go: bool = False,
+        troubles: list[str] | None = None,
     ) -> None:
         """At the beginning of the grammar, or where the matcher is.
 
@@ -51,17 +54,21 @@ class TokenGuide:
             eos_ids: tokens with which an answer ends.
             ends_early: wherever the answer may end, end it unless the model itself wants what else
                 is allowed.
+            may_let_go: allow everything where the grammar breaks down, instead of failing.
+            troubles: where to say that it did; shared with copies.
         """
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._ends_early = ends_early
+        self._may_let_go = may_let_go
+        self.troubles = [] if troubles is None else troubles
         self._allowed: NDArray[np.bool_] | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
-        return bool(self._matcher.is_stopped())
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def end_id(self) -> int | None:
@@ -70,28 +77,53 @@ class TokenGuide:
         return int(self._eos_ids[0]) if is_offer else None
 
     def allowed(self) -> NDArray[np.bool_]:
-        """``[vocab]``: which may come next; the end alone where the grammar is at a loss."""
+        """``[vocab]``: which may come next.
+
+        Raises:
+            PromptError: the grammar became too large on the way, or the model has no token for what
+                has to come, and it must not be let go.
+        """
         if self._allowed is None:
+            self._allowed = self._asked()
+        return self._allowed
+
+    def _asked(self) -> NDArray[np.bool_]:
+        mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        if not self._matcher.is_error():
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
-            mask = np.zeros(self._vocab_size, dtype=np.bool_)
             n = min(len(allowed), self._vocab_size)
             mask[:n] = allowed[:n]
-            if not mask.any():
-                mask[self._eos_ids] = True
-            self._allowed = mask
-        return self._allowed
+        if mask.any() and not self._matcher.is_error():
+            return mask
+        trouble = _line(self._matcher.get_error()) or "the model has no token for what has to come"
+        if not self._may_let_go:
+            raise PromptError(
+                f"the answer could not be held to its schema any longer: {trouble[:160]}; use "
+                f"simpler patterns and lower bounds"
+            )
+        if not self.troubles:
+            self.troubles.append(
+                f"calls were held to no schema from some token on: {trouble[:160]}"
+            )
+        return np.ones(self._vocab_size, dtype=np.bool_)
 
     def accept(self, token_id: int) -> None:
         """The sequence goes on with a token."""
         self._allowed = None
-        if not self._matcher.is_stopped():
+        if not (self._matcher.is_stopped() or self.troubles):
             self._matcher.consume_token(token_id)
 
     def fork(self) -> TokenGuide:
         """A copy that goes on by itself."""
-        matcher = self._matcher.deep_copy()
-        return TokenGuide(matcher, self._vocab_size, self._eos_ids, ends_early=self._ends_early)
+        return TokenGuide(
+            self._matcher.deep_copy(),
+            self._vocab_size,
+            self._eos_ids,
+            ends_early=self._ends_early,
+            may_let_go=self._may_let_go,
+            troubles=self.troubles,
+        )
 
 
 GuideFn = Callable[[], TokenGuide]
@@ -217,7 +249,8 @@ class Grammars:
         is_strict: bool,
         strict: Collection[str],
     ) -> Held:
-        arguments = [_arguments(tool) for tool in tools]
+        asked = _Asked()
+        arguments = [_arguments(tool, asked) for tool in tools]
         if is_forced and len(tools) == 1:
             _check_promise(arguments[0], arguments[0].name in strict)
         json_schema: dict[str, Any] | None = None
@@ -227,15 +260,14 @@ class Grammars:
 
         def compiled() -> tuple[GuideFn, GuideFn]:
             lines = _calls(arguments)
-            if is_forced or json_schema is not None:
-                starts = _forced(most, json_schema)
-            else:
-                starts = _free(most)
+            is_free = not is_forced and json_schema is None
+            starts = _free(most) if is_free else _forced(most, json_schema)
             first, second = ("\n".join([*start, *lines]) for start in starts)
-            begin = self._compiled(host, first, ends_early=is_forced)
+            how = {"ends_early": is_forced, "may_let_go": is_free}
+            begin = self._compiled(host, first, **how)
             if THOUGHT_BEGIN not in str(getattr(host.tokenizer, "chat_template", None)):
                 return begin, begin  # no prompt ends in a thought
-            return begin, self._compiled(host, second, ends_early=is_forced)
+            return begin, self._compiled(host, second, **how)
 
         try:
             self._tokenizer(host)
@@ -252,7 +284,14 @@ class Grammars:
         notes = [note for note in map(_Arguments.note, arguments) if note is not None]
         return Held(begin, in_thought, (*notes, *_lost(losses)))
 
-    def _compiled(self, host: ModelHost, grammar: str, *, ends_early: bool = False) -> GuideFn:
+    def _compiled(
+        self,
+        host: ModelHost,
+        grammar: str,
+        *,
+        ends_early: bool = False,
+        may_let_go: bool = False,
+    ) -> GuideFn:
         """Compile a grammar.
 
         Raises:
@@ -264,7 +303,9 @@ class Grammars:
             raise ApiError(400, f"no grammar can be made: {_line(first.get_error())}")
         vocab_size = host.engine.runner.vocab_size
         eos_ids = np.array(sorted(host.eos_token_ids) or [0], dtype=np.int64)
-        return lambda: TokenGuide(first.deep_copy(), vocab_size, eos_ids, ends_early=ends_early)
+        return lambda: TokenGuide(
+            first.deep_copy(), vocab_size, eos_ids, ends_early=ends_early, may_let_go=may_let_go
+        )
 
     def _tokenizer(self, host: ModelHost) -> LLTokenizer:
         with self._lock:
@@ -340,11 +381,27 @@ def _json(schema: Mapping[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": {**_STYLE, "coerce_one_of": True, "lenient": True}})
 
 
-def _arguments(tool: Mapping[str, Any]) -> _Arguments:
+_MOST_ASKED = 20_000
+"""Keywords of one request that are looked at one by one; it takes seconds."""
+
+
+class _Asked:
+    """What one request has asked about its schemas."""
+
+    def __init__(self) -> None:
+        self._n_left = _MOST_ASKED
+
+    def trouble_of(self, schema: Mapping[str, Any]) -> str:
+        """Why no grammar can be made of a keyword; nothing where one can."""
+        self._n_left -= 1
+        return _trouble_of(schema) if self._n_left >= 0 else "the schemas are too large"
+
+
+def _arguments(tool: Mapping[str, Any], asked: _Asked) -> _Arguments:
     """What a tool's arguments can be held to."""
     own = dict(tool["function"].get("parameters") or {"properties": {}})
     own.setdefault("type", "object")
-    held, losses, trouble = _holdable(own)
+    held, losses, trouble = _holdable(own, asked)
     if not trouble and held.get("type") != "object":
         types = held.get("type")
         if types is not None and "object" not in types:
@@ -353,12 +410,12 @@ def _arguments(tool: Mapping[str, Any]) -> _Arguments:
     return _Arguments(tool, dict(ANYTHING) if trouble else held, losses, trouble)
 
 
-def _holdable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], str]:
+def _holdable(schema: Mapping[str, Any], asked: _Asked) -> tuple[dict[str, Any], list[str], str]:
     """What there is a grammar of; what it lacks of the schema; and why there is none at all."""
     try:
         if not _trouble_of(schema):
             return dict(schema), [], ""
-        held, losses = loosened(schema, _trouble_of)
+        held, losses = loosened(schema, asked.trouble_of)
         return held, losses, _trouble_of(held, is_lenient=True)
     except RecursionError:
         return dict(ANYTHING), [], "its schema is nested too deeply"
@@ -377,7 +434,7 @@ def _answer_schema(schema: Mapping[str, Any], is_strict: bool) -> tuple[dict[str
     Raises:
         ApiError: 400, something is although it must not, or there is no grammar.
     """
-    held, losses, trouble = _holdable(schema)
+    held, losses, trouble = _holdable(schema, _Asked())
     if trouble or (losses and is_strict):
         what = f" of {_few(losses)}" if losses else f": {trouble}"
         raise ApiError(

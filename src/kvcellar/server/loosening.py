@@ -20,6 +20,11 @@ _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value is an object of schemas."""
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SAID_ONLY = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$comment", "nullable"),
+)
+"""Keywords that hold nobody to anything."""
 _SINGLE = (
     *("items", "additionalProperties", "additionalItems", "not", "if", "then", "else"),
     *("contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
@@ -64,6 +69,8 @@ class _Walk:
             where = f"{path}.{key}" if path else key
             if key == "type" and types is not None:
                 kept[key] = types
+            elif key in _SAID_ONLY:
+                kept[key] = value
             elif key == "$ref":
                 if self._is_there(value):
                     kept[key] = value
