@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
@@ -28,6 +28,9 @@ __all__ = ["MOST_CALLS", "Grammars", "GuideFn", "Held", "TokenGuide"]
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python writes it: one way to write a value, so that every answer ends."""
+
+_LIMITS = LLParserLimits(step_lexer_fuel=50_000)
+"""So that no token of one answer holds up those of others for more than some 50 ms."""
 
 MOST_CALLS = 8
 """In one answer that has to call."""
@@ -298,7 +301,7 @@ class Grammars:
             ApiError: 400, it cannot be.
         """
         tokenizer = self._tokenizer(host)
-        first = LLMatcher(tokenizer, grammar, log_level=0)
+        first = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         if first.is_error():
             raise ApiError(400, f"no grammar can be made: {_line(first.get_error())}")
         vocab_size = host.engine.runner.vocab_size
