@@ -130,6 +130,7 @@ def test_what_says_nothing_or_can_be_held_needs_no_note(host, schema):
          "required": ["n"]},
         {"$ref": "#"},
         {"properties": []},
+        {"type": "any", "anyOf": [{"type": "array", "uniqueItems": True}]},
     ],
 )  # fmt: skip
 def test_a_tool_whose_schema_has_no_grammar_at_all_takes_any_object(host, parameters):

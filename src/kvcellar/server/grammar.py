@@ -410,6 +410,7 @@ def _arguments(tool: Mapping[str, Any], asked: _Asked) -> _Arguments:
         if types is not None and "object" not in types:
             trouble = f"its schema says {json.dumps(types)[:80]} and arguments are an object"
         held["type"] = "object"
+        trouble = trouble or _trouble_of(held, is_lenient=True)
     return _Arguments(tool, dict(ANYTHING) if trouble else held, losses, trouble)
 
 
