@@ -14,7 +14,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from kvcellar.bookkeeping.reads import position_mask
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
-from kvcellar.spec import params_from_config
+from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
 from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 
 SIZES = {
@@ -35,6 +35,29 @@ def windows(config: Any) -> list[int | None]:
     params = params_from_config(config)
     of_layer = {layer: group.window for group in params.groups for layer in group.layers}
     return [of_layer[layer] for layer in range(params.n_layers)]
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        (None, 40_960),
+        ({"rope_type": "default", "rope_theta": 10000.0}, 40_960),
+        # As Qwen's pages say to switch it on: the other number stays as it was.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        ({"rope_type": "yarn", "factor": 1.25, "original_max_position_embeddings": 32_768}, 40_960),
+        ({"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 32_768}, 40_960),
+        ({"rope_type": "linear", "factor": 4.0}, 40_960),  # has it counted in already
+        (
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+            | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            40_960,
+        ),
+    ],
+)
+def test_the_context_is_the_models_positions_as_far_as_its_rope_is_stretched(rope, positions):
+    fields = {} if rope is None else {"rope_scaling": rope}
+    config = config_from_dict(raw("llama", max_position_embeddings=40_960, **fields))
+    assert positions_from_config(config) == positions
 
 
 def test_the_sizes_are_the_configs_own():

@@ -35,6 +35,7 @@ from kvcellar.models.loading import (
 )
 from kvcellar.models.runner import Runner
 from kvcellar.models.tokenizer import load_tokenizer, quiet
+from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
 from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
 
@@ -304,7 +305,7 @@ def check_model(
 
 
 def _check_weights_option(weights: str | None) -> None:
-    if weights is not None:
+    if weights not in (None, PLAIN):
         raise ConfigError(
             f"weights {weights!r} are not made by the backend mlx; quantise the checkpoint with "
             f"mlx_lm.convert, and give its folder"
