@@ -64,7 +64,7 @@ def chat_command(
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
 
-    The history is the tokens that were sampled, never encoded again. Commands: /undo, /reset,
+    The model reads what its template makes of all that was said. Commands: /undo, /reset,
     /help, /quit. In a pipe every line is one message.
     """
     params = options.sampling(

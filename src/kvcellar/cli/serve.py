@@ -109,6 +109,23 @@ def serve_command(
             "--any-model", help="Answer with the first model whatever name a client asks for."
         ),
     ] = False,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Let a rule change what clients sent, besides `billing-header`: `header`, `date` "
+            "or `tool-order`; may be given several times. `none`: no rule at all.",
+        ),
+    ] = None,
+    control_tokens_in_text: Annotated[
+        bool,
+        typer.Option(
+            "--control-tokens-in-text",
+            help="Let text of messages spell the model's control tokens. Whoever writes a message "
+            "can then end it, and speak as somebody else.",
+            rich_help_panel=TRUST,
+        ),
+    ] = False,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -206,6 +223,8 @@ def serve_command(
         allowed_origins=tuple(allow_origin or ()),
         logs_text=log_text,
         takes_any_model=any_model,
+        rules=_rules(rule or []),
+        control_tokens_in_text=control_tokens_in_text,
         max_tokens=max_tokens,
         max_requests=max_requests,
         max_body_bytes=parse_size(max_body),
@@ -305,6 +324,17 @@ def serve_command(
         serve(config, opened_store, make_models, on_ready=on_ready)
         for event in opened_store.take_events():
             print_warning(f"{event.subject}: {event.detail}")
+
+
+def _rules(names: list[str]) -> tuple[str, ...]:
+    """The rules that apply: those that always do, and those that were named."""
+    from kvcellar.agents import DEFAULT_RULES
+
+    if "none" not in names:
+        return (*DEFAULT_RULES, *names)
+    if len(names) > 1:
+        raise ConfigError(f"--rule none is for no rule, and {', '.join(names)} were given")
+    return ()
 
 
 def _offered(models: list[str]) -> dict[str, str]:

@@ -290,6 +290,7 @@ def usage_extra(usage: Any) -> dict[str, Any]:
         "first_token_s": first_s if first_s is None else round(first_s, 4),
         "miss": None if miss is None else {**miss.as_json(), "advice": miss.advice},
         "notes": list(usage.notes),
+        "rules": [change.as_json() for change in usage.rules],
         "drafted_tokens": usage.drafted_tokens,
         "accepted_tokens": usage.accepted_tokens,
     }

@@ -39,6 +39,10 @@ _END = CALL_END.strip()
 _BRACE = re.compile(r"\A\s*\}?\s*")
 """What closes the object around the arguments."""
 _TOOLS_HEAD = "You can call these functions:"
+_TOOLS_TAIL = (
+    "To call one, write its name and arguments as JSON, and nothing behind it:\n"
+    f'{CALL_BEGIN}\n{{"name": "...", "arguments": {{...}}}}{CALL_END}'
+)
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -288,20 +292,25 @@ def say_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 def say_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A conversation for a template that knows no tools: the system message has them."""
-    lines = [
-        _TOOLS_HEAD,
-        *(json.dumps(tool["function"], ensure_ascii=False, sort_keys=True) for tool in tools),
-        "To call one, write its name and arguments as JSON, and nothing behind it:",
-        f'{CALL_BEGIN}\n{{"name": "...", "arguments": {{...}}}}{CALL_END}',
-    ]
-    said = "\n".join(lines)
+    """A conversation for a template that knows no tools: the system message ends with them."""
+    listed = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    said = "\n".join([_TOOLS_HEAD, *listed, _TOOLS_TAIL])
     first = dict(messages[0]) if messages else {}
     if first.get("role") == "system":
-        before = str(first["content"]).partition(_TOOLS_HEAD)[0].rstrip()  # said once is enough
+        before = _without_tools(str(first["content"]))  # said once is enough
         first["content"] = f"{before}\n\n{said}" if before else said
         return [first, *map(dict, messages[1:])]
     return [{"role": "system", "content": said}, *map(dict, messages)]
+
+
+def _without_tools(text: str) -> str:
+    """A system message without the end that ``say_tools`` wrote, if it wrote one."""
+    if not text.endswith(_TOOLS_TAIL):
+        return text
+    before, found, _ = text.rpartition(f"\n\n{_TOOLS_HEAD}\n")
+    if found:
+        return before
+    return "" if text.startswith(_TOOLS_HEAD) else text
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str | None]:

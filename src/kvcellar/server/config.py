@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcellar.agents import DEFAULT_RULES, RULES
 from kvcellar.errors import ConfigError
 from kvcellar.server.origins import checked_origin
 
@@ -41,6 +42,8 @@ class ServerConfig:
         max_unnamed: conversations without a name that are remembered.
         takes_any_model: answer with the first model whatever name a client asks for.
         logs_text: let prompts and answers into the log.
+        rules: which of ``agents.RULES`` change what clients sent.
+        control_tokens_in_text: let text of messages spell the model's control tokens.
     """
 
     host: str = "127.0.0.1"
@@ -63,8 +66,13 @@ class ServerConfig:
     max_unnamed: int = 256
     takes_any_model: bool = False
     logs_text: bool = False
+    rules: tuple[str, ...] = DEFAULT_RULES
+    control_tokens_in_text: bool = False
 
     def __post_init__(self) -> None:
+        unknown = sorted(set(self.rules) - RULES.keys())
+        if unknown:
+            raise ConfigError(f"there is no rule {unknown[0]!r}; there are: {', '.join(RULES)}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):

@@ -46,7 +46,13 @@ class Service:
         self.config = config
         self.store = store
         self.models = models
-        self.agents = AgentManager(store, models.registry, default_model=models.default)
+        self.agents = AgentManager(
+            store,
+            models.registry,
+            default_model=models.default,
+            rules=config.rules,
+            control_tokens_in_text=config.control_tokens_in_text,
+        )
         self.conversations = Conversations(self.agents, config.max_unnamed)
         self.grammars = Grammars()
         self.pins = Pins()
