@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -354,3 +356,36 @@ def test_a_bias_of_a_token_that_does_not_exist_is_refused() -> None:
 
 def test_one_stop_text_may_be_given_without_a_tuple() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+
+
+def test_no_end_is_sampled_before_the_tokens_that_there_must_be() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(3,))
+    state = SamplingState(params, 5, eos_token_ids=[4])
+    logits = np.array([[0.0, 1.0, 2.0, 9.0, 8.0]])
+    chosen = []
+    for _ in range(3):
+        chosen.append(sample(logits, [state])[0].token_id)
+        state.record(chosen[-1])
+    assert chosen == [2, 2, 3]
+    free = SamplingState(replace(params, ignore_eos=True), 5, eos_token_ids=[4])
+    assert sample(logits, [free])[0].token_id == 4
+    with pytest.raises(ConfigError, match="min_tokens must be 0 to max_tokens, which is 1, got 2"):
+        SamplingParams(min_tokens=2, max_tokens=1)
+
+
+def test_an_end_comes_early_where_a_guide_lets_nothing_else_come() -> None:
+    class OnlyEnd:
+        is_complete = False
+        end_id = None
+
+        def allowed(self) -> Any:
+            return np.arange(5) == 4
+
+        def accept(self, token_id: int) -> None:
+            pass
+
+        def fork(self) -> Any:
+            return self
+
+    state = SamplingState(SamplingParams(min_tokens=2, guide=OnlyEnd), 5, eos_token_ids=[4])
+    assert sample(np.zeros((1, 5)), [state])[0].token_id == 4

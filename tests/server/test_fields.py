@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -228,7 +229,9 @@ def test_every_field_is_in_the_docs():
     text = Path(__file__).parents[2].joinpath("docs/http.md").read_text()
     named = set(re.findall(r"`([A-Za-z_]+)`", text))
     schemas = (ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest)
-    honoured = {name for schema in schemas for name in schema.model_fields}
+    honoured = {
+        field.alias or name for schema in schemas for name, field in schema.model_fields.items()
+    }
     assert {*HARMLESS, *REFUSED, *honoured} <= named
 
 
@@ -261,3 +264,84 @@ def test_an_answer_ends_with_a_token_that_is_asked_for(live):
     cut = live.post("/v1/completions", {**body, "stop_token_ids": [ids[3]]})
     assert cut["usage"]["completion_tokens"] == ids.index(ids[3]) + 1
     assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+# What an answer has to be -------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+SCHEMA["additionalProperties"] = False
+GBNF = 'root ::= "yes" | no\nno ::= "no" "!"'
+FORMS = [
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 1}'),
+    ({"guided_json": SCHEMA}, '{"a": 1}'),
+    ({"guided_json": json.dumps(SCHEMA)}, '{"a": 1}'),
+    ({"json_schema": SCHEMA}, '{"a": 1}'),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}'),
+    ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+    ({"regex": "(ab){2}"}, "abab"),
+    ({"structured_outputs": {"regex": "x+y"}}, "x+y"),
+    ({"guided_choice": ["Oslo", "Ro/me\n"]}, "Oslo|Ro/me\n"),
+    ({"structured_outputs": {"choice": ["é€😀"]}}, "é€😀"),
+    ({"guided_grammar": GBNF}, "yes|no!"),
+    ({"grammar": GBNF}, "yes|no!"),
+    ({"grammar": 'start: "a" B\nB: /[bc]{2}/'}, "a[bc]{2}"),
+]
+
+
+@pytest.mark.parametrize(("form", "wanted"), FORMS)
+def test_an_answer_is_of_the_form_that_is_asked_for(live, form, wanted):
+    pattern = wanted if "{" not in wanted or "[" in wanted else re.escape(wanted)
+    body = {"max_tokens": 60, "temperature": 1.5, "seed": 7, **form}
+    chat = live.post("/v1/chat/completions", {"messages": [SAID], **body})
+    plain = live.post("/v1/completions", {"prompt": "x", **body})
+    for text in (chat["choices"][0]["message"]["content"], plain["choices"][0]["text"]):
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"guided_regex": "(?!x)["}, "no grammar can be made of guided_regex"),
+        ({"guided_choice": []}, "guided_choice: there is nothing to choose from"),
+        ({"grammar": "no grammar at all"}, "no grammar can be made of grammar"),
+        ({"structured_outputs": {"grammar": "start: nobody"}}, "structured_outputs.grammar"),
+        ({"guided_json": "{"}, "guided_json is a text that is no JSON schema"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "both say what the answer has to be"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_form_that_cannot_be_held_is_refused_by_its_field(live, path, form, said):
+    assert said in refusal(live, path, **form)
+
+
+def test_a_form_and_tools_go_together_where_it_is_a_schema(live):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    path, more = "/v1/chat/completions", {"tools": [tool], "max_tokens": 40, "temperature": 0}
+    assert "guided_choice says what" in refusal(live, path, guided_choice=["a"], **more)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    body = {**PLAIN[path], **more, "response_format": schema}
+    forced = live.post(path, {**body, "tool_choice": "required"})["choices"][0]
+    assert forced["message"]["tool_calls"]
+    none = live.post(path, {**body, "tool_choice": "none"})["choices"][0]["message"]
+    assert none["content"] == '{"a": 1}'
+    either = live.post(path, body)["choices"][0]["message"]
+    assert either.get("tool_calls") or either["content"] == '{"a": 1}'
+    named = live.post(path, {**PLAIN[path], **more, "guided_choice": ["a"], "tool_choice": "none"})
+    assert named["choices"][0]["message"]["content"] == "a"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_an_answer_has_the_tokens_that_it_must_have(live, path):
+    (host,) = live.service.models.hosts()
+    ends = {str(token_id): 100 for token_id in host.eos_token_ids}
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**PLAIN[path], name: 9, "temperature": 0, "logit_bias": ends}
+
+    def n_of(**more):
+        usage = live.post(path, {**body, **more})["usage"]
+        return usage.get("completion_tokens", usage.get("output_tokens"))
+
+    assert n_of() == 1
+    assert n_of(min_tokens=5) == 6
+    assert "min_tokens must be 0 to max_tokens" in refusal(live, path, min_tokens=10**400)

@@ -141,7 +141,7 @@ def branch(
     )
     branches = [Branch(seq_id) for seq_id in range(1, n_branches + 1)]
     states = [
-        SamplingState(_params_of(index, params), runner.vocab_size, prompt)
+        SamplingState(_params_of(index, params), runner.vocab_size, prompt, eos_token_ids)
         for index in range(n_branches)
     ]
     streams = [TextStream(tokenizer, params.stop, context=prompt) for _ in branches]

@@ -163,7 +163,7 @@ def generate(
         raise ConfigError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
     sequence = OneSequence(cache, seq_id)
     prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
-    state = SamplingState(params, runner.vocab_size, prompt)
+    state = SamplingState(params, runner.vocab_size, prompt, eos_token_ids)
     stream = TextStream(tokenizer, params.stop, context=prompt)
     return _generate(
         runner, sequence, prompt, state, stream, eos_token_ids, prefill_chunk, on_prefill

@@ -97,6 +97,8 @@ class SamplingParams:
         stop: end before the first of these texts; it is not part of the output.
         stop_token_ids: end after one of these tokens; it adds no text.
         ignore_eos: sample on after the model's end-of-sequence token.
+        min_tokens: tokens before which neither the model's end-of-sequence token nor one of
+            ``stop_token_ids`` is sampled, unless a guide lets nothing else come.
         logprobs: None for none, 0 for the sampled token's log probability, n for the n most
             likely tokens' too; always those of the model itself, before all settings above.
         guide: makes what decides which tokens may come; the sequence ends where it is complete.
@@ -117,6 +119,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     logprobs: int | None = None
     guide: Callable[[], Guide] | None = field(default=None, hash=False, compare=False)
     unset: frozenset[str] = field(default=frozenset(), compare=False)
@@ -140,6 +143,9 @@ class SamplingParams:
             self._check("seed", self.seed, self.seed >= 0, "0 or more")
         if self.max_tokens is not None:
             self._check("max_tokens", self.max_tokens, self.max_tokens >= 0, "0 or more")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        limits = f"0 to max_tokens, which is {self.max_tokens}"
+        self._check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, limits)
         if self.logprobs is not None:
             self._check("logprobs", self.logprobs, self.logprobs >= 0, "0 or more, or None")
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -166,7 +172,7 @@ class SamplingParams:
         return replace(self, **settings)
 
     def _check(self, name: str, value: float, is_valid: bool, wanted: str) -> None:
-        if not (is_valid and math.isfinite(value)):
+        if not (is_valid and (isinstance(value, int) or math.isfinite(value))):
             raise ConfigError(f"{name} must be {wanted}, got {value}")
 
     @property
@@ -213,7 +219,11 @@ class SamplingState:
     """
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, prompt_ids: Iterable[int] = ()
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
         """A sequence that has sampled nothing yet.
 
@@ -221,6 +231,7 @@ class SamplingState:
             params: its settings.
             vocab_size: columns of the logits.
             prompt_ids: what it holds already; only a repetition penalty looks at them.
+            eos_token_ids: tokens with which the model ends a text; for ``min_tokens``.
 
         Raises:
             ConfigError: ``logit_bias`` names a token that the model does not have.
@@ -239,6 +250,9 @@ class SamplingState:
                 )
         self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        known = [token_id for token_id in ends if 0 <= token_id < vocab_size]
+        self._end_ids = np.array(sorted(known), dtype=np.int64)
         self._counts: NDArray[np.int32] | None = None
         self._in_prompt: NDArray[np.bool_] | None = None
         self._guide = params.guide() if params.guide is not None else None
@@ -289,7 +303,12 @@ class SamplingState:
     def adjusts_logits(self) -> bool:
         """Whether ``adjust`` does anything."""
         is_guided = self._guide is not None
-        return is_guided or self._counts is not None or self._bias_ids.size > 0
+        is_counted = self._counts is not None
+        return is_guided or is_counted or self._bias_ids.size > 0 or self._must_go_on
+
+    @property
+    def _must_go_on(self) -> bool:
+        return self._end_ids.size > 0 and self.n_sampled < self.params.min_tokens
 
     def adjust(self, logits: FloatArray) -> None:
         """Apply penalties, bias and guide to ``logits`` ``[vocab]``, in place."""
@@ -312,6 +331,11 @@ class SamplingState:
             if end_id is not None:
                 logits[end_id] = _together(logits[end_id], logits[barred], params)
             logits[barred] = -np.inf
+        if self._must_go_on:
+            ends = logits[self._end_ids]
+            logits[self._end_ids] = -np.inf
+            if not np.isfinite(logits.max()):  # nothing else is allowed
+                logits[self._end_ids] = ends
 
 
 def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice]:

@@ -141,7 +141,7 @@ class Scheduler:
             request=request,
             tokens=tokens,
             n_prompt=len(tokens),
-            state=SamplingState(params, self.vocab_size, tokens),
+            state=SamplingState(params, self.vocab_size, tokens, self.eos_token_ids),
             stream=TextStream(self.tokenizer, params.stop, context=tokens)
             if self.tokenizer is not None
             else None,

@@ -172,6 +172,7 @@ def sampling_of(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         ignore_eos=bool(fields.ignore_eos),
+        min_tokens=fields.min_tokens or 0,
         logprobs=logprobs,
         unset=unset_in(fields),
     )

@@ -31,6 +31,7 @@ from kvcellar.server.calls import (
 )
 from kvcellar.server.conversations import Seat, Whose
 from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import Form
 from kvcellar.server.grammar import MOST_CALLS, Held, TokenGuide
 from kvcellar.server.service import Service
 from kvcellar.server.streams import Stream
@@ -77,8 +78,7 @@ class Ask:
         tools: what it may call.
         choice: whether it does, and which.
         is_parallel: whether an answer may have several calls.
-        schema: JSON schema that an answer without calls has to follow.
-        is_strict: whether a schema that no grammar can hold whole is refused.
+        form: what an answer without calls has to be.
         whose: whom it is for, as the client says it.
         pins: what to keep in the cache.
     """
@@ -89,8 +89,7 @@ class Ask:
     tools: Toolbox = field(default_factory=Toolbox)
     choice: ToolChoice = field(default_factory=ToolChoice)
     is_parallel: bool = True
-    schema: Mapping[str, Any] | None = None
-    is_strict: bool = True
+    form: Form | None = None
     whose: Whose = field(default_factory=Whose)
     pins: Sequence[Pin] = ()
 
@@ -239,7 +238,15 @@ async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
         size.cost, _in_words_of, host, ask.messages, ask.tools.given
     )
     callable_ = chosen(ask.tools, ask.choice)
-    held = None
+    form, held = ask.form, None
+    if callable_ and form is not None and form.kind != "schema":
+        raise ApiError(
+            400,
+            f"{form.field} says what the answer has to be, and the model may call tools instead; "
+            f"give one of them, or a JSON schema, or tool_choice none",
+            "invalid_value",
+            param=form.field,
+        )
     if callable_:
         is_one = not ask.is_parallel or (ask.choice.names is not None and len(callable_) == 1)
         held = await service.grammars.of_calls(
@@ -247,12 +254,12 @@ async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
             callable_,
             is_forced=ask.choice.mode == "required",
             most=1 if is_one else MOST_CALLS,
-            schema=ask.schema,
-            is_strict=ask.is_strict,
+            schema=form.value if form is not None else None,
+            is_strict=form is None or form.is_strict,
             strict=ask.tools.strict,
         )
-    elif ask.schema is not None:
-        held = await service.grammars.of_schema(host, ask.schema, is_strict=ask.is_strict)
+    elif form is not None:
+        held = await service.grammars.of_form(host, form)
     notes = [*ask.tools.notes(), *(held.notes if held else ())]
     return _Plan(messages, tools, held, bool(callable_), knows, notes)
 
@@ -293,7 +300,7 @@ async def _events(
         wanted = len(tokens) + (ask.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
         plan.tokens = tokens
-        if ask.schema is None:  # JSON leaves no room for a thought
+        if ask.form is None:  # a form leaves no room for a thought
             plan.is_in_thought = parser.is_in_thought = _opens_thought(host, tokens)
         n_pinned = len(tokens) if pinned is None else common_prefix(pinned, tokens)
         name = service.models.public(host.name)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ from kvcellar.agents import ModelHost
 from kvcellar.errors import PromptError
 from kvcellar.server.calls import CALL_BEGIN, CALL_END, THOUGHT_BEGIN, THOUGHT_END, call_head
 from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import Form
 from kvcellar.server.loosening import ANYTHING, loosened
 
 __all__ = ["MOST_CALLS", "Grammars", "GuideFn", "Held", "TokenGuide"]
@@ -199,6 +201,29 @@ class Grammars:
         held, losses = _answer_schema(schema, is_strict)
         begin = self._compiled(host, f"%llguidance {{}}\nstart: %json {_json(held)}")
         return Held(begin, begin, _lost(losses))
+
+    async def of_form(self, host: ModelHost, form: Form) -> Held:
+        """Hold answers to be of a form.
+
+        Raises:
+            ApiError: 400, no grammar can be made of it.
+        """
+        if form.kind == "schema":
+            return await self.of_schema(host, form.value, is_strict=form.is_strict)
+        return await asyncio.to_thread(self._of_form, host, form)
+
+    def _of_form(self, host: ModelHost, form: Form) -> Held:
+        try:
+            begin = self._compiled(host, _grammar_of(form))
+        except (ApiError, ValueError) as error:
+            said = _line(str(error)).removeprefix("no grammar can be made: ")
+            raise ApiError(
+                400,
+                f"no grammar can be made of {form.field}: {said}",
+                "invalid_grammar",
+                param=form.field,
+            ) from error
+        return Held(begin, begin)
 
     async def of_calls(
         self,
@@ -470,6 +495,28 @@ def _check_promise(one: _Arguments, is_strict: bool) -> None:
         "invalid_schema",
         param="tools",
     )
+
+
+def _grammar_of(form: Form) -> str:
+    """A form that is no schema, as llguidance has it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if form.kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(form.value)
+    elif form.kind == "choice":
+        if not form.value:
+            raise ValueError("there is nothing to choose from")
+        grammar = LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(text) for text in form.value)
+        )
+    else:
+        try:
+            grammar = LLMatcher.grammar_from_lark(any_to_lark(form.value))
+        except Exception as error:  # a parser of others', with errors of its own
+            raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
+    return str(grammar)
 
 
 def _lost(losses: Sequence[str]) -> tuple[str, ...]:

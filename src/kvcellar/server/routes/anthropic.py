@@ -41,6 +41,7 @@ from kvcellar.server.chat import (
     whole,
 )
 from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import Form
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.anthropic import Block, CacheControl, CountRequest, MessagesRequest
 from kvcellar.server.service import new_id
@@ -90,7 +91,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         tools=_tools(body),
         choice=_choice(body),
         is_parallel=not (choice and choice.disable_parallel_tool_use),
-        schema=wanted.json_schema if wanted else None,
+        form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
         whose=whose_of(
             request,
             body.agent_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -31,6 +31,7 @@ from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.chat import merged
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import form_of
 from kvcellar.server.logprobs import LegacyLogprobs, pieces_of
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.openai import CompletionRequest
@@ -134,6 +135,8 @@ async def _events(
         )
     async with service.models.registry.use(path) as host:
         prompts = await _prompts(service, host, body)
+        form = form_of(body)
+        held = None if form is None else await service.grammars.of_form(host, form)
         if whose.name is not None and len(prompts) * n > 1:
             raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
         if whose.name is not None and body.max_tokens == 0:
@@ -157,6 +160,8 @@ async def _events(
                     logprobs=body.logprobs,
                     index=i % n,
                 )
+                if held is not None:
+                    params = replace(params, guide=held.begin)
                 if whose.name is None:
                     sources.append(
                         lambda choice=choices[-1], params=params: _plain(

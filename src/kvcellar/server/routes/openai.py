@@ -42,9 +42,10 @@ from kvcellar.server.chat import (
     whole,
 )
 from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import form_of
 from kvcellar.server.logprobs import ChatLogprobs
 from kvcellar.server.replies import sse
-from kvcellar.server.schemas.openai import ChatRequest, JsonFormat
+from kvcellar.server.schemas.openai import ChatRequest
 from kvcellar.server.service import Service, new_id
 from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox
@@ -172,8 +173,7 @@ def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> A
         tools=_tools(body),
         choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
-        schema=_schema(body.response_format),
-        is_strict=_is_strict(body.response_format),
+        form=form_of(body),
         whose=whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key),
     )
 
@@ -187,23 +187,6 @@ def _tools(body: ChatRequest) -> Toolbox:
         else:
             tools.leave_out(tool.custom.name if tool.custom else None, tool.type)
     return tools
-
-
-def _is_strict(wanted: JsonFormat | None) -> bool:
-    """Whether all of a schema has to be held; the client may say that it has not."""
-    return not (wanted and wanted.json_schema and wanted.json_schema.strict is False)
-
-
-def _schema(wanted: JsonFormat | None) -> dict[str, Any] | None:
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return {"type": "object"}
-    if wanted.json_schema is None or wanted.json_schema.json_schema is None:
-        raise ApiError(
-            400, "response_format json_schema comes without a schema", param="response_format"
-        )
-    return wanted.json_schema.json_schema
 
 
 # As one object -----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.calls import is_whole, read_arguments
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
 from kvcellar.server.errors import ApiError, as_api_error
+from kvcellar.server.forms import Form
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.openai import NamedTool
 from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
@@ -280,14 +281,14 @@ def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:
             "unsupported_field",
             param="include",
         )
-    schema = None
+    form = None
     wanted = body.text.format if body.text else None
     if wanted is not None and wanted.type == "json_object":
-        schema = {"type": "object"}
+        form = Form("schema", wanted.json_schema or {"type": "object"}, "text.format")
     elif wanted is not None and wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise ApiError(400, "text.format json_schema comes without a schema", param="text")
-        schema = wanted.json_schema
+        form = Form("schema", wanted.json_schema, "text.format", wanted.strict is not False)
     most = body.max_output_tokens or service.config.max_tokens
     return Ask(
         messages=messages,
@@ -296,8 +297,7 @@ def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:
         tools=_tools(body),
         choice=tool_choice_of(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
-        schema=schema,
-        is_strict=not (wanted and wanted.strict is False),
+        form=form,
     )
 
 

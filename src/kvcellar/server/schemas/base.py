@@ -87,12 +87,12 @@ class AskBody(Body):
     @model_validator(mode="after")
     def _fields_are_known(self) -> AskBody:
         extra = self.__pydantic_extra__ or {}
-        declared = set(type(self).model_fields)
+        declared = set(_names_of(type(self)))
         elsewhere = {
             name: other.route
             for other in _all_below(AskBody)
             if other.route
-            for name in other.model_fields
+            for name in _names_of(other)
         }
         unknown: list[str] = []
         for name, value in extra.items():
@@ -115,6 +115,11 @@ class AskBody(Body):
         )
         extra.clear()
         return self
+
+
+def _names_of(kind: type[AskBody]) -> list[str]:
+    """The fields of a request as clients call them."""
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _all_below(kind: type[AskBody]) -> Iterator[type[AskBody]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import AgentId, AskBody, Open, SessionId, Stop, Stops
 
@@ -20,6 +20,9 @@ __all__ = [
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Pattern = Annotated[str, Field(max_length=4096)]
+Grammar = Annotated[str, Field(max_length=65536)]
+Choices = Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=256)]
 
 
 class SamplingFields(AskBody):
@@ -37,6 +40,7 @@ class SamplingFields(AskBody):
     stop: Stop | Stops | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = Field(None, description="Sample on after the model's end token.")
+    min_tokens: int | None = Field(None, ge=0, description="Before them no end token comes.")
 
 
 class StreamOptions(Open):
@@ -180,9 +184,36 @@ class JsonFormat(Open):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ChatRequest(SamplingFields):
+class StructuredOutputs(Open):
+    """What an answer has to be, as vLLM's requests say it: one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+
+
+class FormFields(SamplingFields):
+    """How to sample, and what an answer has to be: in one of these fields."""
+
+    response_format: JsonFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    grammar: Grammar | None = Field(None, description="Lark, or llama.cpp's GBNF.")
+    json_schema_: dict[str, Any] | None = Field(None, alias="json_schema")
+    regex: Pattern | None = None
+
+
+class ChatRequest(FormFields):
     """``POST /v1/chat/completions``."""
 
     route: ClassVar[str] = "/v1/chat/completions"
@@ -199,13 +230,12 @@ class ChatRequest(SamplingFields):
     tools: list[FunctionTool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: JsonFormat | None = None
     agent_id: AgentId | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(FormFields):
     """``POST /v1/completions``."""
 
     route: ClassVar[str] = "/v1/completions"
