@@ -21,6 +21,7 @@ from kvcellar.server.calls import (
     call_head,
     say_calls,
     say_tools,
+    without_tools,
 )
 from kvcellar.server.errors import ApiError
 from kvcellar.server.grammar import Grammars
@@ -196,6 +197,16 @@ def test_tools_are_said_once_however_often_they_come():
     with_system = say_tools([{"role": "system", "content": "Be."}], tools)
     assert with_system[0]["content"].startswith("Be.\n\n")
     assert say_tools(with_system, tools) == with_system
+    assert without_tools(once) == [{"role": "user", "content": "x"}]
+    assert without_tools(with_system) == [{"role": "system", "content": "Be."}]
+
+
+@pytest.mark.parametrize("text", ["Be.", "", "You can call these functions:\nnone", "a\n\nb"])
+def test_a_conversation_without_tools_is_as_it_was(text):
+    talk = [{"role": "system", "content": text}, {"role": "user", "content": "x"}]
+    assert without_tools(talk) == talk
+    assert without_tools(talk[1:]) == talk[1:]
+    assert without_tools([]) == []
 
 
 # Grammars ----------------------------------------------------------------------------------------

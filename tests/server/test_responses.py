@@ -284,6 +284,22 @@ def test_a_named_agents_response_is_stored_too_and_can_be_gone_on_from(tmp_path)
         assert live.get("/v1/agents/poet")["n_turns"] == 1
 
 
+def test_a_named_agents_messages_are_what_was_sent(tmp_path):
+    with serving(tmp_path) as live:
+        live.post("/v1/agents", {"id": "adder"})
+        asked = [{"role": "system", "content": "You add."}, {"role": "user", "content": "Add."}]
+        function = {"name": "add", "parameters": TOOL["parameters"]}
+        body = {
+            "messages": asked,
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "none",
+            "max_tokens": 4,
+        }
+        live.post("/v1/chat/completions", body, headers={"x-agent-id": "adder"})
+    with serving(tmp_path) as live:
+        assert live.get("/v1/agents/adder")["messages"][:-1] == asked
+
+
 def test_a_deleted_response_stays_deleted_and_what_went_on_from_it_stays(tmp_path):
     with serving(tmp_path) as live:
         first, second, third = talk_with_tools(live)

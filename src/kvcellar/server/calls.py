@@ -27,6 +27,7 @@ __all__ = [
     "call_head",
     "say_calls",
     "say_tools",
+    "without_tools",
 ]
 
 CALL_BEGIN = "<tool_call>"
@@ -301,6 +302,19 @@ def say_tools(
         first["content"] = f"{before}\n\n{said}" if before else said
         return [first, *map(dict, messages[1:])]
     return [{"role": "system", "content": said}, *map(dict, messages)]
+
+
+def without_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation as it was before ``say_tools``: without what nobody said in it."""
+    found = [dict(message) for message in messages]
+    if found and found[0].get("role") == "system":
+        content = str(found[0].get("content"))
+        before = _without_tools(content)
+        if before != content:
+            found[0]["content"] = before
+            if not before:
+                del found[0]
+    return found
 
 
 def _without_tools(text: str) -> str:

@@ -20,6 +20,7 @@ from kvcellar.engine import TokenEvent
 from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
 from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
 from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.calls import without_tools
 from kvcellar.server.errors import ApiError
 from kvcellar.server.replies import sse
 from kvcellar.server.schemas.agents import (
@@ -201,7 +202,7 @@ async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
     info = await service.agents.describe(agent_id)
     return {
         **agent_as_json(service, info),
-        "messages": list(service.agents.conversation(agent_id)),
+        "messages": without_tools(service.agents.conversation(agent_id)),
         "turns": [dataclasses.asdict(turn) for turn in service.agents.turns(agent_id)],
     }
 
