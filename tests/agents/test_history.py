@@ -326,3 +326,23 @@ def test_an_answer_that_the_model_ended_itself_is_not_ended_twice(tmp_path):
 
 
 _said = ("one", "two", "three")
+
+
+def test_one_changed_character_of_the_template_is_the_templates_fault(tmp_path):
+    """The model is the same, so it is the same agent, and what is common is reused."""
+
+    class Other(ByteTokenizer):
+        def apply_chat_template(self, *args: Any, **more: Any) -> Any:
+            return str(super().apply_chat_template(*args, **more)).replace("assistant", "assistanT")
+
+    with manager(tmp_path) as agents:
+        run(agents.create("a", system="You write verse. " * 9))
+        run(turn(agents, "a", "One. " * 9))
+        run(agents.pause("a"))
+        n = len(tokens_of(agents, "a"))
+    with manager(tmp_path, lambda name: make_host(name, tokenizer=Other())) as agents:
+        end = run(turn(agents, "a", "Two."))
+        assert [info.agent_id for info in agents.list()] == ["a"]
+        assert end.usage.miss is not None and end.usage.miss.cause == "template"
+        assert end.usage.miss.tokens_lost < n and end.usage.cached_tokens > 100
+        assert len(agents.conversation("a")) == 5

@@ -98,7 +98,7 @@ def test_an_idle_model_goes_after_its_time_and_a_used_one_stays():
     assert not any(t.name == "kvcellar-models" for t in threading.enumerate())
 
 
-def test_the_same_name_on_another_model_starts_fresh_says_so_and_keeps_the_old(tmp_path):
+def test_another_model_reads_the_conversation_anew_says_so_and_keeps_the_old(tmp_path):
     async def main(agents: Any) -> None:
         await agents.create("a", model="one")
         await turn(agents, "a", "hello on one")
@@ -106,7 +106,10 @@ def test_the_same_name_on_another_model_starts_fresh_says_so_and_keeps_the_old(t
         end = await turn(agents, "a", "hello on two", model="two")
         assert end.usage.miss.cause == "other model"
         assert end.usage.miss.tokens_lost == len(old)
-        assert any("starts fresh" in note for note in end.usage.notes)
+        assert any("is read anew by 'two'" in note for note in end.usage.notes)
+        said = [m["content"] for m in agents.conversation("a", "two") if m["role"] == "user"]
+        assert said == ["hello on one", "hello on two"], "nothing that was said is lost"
+        assert agents.conversation("a", "two")[:2] == agents.conversation("a", "one")
         assert [(i.agent_id, i.model) for i in agents.list()] == [("a", "one"), ("a", "two")]
         end = await turn(agents, "a", "and again", model="two")
         assert end.usage.miss is None

@@ -46,6 +46,10 @@ def test_an_agent_lives_through_all_commands(home: Path) -> None:
     code, out, err = run("why", "poet")
     assert (code, err) == (0, "") and "nothing was lost" in out
     assert run_json("why", "poet") is None
+    assert run_json("rewind", "poet", "--turn", "0")["n_turns"] == 0
+    code, out, _ = run("why", "poet")
+    assert code == 0 and "it has no turn left" in out and "reused" not in out
+    assert run_json("undo", "poet")[0]["n_turns"] == 2
 
     child = run_json("fork", "poet", "twin", "--turn", "1")
     assert (child["parent"], child["n_turns"]) == ("poet", 1)

@@ -52,6 +52,7 @@ def test_every_part_is_told_apart(checkpoint: Path) -> None:
         after = fingerprint_checkpoint(checkpoint)
         assert after.differences(before.value) == [part]
         assert after.value != before.value
+        assert (after.of_kv == before.of_kv) == (part == "chat_template"), "tokens are compared"
 
 
 def test_what_changes_nothing_changes_nothing(checkpoint: Path) -> None:

@@ -317,6 +317,82 @@ def test_the_headers_are_in_the_openapi_of_every_route_that_reads_them(live):
         assert "never replaced" in headers["x-agent-id"]
 
 
+# Why something was computed again --------------------------------------------------------------
+
+LONG = " ".join(f"Rule {i}: never do what is forbidden by rule {i + 1}." for i in range(40))
+
+
+def dated(day):
+    return {"role": "system", "content": f"You are careful.\nToday is {day}.\n{LONG}"}
+
+
+def miss_of(answer):
+    return answer.json()["kvcellar"]["miss"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_changed_date_at_the_top_of_an_unnamed_conversation_is_a_miss_with_a_cause(live, is_new):
+    talk = [dated(f"Monday {is_new}"), user(f"First of all {is_new}.")]
+    first = say(live, talk)
+    assert miss_of(first) is None or miss_of(first)["cause"] == "system"
+    talk[0] = dated(f"Tuesday {is_new}")
+    if not is_new:
+        talk += [first.json()["choices"][0]["message"], user("And?")]
+    second = say(live, talk)
+    miss, usage = miss_of(second), second.json()["usage"]
+    assert miss["cause"] == "system" and miss["advice"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert 200 < miss["tokens_lost"] <= usage["prompt_tokens"] - cached
+    assert "Monday" in miss["was"] and "Tuesday" in miss["became"]
+    agent = second.json()["kvcellar"]["agent_id"]
+    why = live.get(f"/v1/agents/{agent}/why")
+    assert why["miss"]["cause"] == "system" and why["said"] == miss["advice"]
+
+
+def test_unlike_conversations_do_not_miss_each_other(live):
+    say(live, [{"role": "system", "content": "One thing " * 50}, user("a")])
+    other = say(live, [{"role": "system", "content": "Quite another matter " * 50}, user("a")])
+    assert miss_of(other) is None
+
+
+def test_an_edited_beginning_is_a_miss_and_asking_again_is_none(live):
+    known = make(live, "edited", "One. " * 30, "Two. " * 30)
+    again = say(live, known[:-1], "edited", temperature=1.5, seed=4)
+    assert again.json()["kvcellar"]["agent_id"] == "edited.2" and miss_of(again) is None
+    changed = [known[0], user("Else! " + known[1]["content"]), *known[2:], user("?")]
+    edited = say(live, changed, "edited")
+    assert miss_of(edited)["cause"] == "edited" and miss_of(edited)["tokens_lost"] > 50
+    other = say(
+        live, [{"role": "system", "content": "You write prose."}, *known[1:], user("?")], "edited"
+    )
+    assert miss_of(other)["cause"] == "system"
+    assert live.get("/v1/agents/edited/why")["miss"] is None
+
+
+def test_changed_tools_are_a_miss(live):
+    def tool(name):
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+    talk = [{"role": "system", "content": f"With tools. {LONG}"}, user("Go.")]
+    say(live, talk, tools=[tool("alpha")], tool_choice="none")
+    other = say(live, talk, tools=[tool("omega")], tool_choice="none")
+    assert miss_of(other)["cause"] in ("tools", "system"), "or in the system message, as text"
+
+
+def test_why_says_what_there_is_to_say_of_an_agent_that_lost_nothing(live):
+    make(live, "clear")
+    assert "has taken no turn yet" in live.get("/v1/agents/clear/why")["said"]
+    live.post("/v1/agents/clear/generate", {"text": "One.", **SHORT})
+    assert "it was the first turn" in live.get("/v1/agents/clear/why")["said"]
+    live.post("/v1/agents/clear/generate", {"text": "Two.", **SHORT})
+    assert "reused all of the history" in live.get("/v1/agents/clear/why")["said"]
+    for left in ("it has 1 turn left", "it has no turn left"):
+        live.post("/v1/agents/clear/rewind")
+        why = live.get("/v1/agents/clear/why")
+        assert why["miss"] is None and "went back since its last turn" in why["said"]
+        assert left in why["said"]
+
+
 # A session id is a hint ----------------------------------------------------------------------
 
 HINTS = {

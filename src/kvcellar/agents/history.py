@@ -23,6 +23,7 @@ __all__ = [
     "TemplateReport",
     "check_template",
     "plan_messages",
+    "what_changed",
 ]
 
 Message = dict[str, Any]
@@ -156,7 +157,7 @@ def plan_messages(
             if match_key(mine, rules) != match_key(theirs, rules):
                 break
             n_known += 1
-    changed = _what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
+    changed = what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
     n_common = common_prefix(history, tokens)
     prefixes = Prefixes(
         tokenizer, ruled.messages, ruled.tools, tokens, n_common, control_tokens_in_text
@@ -164,9 +165,10 @@ def plan_messages(
     return Spoken(ruled.messages, n_known, ruled.tools, changed, ruled.changes, prefixes)
 
 
-def _what_changed(
+def what_changed(
     known: Sequence[Message], new: Sequence[Message], n_known: int, rules: Collection[str]
 ) -> str | None:
+    """Say why a conversation does not continue the messages that are known; None where it does."""
     if n_known == len(known):
         is_same = all(_said(a) == _said(b) for a, b in zip(known, new, strict=False))
         return None if is_same else "echoed"

@@ -32,12 +32,12 @@ from kvcellar.agents import dropped
 from kvcellar.agents.checking import check_said
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.durable import stored_state
-from kvcellar.agents.history import Message
+from kvcellar.agents.history import Message, what_changed
 from kvcellar.agents.joining import Joined, continues, join
 from kvcellar.agents.lengths import Size, refuse_bytes, size_of
-from kvcellar.agents.misses import Miss
+from kvcellar.agents.misses import Miss, miss_beside
 from kvcellar.agents.models import ModelHost, ModelRegistry
-from kvcellar.agents.places import Place, Places
+from kvcellar.agents.places import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import (
     Agent,
@@ -206,6 +206,23 @@ class AgentManager:
 
         return self._info(agent, await _in_engine(host, count))
 
+    def why_not(self, agent_id: str, model: str | None = None) -> str:
+        """Say in a sentence what there is to say where ``why`` is None.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = self._agent(agent_id, model)
+        n = len(agent.turns)
+        if agent.is_rewound:
+            left = f"it has {n} turn{'s' * (n > 1)} left" if n else "it has no turn left"
+            return f"agent {agent_id!r} went back since its last turn; {left}, and nothing is lost"
+        if not n:
+            return f"agent {agent_id!r} has taken no turn yet, so nothing was lost"
+        if n == 1 and agent.parent is None:
+            return "nothing was lost: it was the first turn, and there was no history to reuse"
+        return "nothing was lost: the last turn reused all of the history"
+
     def why(self, agent_id: str, model: str | None = None) -> Miss | None:
         """What the last turn had to compute again, and why; None where nothing was lost.
 
@@ -319,14 +336,50 @@ class AgentManager:
             new_id = derived_id(agent_id, f".{number}")
             if not await self.has(new_id):
                 with contextlib.suppress(NameTakenError):  # by somebody else, just now
-                    return await self.fork(
+                    info = await self.fork(
                         parent.agent_id,
                         new_id,
                         turn=joined.n_turns,
                         model=parent.model,
                         branch_of=agent_id,
                     )
+                    self._agent(new_id, parent.model).beside = replace(parent, beside=None)
+                    return info
         raise AssertionError("there is always another number")
+
+    async def expect(
+        self,
+        agent_id: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        model: str,
+        likely: str | None = None,
+    ) -> None:
+        """Find the agent whose history a conversation came close to, for ``why`` of its first turn.
+
+        It has an answer of the conversation's, or nearly its system message, and was used lately.
+
+        Args:
+            agent_id: of the new agent that will answer.
+            messages: the whole conversation.
+            model: who answers.
+            likely: id of an agent that is meant without looking.
+        """
+        with self._lock:
+            agents = [
+                a
+                for a in self._agents.values()
+                if a.model == model and a.turns and a.agent_id != agent_id
+            ]
+        agents.sort(key=lambda agent: (agent.agent_id == likely, agent.used_s), reverse=True)
+
+        def find() -> Agent | None:
+            return nearest(agents[:MOST_NEAR], messages, likely)
+
+        cost = size_of(messages).cost + sum(4 * len(agent.tokens) for agent in agents[:MOST_NEAR])
+        agent, other = self._known(agent_id, model), await self.work.run(cost, find)
+        if agent is not None and other is not None:
+            agent.beside = replace(other, beside=None)
 
     def place_of(
         self,
@@ -571,6 +624,8 @@ class AgentManager:
             expected=[],
             is_passing=is_passing,
             branch_of=branch_of,
+            beside=None,
+            is_rewound=False,
         )
         child.cut(at, now.turns_of(turn))
         await self._register(child, host)
@@ -605,7 +660,7 @@ class AgentManager:
             if at < len(before) or (n_turns is not None and n_turns < len(agent.turns)):
                 await self._drop(agent, "rewind", agent_id, uuid.uuid4().hex)
             agent.cut(at, n_turns)
-            agent.miss = None
+            agent.miss, agent.is_rewound = None, True
             agent.advance()
             await self._publisher.save(agent, self._host_of(agent))
             await self._publisher.make_durable(agent)
@@ -914,7 +969,8 @@ class AgentManager:
             role: who says ``text``: ``user`` or ``tool``.
             params: how to sample; left out: as the model wants it, or else the likeliest token.
             priority: higher goes first.
-            model: to run on; another one than before starts a fresh history of the same name.
+            model: to run on; another one than before reads the conversation anew, and its history
+                stays what it was.
             progress: told about a restore.
             deadline_s: longest time to wait for room; None for any.
             answer: from its text to the message that is kept, such as one with tool calls.
@@ -1102,18 +1158,35 @@ class AgentManager:
             n_computed = usage.prompt_tokens - usage.cached_tokens
             host.costs.learn_prefill(n_computed, usage.time_to_first_token_s)
         agent.miss = miss_of(agent, host, turn, event, before, back)
+        if agent.miss is None and agent.beside is not None and usage is not None:
+            agent.miss = self._miss_beside(agent.beside, host, turn, usage.cached_tokens)
         if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
             return None
         record_turn(agent, host, turn, event, before)
         n_kept = agent.turns[-1].start
         if n_kept < agent.n_stored:  # a window's state is at the end of what was stored
             agent.n_stored = 0 if agent.key.layout.window_groups else n_kept
+        agent.beside, agent.is_rewound = None, False
         agent.advance()
         agent.is_passing &= len(agent.turns) < 2
         if agent.is_passing:
             return None
         is_interrupted = event.reason not in ("stop", "length")
         return self._publisher.after_turn(host, agent, is_interrupted=is_interrupted)
+
+    def _miss_beside(
+        self, other: Agent, host: ModelHost, turn: TurnPlan, n_cached: int
+    ) -> Miss | None:
+        """What the first turn of a conversation lost against the one that it came close to."""
+        if other.key != host.key:
+            return None
+        pairs = zip(other.messages, turn.messages, strict=False)
+        keys = ((match_key(a, self.rules), match_key(b, self.rules)) for a, b in pairs)
+        n_known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], keys))
+        cause = what_changed(other.messages, turn.messages, n_known, self.rules)
+        if (turn.tools or None) != (other.tools or None):
+            cause = "tools"
+        return miss_beside(other.tokens, turn.tokens, n_cached, cause or "edited", host.tokenizer)
 
     # Inside ------------------------------------------------------------------------------------
 
@@ -1215,10 +1288,12 @@ class AgentManager:
                 return self._agents[name]
             fresh = self._new(agent.agent_id, host)
             fresh.notes = (
-                f"agent {agent.agent_id!r} belongs to model {agent.model!r} as it was; it starts "
-                f"fresh on {host.name!r}, and its {len(agent.tokens)} tokens there are kept",
+                f"agent {agent.agent_id!r} belongs to model {agent.model!r} as it was; its "
+                f"conversation is read anew by {host.name!r}, and its {len(agent.tokens)} tokens "
+                f"there are kept",
             )
-            fresh.messages = tuple(m for m in agent.messages[:1] if m.get("role") == "system")
+            fresh.messages = tuple({**m, "content": m.get("content") or ""} for m in agent.messages)
+            fresh.tools = agent.tools
             fresh.miss = Miss("other model", len(agent.tokens), 0)
             self._agents[name] = fresh
             return fresh
@@ -1227,7 +1302,8 @@ class AgentManager:
         if agent.key != host.key:
             raise AgentError(
                 f"agent {agent.agent_id!r} was saved with another version of model "
-                f"{agent.model!r}; its next turn starts fresh, and what is stored is kept"
+                f"{agent.model!r}; its next turn reads the conversation anew, and what is stored "
+                f"is kept"
             )
 
     def _host_of(self, agent: Agent) -> ModelHost | None:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcellar.agents.history import AgentTokenizer
+from kvcellar.models.prompts import common_prefix
 
-__all__ = ["CAUSES", "Miss", "explain"]
+__all__ = ["CAUSES", "Miss", "explain", "miss_beside"]
 
 CAUSES = {
     "system": "the system message changed; keep it constant, and put what changes behind it",
@@ -29,6 +30,12 @@ CAUSES = {
 """Cause -> what it means and what helps."""
 
 _AROUND = 12
+
+_ALIKE = 8
+"""Tokens that have to be the same for two texts to be the same again."""
+
+_FAR = 512
+"""Tokens behind a difference within which they have to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,42 @@ class Miss:
     def from_json(cls, value: Mapping[str, Any] | None) -> Miss | None:
         """What ``as_json`` gave."""
         return None if value is None else cls(**value)
+
+
+def miss_beside(
+    other: Sequence[int],
+    tokens: Sequence[int],
+    n_cached: int,
+    cause: str,
+    tokenizer: AgentTokenizer | None,
+) -> Miss | None:
+    """What a first turn had to compute although the history that it came close to has its text.
+
+    Args:
+        other: that history.
+        tokens: the turn's prompt.
+        n_cached: tokens of it that were not computed.
+        cause: why it did not continue the history.
+        tokenizer: of the model.
+
+    Returns:
+        None where nothing behind the difference is the same, or it was cached all the same.
+    """
+    at = common_prefix(other, tokens)
+    n_lost = min(_same_behind(other, tokens, at), len(tokens) - n_cached)
+    if n_lost < _ALIKE or at >= min(len(other), len(tokens)):
+        return None
+    return explain(cause, n_lost, at, other, tokens, tokenizer)
+
+
+def _same_behind(a: Sequence[int], b: Sequence[int], at: int) -> int:
+    """Count the tokens behind a difference from where the two texts are the same again."""
+    pieces = {tuple(b[j : j + _ALIKE]): j for j in range(at + _FAR, at - 1, -1)}
+    for i in range(at, min(at + _FAR, len(a) - _ALIKE + 1)):
+        j = pieces.get(tuple(a[i : i + _ALIKE]))
+        if j is not None:
+            return common_prefix(a[i:], b[j:])
+    return 0
 
 
 def explain(

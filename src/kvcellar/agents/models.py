@@ -225,7 +225,7 @@ def open_host(
             engine=engine,
             service=EngineService(engine),
             tokenizer=model.tokenizer,
-            key=ModelKey(fingerprint.value, layout),
+            key=ModelKey(fingerprint.of_kv, layout),
             eos_token_ids=model.eos_token_ids,
             size_bytes=memory_bytes or model.size_bytes + layout.rows_bytes(cache_config.capacity),
             max_positions=model.max_positions,

@@ -12,7 +12,13 @@ from kvcellar.agents.history import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 
-__all__ = ["Place", "Places"]
+__all__ = ["MOST_NEAR", "Place", "Places", "nearest"]
+
+MOST_NEAR = 16
+"""Agents among which a conversation's nearest is looked for."""
+
+_NEARLY = 0.75
+"""Share of the words of two system messages by which they are nearly the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,39 @@ class Places:
             digest.update(b"\0")
             chain.append(digest.digest())
         return chain
+
+
+def nearest(
+    agents: Sequence[Agent], messages: Sequence[Mapping[str, Any]], likely: str | None
+) -> Agent | None:
+    """Find the first agent whose conversation is nearly this one; None where there is none.
+
+    Args:
+        agents: the likeliest first.
+        messages: the conversation.
+        likely: id of an agent that is meant if it is there.
+    """
+    said = {_text_of(m) for m in messages if m.get("role") == "assistant"} - {""}
+    words = _words_of_system(messages)
+    for agent in agents:
+        if agent.agent_id == likely:
+            return agent
+        if any(m.get("role") == "assistant" and _text_of(m) in said for m in agent.messages):
+            return agent
+        its = _words_of_system(agent.messages)
+        if words and len(words & its) >= _NEARLY * max(len(words), len(its)):
+            return agent
+    return None
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _words_of_system(messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    is_there = bool(messages) and messages[0].get("role") == "system"
+    return set(_text_of(messages[0]).split()) if is_there else set()
 
 
 def _n_same(a: Sequence[bytes], b: Sequence[bytes]) -> int:

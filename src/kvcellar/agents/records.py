@@ -138,6 +138,10 @@ class Agent:
     """Not saved until somebody goes on from it, or its model goes."""
     branch_of: str | None = None
     """Id of the named agent whose history a client's conversation did not continue; it has it."""
+    is_rewound: bool = False
+    """Whether it has gone back since its last turn."""
+    beside: Agent | None = None
+    """Until its first turn, the agent whose history that was expected to continue, as it was."""
     dropped: dict[str, Any] | None = None
     """Of a state that was dropped: whose it was, and what dropped it; see ``dropped.py``."""
 
@@ -203,6 +207,7 @@ class Agent:
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
         self.messages = other.messages
         self.miss, self.used_s = other.miss, time.time()
+        self.is_rewound = other.is_rewound
         self.advance()
 
     def advance(self) -> None:
@@ -296,6 +301,7 @@ class Agent:
             "parent_created_s": self.parent_created_s,
             "branch_of": self.branch_of,
             "dropped": self.dropped,
+            "is_rewound": self.is_rewound,
             "is_waiting": self.is_waiting,
             "is_paused": self.is_paused,
             "is_finished": self.is_finished,
@@ -319,6 +325,7 @@ class Agent:
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")
         self.branch_of = value.get("branch_of")
+        self.is_rewound = value.get("is_rewound") is True
         dropped = value.get("dropped")
         self.dropped = dropped if isinstance(dropped, dict) else None
         self.created_s, self.used_s = float(value["created_s"]), float(value["used_s"])

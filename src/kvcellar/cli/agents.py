@@ -182,11 +182,11 @@ def show_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
 def why_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
     """Say what the last turn had to compute again, and why."""
     with _opened(store) as agents:
-        miss = agents.why(agent_id)
+        miss, said = agents.why(agent_id), agents.why_not(agent_id)
     if as_json:
         write(json.dumps(None if miss is None else _miss_object(miss), ensure_ascii=False) + "\n")
     elif miss is None:
-        write("nothing was lost: the last turn reused all of the history\n")
+        write(f"{said}\n")
     else:
         write(f"cause     {miss.cause}: {miss.advice}\n")
         write(f"lost      {miss.tokens_lost} tokens, from position {miss.position} on\n")

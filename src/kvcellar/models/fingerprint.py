@@ -52,8 +52,17 @@ class Fingerprint:
 
     @property
     def value(self) -> str:
-        """The text for ``ModelKey.fingerprint``."""
+        """The text of all parts."""
         return json.dumps(dict(self.parts), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def of_kv(self) -> str:
+        """The text for ``ModelKey.fingerprint``: all that changes the K and V of given tokens.
+
+        A chat template does not. It changes which tokens there are, and those are compared anyway.
+        """
+        parts = {name: digest for name, digest in self.parts.items() if name != "chat_template"}
+        return Fingerprint(parts).value
 
     def differences(self, other: str) -> list[str]:
         """The names of the parts in which another fingerprint's value differs."""

@@ -246,6 +246,7 @@ class Conversations:
                     model=place.model,
                     is_passing=True,
                 )
+                await self._agents.expect(new_id, messages, model=model, likely=place.agent_id)
                 return Seat(new_id, messages, is_new=True)
             self._taken.discard(new_id)
         new_id = self._new_id()
@@ -254,6 +255,7 @@ class Conversations:
         except BaseException:
             self._taken.discard(new_id)
             raise
+        await self._agents.expect(new_id, messages, model=model)
         return Seat(new_id, messages, is_new=True)
 
     def _new_id(self) -> str:

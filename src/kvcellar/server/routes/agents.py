@@ -93,7 +93,11 @@ async def why(request: Request, agent_id: str) -> dict[str, Any]:
     await agents.refresh()
     miss = agents.why(agent_id)
     said = None if miss is None else {**miss.as_json(), "advice": miss.advice}
-    return {"id": agent_id, "miss": said}
+    return {
+        "id": agent_id,
+        "miss": said,
+        "said": agents.why_not(agent_id) if miss is None else miss.advice,
+    }
 
 
 @router.post("/{agent_id}/fork", status_code=201)
