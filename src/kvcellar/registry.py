@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeSeqCache
+from kvcellar.checks import seen, text
 from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
 from kvcellar.types import CacheConfig
 
@@ -51,6 +52,7 @@ class CacheRegistry:
         Raises:
             ConfigError: another cache has that key and may not be replaced; nothing was changed.
         """
+        text(cache_key, "cache_key")
         with self._lock:
             if not replace and self._caches.get(cache_key, cache) is not cache:
                 raise ConfigError(
@@ -65,6 +67,7 @@ class CacheRegistry:
         Raises:
             UnknownCacheError: nothing is installed under it.
         """
+        text(cache_key, "cache_key", UnknownCacheError)
         with self._lock:
             cache = self._caches.get(cache_key)
             there = list(self._caches)
@@ -136,7 +139,7 @@ def load_backend(backend: str) -> Any:
     Raises:
         BackendError: it is unknown, or the package it needs is not installed.
     """
-    if backend not in BACKENDS:
+    if text(backend, "backend", BackendError) not in BACKENDS:
         raise BackendError(f"backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
     try:
         return importlib.import_module(f"kvcellar.backends.{BACKENDS[backend]}")
@@ -241,6 +244,8 @@ def make_tree_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeq
 def _make_session(
     backend: str, kind: str, config: CacheConfig, face: type[Face]
 ) -> CacheSession[Face]:
+    if not isinstance(config, CacheConfig):
+        raise ConfigError(f"config must be what make_config gives, got {seen(config)}")
     cache = CacheBuilderRegistry.instance().build(backend, kind, config)
     if not isinstance(cache, face):
         raise UnknownCacheError(

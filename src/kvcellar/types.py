@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.budget import MemoryBudget, format_size
+from kvcellar.checks import number, seen, text, whole, wholes
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 
@@ -19,6 +20,9 @@ IntArray = NDArray[np.int64]
 
 MIN_CHUNK = 512
 """Cells that a pool allocates at first, where nothing else is asked for."""
+
+MOST_CELLS = 2**31 - 1
+"""Of one layer group; kernels count in 32 bits."""
 
 LAYOUTS = ("layer_first", "page_first")
 """How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
@@ -186,8 +190,14 @@ class LayerGroup:
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "head_dim", "v_head_dim"):
+            object.__setattr__(self, name, whole(getattr(self, name), f"{name} of a layer group"))
             if getattr(self, name) < 1:
                 raise ConfigError(f"a layer group needs {name} >= 1, got {getattr(self, name)}")
+        object.__setattr__(self, "layers", tuple(wholes(self.layers, "layers")))
+        if self.window is not None:
+            object.__setattr__(self, "window", whole(self.window, "window"))
+        if self.softcap is not None:
+            number(self.softcap, "softcap")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"a window sees at least its own token, got window={self.window}")
         if self.softcap is not None and not self.softcap > 0:
@@ -220,13 +230,19 @@ class ModelCacheParams:
     groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
+        if type(self.v_head_dim) is int and not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("n_layers", "n_kv_heads", "head_dim", "v_head_dim"):
+            object.__setattr__(self, name, whole(getattr(self, name), f"{name} of a model"))
         if self.n_layers < 1:
             raise ConfigError(f"a model has at least one layer, got n_layers={self.n_layers}")
-        if not self.v_head_dim:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("n_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a model needs {name} >= 1, got {getattr(self, name)}")
+        if not isinstance(self.groups, tuple) or not all(
+            isinstance(group, LayerGroup) for group in self.groups
+        ):
+            raise ConfigError(f"groups must be a tuple of LayerGroup, got {seen(self.groups)}")
         if not self.groups:
             full = LayerGroup(
                 tuple(range(self.n_layers)), self.n_kv_heads, self.head_dim, self.v_head_dim
@@ -268,20 +284,29 @@ class CacheConfig:
     budget: MemoryBudget | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.params, ModelCacheParams):
+            raise ConfigError(f"params must be a ModelCacheParams, got {seen(self.params)}")
+        for name in ("capacity", "min_chunk", "window_slack", "block_size", "tp_size"):
+            value = whole(getattr(self, name), name, most=MOST_CELLS)
+            object.__setattr__(self, name, value)
         if self.capacity < 1:
             raise ConfigError(
                 f"capacity is the number of tokens a cache can hold and must be at least 1, "
-                f"got {self.capacity}"
+                f"got {seen(self.capacity)}"
             )
+        if self.min_chunk < 1:
+            raise ConfigError(f"min_chunk must be at least 1 cell, got {seen(self.min_chunk)}")
+        if self.window_slack < 0:
+            raise ConfigError(f"window_slack cannot be negative, got {seen(self.window_slack)}")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1 cell, got {seen(self.block_size)}")
+        text(self.kv_dtype, "kv_dtype")
+        text(self.layout, "layout")
+        if self.budget is not None and not isinstance(self.budget, MemoryBudget):
+            raise ConfigError(f"budget must be a MemoryBudget or None, got {seen(self.budget)}")
         for group in self.params.groups:
             for side, dim in ((self.kv.k, group.head_dim), (self.kv.v, group.v_head_dim)):
                 side.row_bytes(dim)  # a group size that does not divide the row is refused
-        if self.min_chunk < 1:
-            raise ConfigError(f"min_chunk must be at least 1 cell, got {self.min_chunk}")
-        if self.window_slack < 0:
-            raise ConfigError(f"window_slack cannot be negative, got {self.window_slack}")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1 cell, got {self.block_size}")
         if self.layout not in LAYOUTS:
             raise ConfigError(
                 f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}"
@@ -327,8 +352,8 @@ def divide_heads(n_kv_heads: int, tp_size: int) -> int:
     Raises:
         ConfigError: they do not divide evenly, or there is no rank.
     """
-    if tp_size < 1:
-        raise ConfigError(f"tp_size counts ranks and must be at least 1, got {tp_size}")
+    if whole(tp_size, "tp_size") < 1:
+        raise ConfigError(f"tp_size counts ranks and must be at least 1, got {seen(tp_size)}")
     if n_kv_heads % tp_size:
         fitting = ", ".join(str(n) for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0)
         raise ConfigError(

@@ -15,6 +15,7 @@ from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
+from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
 from kvcellar.types import (
     AttendKind,
@@ -49,6 +50,7 @@ class ContiguousBookkeeping(StepBookkeeping):
 
     def can_extend(self, n: int = 1) -> bool:
         """Whether ``n`` more tokens fit; with a memory budget, in steps of ``STEP_TOKENS``."""
+        n = whole(n, "n")
         if self._growth is None or self._length + n > self.config.capacity:
             return self._length + n <= self.config.capacity
         deficits = self._deficits(self._length, n)
@@ -82,6 +84,7 @@ class ContiguousBookkeeping(StepBookkeeping):
             RewindError: it would grow, or a sliding window has let go of what it needs to go on
                 from there; nothing was changed.
         """
+        new_length = whole(new_length, "new_length", RewindError)
         self._settle()
         if new_length < 0 or new_length > self._length:
             raise RewindError(
@@ -154,7 +157,7 @@ class ContiguousBookkeeping(StepBookkeeping):
         if n_tokens < 1:
             raise StepError(f"a step needs at least one token; the forward brings {n_tokens}")
         expected = list(range(start, start + n_tokens))
-        asked = expected if positions is None else [int(p) for p in positions]
+        asked = expected if positions is None else wholes(positions, "positions", PositionError)
         if len(asked) != n_tokens:
             raise PositionError(
                 f"the forward brings {n_tokens} tokens and {len(asked)} positions; give every "

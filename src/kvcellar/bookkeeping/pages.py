@@ -23,8 +23,15 @@ from kvcellar.bookkeeping.cells import (
     merged,
 )
 from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, spans_of_table
+from kvcellar.bookkeeping.sequences import (
+    SeqBookkeeping,
+    Stretch,
+    check_range,
+    check_seq_id,
+    spans_of_table,
+)
 from kvcellar.bookkeeping.step import OpenStep
+from kvcellar.checks import whole
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.types import CacheConfig, IntArray, Run, StepPlan, join_runs, runs_of
 
@@ -494,6 +501,7 @@ class PagedBookkeeping(SeqBookkeeping):
 
         For a batch of several, ask ``can_begin_step``: each may need a block of its own.
         """
+        n = whole(n, "n")
         slack = self.block_size - 1
         is_there = [
             n + slack <= pool.n_free or n <= self._n_fitting(group)
@@ -628,6 +636,8 @@ class PagedBookkeeping(SeqBookkeeping):
         Raises:
             CacheFullError: no block is free to join them in; nothing was changed.
         """
+        src, dst = check_seq_id(src), check_seq_id(dst)
+        p0, p1 = check_range(p0, p1)
         self._settle()
         if dst in self._length:
             self._have_blocks([2 * len(pool.spans(src, p0, p1)) for pool in self.pages])
@@ -639,6 +649,7 @@ class PagedBookkeeping(SeqBookkeeping):
         Raises:
             CacheFullError: no block is free to join them in; nothing was changed.
         """
+        seq_id, tables = check_seq_id(seq_id), self._check_tables(tables)
         self._settle()
         self._check_start("seq_map", seq_id, tables)
         self._have_blocks([len(spans_of_table(table)) - 1 for table in tables])

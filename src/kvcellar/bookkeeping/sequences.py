@@ -14,6 +14,7 @@ from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN, CellMove, CellPool, Spa
 from kvcellar.bookkeeping.compaction import Compacted, crumbs, nothing_moved
 from kvcellar.bookkeeping.reads import causal_reads
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
+from kvcellar.checks import seen, whole, wholes
 from kvcellar.errors import (
     CacheFullError,
     PositionError,
@@ -91,7 +92,7 @@ class SeqBookkeeping(StepBookkeeping):
         Raises:
             UnknownSequenceError: ``seq_id`` is negative.
         """
-        check_seq_id(seq_id)
+        seq_id, n_tokens = check_seq_id(seq_id), whole(n_tokens, "n_tokens")
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.window is None:
                 pool.expect(seq_id, n_tokens)
@@ -104,7 +105,7 @@ class SeqBookkeeping(StepBookkeeping):
         With a memory budget: in steps of at most ``STEP_TOKENS``, where a window lets go of its
         past in between.
         """
-        return self._are_free(n)
+        return self._are_free(whole(n, "n"))
 
     def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
         """Whether ``begin_step`` with these tokens would find its cells, whosever they are.
@@ -112,7 +113,7 @@ class SeqBookkeeping(StepBookkeeping):
         Raises:
             StepError: as ``begin_step`` does.
         """
-        return self._fits(self._stretches([int(s) for s in seq_ids])[0])
+        return self._fits(self._stretches(wholes(seq_ids, "seq_ids", UnknownSequenceError))[0])
 
     def _fits(self, stretches: list[Stretch]) -> bool:
         """Whether the step's cells are free in every group, or would be behind the windows."""
@@ -172,25 +173,25 @@ class SeqBookkeeping(StepBookkeeping):
         Raises:
             CacheFullError: too few cells are free in some layer group; nothing was claimed.
             PositionError: positions that do not continue their sequence; nothing was claimed.
+            UnknownSequenceError: an id that is no whole number, or negative; nothing was claimed.
         """
+        ids = wholes(seq_ids, "seq_ids", UnknownSequenceError)
+        given = None if positions is None else wholes(positions, "positions", PositionError)
         self._settle()
-        ids = [int(s) for s in seq_ids]
         if not ids:
             raise StepError("a step needs at least one token; begin_step got no seq_ids")
         check_seq_id(min(ids))
         stretches, asked = self._stretches(ids)
-        if positions is not None:
-            given = [int(p) for p in positions]
-            if given != asked:
-                at = next(
-                    (i for i, (a, b) in enumerate(zip(given, asked, strict=False)) if a != b),
-                    min(len(given), len(asked)),
-                )
-                raise PositionError(
-                    f"begin_step got {len(given)} positions for {len(asked)} tokens; they differ "
-                    f"from what continues each sequence at token {at}: "
-                    f"given {given[at : at + 4]}, expected {asked[at : at + 4]}"
-                )
+        if given is not None and given != asked:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(given, asked, strict=False)) if a != b),
+                min(len(given), len(asked)),
+            )
+            raise PositionError(
+                f"begin_step got {len(given)} positions for {len(asked)} tokens; they differ "
+                f"from what continues each sequence at token {at}: "
+                f"given {given[at : at + 4]}, expected {asked[at : at + 4]}"
+            )
         self._admit(stretches)
         self._step = SeqStep(stretches)
         for stretch in stretches:
@@ -364,6 +365,7 @@ class SeqBookkeeping(StepBookkeeping):
 
     def can_resume(self, seq_id: int, length: int) -> bool:
         """Whether the sequence could be cut back to ``length`` tokens and go on exactly."""
+        length = whole(length, "length", RewindError)
         return 0 <= length <= self.seq_len(seq_id) and (
             length == 0 or length >= self.resumable_from(seq_id)
         )
@@ -381,7 +383,7 @@ class SeqBookkeeping(StepBookkeeping):
 
     def has_seq(self, seq_id: int) -> bool:
         """Whether the sequence holds any tokens."""
-        return seq_id in self._length
+        return whole(seq_id, "seq_id", UnknownSequenceError) in self._length
 
     def seq_ids(self) -> list[int]:
         """The sequences that hold tokens, in the order they came."""
@@ -394,7 +396,7 @@ class SeqBookkeeping(StepBookkeeping):
             UnknownSequenceError: no such sequence.
         """
         try:
-            return self._length[seq_id]
+            return self._length[whole(seq_id, "seq_id", UnknownSequenceError)]
         except KeyError:
             raise UnknownSequenceError(self._unknown(seq_id)) from None
 
@@ -413,9 +415,10 @@ class SeqBookkeeping(StepBookkeeping):
                 changed.
             SequenceConflictError: ``dst`` holds other tokens there; nothing was changed.
         """
+        src, dst = check_seq_id(src), check_seq_id(dst)
+        p0, p1 = check_range(p0, p1)
         self._settle()
         length = self.seq_len(src)
-        check_seq_id(dst)
         stop = length if p1 is None else min(p1, length)
         p0 = max(0, p0)
         if stop <= p0 or src == dst:
@@ -465,6 +468,8 @@ class SeqBookkeeping(StepBookkeeping):
             RewindError: a sliding window has let go of what the sequence needs to go on from
                 ``p0``; nothing was changed.
         """
+        seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
+        p0, p1 = check_range(p0, p1)
         self._settle()
         length = self.seq_len(seq_id)
         p0 = max(0, p0)
@@ -525,7 +530,11 @@ class SeqBookkeeping(StepBookkeeping):
         Raises:
             UnknownSequenceError: no such sequence.
         """
-        n = self.seq_len(seq_id) if length is None else length
+        seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
+        if length is None:
+            n = self.seq_len(seq_id)
+        else:
+            n = whole(length, "length", PositionError, least=0)
         tables = []
         for pool in self.pools:
             table = np.full(n, -1, dtype=np.int64)
@@ -546,6 +555,7 @@ class SeqBookkeeping(StepBookkeeping):
             SequenceConflictError: the sequence holds tokens already; nothing was changed.
             RewindError: a table lacks what its group's window needs to go on; nothing was changed.
         """
+        seq_id, tables = check_seq_id(seq_id), self._check_tables(tables)
         self._settle()
         let_go = self._check_start("seq_map", seq_id, tables)
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
@@ -564,6 +574,7 @@ class SeqBookkeeping(StepBookkeeping):
             RewindError: a table lacks what its group's window needs to go on; nothing was changed.
             CacheFullError: too few cells are free; nothing was changed.
         """
+        seq_id, tables = check_seq_id(seq_id), self._check_tables(tables)
         self._settle()
         let_go = self._check_start("seq_claim", seq_id, tables)
         self._need_free("seq_claim", self._n_cells_of(tables), self._n_pending())
@@ -576,6 +587,31 @@ class SeqBookkeeping(StepBookkeeping):
     def _n_cells_of(self, tables: Sequence[IntArray]) -> list[int]:
         """How many cells a sequence takes that begins with such tables, per layer group."""
         return [int(np.count_nonzero(table >= 0)) for table in tables]
+
+    def _check_tables(self, tables: Sequence[IntArray]) -> list[IntArray]:
+        """Return tables of cells, one per layer group.
+
+        Raises:
+            PositionError: there is another number of them, or they are no rows of whole numbers of
+                one length, -1 or a cell of this cache.
+        """
+        try:
+            found = [np.asarray(table) for table in tables]
+        except (TypeError, ValueError):
+            found = []
+        is_well_formed = len(found) == len(self.groups) and all(
+            table.ndim == 1
+            and len(table) == len(found[0])
+            and (table.dtype.kind in "iu" or not table.size)
+            and (not table.size or (table.min() >= -1 and table.max() < self.config.capacity))
+            for table in found
+        )
+        if not is_well_formed:
+            raise PositionError(
+                f"tables must be {len(self.groups)} rows of cells of one length, as seq_table "
+                f"gives them, got {seen(tables)}"
+            )
+        return [table.astype(np.int64, copy=False) for table in found]
 
     def _check_start(self, verb: str, seq_id: int, tables: Sequence[IntArray]) -> list[int]:
         """Whether a sequence can begin with these tables; what their windows have let go of."""
@@ -710,11 +746,23 @@ def spans_of_table(table: IntArray) -> list[Span]:
     return [Span(int(held[a]), int(cells[a]), int(n)) for a, n in zip(starts, lengths, strict=True)]
 
 
-def check_seq_id(seq_id: int) -> None:
-    """Refuse an id that no sequence can have.
+def check_seq_id(seq_id: int) -> int:
+    """Return an id that a sequence can have.
 
     Raises:
-        UnknownSequenceError: it is negative.
+        UnknownSequenceError: it is negative, or no whole number.
     """
+    seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
     if seq_id < 0:
-        raise UnknownSequenceError(f"seq_ids are 0 or more, got {seq_id}")
+        raise UnknownSequenceError(f"seq_ids are 0 or more, got {seen(seq_id)}")
+    return seq_id
+
+
+def check_range(p0: int, p1: int | None) -> tuple[int, int | None]:
+    """Return the ends of a range of positions; None is the end of the history.
+
+    Raises:
+        PositionError: one of them is no whole number.
+    """
+    first = whole(p0, "p0", PositionError)
+    return first, None if p1 is None else whole(p1, "p1", PositionError)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvcellar.bookkeeping.growth import Growth
+from kvcellar.checks import wholes
 from kvcellar.errors import PositionError, StepError
 from kvcellar.types import CacheConfig, CacheUsage, GroupUsage, IntArray, StepPlan
 
@@ -128,7 +129,7 @@ class StepBookkeeping(ABC):
                 f"{step.n_tokens}; cancel_step takes the step back"
             )
         if positions is not None and step.n_left == self.n_layers and not any(step.seen):
-            asked = [int(p) for p in positions]
+            asked = wholes(positions, "positions", PositionError)
             if asked != step.positions:
                 raise PositionError(
                     f"the forward brings positions {_short(asked)}; the step claimed "

@@ -14,9 +14,10 @@ import numpy as np
 
 from kvcellar.bookkeeping.cells import CellPool
 from kvcellar.bookkeeping.reads import as_runs, position_mask, positions_of
-from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, check_seq_id
+from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, check_range, check_seq_id
 from kvcellar.bookkeeping.step import OpenStep
-from kvcellar.errors import CacheFullError, ProposalError, StepError
+from kvcellar.checks import whole, wholes
+from kvcellar.errors import CacheFullError, ProposalError, StepError, UnknownSequenceError
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
@@ -108,7 +109,7 @@ class DraftTree:
         Raises:
             ProposalError: a node that was not proposed, or no chain; nothing was changed.
         """
-        rows = [int(node) for node in accepted]
+        rows = list(accepted)
         above = -1
         for node in rows:
             if not 0 <= node < self.n_nodes:
@@ -153,7 +154,7 @@ class TreeBookkeeping(SeqBookkeeping):
 
     def can_extend(self, n: int = 1) -> bool:
         """Whether ``n`` more tokens fit, besides the nodes that are proposed already."""
-        return super().can_extend(n + self._n_pending())
+        return super().can_extend(whole(n, "n") + self._n_pending())
 
     def _n_pending(self) -> int:
         return sum(d.tree.n_nodes - len(d.cells[0]) for d in self._drafts.values())
@@ -177,8 +178,9 @@ class TreeBookkeeping(SeqBookkeeping):
             CacheFullError: too few cells are free for it; nothing was changed.
             UnknownSequenceError: ``seq_id`` is negative; nothing was changed.
         """
+        seq_id = check_seq_id(seq_id)
+        parents = wholes(parents, "parents", ProposalError)
         self._settle()
-        check_seq_id(seq_id)
         draft = self._drafts.get(seq_id)
         if draft is not None and draft.is_pending:
             raise ProposalError(
@@ -186,7 +188,6 @@ class TreeBookkeeping(SeqBookkeeping):
                 f"its forward; run it, or commit([]) to drop the tree"
             )
         tree = draft.tree if draft else DraftTree(self._length.get(seq_id, 0))
-        parents = [int(p) for p in parents]
         tree.check_frontier(parents)
         if not self.can_extend(len(parents)):
             free = max(0, self.n_free)
@@ -202,11 +203,11 @@ class TreeBookkeeping(SeqBookkeeping):
 
     def has_tree(self, seq_id: int = 0) -> bool:
         """Whether the sequence has proposed nodes that are not committed."""
-        return seq_id in self._drafts
+        return whole(seq_id, "seq_id", UnknownSequenceError) in self._drafts
 
     def n_nodes(self, seq_id: int = 0) -> int:
         """Proposed nodes of the sequence, 0 where it has no tree."""
-        draft = self._drafts.get(seq_id)
+        draft = self._drafts.get(whole(seq_id, "seq_id", UnknownSequenceError))
         return draft.tree.n_nodes if draft else 0
 
     def commit(self, accepted: Sequence[int], seq_id: int = 0) -> list[int]:
@@ -226,6 +227,8 @@ class TreeBookkeeping(SeqBookkeeping):
             ProposalError: no tree, a node that was not proposed or not yet forwarded, or no chain;
                 nothing was changed.
         """
+        seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
+        accepted = wholes(accepted, "accepted", ProposalError)
         self._settle()
         draft = self._drafts.get(seq_id)
         if draft is None:
@@ -363,10 +366,12 @@ class TreeBookkeeping(SeqBookkeeping):
         Raises:
             StepError: a part is dropped under a tree; commit it (or commit([])) first.
         """
+        seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
+        p0, p1 = check_range(p0, p1)
         self._settle()
         if seq_id in self._drafts:
-            whole = p0 <= 0 and (p1 is None or p1 >= self._length.get(seq_id, 0))
-            if not whole:
+            is_all = p0 <= 0 and (p1 is None or p1 >= self._length.get(seq_id, 0))
+            if not is_all:
                 raise StepError(
                     f"sequence {seq_id} has {self.n_nodes(seq_id)} proposed nodes; commit them, or "
                     f"commit([]) to drop them, before a part of its history is dropped"
@@ -390,6 +395,7 @@ class TreeBookkeeping(SeqBookkeeping):
         Raises:
             StepError: ``dst`` has proposed nodes; nothing was changed.
         """
+        src, dst = check_seq_id(src), check_seq_id(dst)
         self._settle()
         if src != dst:
             self._check_no_tree(dst)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.cache import SeqCache
+from kvcellar.checks import whole
 from kvcellar.engine.generate import (
     Finish,
     PrefillFn,
@@ -129,8 +130,7 @@ def branch(
             its branches; raised before any compute.
         ConfigError: no branches, or no ``max_tokens`` above 0.
     """
-    if n_branches < 1:
-        raise ConfigError(f"a prompt needs at least 1 branch, got {n_branches}")
+    whole(n_branches, "n_branches", least=1)
     if not params.max_tokens:
         raise ConfigError(
             "branches need max_tokens above 0, so that their cells can be counted before"

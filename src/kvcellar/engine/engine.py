@@ -18,6 +18,7 @@ import numpy as np
 
 from kvcellar.bookkeeping.prefix import PrefixIndex, make_index
 from kvcellar.cache import SeqCache, TreeSeqCache
+from kvcellar.checks import flag, number, text, whole
 from kvcellar.engine.batch import BatchOutput, ScheduledBatch, Verdict
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
@@ -77,13 +78,16 @@ class EngineConfig:
             "max_num_seqs",
             "max_prefill_beside",
             "page_size",
-            "max_drafted",
         ):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.max_moved_bytes < 0:
-            raise ConfigError(f"max_moved_bytes must be 0 or more, got {self.max_moved_bytes}")
+            if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
+                whole(value, name, least=1)
+        whole(self.max_drafted, "max_drafted", least=1)
+        whole(self.max_moved_bytes, "max_moved_bytes", least=0)
+        number(self.delay_factor, "delay_factor")
+        text(self.policy, "policy")
+        text(self.index, "index")
+        flag(self.verify_all_drafts, "verify_all_drafts")
 
 
 class Engine:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvcellar.cache import Cache
+from kvcellar.checks import whole, wholes
 from kvcellar.engine.sampling import SamplingParams, SamplingState, TokenLogprob, sample
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import TextStream, Tokenizer
-from kvcellar.errors import ConfigError, PromptError
+from kvcellar.errors import PromptError
 from kvcellar.models.runner import step_limit
 
 if TYPE_CHECKING:
@@ -159,8 +160,7 @@ def generate(
             or is shorter than what the cache holds; raised by this call, before any compute.
         ConfigError: a ``prefill_chunk`` below 1, or a ``logit_bias`` of an unknown token.
     """
-    if prefill_chunk < 1:
-        raise ConfigError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+    whole(prefill_chunk, "prefill_chunk", least=1)
     sequence = OneSequence(cache, seq_id)
     prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
     state = SamplingState(params, runner.vocab_size, prompt, eos_token_ids)
@@ -242,7 +242,7 @@ def check_prompt(
     Raises:
         PromptError: see ``generate``.
     """
-    prompt = [int(token_id) for token_id in prompt_ids]
+    prompt = wholes(prompt_ids, "prompt_ids", PromptError)
     if not prompt:
         raise PromptError("the prompt has no tokens; give at least one, such as the model's BOS")
     low, high = min(prompt), max(prompt)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.engine.text import TextStream
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, PromptError
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -69,8 +70,16 @@ class Request:
             raise ConfigError(
                 "a request that goes on from a parent has no prompt_logprobs; give all its tokens"
             )
-        object.__setattr__(self, "prompt_ids", tuple(int(t) for t in self.prompt_ids))
-        if self.deadline_s is not None and self.deadline_s < 0:
+        ids = tuple(wholes(self.prompt_ids, "prompt_ids", PromptError))
+        object.__setattr__(self, "prompt_ids", ids)
+        if not isinstance(self.params, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams, got {seen(self.params)}")
+        whole(self.priority, "priority")
+        flag(self.is_fork, "is_fork")
+        flag(self.keep, "keep")
+        if self.parent is not None:
+            whole(self.parent, "parent, the id of a request,")
+        if self.deadline_s is not None and number(self.deadline_s, "deadline_s") < 0:
             raise ConfigError(f"deadline_s must be 0 or more seconds, got {self.deadline_s}")
 
 

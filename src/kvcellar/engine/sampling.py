@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.errors import ConfigError, ModelError
 
 __all__ = [
@@ -30,6 +31,15 @@ __all__ = [
 ]
 
 FloatArray = NDArray[np.float32]
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 _DRAWS = 64
 """Random numbers drawn at a time, per sequence."""
@@ -127,18 +137,31 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if not isinstance(self.stop, list | tuple):
+            raise ConfigError(f"stop must be a list of texts, got {seen(self.stop)}")
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ids = tuple(wholes(self.stop_token_ids, "stop_token_ids"))
+        object.__setattr__(self, "stop_token_ids", ids)
+        for name in _NUMBERS:
+            number(getattr(self, name), name)
+        whole(self.top_k, "top_k")
+        for name in ("seed", "max_tokens", "logprobs"):
+            if getattr(self, name) is not None:
+                whole(getattr(self, name), name)
+        flag(self.ignore_eos, "ignore_eos")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias must be a mapping, got {seen(self.logit_bias)}")
+        for token_id, bias in self.logit_bias.items():
+            whole(token_id, "each token of logit_bias")
+            number(bias, f"logit_bias[{seen(token_id)}]")
+        if self.guide is not None and not callable(self.guide):
+            raise ConfigError(f"guide must make a Guide when it is called, got {seen(self.guide)}")
         self._check("temperature", self.temperature, self.temperature >= 0.0, "0 or more")
         self._check("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
         self._check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1")
         self._check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1")
         penalty = self.repetition_penalty
         self._check("repetition_penalty", penalty, penalty > 0.0, "above 0; 1 is none")
-        self._check("frequency_penalty", self.frequency_penalty, True, "a number")
-        self._check("presence_penalty", self.presence_penalty, True, "a number")
-        for token_id, bias in self.logit_bias.items():
-            self._check(f"logit_bias[{token_id}]", bias, True, "a number; -100 bans a token")
         if self.seed is not None:
             self._check("seed", self.seed, self.seed >= 0, "0 or more")
         if self.max_tokens is not None:
@@ -172,8 +195,8 @@ class SamplingParams:
         return replace(self, **settings)
 
     def _check(self, name: str, value: float, is_valid: bool, wanted: str) -> None:
-        if not (is_valid and (isinstance(value, int) or math.isfinite(value))):
-            raise ConfigError(f"{name} must be {wanted}, got {value}")
+        if not is_valid:
+            raise ConfigError(f"{name} must be {wanted}, got {seen(value)}")
 
     @property
     def is_greedy(self) -> bool:
