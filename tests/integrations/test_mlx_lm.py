@@ -332,3 +332,45 @@ def test_the_documented_examples_say_the_same(model: Any, family: str, tmp_path:
     assert mine == run((theirs.make_prompt_cache, theirs.load_prompt_cache))
     assert any(mine)
     assert WINDOW < 20, "the chat is longer than the windows"
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("n_before", [0, 3, 12])
+@pytest.mark.parametrize("window_size", [None, 2, 4, 8, 100])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_mask_lets_each_token_see_its_window_of_what_the_cache_returns(
+    model_of: Any, family: str, window_size: int | None, n_before: int, n: int
+) -> None:
+    model = model_of(family)
+    cache = ours.make_prompt_cache(model)
+    if n_before:
+        model(mx.array([text(n_before)]), cache=cache)
+    for layer in cache:
+        own = getattr(layer, "max_size", None)
+        held = n_before if own is None else min(n_before, own - 1)
+        window = min((w for w in (own, window_size) if w), default=None)
+        wanted = np.tril(np.ones((n, held + n), dtype=bool), held)
+        if window is not None:
+            wanted &= ~np.tril(np.ones((n, held + n), dtype=bool), held - window)
+        array = layer.make_mask(n, return_array=True, window_size=window_size)
+        assert (np.array(array).reshape(wanted.shape) == wanted).all()
+        usual = layer.make_mask(n, window_size=window_size)
+        if usual is None:
+            assert n == 1 and wanted.all()
+        elif isinstance(usual, str):
+            assert (wanted == np.tril(np.ones_like(wanted), held)).all()
+        else:
+            assert (np.array(usual).reshape(wanted.shape) == wanted).all()
+
+
+def test_what_mlx_lm_asks_of_its_own_classes_is_there_or_says_why_not(model_of: Any) -> None:
+    windowed = ours.make_prompt_cache(model_of("gemma3"))
+    assert {layer.keep for layer in windowed if hasattr(layer, "max_size")} == {0}
+    quantised = ours.make_prompt_cache(model_of("qwen3"), kv_dtype="int8:g32")
+    assert quantised[0].group_size == 32
+    for layer in (*windowed, *quantised):
+        assert layer.step > 0 and not hasattr(layer, "bits")
+        with pytest.raises(ConfigError, match="kv_dtype"):
+            _ = layer.bits
+        with pytest.raises(ConfigError, match="kv_dtype='int4'"):
+            layer.to_quantized(group_size=64, bits=4)

@@ -199,5 +199,59 @@ def test_what_cannot_work_is_refused(model_of: Any) -> None:
         make_cache(model).crop(3)
     cache = make_cache(model)
     greedy(model, text(5), 2, cache)
-    with pytest.raises(ShapeError, match="1 rows"):
+    with torch.no_grad(), pytest.raises(ShapeError, match="1 rows"):
         model(torch.tensor([text(3), text(3)]), past_key_values=cache)
+
+
+@every_family
+def test_keys_and_values_are_those_of_transformers_own_cache(model_of: Any, family: str) -> None:
+    model, tokens = model_of(family), torch.tensor([text(30), text(30, seed=4)])
+    mine, other = make_cache(model), transformers.DynamicCache(config=model.config)
+    assert mine.layers[0].keys is None and mine.layers[0].values is None
+    assert mine.batch_size == -1
+    with torch.no_grad():
+        for part in (tokens[:, :20], tokens[:, 20:]):
+            for cache in (mine, other):
+                model(part, past_key_values=cache)
+    assert mine.batch_size == 2
+    for ours, theirs in zip(mine.layers, other.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=0)
+    mine.layers[0].keys.zero_()  # a copy
+    assert mine.layers[0].keys.abs().sum() > 0
+    mine.reset()
+    assert mine.layers[0].keys is None
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4:rot:first4:last64"])
+def test_keys_of_other_storage_types_are_numbers(model_of: Any, kv_dtype: str) -> None:
+    model, tokens = model_of("llama"), torch.tensor([text(30)])
+    mine, other = make_cache(model, kv_dtype=kv_dtype), transformers.DynamicCache()
+    with torch.no_grad():
+        for cache in (mine, other):
+            model(tokens, past_key_values=cache)
+    wanted = other.layers[0].keys
+    assert (mine.layers[0].keys - wanted).norm() < 0.2 * wanted.norm()
+
+
+def test_gradients_are_refused_and_not_cut_in_silence(model_of: Any) -> None:
+    model, tokens = model_of("llama"), torch.tensor([text(12)])
+    cache = make_cache(model)
+    with pytest.raises(ConfigError, match=r"torch\.no_grad"):
+        model(tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 0 and cache.layers[0].keys is None
+    with torch.inference_mode():
+        model(tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 12
+
+
+def test_layers_can_be_offloaded_and_fetched_where_they_are_in_main_memory(model_of: Any) -> None:
+    model, prompt = model_of("llama"), text(20)
+    cache = make_cache(model)
+    want = greedy(model, prompt, 8)
+    with torch.no_grad():
+        model(torch.tensor([prompt[:10]]), past_key_values=cache)
+    for layer in range(len(cache.layers)):
+        cache.offload(layer, only_non_sliding=False)
+        cache.layers[layer].prefetch()
+    assert greedy(model, prompt, 8, cache) == want

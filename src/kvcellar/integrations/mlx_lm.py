@@ -132,6 +132,9 @@ def load_prompt_cache(
 class _Layer(theirs._BaseCache):
     """One layer's view of a cache that all layers share: mlx-lm's protocol."""
 
+    step = 256
+    """Tokens by which mlx-lm's caches grow; ours double."""
+
     def __init__(self, shared: MlxRunCache, layer: int, dtype: str) -> None:
         self._shared = shared
         self._layer = layer
@@ -156,16 +159,42 @@ class _Layer(theirs._BaseCache):
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
-        """For the next N tokens, over what ``update_and_fetch`` will return.
+        """Return the mask of the next N tokens, over what ``update_and_fetch`` will return.
 
-        ``window_size`` is what the model believes; the layer's own window is what counts.
+        Each token sees the last ``window_size`` ones, itself among them, of those that the layer
+        keeps; None: all that it keeps.
         """
-        window, offset = self._window, self.offset
-        if N == 1 and not return_array:
-            return None
-        if window is None or offset + N <= window:
-            return create_causal_mask(N, offset) if return_array else "causal"
-        return create_causal_mask(N, min(offset, window - 1), window_size=window)
+        own = self._window
+        held = self.offset if own is None else min(self.offset, own - 1)
+        window = min((w for w in (own, window_size) if w is not None), default=None)
+        if window is not None and held + N > window:
+            return create_causal_mask(N, held, window_size=window)
+        if return_array:
+            return create_causal_mask(N, held)
+        return None if N == 1 else "causal"
+
+    @property
+    def bits(self) -> int:
+        """Not there: by it mlx-lm's attention would take K and V for packed ones.
+
+        Raises:
+            NoBitsError: always; it is an AttributeError, so ``hasattr`` says no.
+        """
+        raise NoBitsError(
+            "our caches give the model K and V as numbers, however they are stored; kv_dtype of "
+            "make_prompt_cache says in how many bits that is"
+        )
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """Refuse: what is stored stays as it is.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a cache of ours has K and V of the bits that it was made with; give "
+            f"make_prompt_cache(model, kv_dtype='int{bits}') in place of kv_bits"
+        )
 
     def is_trimmable(self) -> bool:
         """Always; how far, ``trim`` says."""
@@ -218,6 +247,10 @@ class _Layer(theirs._BaseCache):
         return self._shared.read_last(self._layer, n)
 
 
+class NoBitsError(ConfigError, AttributeError):
+    """A cache of ours has no attribute ``bits``."""
+
+
 class KVCache(_Layer):
     """A layer that sees all of the history. Named as mlx-lm's, so that its files name it so."""
 
@@ -231,6 +264,12 @@ class KVCache(_Layer):
 class QuantizedKVCache(_Layer):
     """The same with K and V of as many bits in the same groups, which mlx-lm can read."""
 
+    @property
+    def group_size(self) -> int:
+        """Numbers that share a scale."""
+        group = self._shared.groups[self._shared.group_of(self._layer)]
+        return self._shared.config.kv.k.group_of(group.head_dim)
+
     @property  # type: ignore[misc]
     def state(self) -> Any:
         """As mlx-lm's class of this name has it: packed K and V, length, group size and bits."""
@@ -242,6 +281,18 @@ class QuantizedKVCache(_Layer):
 
 class RotatingKVCache(_Layer):
     """A layer with a window. Named as mlx-lm's, so that its files name it so."""
+
+    keep = 0
+    """First tokens that stay whatever the window: none, the window is all that is seen."""
+
+    def make_mask(  # type: ignore[override]
+        self,
+        N: int,  # noqa: N803
+        window_size: int | None = None,
+        return_array: bool = False,
+    ) -> Any:
+        """As of a layer without a window; the arguments in the order of mlx-lm's class."""
+        return super().make_mask(N, return_array, window_size)
 
     @property
     def max_size(self) -> int:

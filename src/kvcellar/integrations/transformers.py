@@ -84,16 +84,20 @@ class Rows:
 
 
 class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's view of a cache that all layers share: transformers' protocol."""
+    """One layer's view of a cache that all layers share: transformers' protocol.
+
+    ``keys`` and ``values`` are copies of what the layer can still attend, None before the first
+    token; what a program writes into them changes nothing.
+    """
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, rows: Rows, layer: int) -> None:
         """Of ``layer``."""
-        super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
         self._layer = layer
+        self._dtype = torch.float32
         self._window = next(g.window for g in rows.config.params.groups if layer in g.layers)
         self.is_sliding = self._window is not None
         self.is_initialized = True
@@ -104,10 +108,60 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[n_rows, n_kv_heads, T, dim]``; return what the T queries read together."""
+        """Store ``[n_rows, n_kv_heads, T, dim]``; return what the T queries read together.
+
+        Raises:
+            ConfigError: somebody wants gradients through K and V; nothing was written.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ConfigError(
+                "this cache keeps K and V without what gradients need, so that training through "
+                "it would learn nothing; run the model under torch.no_grad() or "
+                "torch.inference_mode(), or train without past_key_values"
+            )
+        self._dtype = key_states.dtype
         with torch.no_grad():
             cache = self._rows.of(key_states.shape[0])
             return cache.update_batch(self._layer, key_states, value_states)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """K ``[n_rows, n_kv_heads, L, head_dim]`` of what the layer can still attend."""
+        found = self._read()
+        return None if found is None else found[0]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """V of the same."""
+        found = self._read()
+        return None if found is None else found[1]
+
+    def _read(self) -> tuple[Tensor, Tensor] | None:
+        cache = self._rows.cache
+        return None if cache is None else cache.read_batch(self._layer, self._dtype)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first forward says how many there are."""
+        cache = self._rows.cache
+        return -1 if cache is None else len(cache.rows)
+
+    def offload(self) -> None:
+        """Nothing to do where K and V are in main memory already.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        cache = self._rows.cache
+        device = None if cache is None else cache.pools_of_layer[self._layer].device
+        if device is not None and device.type != "cpu":
+            raise ConfigError(
+                f"K and V stay on {device}, where all layers share their cells; for less "
+                f"memory give make_cache a kv_dtype, such as int8"
+            )
+
+    def prefetch(self) -> None:
+        """Nothing to do: what is never offloaded is there."""
 
     def get_seq_length(self) -> int:
         """Tokens before the forward that is under way, padding included."""

@@ -89,6 +89,34 @@ class TorchBatchCache(TorchBytes, SeqBookkeeping):
             keys = rotate(keys).to(k.dtype)  # the rotation is its own inverse
         return keys, values
 
+    def read_batch(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return copies of the K and V that a layer can still attend; None where there are none.
+
+        Args:
+            layer: which layer.
+            dtype: of what is returned.
+
+        Returns:
+            K and V ``[n_rows, n_kv_heads, L, dim]``; of a layer with a window its last
+            ``window - 1`` tokens, which the next one sees.
+        """
+        index, pool = self.group_of(layer), self.pools_of_layer[layer]
+        if not self.length:
+            return None
+        window = self.groups[index].window
+        low = 0 if window is None else max(0, self.length - window + 1)
+        exact = self._exact[index]
+        dtypes = torch.float32 if self._is_rotated else dtype, dtype
+        sides: list[tuple[Tensor, Tensor]] = []
+        for row in self.rows:
+            spans = self.pools[index].spans(row, low, self.length)
+            cells = cells_of(Run(span.cell, span.length) for span in spans)
+            if exact is not None:
+                cells = cells_of(exact.runs(cells))
+            sides.append(_read(pool, torch.as_tensor(cells, device=pool.device), dtypes))
+        k, v = (torch.cat(parts) for parts in zip(*sides, strict=True))
+        return rotate(k).to(dtype) if self._is_rotated else k, v
+
     def take_rows(self, rows: Sequence[int]) -> None:
         """Row i goes on from what row ``rows[i]`` holds. Copies no bytes."""
         there = set(self.rows)
