@@ -254,7 +254,7 @@ def test_sampling_refuses_what_is_no_number(field, bad):
 
 
 @pytest.mark.parametrize("bad", NO_WHOLE, ids=name_of)
-@pytest.mark.parametrize("field", ["top_k", *OPTIONAL])
+@pytest.mark.parametrize("field", ["top_k", "min_tokens", *OPTIONAL])
 def test_sampling_refuses_what_is_no_count(field, bad):
     if bad is None and field in OPTIONAL:
         return

@@ -96,7 +96,7 @@ def number(value: Any, what: str, error: type[KVCellarError] = ConfigError) -> f
                 return cast(float, value)
         except OverflowError:  # a whole number beyond all floats
             pass
-    raise error(f"{what} must be a finite number, got {seen(value)}")
+    raise error(f"{what} must be a number, got {seen(value)}")
 
 
 def flag(value: Any, what: str, error: type[KVCellarError] = ConfigError) -> bool:

@@ -58,7 +58,7 @@ def demo_command(
         int, typer.Option(metavar="N", min=1, help="Tokens of each branch at most.")
     ] = 48,
     seed: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The same seed gives the same text.")
+        int, typer.Option(metavar="N", min=0, help="The same seed gives the same text, in float32.")
     ] = 0,
     memory: options.Memory = None,
     backend: options.Backend = "torch",

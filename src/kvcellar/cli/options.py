@@ -159,7 +159,9 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(metavar="N", help="The same seed gives the same text.", rich_help_panel=SAMPLING),
+    typer.Option(
+        metavar="N", help="The same seed gives the same text, in float32.", rich_help_panel=SAMPLING
+    ),
 ]
 Stop = Annotated[
     list[str] | None,

@@ -101,7 +101,10 @@ class SamplingParams:
         frequency_penalty: taken off a token's logit for each time that the output holds it.
         presence_penalty: taken off the logit of every token that the output holds.
         logit_bias: token id -> number added to its logit.
-        seed: the same seed and logits give the same tokens; None draws a new one.
+        seed: the n-th token depends on the seed, n and the logits alone, never on what else runs
+            or was guessed. So the same seed gives the same text wherever the model computes the
+            same logits: in float32. In 16 bits the last digits of logits differ with the shape of
+            a batch, and now and then a token that was on the edge does. None draws a new seed.
         max_tokens: tokens to sample at most; 0 to read the prompt alone; None until a stop, or
             until the cache is full.
         stop: end before the first of these texts; it is not part of the output.
@@ -145,6 +148,7 @@ class SamplingParams:
         for name in _NUMBERS:
             number(getattr(self, name), name)
         whole(self.top_k, "top_k")
+        whole(self.min_tokens, "min_tokens")
         for name in ("seed", "max_tokens", "logprobs"):
             if getattr(self, name) is not None:
                 whole(getattr(self, name), name)
