@@ -181,7 +181,7 @@ def test_the_bundled_model_is_the_default() -> None:
         (("--dtype", "float7"), "float7"),
         (("--temperature", "-1"), "temperature must be 0 or more, got -1.0"),
         (("--top-p", "0"), "top_p must be above 0 and up to 1"),
-        (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
+        (("--max-tokens", "0"), "invalid value for '--max-tokens': Input should be greater"),
         (("--max-tokens", "many"), "invalid value for '--max-tokens'"),
         (("--stop", ""), "stop holds texts of at least one character"),
         (("--system", "x", "--raw"), "leave --raw out"),

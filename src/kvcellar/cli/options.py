@@ -116,7 +116,8 @@ Verify = Annotated[
 ]
 
 MaxTokens = Annotated[
-    int, typer.Option(metavar="N", help="Tokens to generate at most.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(metavar="N", min=1, help="Tokens to generate at most.", rich_help_panel=SAMPLING),
 ]
 Temperature = Annotated[
     float | None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -282,7 +284,8 @@ def serve_command(
                 tell(fraction, what)
 
             opened = open_host(path, progress=report, memory_bytes=limit, **settings_of(path))
-        print_note(f"{path}: weights in {opened.weights}; {opened.capacity}")
+        chosen = {"model": path, "weights": opened.weights, "cache": str(opened.capacity)}
+        logging.getLogger("kvcellar.server").info(json.dumps({"event": "model loaded", **chosen}))
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")
         return opened
