@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvcellar.agents.lengths import refuse_text
 from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
 from kvcellar.models.prompts import ChatTokenizer, common_prefix, encode, render
@@ -124,6 +125,7 @@ def plan_messages(
     rules: Collection[str],
     *,
     control_tokens_in_text: bool = False,
+    context: int | None = None,
 ) -> Spoken:
     """The tokens of a whole conversation, and how much of a history it continues.
 
@@ -136,8 +138,10 @@ def plan_messages(
         tools: definitions of tools, as the template takes them.
         rules: names of rules for volatile text; see ``volatile.RULES``.
         control_tokens_in_text: let messages spell control tokens.
+        context: tokens that the conversation may have; None: any number.
 
     Raises:
+        ContextError: it has many more tokens, and not all of them were counted.
         PromptError: no message, or the last is the assistant's.
         ModelError: the template refuses the messages, or there is none.
     """
@@ -149,6 +153,8 @@ def plan_messages(
     rendered = render(
         tokenizer, ruled.messages, ruled.tools, control_tokens_in_text=control_tokens_in_text
     )
+    if context is not None:
+        refuse_text(tokenizer, rendered.text, context)
     tokens = encode(tokenizer, rendered)
     n_known = 0
     has_same_tools = not known or ruled.tools == known_tools

@@ -1,7 +1,8 @@
 """How long a text is at least, in tokens, before it is encoded as a whole.
 
 Encoding a text takes some two hundred times its bytes for a moment, and seconds for megabytes. So a
-text that cannot fit into a model's context is refused by its bytes.
+text that cannot fit into a model's context is refused by its bytes, and one that hardly can is
+counted in pieces, until it is known to be too long.
 """
 
 from __future__ import annotations
@@ -10,9 +11,19 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvcellar.agents.work import check_wanted
 from kvcellar.errors import ContextError
 
-__all__ = ["Size", "longest_token", "refuse_bytes", "size_of"]
+__all__ = ["Size", "longest_token", "refuse_bytes", "refuse_text", "size_of"]
+
+PIECE_CHARACTERS = 32 << 10
+
+USUAL_CHARACTERS = 8
+"""A text with fewer to a token of the context is encoded as a whole at once."""
+
+SEAM_TOKENS = 16
+"""A text has at most so many tokens less than its two halves: only what is around the seam can be
+joined. In fact it is one or two."""
 
 _longest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -67,3 +78,29 @@ def refuse_bytes(tokenizer: Any, n_bytes: int, context: int) -> None:
     most = longest_token(tokenizer)
     if n_bytes > context * most:
         raise ContextError(-(-n_bytes // most), context)
+
+
+def refuse_text(tokenizer: Any, text: str, context: int, *, times: int = 1) -> None:
+    """Refuse a text that is too long for a context, having encoded no more of it than was needed.
+
+    Says nothing of texts that are not much longer than a context: these are counted exactly.
+
+    Args:
+        tokenizer: of the model.
+        text: the whole prompt.
+        context: tokens that it may have.
+        times: how many times as long it may be.
+
+    Raises:
+        ContextError: it has at least so many tokens.
+        UnwantedError: nobody waits for it any more.
+    """
+    if len(text) <= max(PIECE_CHARACTERS, USUAL_CHARACTERS * times * context):
+        return
+    n = 0
+    for at in range(0, len(text), PIECE_CHARACTERS):
+        check_wanted()
+        piece = text[at : at + PIECE_CHARACTERS]
+        n += len(tokenizer.encode(piece, add_special_tokens=False)) - SEAM_TOKENS
+        if n > times * context:
+            raise ContextError(n, context)

@@ -34,7 +34,7 @@ from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message, what_changed
 from kvcellar.agents.joining import Joined, continues, join
-from kvcellar.agents.lengths import Size, refuse_bytes, size_of
+from kvcellar.agents.lengths import Size, refuse_bytes, refuse_text, size_of
 from kvcellar.agents.misses import Miss, miss_beside
 from kvcellar.agents.models import ModelHost, ModelRegistry
 from kvcellar.agents.places import MOST_NEAR, Place, Places, nearest
@@ -78,6 +78,9 @@ from kvcellar.store import DROPPED, Reference, SaveTicket, Store
 from kvcellar.valid import valid_json
 
 __all__ = ["AgentManager", "AgentUsage", "TurnEnd"]
+
+MOST_COUNTED = 4
+"""A conversation of so many contexts is counted to its end where somebody asks how long it is."""
 
 VERIFY = ("checksum", "canary")
 """What is asked of stored KV before it is used."""
@@ -421,6 +424,7 @@ class AgentManager:
             is_asking: end with the opening of an answer.
 
         Raises:
+            ContextError: it is so much longer than the context that not all of it was counted.
             PromptError: the model has no tokenizer.
             ModelError: its template refuses the messages, or there is none.
         """
@@ -438,6 +442,7 @@ class AgentManager:
             is_asking=is_asking,
             control_tokens_in_text=self.control_tokens_in_text,
         )
+        refuse_text(host.tokenizer, rendered.text, host.context, times=MOST_COUNTED)
         return encode(host.tokenizer, rendered)
 
     def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:

@@ -150,6 +150,7 @@ def plan_turn(
         tools,
         rules,
         control_tokens_in_text=control_tokens_in_text,
+        context=host.context,
     )
     turns, n_messages = _turns_within(agent, said)
     if not turns and said.messages[0].get("role") == "system":

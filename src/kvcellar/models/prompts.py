@@ -253,7 +253,8 @@ class _Controls:
             if stand not in self.twins:
                 self.twins[stand] = _twin_of(backend, names)
             twin, ids = self.twins[stand]
-        return [ids.get(i, i) for i in twin.encode(text, add_special_tokens=False).ids]
+        (found,) = twin.encode_batch([text], add_special_tokens=False)  # encode() keeps the GIL
+        return [ids.get(i, i) for i in found.ids]
 
     def _encode_in_parts(
         self, known: Any, text: str, stand: str, names: Mapping[str, str]

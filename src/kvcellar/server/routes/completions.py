@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcellar.agents import ModelHost, TurnEnd
-from kvcellar.agents.lengths import refuse_bytes, size_of
+from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
@@ -286,6 +286,7 @@ async def _prompts(
     def encode(prompt: str | list[int]) -> tuple[tuple[int, ...], str]:
         if isinstance(prompt, str):
             assert tokenizer is not None
+            refuse_text(tokenizer, prompt, host.context)
             ids = tokenizer.encode(prompt, add_special_tokens=has_specials)
             return tuple(ids), prompt if has_echo else ""
         _check_ids(host, prompt)
