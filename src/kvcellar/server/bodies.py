@@ -38,7 +38,7 @@ BODY_RATE = 4 << 10
 MOST_LOGGED_BYTES = 16 << 10
 """Of a body, where the log is to have it."""
 
-MOST_VALUES = 1 << 18
+MOST_VALUES = 150_000
 MOST_CONTAINERS = 20_000
 """Values of all kinds in a body, and objects and lists of these."""
 

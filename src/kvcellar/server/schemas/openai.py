@@ -25,6 +25,11 @@ Grammar = Annotated[str, Field(max_length=65536)]
 Choices = Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=256)]
 
 
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+"""Lists by the hundred thousand, of which one wrong item says enough."""
+
+
 class SamplingFields(AskBody):
     """How to sample, as in OpenAI's requests, with what local servers add."""
 
@@ -241,7 +246,7 @@ class CompletionRequest(FormFields):
     route: ClassVar[str] = "/v1/completions"
 
     model: str | None = Field(None, max_length=512)
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = ""
     max_tokens: int | None = Field(None, ge=0, description="0: read the prompt alone.")
     n: int | None = Field(None, ge=1, le=64)
     stream: bool | None = None
