@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,9 @@ __all__ = ["Server", "held_store", "listen", "serve"]
 log = logging.getLogger("kvcellar.server")
 
 _BACKLOG = 512
+
+MAX_WAITING = 32
+"""Threads that wait for a disk on behalf of requests; one that is slow must not keep the others."""
 
 _LAST_WORDS_S = 2.0
 """In which clients have to read why their answers have ended; then they are cut off."""
@@ -160,6 +164,9 @@ class Server(uvicorn.Server):
     async def run_in_loop(self, listener: socket.socket) -> None:
         """Serve until it is stopped, then publish every agent and let go of the models."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(
+            ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="kvcellar-waiting")
+        )
         with self._stopped_by_signals():
             try:
                 await self.serve(sockets=[listener])
