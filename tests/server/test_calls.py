@@ -37,8 +37,9 @@ WORDS = st.text("<tool_cal>/ \n{}", max_size=12).filter(
 )
 
 
-def written(calls):
-    return "\n".join(f"{call_head(name)}{json.dumps(value)}}}{CALL_END}" for name, value in calls)
+def written(calls, **how):
+    values = [(call_head(name), json.dumps(value, **how)) for name, value in calls]
+    return "\n".join(f"{head}{value}}}{CALL_END}" for head, value in values)
 
 
 def read(pieces, is_in_thought=False):
@@ -53,7 +54,9 @@ def test_a_text_means_the_same_however_it_is_cut(data, before, calls):
     parser, parts = read(cut(data.draw, text))
     assert [(c.name, json.loads(c.arguments)) for c in parser.calls] == calls
     assert [c.call_id for c in parser.calls] == [f"c{i}" for i in range(len(calls))]
-    shown = before if before.strip() or not calls else ""
+    shown = before
+    if calls:
+        shown = before.removesuffix("\n") if before.strip() else ""
     assert "".join(p.text for p in parts if isinstance(p, TextPart)) == parser.text == shown
     for i, (_, value) in enumerate(calls):
         mine = [p.text for p in parts if isinstance(p, CallPart) and p.index == i]
@@ -129,6 +132,8 @@ def test_spaces_behind_a_call_are_kept_where_text_follows():
         parser, parts = read([text])
         assert parser.calls and not parser.text
         assert all(isinstance(part, CallPart) for part in parts)
+    parser, _ = read(["Look:\n", "\n", call])  # one line end is the template's
+    assert parser.text == "Look:\n"
     parser, parts = read([" ", "\n"])
     assert parser.text == "".join(part.text for part in parts) == " \n"
 
@@ -137,7 +142,7 @@ def test_a_call_inside_a_thought_is_no_call():
     call = f"{call_head('f')}{{}}}}{CALL_END}"
     thought = f"<think>I could say {call}.</think>\n\n"
     parser, _ = read(list(f"{thought}{call}"))
-    assert len(parser.calls) == 1 and parser.text == thought
+    assert len(parser.calls) == 1 and parser.text == thought.removesuffix("\n")
     parser, _ = read(list(f"I could say {call}.</think>Or not."), is_in_thought=True)
     assert not parser.calls and parser.text == f"I could say {call}.</think>Or not."
     parser, _ = read(list(f"<think>never ends {call}"))
@@ -180,6 +185,14 @@ def test_a_call_that_was_cut_short_keeps_what_there_is():
     parser, _ = read([call_head("f"), '{"x": [1, '])
     (call,) = parser.calls
     assert call.arguments == '{"x": [1, '
+
+
+@given(WORDS, CALLS)
+def test_what_a_template_makes_of_text_and_calls_is_what_the_model_said(before, calls):
+    before = f"So {before}\n" if calls else before
+    said = before + written(calls, ensure_ascii=False)
+    parser, _ = read([said])
+    assert say_calls(as_message(parser.text, parser.calls))["content"] == said
 
 
 def test_calls_become_text_one_way_for_templates_without_them():

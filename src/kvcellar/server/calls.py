@@ -93,8 +93,9 @@ class CallParser:
     """Reads an answer piece by piece: text, and calls. However it is cut, it means the same.
 
     What may be the beginning of a call is held back; what turns out to be none comes as text.
-    Spaces and line ends with nothing but calls and the answer's ends around them are no text. A
-    call inside ``<think>`` and ``</think>`` is a thought, which is text.
+    Spaces and line ends with nothing but calls and the answer's ends around them are no text; nor
+    is a line end right before a call, since templates write one there themselves. A call inside
+    ``<think>`` and ``</think>`` is a thought, which is text.
 
     Attributes:
         call_ids: how the ids of the calls begin.
@@ -153,12 +154,13 @@ class CallParser:
         marks = (THOUGHT_END,) if self.is_in_thought else (CALL_BEGIN, THOUGHT_BEGIN)
         at, mark = _first(self._held, marks)
         if mark is None:
-            n = len(self._held) - max(_overlap(self._held, mark) for mark in marks)
+            held_back = marks if self.is_in_thought else (*marks, f"\n{CALL_BEGIN}")
+            n = len(self._held) - max(_overlap(self._held, mark) for mark in held_back)
             sure, self._held = self._held[:n], self._held[n:]
             self._say(sure, parts)
             return False
         if mark == CALL_BEGIN:
-            self._say(self._held[:at], parts)
+            self._say(self._held[:at].removesuffix("\n"), parts)
             self._state = "head"
         else:
             self._say(self._held[: at + len(mark)], parts)
