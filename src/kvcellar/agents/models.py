@@ -31,6 +31,7 @@ from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.models import LoadedModel, check_model, load_model
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import ProgressFn
+from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
 from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
 from kvcellar.store import Layout, ModelKey
@@ -170,6 +171,7 @@ def open_host(
             speculate=speculate,
             backend=backend,
         )
+    prepare_renderer()  # it takes as long to begin as a small model to load
     model = load_model(
         name,
         backend=backend,

@@ -1,0 +1,39 @@
+"""A chat template that never ends: its model loads, its chats are refused, nobody else waits."""
+
+from __future__ import annotations
+
+import threading
+
+from kvcellar.agents import open_host
+from tests.server.live import serving
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+
+def test_a_template_that_never_ends_refuses_its_chats_and_the_rest_goes_on(tmp_path):
+    def load(path, progress):
+        return open_host(path, capacity=512, chat_template=ENDLESS, progress=progress)
+
+    with serving(tmp_path, load=load) as live:
+        live.post("/v1/completions", {"prompt": "import", "max_tokens": 2})
+        (host,) = live.service.models.hosts()
+        assert "was stopped" in host.template.findings[0]
+        answers = []
+
+        def ask():
+            answers.append(live.http.post("/v1/chat/completions", json=CHAT))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        n_meanwhile = 0
+        while asking.is_alive():
+            assert live.http.get("/health").status_code == 200
+            n_meanwhile += 1
+            asking.join(0.05)
+        assert n_meanwhile > 3
+        (answer,) = answers
+        assert answer.status_code == 400
+        assert "took more than 3 s" in answer.json()["error"]["message"]
+        assert "models" not in answer.json()["error"]["message"]  # no path of ours
+        live.post("/v1/completions", {"prompt": "import", "max_tokens": 2})
