@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcellar.cli import app
+from kvcellar.cli import app, session
 from kvcellar.models.loading import DEMO_FOLDER
 from kvcellar.server import run
 
@@ -130,3 +130,22 @@ def test_a_key_is_read_from_where_nobody_else_looks(tmp_path, monkeypatch):
         warned.append("can read the command line" in result.stderr)
     assert kept == ["from-a-file", "from-the-environment", "typed", None]
     assert warned == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [
+        ((), 32 << 20),
+        (("--memory", "640MiB"), 10 << 20),
+        (("--memory", "640MiB", "--max-body", "20MiB"), 20 << 20),
+    ],
+)
+def test_bodies_take_a_small_part_of_the_memory(tmp_path, monkeypatch, arguments, most):
+    kept = []
+    monkeypatch.setattr(run, "serve", lambda config, *_, **__: kept.append(config.max_body_bytes))
+    monkeypatch.setattr(run, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(session, "resident_bytes", lambda: 1 << 20)
+    command = ["serve", "--store", str(tmp_path / "s"), *arguments]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    assert kept == [most]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 TRUST = "Trust"
 PREFILL_BESIDE = 32
 """Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
+
+MIB = 1 << 20
+BODY_SHARE = 64
+"""With --memory a body may have one part in so many of it: reading takes several times its size."""
 
 PARALLEL = 8
 LIMITS = "Limits"
@@ -155,7 +160,11 @@ def serve_command(
     ] = PARALLEL,
     max_body: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Of one request.", rich_help_panel=LIMITS),
+        typer.Option(
+            metavar="SIZE",
+            help="Of one request; where it is not given, at most a 64th of --memory.",
+            rich_help_panel=LIMITS,
+        ),
     ] = "32MiB",
     wait: Annotated[
         float,
@@ -253,6 +262,9 @@ def serve_command(
         )
 
     plan = memory_plan(memory, loading)
+    if plan is not None and not _is_typed(context, "max_body"):
+        most = max(MIB, plan.limit_bytes // BODY_SHARE)
+        config = replace(config, max_body_bytes=min(config.max_body_bytes, most))
 
     shared: dict[str, int | None] = {}
     if plan is not None and capacity is None:
@@ -364,8 +376,7 @@ def _api_key(context: typer.Context, given: str | None, file: Path | None) -> st
     Raises:
         ConfigError: it was given twice, or the file cannot be read.
     """
-    source = context.get_parameter_source("api_key")
-    is_typed = source is not None and source.name == "COMMANDLINE"
+    is_typed = _is_typed(context, "api_key")
     if file is None:
         if is_typed:
             print_warning(
@@ -381,6 +392,12 @@ def _api_key(context: typer.Context, given: str | None, file: Path | None) -> st
         said = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"the API key in {file} cannot be read ({said})") from error
     return lines[0].strip() if lines else ""
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Return whether an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _is_local(host: str) -> bool:
