@@ -68,15 +68,13 @@ async def measure_turns(store: Store, n: int, n_turns: int) -> tuple[float, list
     agent = Agent(f"agent-{n}", "model", KEY)
     agent.tokens = tuple(range(n))
     agent.messages = tuple(message(i) for i in range(n // 150))
-    agent.stops = (None,) * len(agent.messages)
     agent.advance()
     times = []
     for i in range(n_turns + 1):
-        at = len(agent.tokens)
+        at, n_messages = len(agent.tokens), len(agent.messages) + 1
         agent.tokens = (*agent.tokens, *range(i, i + N_NEW))
         agent.messages = (*agent.messages, message(2 * i), message(2 * i + 1))
-        agent.stops = (*agent.stops, None, len(agent.tokens))
-        agent.turns = (*agent.turns, Turn(at, at + 100, len(agent.tokens), at, "stop"))
+        agent.turns = (*agent.turns, Turn(at, at + 100, len(agent.tokens), n_messages, "stop"))
         agent.advance()
         started = time.perf_counter()
         await publisher.make_durable(agent)

@@ -156,6 +156,16 @@ def test_verify_gives_an_agent_the_state_before_that_can_be_read(folder: Path) -
         assert info.state != "damaged" and info.n_turns >= n
 
 
+def test_turns_that_speak_of_more_messages_than_there_are_harm_nobody(folder: Path) -> None:
+    turns = [[0, 1, 2, 10**6, "stop"], [2, 3, 4, 10**6, "stop"]]
+    forge(reference_of(folder / "store", "a"), about(turns=turns))
+    with manager(folder / "store") as agents:
+        assert {info.agent_id for info in agents.list()} == {"a", "b"}
+        assert agents.place_of([{"role": "user", "content": "x"}], model="hash") is None
+        run(turn(agents, "a", "on"))
+        run(agents.rewind("a", turn=1))
+
+
 def test_the_list_of_agents_says_which_is_damaged_and_why(folder: Path) -> None:
     forge(reference_of(folder / "store", "a"), about(messages=[5], stops=[None]))
     said = CliRunner().invoke(app, ["agents", "list", "--store", str(folder / "store")])

@@ -249,7 +249,8 @@ class Agent:
 
     def turns_with_ends(self) -> list[tuple[Turn, int]]:
         """The turns, each with the messages up to its end; as many as before it for raw tokens."""
-        ends = [*(turn.n_messages for turn in self.turns[1:]), len(self.messages)]
+        n = len(self.messages)
+        ends = [*(min(turn.n_messages, n) for turn in self.turns[1:]), n]
         return list(zip(self.turns, ends, strict=False))
 
     @property
