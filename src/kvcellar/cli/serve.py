@@ -289,7 +289,7 @@ def serve_command(
         from kvcellar.agents import open_host
 
         limit = None if plan is None else size_of(path)
-        with shown_warnings(), progress_lines(f"loading {path}") as tell:
+        with shown_warnings(), progress_lines(f"loading {path}", tell=_log_stage) as tell:
 
             def report(fraction: float, what: str) -> None:
                 progress(fraction, what)
@@ -302,7 +302,8 @@ def serve_command(
             print_note(f"chat template: {found}")
         return opened
 
-    with progress_bar(f"starting {backend}"):
+    log_to_stderr()
+    with progress_bar(f"starting {backend}", tell=_log_stage):
         from kvcellar.agents import check_host
 
         for path in offered.values():
@@ -331,7 +332,6 @@ def serve_command(
             f"{host} is reached from other machines, and everybody there may use this server; "
             f"set --api-key"
         )
-    log_to_stderr()
     stored = StoreConfig()
     if plan is not None:
         stored = StoreConfig(warm_bytes=plan.warm_bytes, queue_bytes=plan.queue_bytes)
@@ -402,3 +402,9 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 def _is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _log_stage(fraction: float, stage: str) -> None:
+    """Log how far a slow start is, as the server logs all else."""
+    line = {"event": "starting", "stage": stage, "done": round(fraction, 2)}
+    logging.getLogger("kvcellar.server").info(json.dumps(line))

@@ -74,20 +74,21 @@ def write(text: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[ProgressFn]:
+def progress_bar(what: str, *, tell: ProgressFn | None = None) -> Iterator[ProgressFn]:
     """Show a spinner, and a bar from the first report on; gone when the work is done or failed.
 
     In a pipe, a line for each stage that is under way after every ``LINES_S`` seconds.
 
     Args:
         what: what is done first.
+        tell: what takes a line in a pipe; None: it is written to stderr.
 
     Yields:
         A function that takes how much is done, 0 to 1, and what comes now.
     """
     if not sys.stderr.isatty():
-        with progress_lines(what) as tell:
-            yield tell
+        with progress_lines(what, tell=tell) as report_line:
+            yield report_line
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -113,28 +114,41 @@ def progress_bar(what: str) -> Iterator[ProgressFn]:
 
 
 @contextmanager
-def progress_lines(what: str) -> Iterator[ProgressFn]:
-    """Write a line to stderr for the stage that is under way, every ``LINES_S``, once for each."""
+def progress_lines(what: str, *, tell: ProgressFn | None = None) -> Iterator[ProgressFn]:
+    """Tell the stage that is under way every ``LINES_S`` seconds, once for each stage.
+
+    Args:
+        what: what is done first.
+        tell: what takes how much is done and the stage; None: a line is written to stderr.
+
+    Yields:
+        A function that takes how much is done, 0 to 1, and what comes now.
+    """
     now = (0.0, what)
+    said = tell or _write_stage
     is_done = threading.Event()
 
     def report(fraction: float, what: str) -> None:
         nonlocal now
         now = fraction, what
 
-    def tell() -> None:
+    def watch() -> None:
         told = None
         while not is_done.wait(LINES_S):
             fraction, stage = now
             if stage != told:
-                sys.stderr.write(f"{fraction:4.0%} {stage}\n")
-                sys.stderr.flush()
+                said(fraction, stage)
                 told = stage
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller = threading.Thread(target=watch, name="progress", daemon=True)
     teller.start()
     try:
         yield report
     finally:
         is_done.set()
         teller.join()
+
+
+def _write_stage(fraction: float, stage: str) -> None:
+    sys.stderr.write(f"{fraction:4.0%} {stage}\n")
+    sys.stderr.flush()
