@@ -203,8 +203,7 @@ def test_a_field_that_nobody_knows_is_said_to_be_ignored(live, path):
     response = live.http.post(path, json=body)
     assert response.is_success, response.text
     assert response.headers["x-kvcellar-ignored"] == "quantum_mode, ?"
-    if path != "/v1/completions":
-        assert response.json()["kvcellar"]["ignored"] == ["quantum_mode", "?"]
+    assert response.json()["kvcellar"]["ignored"] == ["quantum_mode", "?"]
     streamed = live.http.post(path, json={**body, "stream": True})
     assert streamed.is_success and streamed.headers["x-kvcellar-ignored"] == "quantum_mode, ?"
     many = {f"unknown_{i}": i for i in range(1000)}
@@ -313,6 +312,18 @@ def test_an_answer_is_of_the_form_that_is_asked_for(live, form, wanted):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_form_that_cannot_be_held_is_refused_by_its_field(live, path, form, said):
     assert said in refusal(live, path, **form)
+
+
+def test_a_completion_says_what_of_a_schema_it_is_not_held_to(live):
+    schema = {**SCHEMA, "not": {"required": ["b"]}}
+    form = {"name": "x", "schema": schema, "strict": False}
+    more = {"response_format": {"type": "json_schema", "json_schema": form}, "max_tokens": 40}
+    body = {**PLAIN["/v1/completions"], **more}
+    answer = live.post("/v1/completions", body)
+    assert answer["choices"][0]["text"] == '{"a": 1}'
+    assert "not" in answer["kvcellar"]["notes"][0]
+    form["strict"] = True
+    assert "response_format" in refusal(live, "/v1/completions", **more)
 
 
 def test_a_form_and_tools_go_together_where_it_is_a_schema(live):

@@ -84,11 +84,12 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         "system_fingerprint": "kvcellar",
     }
     choices: list[_Choice] = []
-    events = _events(service, path, body, whose, choices)
+    notes: list[str] = []
+    events = _events(service, path, body, whose, choices, notes)
     if body.stream:
         request.scope["kvcellar.headers"] = headers
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        frames = _frames(request, events, head, choices, body, wants_usage)
+        frames = _frames(request, events, head, choices, body, notes, wants_usage)
         return await sse(request, Stream(frames), headers=ignored_of(body))
 
     async def to_the_end() -> None:
@@ -111,8 +112,10 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         }
         for i, choice in enumerate(choices)
     ]
+    extra = {"ignored": list(body.ignored), "notes": notes}
     return JSONResponse(
-        {**head, "choices": found, "usage": usage}, headers={**headers, **ignored_of(body)}
+        {**head, "choices": found, "usage": usage, "kvcellar": extra},
+        headers={**headers, **ignored_of(body)},
     )
 
 
@@ -122,8 +125,12 @@ async def _events(
     body: CompletionRequest,
     whose: Whose,
     choices: list[_Choice],
+    notes: list[str],
 ) -> AsyncGenerator[tuple[int, Sequence[GeneratedToken]], None]:
-    """Tokens as they come, with the number of their choice; ``choices`` fills up on the way."""
+    """Tokens as they come, with the number of their choice.
+
+    ``choices`` fills up on the way, and ``notes`` with what the answer is not held to.
+    """
     n = body.n or 1
     if body.best_of not in (None, 1, n):
         raise ApiError(
@@ -137,6 +144,7 @@ async def _events(
         prompts = await _prompts(service, host, body)
         form = form_of(body)
         held = None if form is None else await service.grammars.of_form(host, form)
+        notes.extend(held.notes if held is not None else ())
         if whose.name is not None and len(prompts) * n > 1:
             raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
         if whose.name is not None and body.max_tokens == 0:
@@ -344,6 +352,7 @@ async def _frames(
     head: dict[str, Any],
     choices: list[_Choice],
     body: CompletionRequest,
+    notes: list[str],
     wants_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     service = service_of(request)
@@ -374,5 +383,6 @@ async def _frames(
     usage = _usage(choices, body.n or 1)
     note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})
     if wants_usage:
-        yield frame({**head, "choices": [], "usage": usage})
+        extra = {"ignored": list(body.ignored), "notes": notes}
+        yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})
     yield frame("[DONE]")
