@@ -95,12 +95,12 @@ def test_a_turn_is_durable_before_its_end_is_told_whatever_waits_to_be_written(
     with manager(tmp_path) as agents:
         run(agents.create("a", system="Be kind."))
         run(turn(agents, "a", "first"))
+        run(turn(agents, "a", "second"))
+        run(agents.rewind("a", turn=1))
         agents.store.flush()
         held = Held(agents.store)
-        for text in ("second", "third"):
+        for text in ("third", "fourth"):
             run(turn(agents, "a", text))
-        run(agents.rewind("a", turn=2))
-        run(turn(agents, "a", "fourth"))
         want = tokens_of(agents, "a"), conversation_of(agents, "a")
         with manager(tmp_path) as others:  # as after a kill: nothing of it is published
             assert len(others.store.get(others.store.reference_names()[0]).tokens) < len(want[0])
