@@ -60,7 +60,8 @@ def test_tools_are_called_and_answered(model):
     after = model.bind_tools([look_up], tool_choice="none").invoke([question, answer, result])
     cached = after.usage_metadata["input_token_details"]["cache_read"]
     usage = answer.usage_metadata
-    assert cached == usage["input_tokens"] + usage["output_tokens"] - 1
+    # All of the question; of the call, what was sampled in the tokens that its text has.
+    assert usage["input_tokens"] < cached < usage["input_tokens"] + usage["output_tokens"]
 
 
 def test_structured_output_is_of_its_type(model):
