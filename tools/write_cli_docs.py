@@ -23,8 +23,8 @@ INTRO = """\
 
 <!-- Written by tools/write_cli_docs.py from the commands' own help; do not edit. -->
 
-Results go to stdout. Progress and notes go to stderr, and only to a terminal. What is wrong with
-the input is said in one line on stderr.
+Results go to stdout. Progress and notes go to stderr: to a terminal all of them, elsewhere the
+stages of long work alone, a line each. What is wrong with the input is said in one line on stderr.
 
 | exit code | means |
 | --- | --- |

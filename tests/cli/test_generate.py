@@ -120,6 +120,8 @@ def test_a_template_from_a_file_replaces_the_models_own(tiny, base, tmp_path):
     file.write_text("{% for m in %}")
     broken = run("generate", tiny, "-p", "x", "--chat-template", str(file))
     assert broken.exit_code == 2 and len(broken.stderr.splitlines()) == 1
+    raw = run("generate", tiny, "-p", "x", "--raw", "--chat-template", str(file))
+    assert raw.exit_code == 2 and "--raw uses no chat template" in raw.stderr
 
 
 def test_a_setting_that_cannot_be_is_named_with_its_file(tmp_path: Path) -> None:

@@ -213,6 +213,16 @@ def test_wrong_input_is_said_in_one_line(args, words):
     assert words in error_of("inspect", *args)
 
 
+def test_a_model_of_a_short_context_is_shown_with_that_where_none_is_asked_for(tmp_path):
+    raw = json.loads((CONFIGS / "qwen2.5-14b.json").read_text())
+    path = tmp_path / "config.json"
+    for positions, shown in ((512, 512), (32768, 4096)):
+        path.write_text(json.dumps(raw | {"max_position_embeddings": positions}))
+        assert inspected(str(path))["context"] == shown
+    path.write_text(json.dumps(raw | {"max_position_embeddings": 512}))
+    assert "was made for 1 to 512" in error_of("inspect", str(path), "--context", "4096")
+
+
 def test_a_contradictory_config_is_named_with_its_field(tmp_path):
     raw = json.loads((CONFIGS / "qwen2.5-14b.json").read_text()) | {"num_key_value_heads": 7}
     path = tmp_path / "config.json"

@@ -52,6 +52,14 @@ LOADING = [
 ]
 
 
+@pytest.mark.parametrize("text", ["{% for m in %}", "{{ m | nofilter }}", "{% if m %}"])
+def test_a_file_that_is_no_chat_template_is_refused_before_an_address_is_printed(tmp_path, text):
+    file = tmp_path / "mine.jinja"
+    file.write_text(text)
+    said = refused("serve", "--store", tmp_path / "s", "--chat-template", file)
+    assert f"{file} is no chat template" in said
+
+
 @pytest.mark.parametrize(("arguments", "said"), LOADING)
 def test_serve_refuses_what_no_model_can_be_loaded_with(tmp_path, arguments, said):
     assert said in refused("serve", "--store", tmp_path / "s", *arguments)

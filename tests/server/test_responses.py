@@ -135,6 +135,24 @@ def test_instructions_hold_for_one_response_and_are_kept_where_they_come_again(c
     assert without.usage.input_tokens < n, "the instructions were those of the first alone"
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_response_under_changed_instructions_says_what_it_lost(client, is_stored, goes_on):
+    if goes_on and not is_stored:
+        pytest.skip("what is not stored cannot be gone on from")
+    told = f"Monday {is_stored} {goes_on}.\n" + "Mind your spelling and your manners. " * 10
+    first = ask(client, "Hello?", instructions=told, store=is_stored)
+    same = ask(client, "Hello!", instructions=told, store=is_stored)
+    assert same.model_extra["kvcellar"]["miss"] is None
+    more = {"previous_response_id": first.id} if goes_on else {}
+    told = told.replace("Monday", "Sunday")
+    other = ask(client, "And?", instructions=told, store=is_stored, **more)
+    miss, usage = other.model_extra["kvcellar"]["miss"], other.usage
+    assert miss["cause"] == "system" and "Monday" in miss["was"] and "Sunday" in miss["became"]
+    n_read = usage.input_tokens - usage.input_tokens_details.cached_tokens
+    assert 100 < miss["tokens_lost"] <= n_read
+
+
 def test_what_is_not_stored_cannot_be_gone_on_from(client):
     loose = ask(client, "Loose.", store=False)
     with pytest.raises(openai.NotFoundError, match="is not stored here"):

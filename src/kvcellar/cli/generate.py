@@ -89,6 +89,8 @@ def generate_command(
     )
     if system is not None and chat is False:
         raise ConfigError("a system message needs a chat template; leave --raw out")
+    if chat_template is not None and chat is False:
+        raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with bound_model(
         model,

@@ -19,6 +19,8 @@ from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, spec_from_file
 
+USUAL_CONTEXT = 4096
+
 SHOWN = ("float32", "bfloat16", "int8", "k8v4", "int4")
 """Types of K and V that are compared where none is asked for."""
 
@@ -54,8 +56,13 @@ def inspect_command(
         ),
     ] = None,
     context: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Tokens that each agent holds.")
-    ] = 4096,
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Tokens that each agent holds. Default: {USUAL_CONTEXT}, or as many as the model "
+            "was made for where that is less.",
+        ),
+    ] = None,
     agents: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Say whether so many fit, and how long they may be."),
@@ -92,6 +99,8 @@ def inspect_command(
         parse_kv_dtype(name)
     with progress_bar("reading the config"):
         spec = _spec(model, spec_file, dtype, weights)
+    if context is None:
+        context = min(USUAL_CONTEXT, spec.max_positions)
     if not 1 <= context <= spec.max_positions:
         raise ConfigError(
             f"a context of {context} tokens is asked for and {spec.name!r} was made for 1 to "

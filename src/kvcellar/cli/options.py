@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.engine import DEFAULTABLE, SamplingParams
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
 
 LOADING = "Model and cache"
@@ -212,11 +212,18 @@ def read_template(file: Path | None) -> str | None:
     """The text of ``--chat-template``.
 
     Raises:
-        ConfigError: it cannot be read as text.
+        ConfigError: it cannot be read as text, or is no template.
     """
     if file is None:
         return None
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {file} cannot be read as text: {error}") from error
+    from kvcellar.models.rendering import ask_renderer  # starts a process; most need none
+
+    try:
+        ask_renderer({"literals": text})
+    except ModelError as error:
+        raise ConfigError(f"{file} is no chat template: {error}") from error
+    return text

@@ -101,6 +101,7 @@ class Conversations:
         """
         if whose.own_id is not None:
             await self._make(whose.own_id, model)
+            await self._agents.expect(whose.own_id, messages, model=model)
             yield Seat(whose.own_id, messages)
         elif whose.name is not None:
             async with self._named(whose.name, whose.may_create, messages, model) as seat:
