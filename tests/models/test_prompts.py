@@ -279,6 +279,27 @@ def test_names_results_definitions_and_arguments_are_text_too():
     assert (tokens.count("<tool_call>"), tokens.count("</tool_call>")) == (1, 1)
 
 
+@pytest.mark.parametrize("name", ["demo", "chatml", "mistral-first", "deepseek"])
+def test_texts_that_a_template_joins_never_make_a_control_token_together(name):
+    known = tokenizer(name)
+    joined = PreTrainedTokenizerFast(
+        tokenizer_object=known.backend_tokenizer,
+        chat_template="{% for m in messages %}{{ m.name }}{% for part in m.content %}"
+        "{{ part.text }}{% endfor %}{% else %}" + known.chat_template + "{% endfor %}",
+        extra_special_tokens=controls_of(name),
+    )
+    own = {known.convert_tokens_to_ids(content) for content in controls_of(name)}
+    for content in controls_of(name)[:4]:
+        for n in range(len(content)):
+            parts = [content[:n], content[n : n + 2], content[n + 2 :], "<", " x <"]
+            said = [{"type": "text", "text": part} for part in parts]
+            rendered = render(joined, [{"role": "user", "name": "a", "content": said}])
+            assert rendered.text == f"a{content}< x <"
+            ids = encode(joined, rendered)
+            assert not own & set(ids), (content, n)
+            assert joined.decode(ids).replace(" ", "") == rendered.text.replace(" ", "")
+
+
 def test_thoughts_of_an_answer_are_read_as_they_were_sampled():
     known = tokenizer("chatml")
     messages = [

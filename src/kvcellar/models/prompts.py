@@ -183,15 +183,17 @@ class _Controls:
     Attributes:
         tokenizer: whose, without keeping it alive.
         ids: of each of them.
-        everywhere: finds those that no text may become: special tokens, and those with which the
-            template tells who speaks.
-        others: finds these and the tags (``<think>``) that only answers of the model may have.
+        everything: finds all of them.
+        in_texts: finds them in one text of a message, and their beginnings at its end, since what
+            a template writes behind it may be the rest.
+        in_answers: the same without the tags (``<think>``) that only answers of the model may have.
     """
 
     tokenizer: weakref.ref[Any]
     ids: dict[str, int]
-    everywhere: re.Pattern[str]
-    others: re.Pattern[str]
+    everything: re.Pattern[str]
+    in_texts: re.Pattern[str]
+    in_answers: re.Pattern[str]
     twins: dict[str, tuple[Any, dict[int, int]]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
@@ -207,14 +209,14 @@ class _Controls:
         """The same with a mark before each of them."""
         said = [
             {
-                _marked(key, self.others, mark): _marked(
+                _marked(key, self.in_texts, mark): _marked(
                     value, self._pattern_of(message, key), mark
                 )
                 for key, value in message.items()
             }
             for message in messages
         ]
-        return said, _marked(tools, self.others, mark)
+        return said, _marked(tools, self.in_texts, mark)
 
     def are_all_written(self, text: str, ids: Collection[int]) -> bool:
         """Whether each control token stands in the text as such.
@@ -222,7 +224,7 @@ class _Controls:
         They do not where a tokenizer normalises text into them (wide characters, capitals).
         """
         own = set(self.ids.values())
-        return sum(i in own for i in ids) <= sum(1 for _ in self.others.finditer(text))
+        return sum(i in own for i in ids) <= sum(1 for _ in self.everything.finditer(text))
 
     def encode(self, text: str, mark: str) -> list[int]:
         """The tokens of a text in which what is marked is no control token."""
@@ -233,9 +235,8 @@ class _Controls:
                 "one of them out"
             )
         names = {content: _stand_in(stand, i) for i, content in enumerate(self.ids)}
-        pattern = re.compile(
-            f"({mark})?(?:{self.others.pattern})|{mark}" if mark else f"()(?:{self.others.pattern})"
-        )
+        words = self.everything.pattern
+        pattern = re.compile(f"({mark})?(?:{words})|{mark}" if mark else f"()(?:{words})")
 
         def written(found: re.Match[str]) -> str:
             if found[0] == mark:
@@ -272,15 +273,15 @@ class _Controls:
     def _parts(
         self, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> Iterable[tuple[Any, re.Pattern[str]]]:
-        yield tools, self.others
+        yield tools, self.in_texts
         for message in messages:
             for key, value in message.items():
-                yield key, self.others
+                yield key, self.in_texts
                 yield value, self._pattern_of(message, key)
 
     def _pattern_of(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
         is_own = message.get("role") == "assistant" and key in _SAID
-        return self.everywhere if is_own else self.others
+        return self.in_answers if is_own else self.in_texts
 
 
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, _Controls | None]] = weakref.WeakKeyDictionary()
@@ -321,7 +322,11 @@ def _find_controls(tokenizer: Any) -> _Controls | None:
         return None
     tags = {content for content in added if content not in special and _is_tag(content, added)}
     return _Controls(
-        weakref.ref(tokenizer), added, _one_of(added.keys() - tags), _one_of(added.keys())
+        weakref.ref(tokenizer),
+        added,
+        _one_of(added.keys()),
+        _whole_or_begun(added.keys()),
+        _whole_or_begun(added.keys() - tags),
     )
 
 
@@ -401,6 +406,16 @@ def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, list | tuple):
         return [_marked(part, pattern, mark) for part in value]
     return value
+
+
+def _whole_or_begun(words: Collection[str]) -> re.Pattern[str]:
+    """A pattern that finds words, and at the end of a text what they begin with.
+
+    Letters and digits alone are no such beginning: templates compare short words.
+    """
+    begun = {word[:n] for word in words for n in range(1, len(word))}
+    ends = _one_of({text for text in begun if not text.isalnum()})
+    return re.compile(rf"{_one_of(words).pattern}|(?:{ends.pattern})\Z")
 
 
 def _one_of(words: Collection[str]) -> re.Pattern[str]:
