@@ -362,6 +362,7 @@ def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown)
     page.locator("#agent-title").click()
     page.keyboard.press("r")
     expect(page.locator("#talk .user")).to_have_count(1)
+    expect(page.locator("#toast")).to_contain_text("Undo brings back what was dropped")
     page.locator("#undo").click()
     expect(page.locator("#talk .user")).to_have_count(2)
     expect(page.locator("#undo")).to_be_hidden()
@@ -369,6 +370,9 @@ def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown)
     chosen(page, "kept")
     page.locator('[data-verb="keep"]').click()
     expect(page.locator('#tree [data-id="sibling"]')).to_have_count(0)
+    expect(page.locator("#toast")).to_have_text(
+        "deleted sibling; Undo brings back what was deleted"
+    )
     page.reload()  # what can be undone is known to the page that is loaded again
     page.locator("#undo").click()
     expect(page.locator('#tree [data-id="sibling"]')).to_have_count(1)
@@ -377,11 +381,20 @@ def test_rewind_keep_and_delete_are_undone_by_a_click_or_a_key(open_page, shown)
     page.once("dialog", lambda dialog: dialog.accept())
     page.locator('[data-verb="delete"]').click()
     expect(page.locator('#tree [data-id="precious"]')).to_have_count(0)
+    expect(page.locator("#toast")).to_have_text("deleted precious; Undo brings it back")
     page.locator("#agent-title").click()
     page.keyboard.press("u")
     expect(page.locator("#agent-title")).to_have_text("precious")
     expect(page.locator("#talk .user")).to_have_count(2)
     assert shown.get("/v1/agents/precious")["n_turns"] == 2
+
+
+def test_a_message_is_as_wide_as_a_phone_allows(open_page, shown):
+    page = open_page(width=390, height=844)
+    expect(page.locator("#status-text")).to_contain_text("demo")
+    page.evaluate("toast('What you typed is kept; send it when the answer has ended, or stop it.')")
+    box = page.locator("#toast").bounding_box()
+    assert box["width"] > 0.85 * 390 and box["x"] >= 0 and box["x"] + box["width"] <= 390
 
 
 def test_a_dead_server_is_shown_as_dead_until_it_is_back(open_page, shown):

@@ -593,12 +593,14 @@ async function verb(name, body) {
       await call("DELETE", path);
       state.made = null;
       canUndo(id);
+      toast(`deleted ${id}; Undo brings it back`);
       return;
     }
     const done = await call("POST", `${path}/${name}`, body ?? (["fork", "rewind"].includes(name) ? {} : undefined));
     if (name === "fork") { lookAtNew(done.id); toast(`${done.id} shares ${count(done.parent_position)} tokens with ${id}; nothing was copied`); }
     if (name === "resume") toast(`${count(done.restored_tokens)} tokens restored in ${done.restore_s.toFixed(3)} s`);
-    if (name === "keep") toast(done.deleted.length ? `deleted ${done.deleted.join(", ")}` : "it has no siblings");
+    if (name === "keep") toast(done.deleted.length ? `deleted ${done.deleted.join(", ")}; Undo brings back what was deleted` : "it has no siblings");
+    if (name === "rewind") toast(`${id} went back to ${count(done.n_tokens)} tokens; Undo brings back what was dropped`);
     if (name === "rewind" || (name === "keep" && done.deleted.length)) canUndo(id);
     state.shown = "";
     take(await call("GET", "/v1/cache"));
