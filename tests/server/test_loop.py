@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import socket
@@ -186,6 +187,15 @@ def test_text_that_spells_control_tokens_is_read_beside_the_others(shared, path,
             assert status == 400 and "at least" in said["error"]["message"], said
 
     goes_unnoticed(shared, path, ask, capsys)
+
+
+def test_the_collector_does_not_walk_over_what_is_loaded_until_it_leaves(tmp_path):
+    """A walk holds everybody's tokens; a body of thousands of parts sets one off."""
+    with serving(tmp_path, load=load_demo(CONTEXT)) as live:
+        live.post("/v1/completions", {"prompt": "import", "max_tokens": 1})
+        held = len(gc.get_objects())
+        assert gc.get_freeze_count() > 2 * held
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_prompt_that_is_a_little_too_long_is_counted_to_its_end(shared):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -86,7 +87,7 @@ class ServedModels:
         self.registry = ModelRegistry(
             self._open, budget_bytes=budget_bytes, idle_ttl_s=idle_ttl_s, size_of=size_of
         )
-        self.registry.before_unload(lambda host: self._set(host.name, "leaving"))
+        self.registry.before_unload(self._leave)
 
     def resolve(self, name: str | None) -> str:
         """What the registry calls the model that is meant.
@@ -175,8 +176,16 @@ class ServedModels:
         if host.tokenizer is not None:
             self._longest_tokens[path] = longest_token(host.tokenizer)
         self.n_loads += 1
+        # A loaded model is half a million objects, and a full collection that walks over them holds
+        # all streams for a quarter of a second. They stay, so it need not.
+        gc.collect()
+        gc.freeze()
         self._set(path, "ready")
         return host
+
+    def _leave(self, host: ModelHost) -> None:
+        gc.unfreeze()  # what of it refers to itself can be collected
+        self._set(host.name, "leaving")
 
     def _set(self, path: str, state: str, detail: str = "", fraction: float = 0.0) -> None:
         name = self._names.get(path)
