@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from kvcellar.agents import open_host
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -461,3 +462,111 @@ def test_branches_and_what_is_behind_the_history_are_there_after_a_restart(tmp_p
         assert messages_of(live, "poet") == mine and messages_of(live, "poet.2") == branch
         value = say(live, [*branch, user("And?")], "poet").json()["kvcellar"]
         assert value["agent_id"] == "poet.2"
+
+
+# What it costs ------------------------------------------------------------------------------
+
+LOOK = {
+    "name": "look",
+    "description": "Look something up.",
+    "input_schema": {"type": "object", "properties": {"what": {"type": "string"}}},
+}
+KNOWS_TOOLS = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls or '' }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def knowing(tmp_path_factory):
+    """A model whose template is given tools as they are."""
+
+    def load(path, progress):
+        return open_host(path, capacity=4096, chat_template=KNOWS_TOOLS, progress=progress)
+
+    with serving(tmp_path_factory.mktemp("knowing"), load=load) as server:
+        yield server
+
+
+def counted_and_billed(live, name, messages, headers=None, **more):
+    """The tokens that are counted for a turn, and those that it is billed."""
+    headers = {"X-Agent-Id": name, **(headers or {})}
+    counted = live.post(
+        "/v1/messages/count_tokens", {"messages": messages, **more}, headers=headers
+    )
+    answer = anthropic(live, messages, name, headers, **more).json()
+    kinds = ("", "cache_read_", "cache_creation_")
+    billed = sum(answer["usage"][f"{kind}input_tokens"] for kind in kinds)
+    return counted["input_tokens"], billed, answer["kvcellar"]
+
+
+@pytest.mark.parametrize("which", ["live", "knowing"])
+def test_what_is_counted_for_an_agent_is_what_its_turn_is_billed(which, request):
+    live, name = request.getfixturevalue(which), f"counted-{which}"
+    live.post("/v1/agents", {"id": name, "system": "Be kind."})
+    n = 0
+    for text in ("One.", "Two.", "Three."):  # what is new alone
+        counted, billed, _ = counted_and_billed(live, name, [user(text)])
+        assert counted == billed > n
+        n = billed
+    known = messages_of(live, name)[1:]
+    counted, billed, said = counted_and_billed(live, name, [*known, user("All.")])
+    assert counted == billed > n and said["agent_id"] == name
+    n_before = len(messages_of(live, name))
+    for sent in ([known[0], NO, user("?")], [known[0], NO, user("?"), NO, user("!")]):
+        counted, billed, said = counted_and_billed(live, name, sent, system="Be kind.")
+        assert counted == billed and said["agent_id"] != name
+    counted, billed, _ = counted_and_billed(live, name, [known[0], NO, user("?")])
+    assert counted == billed, "with the agent's own system message"
+    assert len(messages_of(live, name)) == n_before
+    new = f"{name}-new"
+    counted, billed, _ = counted_and_billed(live, new, [user("Hi")], {"X-Agent-Create": "true"})
+    assert counted == billed
+
+
+def test_counting_for_an_agent_makes_and_changes_nothing(live):
+    known = make(live, "quiet", "One.")
+    names = {agent["id"] for agent in live.get("/v1/agents")["data"]}
+    path, body = "/v1/messages/count_tokens", {"messages": [user("Hello")]}
+    counted = live.post(path, body, headers={"X-Agent-Id": "quiet"})
+    assert counted == live.post(path, {**body, "agent_id": "quiet"})
+    assert counted["input_tokens"] > live.post(path, body)["input_tokens"]
+    live.post(path, body, headers={"X-Agent-Id": "made-later", "X-Agent-Create": "true"})
+    live.post(path, {"messages": [user("Else"), NO, user("?")]}, headers={"X-Agent-Id": "quiet"})
+    missing = live.http.post(path, json=body, headers={"X-Agent-Id": "nobody"})
+    assert missing.status_code == 404 and "no agent 'nobody'" in missing.text
+    bad = {"X-Agent-Id": "../etc", "X-Agent-Create": "true"}
+    assert live.http.post(path, json=body, headers=bad).status_code == 400
+    assert messages_of(live, "quiet") == known
+    assert {agent["id"] for agent in live.get("/v1/agents")["data"]} == names
+
+
+@pytest.mark.parametrize("which", ["live", "knowing"])
+def test_whoever_sends_what_is_new_alone_keeps_the_agents_tools(which, request):
+    live, name = request.getfixturevalue(which), f"tooled-{which}"
+    live.post("/v1/agents", {"id": name})
+    counted, n, _ = counted_and_billed(live, name, [user("One.")], tools=[LOOK])
+    assert counted == n
+    counted, billed, said = counted_and_billed(live, name, [user("Two.")])
+    assert counted == billed > n, "the tools, the turn before and this one"
+    assert said["agent_id"] == name and said["miss"] is None
+
+
+def test_a_prompt_behind_an_agents_history_is_billed_with_it(live):
+    make(live, "continued", "One.")
+    n = live.get("/v1/agents/continued")["n_tokens"]
+    body = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+    alone = live.post("/v1/completions", body)["usage"]["prompt_tokens"]
+    for is_streamed in (False, True):
+        n = live.get("/v1/agents/continued")["n_tokens"]
+        if is_streamed:
+            more = {"stream": True, "stream_options": {"include_usage": True}}
+            headers = {"X-Agent-Id": "continued"}
+            said = live.http.post("/v1/completions", json={**body, **more}, headers=headers).text
+            usage = json.loads(said.split("data: ")[-2])["usage"]
+        else:
+            usage = live.post("/v1/completions", body, headers={"X-Agent-Id": "continued"})["usage"]
+        assert usage["prompt_tokens"] == n + alone
+        assert usage["prompt_tokens_details"]["cached_tokens"] == n - 1
+        assert usage["total_tokens"] == n + alone + usage["completion_tokens"]

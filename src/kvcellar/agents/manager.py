@@ -414,14 +414,16 @@ class AgentManager:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         is_asking: bool = True,
+        agent_id: str | None = None,
     ) -> Sequence[int]:
         """The tokens of a conversation, as a turn that is given it has them.
 
         Args:
             host: the model.
             messages: the whole conversation.
-            tools: definitions of its tools.
+            tools: definitions of its tools; None: those of the agent, if one is named.
             is_asking: end with the opening of an answer.
+            agent_id: whose history it goes on from, where that is known.
 
         Raises:
             ContextError: it is so much longer than the context that not all of it was counted.
@@ -430,10 +432,15 @@ class AgentManager:
         """
         if host.tokenizer is None:
             raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
-        known: Sequence[Message] = ()
-        if "date" in self.rules:  # what a date becomes depends on the history
-            place = self.place_of(messages, tools, model=host.name)
-            known = self.conversation(place.agent_id, place.model) if place is not None else ()
+        agent: Agent | None = None
+        model = host.name
+        if agent_id is not None:
+            agent = self._known(agent_id, model) or self._known(agent_id, None)
+            tools = agent.tools if agent is not None and tools is None else tools
+        elif "date" in self.rules:  # what a date becomes depends on the history
+            place = self.place_of(messages, tools, model=model)
+            agent = self._known(place.agent_id, place.model) if place is not None else None
+        known = agent.messages if agent is not None else ()
         read = apply_rules(messages, tools, self.rules, known)
         rendered = render(
             host.tokenizer,

@@ -140,7 +140,7 @@ def plan_turn(
     _decode_cut(agent, host)
     if messages is None:
         messages = [*agent.messages, {"role": role, "content": text}]
-        tools = tools if tools is not None else agent.tools
+    tools = tools if tools is not None else agent.tools
     said: Spoken = plan_messages(
         host.tokenizer,
         history,

@@ -282,9 +282,7 @@ async def _events(
     call_ids = f"c{uuid.uuid4().hex[:7]}"  # with the call's number 9 characters, as Mistral wants
     parser = CallParser(call_ids)
     plan.messages = [dict(message) for message in seat.messages]
-    tools = plan.tools
-    if tools is None and not seat.is_appended:  # whoever sends what is new alone keeps its tools
-        tools = []
+    tools = _tools_of_turn(plan.tools, is_appended=seat.is_appended)
 
     def keep(text: str) -> dict[str, Any]:
         """The message that clients will send back for this answer."""
@@ -350,6 +348,13 @@ async def _events(
                 await _pin(service, host, ask, plan)
                 used = ask.params.for_model(host.sampling)
                 yield _ended(event, parser, service.models.public(host.name), plan, used)
+
+
+def _tools_of_turn(
+    tools: list[dict[str, Any]] | None, *, is_appended: bool
+) -> list[dict[str, Any]] | None:
+    """Tools as an agent's turn takes them: whoever sends what is new alone keeps the agent's."""
+    return [] if tools is None and not is_appended else tools
 
 
 def _opens_thought(host: ModelHost, prompt: Sequence[int]) -> bool:
@@ -428,9 +433,10 @@ async def _pin(service: Service, host: ModelHost, ask: Ask, plan: _Plan) -> None
 
 
 async def count_tokens(service: Service, ask: Ask) -> int:
-    """The tokens of a conversation as a prompt; nothing is computed.
+    """Count the tokens that a turn would have as its prompt; nothing is computed or changed.
 
     Raises:
+        UnknownAgentError: it is for an agent that is not there.
         ContextError: it is longer than the model's context, as its bytes say.
         ModelError: the template refuses it, or there is none.
     """
@@ -440,11 +446,20 @@ async def count_tokens(service: Service, ask: Ask) -> int:
         size = size_of(ask.messages, ask.tools.given)
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
 
-        def count() -> int:
-            messages, tools, _ = _in_words_of(host, ask.messages, ask.tools.given)
-            return len(service.agents.prompt_of(host, messages, tools))
+        work = service.agents.work
+        messages, tools, _ = await work.run(
+            size.cost, _in_words_of, host, ask.messages, ask.tools.given
+        )
+        meant = await service.conversations.meant(messages, model=host.name, whose=ask.whose)
+        agent_id = None
+        if meant is not None:
+            messages, agent_id = [dict(message) for message in meant.messages], meant.agent_id
+            tools = _tools_of_turn(tools, is_appended=meant.is_appended)
 
-        return await service.agents.work.run(size.cost + OTHER_BYTES, count)
+        def count() -> int:
+            return len(service.agents.prompt_of(host, messages, tools, agent_id=agent_id))
+
+        return await work.run(size_of(messages, tools).cost + OTHER_BYTES, count)
 
 
 async def whole(events: AsyncGenerator[ChatEvent, None]) -> tuple[Ended, list[GeneratedToken]]:

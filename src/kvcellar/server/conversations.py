@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents import AgentManager, Gate
+from kvcellar.agents import AgentManager, Gate, Joined, checked_id
 from kvcellar.agents.lengths import size_of
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
@@ -109,6 +109,26 @@ class Conversations:
         else:
             async with self._unnamed(messages, tools, model, whose.session) as seat:
                 yield seat
+
+    async def meant(self, messages: Messages, *, model: str, whose: Whose) -> Joined | None:
+        """Find out how a conversation meets the history of the agent that it is for.
+
+        It is what ``seat`` would go by at this moment; nothing is made, changed or waited for.
+
+        Returns:
+            None where no agent is named, or the agent would be made.
+
+        Raises:
+            UnknownAgentError: there is none of that name, and nobody asked to have it made.
+        """
+        if whose.name is None:
+            return None
+        if await self._agents.has(whose.name):
+            return await self._agents.join(whose.name, messages, model=model)
+        if whose.may_create:
+            checked_id(whose.name)
+            return None
+        raise await self._unknown(whose.name)
 
     # Named -------------------------------------------------------------------------------------
 

@@ -58,12 +58,18 @@ _READ = ("text", "tool_use", "tool_result", "image", "document", *_SKIPPED)
 """Blocks that mean something to this server; what tools of Anthropic's did is told as text."""
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", dependencies=[READS_AGENT])
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
-    """The tokens of a conversation as a prompt; nothing is computed."""
+    """The tokens that a turn would have as its prompt, an agent's history with them."""
     service = service_of(request)
     messages, _ = _messages(body)
-    ask = Ask(messages, SamplingParams(), model=body.model, tools=_tools(body))
+    ask = Ask(
+        messages,
+        SamplingParams(),
+        model=body.model,
+        tools=_tools(body),
+        whose=whose_of(request, body.agent_id),
+    )
     return {"input_tokens": await count_tokens(service, ask)}
 
 

@@ -49,7 +49,8 @@ class _Choice:
     """One continuation as far as it is.
 
     Attributes:
-        prompt: its tokens.
+        prompt: its tokens, as they were given.
+        n_prompt: how many tokens were read for it: an agent's history comes before its prompt.
         echo: the prompt's text, where it is wanted and does not come as pieces.
         pieces: the prompt's tokens with their texts and log probabilities, where both are wanted.
         tokens: what was sampled.
@@ -57,6 +58,7 @@ class _Choice:
     """
 
     prompt: tuple[int, ...]
+    n_prompt: int
     echo: str = ""
     pieces: list[GeneratedToken] = field(default_factory=list)
     tokens: list[GeneratedToken] = field(default_factory=list)
@@ -161,7 +163,7 @@ async def _events(
             sources = []
             n_most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
             for i, (tokens, echo) in enumerate(one for one in prompts for _ in range(n)):
-                choices.append(_Choice(tokens, echo))
+                choices.append(_Choice(tokens, len(tokens), echo))
                 params = sampling_of(
                     body,
                     max_tokens=n_most,
@@ -232,6 +234,11 @@ async def _of_agent(
     service: Service, host: ModelHost, whose: Whose, choice: _Choice, params: SamplingParams
 ) -> AsyncGenerator[Sequence[GeneratedToken], None]:
     """A continuation behind an agent's history, which grows by it."""
+
+    def on_start(tokens: Sequence[int], n_cached: int) -> None:
+        service.check_fits(host, tokens, param="prompt")
+        choice.n_prompt = len(tokens)
+
     async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
         turn = service.agents.generate(
             seat.agent_id,
@@ -239,7 +246,7 @@ async def _of_agent(
             params=params,
             model=host.name,
             deadline_s=service.config.wait_s,
-            on_start=lambda tokens, n_cached: service.check_fits(host, tokens, param="prompt"),
+            on_start=on_start,
         )
         async with contextlib.aclosing(turn):
             async for event in turn:
@@ -334,7 +341,7 @@ def _reason(choice: _Choice) -> str | None:
 
 def _usage(choices: Sequence[_Choice], n: int) -> dict[str, Any]:
     ends = [choice.end.usage for choice in choices if choice.end is not None]
-    prompt = sum(len(choice.prompt) for choice in choices[::n])
+    prompt = sum(choice.n_prompt for choice in choices[::n])
     completion = sum(len(choice.tokens) for choice in choices)
     cached = sum(usage.cached_tokens for usage in ends[::n] if usage is not None)
     return {

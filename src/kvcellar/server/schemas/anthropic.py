@@ -93,6 +93,7 @@ class CountRequest(Body):
     system: str | list[Block] | None = None
     tools: list[Tool] | None = Field(None, max_length=512)
     tool_choice: ToolChoice | None = None
+    agent_id: AgentId | None = None
 
 
 class Metadata(Open):
@@ -118,6 +119,5 @@ class MessagesRequest(CountRequest, AskBody):
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    agent_id: AgentId | None = None
     session_id: SessionId | None = None
     metadata: Metadata | None = None
