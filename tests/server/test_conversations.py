@@ -570,3 +570,26 @@ def test_a_prompt_behind_an_agents_history_is_billed_with_it(live):
         assert usage["prompt_tokens"] == n + alone
         assert usage["prompt_tokens_details"]["cached_tokens"] == n - 1
         assert usage["total_tokens"] == n + alone + usage["completion_tokens"]
+
+
+def test_a_response_that_an_agent_gave_is_gone_on_from_with_the_agents_history(live):
+    make(live, "answering", "One.", "Two.")
+    first = responses(live, "Three.", "answering").json()
+    at_its_end = messages_of(live, "answering")
+    n = first["usage"]["total_tokens"]
+    for text in ("Four.", "Five."):  # also from what has gone on so
+        body = {"input": text, "previous_response_id": first["id"], "max_output_tokens": 6}
+        first = live.post("/v1/responses", body)
+        agent_id = first["kvcellar"]["agent_id"]
+        assert agent_id != "answering"
+        assert messages_of(live, agent_id)[: len(at_its_end)] == at_its_end
+        assert first["usage"]["input_tokens"] > n
+        assert first["usage"]["input_tokens_details"]["cached_tokens"] >= n - 1
+        n = first["usage"]["total_tokens"]
+    sent = live.get(f"/v1/responses/{first['id']}/input_items?order=asc")["data"]
+    assert [i["content"][0]["text"] for i in sent if i["role"] == "user"] == [
+        "Three.",
+        "Four.",
+        "Five.",
+    ]
+    assert messages_of(live, "answering") == at_its_end

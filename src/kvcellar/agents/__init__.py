@@ -6,7 +6,7 @@ Start in ``manager.py``.
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message, TemplateReport, check_template
-from kvcellar.agents.joining import Joined
+from kvcellar.agents.joining import Joined, n_system_of
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
@@ -42,6 +42,7 @@ __all__ = [
     "check_template",
     "checked_id",
     "choose_capacity",
+    "n_system_of",
     "open_host",
     "planned_context",
 ]

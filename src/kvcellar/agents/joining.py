@@ -13,7 +13,7 @@ from kvcellar.agents.history import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 
-__all__ = ["Joined", "continues", "join"]
+__all__ = ["Joined", "continues", "join", "n_system_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Joined:
         is_appended: whether the client sent what is new alone, and the history was put before it.
         agent_id: whose history it is.
         n_turns: turns of that history up to the last answer that is common.
+        added: messages of that history that the client did not send, and that are read behind its
+            own leading system messages.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -35,6 +37,7 @@ class Joined:
     is_appended: bool
     agent_id: str
     n_turns: int
+    added: Sequence[Mapping[str, Any]] = ()
 
 
 def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> Joined:
@@ -44,9 +47,11 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     that share no beginning with the history, apart from its system message, are new ones behind it.
     """
     known = agent.messages
-    n_system = _n_system(known)
-    if n_system and not _n_system(messages):
-        messages = [*known[:n_system], *messages]
+    n_system = n_system_of(known)
+    added: Sequence[Mapping[str, Any]] = ()
+    if n_system and not n_system_of(messages):
+        added = known[:n_system]
+        messages = [*added, *messages]
     mine = [match_key(message, rules) for message in known]
     read = apply_rules(messages, None, rules).messages
     given = [match_key(message, rules) for message in read]
@@ -55,14 +60,15 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     if not agent.is_conversation:
         # What was put behind the messages as tokens cannot be said in messages: it is never gone on
         # from by them.
-        return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n))
+        return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n), added)
     if n == len(mine) and len(given) > n:
-        return Joined(messages, n, True, False, agent.agent_id, len(agent.turns))
-    is_new = n == n_system == _n_system(messages) < len(given)
+        return Joined(messages, n, True, False, agent.agent_id, len(agent.turns), added)
+    is_new = n == n_system == n_system_of(messages) < len(given)
     if is_new and all(message.get("role") != "assistant" for message in messages):
         whole = [*known, *messages[n:]]
-        return Joined(whole, len(known), True, True, agent.agent_id, len(agent.turns))
-    return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n))
+        added = [*added, *known[n_system:]]
+        return Joined(whole, len(known), True, True, agent.agent_id, len(agent.turns), added)
+    return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n), added)
 
 
 def continues(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> bool:
@@ -71,7 +77,7 @@ def continues(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collec
     return joined.is_continuing and len(joined.messages) == len(messages)
 
 
-def _n_system(messages: Sequence[Mapping[str, Any]] | Sequence[Message]) -> int:
+def n_system_of(messages: Sequence[Mapping[str, Any]] | Sequence[Message]) -> int:
     """Count the system messages at the beginning."""
     roles = (message.get("role") for message in messages)
     return next((i for i, role in enumerate(roles) if role != "system"), len(messages))

@@ -152,6 +152,8 @@ class Ended:
         params: how it was sampled.
         pinned_tokens: as in :class:`Started`.
         notice: as in :class:`Started`.
+        added: messages of the agent's history that were read behind the system messages of the
+            request, which did not have them.
     """
 
     reason: str
@@ -165,6 +167,7 @@ class Ended:
     params: SamplingParams
     pinned_tokens: int = 0
     notice: str | None = None
+    added: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_inside_call(self) -> bool:
@@ -347,7 +350,8 @@ async def _events(
                     yield _event_of(part)
                 await _pin(service, host, ask, plan)
                 used = ask.params.for_model(host.sampling)
-                yield _ended(event, parser, service.models.public(host.name), plan, used)
+                end = _ended(event, parser, service.models.public(host.name), plan, used)
+                yield replace(end, added=seat.added)
 
 
 def _tools_of_turn(

@@ -53,6 +53,7 @@ class Seat:
         is_new: whether it was made for this request.
         is_continuing: whether the messages have to continue the agent's history.
         is_appended: whether the client sent what is new alone.
+        added: messages that the client did not send, as ``Joined`` has them.
         notice: what the client should know of the choice, in a sentence.
         has_answered: set by whoever finished the turn; a new agent without it is forgotten.
     """
@@ -62,6 +63,7 @@ class Seat:
     is_new: bool = False
     is_continuing: bool = False
     is_appended: bool = False
+    added: Messages = ()
     notice: str | None = None
     has_answered: bool = field(default=False)
 
@@ -154,7 +156,7 @@ class Conversations:
                         agent_id = joined.agent_id
                         continue
                     seat = Seat(agent_id, joined.messages, is_new, is_continuing=True)
-                    seat.is_appended = joined.is_appended
+                    seat.is_appended, seat.added = joined.is_appended, joined.added
                     seat.notice = _notice(name, agent_id, is_appended=joined.is_appended)
                 try:
                     yield seat
@@ -166,7 +168,7 @@ class Conversations:
         agent_id = info.agent_id
         async with self._alone(agent_id):
             notice = _notice(name, agent_id, is_appended=False)
-            seat = Seat(agent_id, joined.messages, is_new=True, notice=notice)
+            seat = Seat(agent_id, joined.messages, is_new=True, added=joined.added, notice=notice)
             try:
                 yield seat
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.store import Store
@@ -23,12 +23,15 @@ class StoredResponse:
             instructions, which hold for it alone.
         agent_id: whose turn it was.
         n_tokens: of that agent's history at its end.
+        added: messages of that agent's that were read behind the leading system messages of the
+            items, which do not have them.
     """
 
     response: dict[str, Any]
     items: list[dict[str, Any]]
     agent_id: str
     n_tokens: int
+    added: list[dict[str, Any]] = field(default_factory=list)
 
 
 class StoredResponses:
@@ -49,6 +52,7 @@ class StoredResponses:
             "items": stored.items,
             "agent_id": stored.agent_id,
             "n_tokens": stored.n_tokens,
+            "added": stored.added,
         }
         payload = json.dumps(value).encode()
         await asyncio.to_thread(self._store.put_document, response_id, payload)
@@ -65,6 +69,7 @@ class StoredResponses:
                 [object_of(item, "an item") for item in items(value["items"], "items")],
                 text(value["agent_id"], "agent_id"),
                 whole(value["n_tokens"], "n_tokens"),
+                [object_of(one, "a message") for one in items(value.get("added", []), "added")],
             )
         except (BadFactError, KeyError, UnicodeDecodeError):
             return None

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvcellar.agents import n_system_of
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import AgentError, StoreError, UnknownAgentError
 from kvcellar.server.asking import (
@@ -34,7 +35,7 @@ from kvcellar.server.asking import (
     whose_of,
 )
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.calls import is_whole, read_arguments
+from kvcellar.server.calls import is_whole, read_arguments, without_tools
 from kvcellar.server.chat import Ask, CallEvent, ChatEvent, Ended, Started, TextEvent, answer
 from kvcellar.server.errors import ApiError, as_api_error
 from kvcellar.server.forms import Form
@@ -65,6 +66,7 @@ class _Draft:
     body: ResponseRequest
     model: str
     before: list[dict[str, Any]] = field(default_factory=list)
+    added: list[dict[str, Any]] = field(default_factory=list)
     number: int = 0
     output: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -245,6 +247,9 @@ async def _events(
         previous = await _stored(service, body.previous_response_id)
         draft.before = [*previous.items, *previous.response["output"]]
         _add_items(before, read_items(draft.before))
+        draft.added = previous.added
+        n_system = n_system_of(before)
+        before[n_system:n_system] = previous.added
     if is_stored and whose.name is None:
         whose = replace(whose, own_id=draft.response_id)
         await _begin(service, draft.response_id, previous, service.models.resolve(body.model))
@@ -423,7 +428,8 @@ async def _keep(service: Service, draft: _Draft) -> dict[str, Any]:
     if end is None or not draft.is_stored:
         return value
     n_tokens = end.usage.prompt_tokens + end.usage.completion_tokens
-    stored = StoredResponse(value, draft.items(), end.agent_id, n_tokens)
+    added = [*draft.added, *without_tools(end.added)]
+    stored = StoredResponse(value, draft.items(), end.agent_id, n_tokens, added)
     try:
         await service.responses.keep(draft.response_id, stored)
     except StoreError as error:
