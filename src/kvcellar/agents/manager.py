@@ -177,13 +177,17 @@ class AgentManager:
         """
         self._learn(await asyncio.to_thread(self._news))
 
-    def silent(self, prefix: str) -> Sequence[str]:
-        """Ids of agents that are known here, begin so and are in no turn; longest silent first."""
+    def silent(self, is_meant: Callable[[str], bool]) -> Sequence[str]:
+        """Find agents that are known here, are in no turn and have ids that are meant.
+
+        Returns:
+            Their ids, longest silent first.
+        """
         with self._lock:
             found = [
                 agent
                 for agent in self._agents.values()
-                if agent.agent_id.startswith(prefix) and not agent.gate.is_taken
+                if is_meant(agent.agent_id) and not agent.gate.is_taken
             ]
         return [agent.agent_id for agent in sorted(found, key=lambda agent: agent.used_s)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,6 +24,11 @@ MAX_SESSIONS = 4096
 """Session ids of clients whose last agent is remembered."""
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+def is_unnamed(agent_id: str) -> bool:
+    """Whether an id is one that was made up here; ``chat-bot`` is a name that a person gave."""
+    return re.fullmatch(UNNAMED + "[0-9a-f]{12}", agent_id) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +261,7 @@ class Conversations:
             cost, self._agents.place_of, messages, tools, model=model, likely=likely
         )
         if place is not None:
-            is_own = place.agent_id.startswith(UNNAMED)
+            is_own = is_unnamed(place.agent_id)
             is_taken = place.is_busy or place.agent_id in self._taken
             if place.is_end and is_own and not is_taken:
                 self._taken.add(place.agent_id)
@@ -288,7 +294,7 @@ class Conversations:
 
     async def _prune(self) -> None:
         """Forget the unnamed that were silent longest."""
-        silent = [name for name in self._agents.silent(UNNAMED) if name not in self._taken]
+        silent = [name for name in self._agents.silent(is_unnamed) if name not in self._taken]
         for name in silent[: max(0, len(silent) - self._max_unnamed)]:
             await self._forget(name)
 

@@ -8,6 +8,7 @@ store, which is durable before anybody is told that it is stored.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -216,7 +217,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Forget a response and what only it needs; what went on from it stays."""
     service = service_of(request)
-    if not response_id.startswith(PREFIX):
+    if re.fullmatch(PREFIX + "[0-9a-f]{32}", response_id) is None:  # nor an agent of such a name
         raise _unknown(response_id)
     is_found = await service.responses.delete(response_id)
     try:
