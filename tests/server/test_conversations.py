@@ -542,14 +542,20 @@ def test_counting_for_an_agent_makes_and_changes_nothing(live):
     assert {agent["id"] for agent in live.get("/v1/agents")["data"]} == names
 
 
+@pytest.mark.parametrize("system", [None, "Be kind."])
 @pytest.mark.parametrize("which", ["live", "knowing"])
-def test_whoever_sends_what_is_new_alone_keeps_the_agents_tools(which, request):
-    live, name = request.getfixturevalue(which), f"tooled-{which}"
-    live.post("/v1/agents", {"id": name})
+def test_whoever_sends_what_is_new_alone_keeps_the_agents_tools(which, system, request):
+    live, name = request.getfixturevalue(which), f"tooled-{which}-{system is None}"
+    own = {} if system is None else {"system": system}
+    live.post("/v1/agents", {"id": name, **own})
     counted, n, _ = counted_and_billed(live, name, [user("One.")], tools=[LOOK])
     assert counted == n
     counted, billed, said = counted_and_billed(live, name, [user("Two.")])
     assert counted == billed > n, "the tools, the turn before and this one"
+    assert said["agent_id"] == name and said["miss"] is None
+    n = billed
+    counted, billed, said = counted_and_billed(live, name, [user("Three.")], tools=[LOOK])
+    assert counted == billed > n, "also where it sends them again"
     assert said["agent_id"] == name and said["miss"] is None
 
 

@@ -63,6 +63,8 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
         return Joined(messages, n, False, False, agent.agent_id, _answered(agent, n), added)
     if n == len(mine) and len(given) > n:
         return Joined(messages, n, True, False, agent.agent_id, len(agent.turns), added)
+    if len(known) == 1 == n_system and _goes_on(known[0], messages):
+        return Joined(messages, n, True, False, agent.agent_id, 0, added)
     is_new = n == n_system == n_system_of(messages) < len(given)
     if is_new and all(message.get("role") != "assistant" for message in messages):
         whole = [*known, *messages[n:]]
@@ -75,6 +77,14 @@ def continues(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collec
     """Whether messages have all of an agent's history, and more, with nothing put before them."""
     joined = join(agent, messages, rules)
     return joined.is_continuing and len(joined.messages) == len(messages)
+
+
+def _goes_on(known: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation begins with all of a system message, as where tools are told in it."""
+    first = messages[0]
+    mine, theirs = known.get("content"), first.get("content")
+    is_system = first.get("role") == "system" and len(messages) > 1
+    return is_system and bool(mine) and str(theirs).startswith(f"{mine}\n\n")
 
 
 def n_system_of(messages: Sequence[Mapping[str, Any]] | Sequence[Message]) -> int:

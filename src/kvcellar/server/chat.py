@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from kvcellar.agents import AgentUsage, ModelHost, TurnEnd
+from kvcellar.agents import AgentUsage, ModelHost, TurnEnd, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.engine import SamplingParams, TokenEvent
@@ -28,6 +28,7 @@ from kvcellar.server.calls import (
     is_whole,
     say_calls,
     say_tools,
+    without_tools,
 )
 from kvcellar.server.conversations import Seat, Whose
 from kvcellar.server.errors import ApiError
@@ -213,23 +214,33 @@ async def answer(service: Service, ask: Ask) -> AsyncGenerator[ChatEvent, None]:
     """
     name = service.models.resolve(ask.model)
     with service.admitted():
-        async with (
-            service.models.registry.use(name) as host,
-            _planned(service, host, ask) as plan,
-            service.conversations.seat(
+        async with service.models.registry.use(name) as host:
+            lent = await _lent(service, host, ask)
+            plan = await _plan(service, host, replace(ask, messages=[*lent, *ask.messages]))
+            async with service.conversations.seat(
                 plan.messages, plan.tools, model=name, whose=ask.whose
-            ) as seat,
-        ):
-            events = _events(service, host, ask, plan, seat)
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    seat.has_answered |= isinstance(event, Ended)
-                    yield event
+            ) as seat:
+                seat.added = [*lent, *seat.added]
+                events = _events(service, host, ask, plan, seat)
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        seat.has_answered |= isinstance(event, Ended)
+                        yield event
 
 
-@contextlib.asynccontextmanager
-async def _planned(service: Service, host: ModelHost, ask: Ask) -> AsyncGenerator[_Plan, None]:
-    yield await _plan(service, host, ask)
+async def _lent(service: Service, host: ModelHost, ask: Ask) -> list[dict[str, Any]]:
+    """The system messages of a named agent, where the request has tools and none of its own.
+
+    A template that knows no tools is told of them in a system message, which would seem to be
+    another one than the agent's.
+    """
+    name, has_own = ask.whose.name, bool(n_system_of(ask.messages))
+    if name is None or has_own or not ask.tools.given or _knows_calls(host):
+        return []
+    if not await service.agents.has(name):
+        return []
+    known = without_tools(service.agents.conversation(name))
+    return known[: n_system_of(known)]
 
 
 async def _plan(service: Service, host: ModelHost, ask: Ask) -> _Plan:
@@ -271,12 +282,17 @@ def _in_words_of(
     host: ModelHost, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, bool]:
     """Messages and tools as the model's template takes them; and whether it knows calls."""
-    knows = "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
+    knows = _knows_calls(host)
     plain = [dict(message) if knows else say_calls(message) for message in messages]
     listed = [dict(tool) for tool in tools] or None
     if listed and not knows:
         return say_tools(plain, listed), None, knows
     return plain, listed, knows
+
+
+def _knows_calls(host: ModelHost) -> bool:
+    """Whether a model's template says tools and calls by itself."""
+    return "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
 
 
 async def _events(
@@ -451,9 +467,8 @@ async def count_tokens(service: Service, ask: Ask) -> int:
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
 
         work = service.agents.work
-        messages, tools, _ = await work.run(
-            size.cost, _in_words_of, host, ask.messages, ask.tools.given
-        )
+        given = [*await _lent(service, host, ask), *ask.messages]
+        messages, tools, _ = await work.run(size.cost, _in_words_of, host, given, ask.tools.given)
         meant = await service.conversations.meant(messages, model=host.name, whose=ask.whose)
         agent_id = None
         if meant is not None:
