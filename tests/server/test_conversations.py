@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from kvcellar.agents import open_host
+from kvcellar.agents.residence import MIN_GAIN
 from tests.server.live import serving
 
 SHORT = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -368,6 +369,19 @@ def test_an_edited_beginning_is_a_miss_and_asking_again_is_none(live):
     )
     assert miss_of(other)["cause"] == "system"
     assert live.get("/v1/agents/edited/why")["miss"] is None
+
+
+def test_a_few_tokens_that_are_not_worth_loading_are_not_said_to_be_evicted(live):
+    live.post("/v1/agents", {"id": "brief"})
+    short = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    for text in ("One.", "Two."):
+        live.post("/v1/agents/brief/generate", {"text": text, **short})
+    live.post("/v1/agents/brief/rewind", {})
+    live.post("/v1/agents/brief/undo", {})
+    live.post("/v1/agents/brief/generate", {"text": "Three.", **short})
+    miss = live.get("/v1/agents/brief/why")["miss"]
+    assert 0 < miss["tokens_lost"] < MIN_GAIN
+    assert miss["cause"] == "recomputed"
 
 
 def test_changed_tools_are_a_miss(live):

@@ -11,7 +11,7 @@ from kvcellar.agents.history import Message, Prefixes, Spoken, plan_messages
 from kvcellar.agents.misses import Miss, explain
 from kvcellar.agents.models import ModelHost, model_notes
 from kvcellar.agents.records import Agent, Turn
-from kvcellar.agents.residence import BroughtBack
+from kvcellar.agents.residence import MIN_GAIN, BroughtBack
 from kvcellar.agents.volatile import RuleChange
 from kvcellar.engine import FinishEvent
 from kvcellar.errors import PromptError
@@ -275,6 +275,8 @@ def miss_of(
         cause = "recomputed"
     elif host.key.layout.window_groups and n_cached:
         cause = "window"
+    elif n_lost < MIN_GAIN:  # so few are not loaded, whoever has them
+        cause = "recomputed"
     return explain(cause, n_lost, n_cached, before, turn.tokens, host.tokenizer)
 
 
