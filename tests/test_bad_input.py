@@ -128,6 +128,24 @@ def test_a_step_refuses_what_are_no_ids_or_positions(kind, bad):
         refuses(cache, lambda: cache.begin_step([0], bad))
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
+def test_a_step_that_is_refused_leaves_the_step_before_it_as_it_was(kind, is_finished):
+    cache = filled(kind)
+    runner = HashRunner(cache, 260)
+    positions = cache.begin_step([0, 0])
+    if is_finished:
+        runner.forward(range(2), positions)
+    before = state_of(cache)
+    for bad in ([1.5], None, "0"):
+        with pytest.raises(KVCellarError):
+            cache.begin_step(bad)
+        assert state_of(cache) == before
+    if not is_finished:
+        runner.forward(range(2), positions)
+    assert cache.begin_step([0]) == [6]
+
+
 @pytest.mark.parametrize("bad", [-1, -(2**70)])
 @pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
 def test_an_id_below_0_is_refused(kind, bad):

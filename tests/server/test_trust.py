@@ -283,6 +283,7 @@ def test_a_second_server_of_a_store_is_told_which_has_it(tmp_path):
         ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate"}, 403),
         ({"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "navigate"}, 404),
         ({"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}, 404),
+        ({"Sec-Fetch-Mode": "navigate"}, 403),
     ],
 )
 @pytest.mark.parametrize("method", ["POST", "DELETE", "PUT"])

@@ -599,7 +599,9 @@ class PagedBookkeeping(SeqBookkeeping):
         try:
             return super().begin_step(seq_ids, positions)
         except Exception:
-            if self._step is not None:  # a copy of bytes failed when cells were claimed already
+            # A copy of bytes failed when cells were claimed already. Where the call itself was
+            # wrong, the step before it still stands.
+            if self._step is not None and self._open is None:
                 self._undo(OpenStep([], [], 0))
             raise
 

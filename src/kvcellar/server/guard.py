@@ -159,11 +159,11 @@ class Guard:
         )
 
     def _check_origin(self, method: str, headers: Headers) -> None:
-        if self._origins.allow(headers):
-            return
         is_followed = headers.get("sec-fetch-mode") == "navigate" and "origin" not in headers
         if is_followed and method in ("GET", "HEAD"):
             return  # somebody followed a link to the page; nothing is driven by that
+        if self._origins.allow(headers) and not (is_followed and "sec-fetch-site" not in headers):
+            return  # a form whose browser does not say of which site may be of any
         origin = headers.get("origin") or "another site"
         raise ApiError(
             403,
