@@ -77,7 +77,8 @@ def test_a_prompt_that_no_waiting_makes_fit_is_a_400_in_the_words_of_its_protoco
     else:
         assert error["code"] == "context_length_exceeded"
         assert f"maximum context length is {CAPACITY} tokens" in error["message"]
-        assert f"resulted in {n} tokens" in error["message"]
+        assert f"your {error['param']} resulted in {n} tokens" in error["message"]
+        assert error["param"] in body
     assert "/" not in refused.json()["error"]["message"], "no path of ours"
     assert small.is_still()
 

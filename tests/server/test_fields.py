@@ -29,6 +29,19 @@ def refusal(live, path, **more):
     return response.json()["error"]["message"]
 
 
+def test_a_field_of_the_wrong_type_is_named_as_the_client_knows_it(live):
+    body = {**PLAIN["/v1/chat/completions"], "stop": 5}
+    error = live.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "stop"
+    assert (
+        error["message"] == "stop: Input should be a valid string, or Input should be a valid list"
+    )
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}
+    error = live.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "messages.0.content"
+    assert "messages.0.content.0.text: Input should be a valid string" in error["message"]
+
+
 # Bounds ------------------------------------------------------------------------------------------
 
 

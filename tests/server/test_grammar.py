@@ -220,6 +220,8 @@ def test_what_breaks_down_is_said_to_the_client(live):
     }
     response = live.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400 and "simpler patterns" in response.text
+    said = response.json()["error"]["message"]
+    assert not set(said) & set("()<>{}[]"), "plain words"
     assert live.get("/health")["status"] == "ok"
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -316,14 +317,29 @@ def _not_read(error: Exception) -> ApiError:
     return ApiError(400, f"the body cannot be read: {error}", "invalid_request")
 
 
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*|\d+")
+_TYPES = ("bool", "dict", "float", "int", "list", "none", "str")
+"""Names that pydantic gives to branches of a union, of those that look like a field's."""
+
+
 def what_is_wrong(error: RequestValidationError) -> ApiError:
-    """The first few fields that are not as they should be; never what was sent in them."""
-    problems: list[Any] = list(error.errors())
-    said = []
-    for problem in problems[:3]:
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        said.append(f"{where or 'the body'}: {problem['msg']}")
-    if len(problems) > 3:
-        said.append(f"and {len(problems) - 3} more")
-    first = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else ""
-    return ApiError(400, "; ".join(said), "invalid_request", param=first or None)
+    """Say the first few fields that are not as they should be; never what was sent in them."""
+    found: dict[str, list[str]] = {}
+    for problem in error.errors():
+        said = found.setdefault(_field_of(problem["loc"]), [])
+        if problem["msg"] not in said:
+            said.append(problem["msg"])
+    lines = [f"{where or 'the body'}: {', or '.join(said)}" for where, said in found.items()]
+    if len(lines) > 3:
+        lines[3:] = [f"and {len(lines) - 3} more"]
+    first = next(iter(found), "")
+    return ApiError(400, "; ".join(lines), "invalid_request", param=first or None)
+
+
+def _field_of(loc: Sequence[int | str]) -> str:
+    """Name the field of a problem by its way from the body.
+
+    Where a field may be of several types, pydantic puts the type that it tried behind it.
+    """
+    parts = [str(part) for part in loc if part != "body"]
+    return ".".join(part for part in parts if _FIELD.fullmatch(part) and part not in _TYPES)

@@ -97,7 +97,6 @@ class ContextExceeded(ApiError):  # noqa: N818
         *,
         max_positions: int | None = None,
         is_least: bool = False,
-        param: str | None = "messages",
     ) -> None:
         """Say how long the prompt is and how long it may be.
 
@@ -106,15 +105,16 @@ class ContextExceeded(ApiError):  # noqa: N818
             context: the most that it may have.
             max_positions: what the model was made for, where this server gives it less room.
             is_least: whether the prompt has at least so many tokens, and nobody counted them all.
-            param: the field that is too long.
         """
         least = "at least " if is_least else ""
+        self._said = (
+            f"This model's maximum context length is {context} tokens. However, your {{what}} "
+            f"resulted in {least}{n_tokens} tokens. Please reduce the length of the {{what}}."
+        )
         super().__init__(
             400,
-            f"This model's maximum context length is {context} tokens. However, your {param} "
-            f"resulted in {least}{n_tokens} tokens. Please reduce the length of the {param}.",
+            self._said.format(what="prompt"),
             "context_length_exceeded",
-            param=param,
             details={"needed": n_tokens, "available": context},
         )
         self.for_anthropic = f"prompt is too long: {least}{n_tokens} tokens > {context} maximum"
@@ -123,6 +123,10 @@ class ContextExceeded(ApiError):  # noqa: N818
                 f"the model was made for {max_positions} tokens and this server's cache has room "
                 f"for {context}; whoever starts it can give it more --capacity or --memory"
             )
+
+    def of_field(self, field: str) -> str:
+        """Say it in OpenAI's words of the field that the prompt came in."""
+        return self._said.format(what=field)
 
 
 class ClientGone(Exception):  # noqa: N818
@@ -172,6 +176,14 @@ def _why_failed(error: EngineFailedError) -> str:
     )
 
 
+_PROMPT_FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+}
+"""Route -> the field that a prompt comes in."""
+
+
 def error_body(error: ApiError, request: Request) -> dict[str, Any]:
     """The body in the words of Anthropic below ``/v1/messages``, of OpenAI elsewhere."""
     message = str(error)
@@ -184,11 +196,15 @@ def error_body(error: ApiError, request: Request) -> dict[str, Any]:
         return {"type": "error", "error": inside, "request_id": request_id_of(request)}
     kind = _OPENAI_TYPES.get(error.status)
     kind = kind or ("invalid_request_error" if error.status < 500 else "server_error")
+    param = error.param
+    if isinstance(error, ContextExceeded) and request.url.path in _PROMPT_FIELDS:
+        param = _PROMPT_FIELDS[request.url.path]
+        message = error.of_field(param)
     return {
         "error": {
             "message": message,
             "type": kind,
-            "param": error.param,
+            "param": param,
             "code": error.code,
             **error.details,
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,16 +102,16 @@ class TokenGuide:
             mask[:n] = allowed[:n]
         if mask.any() and not self._matcher.is_error():
             return mask
-        trouble = _line(self._matcher.get_error()) or "the model has no token for what has to come"
+        trouble = (
+            _clause(self._matcher.get_error()) or "the model has no token for what has to come"
+        )
         if not self._may_let_go:
             raise PromptError(
-                f"the answer could not be held to its schema any longer: {trouble[:160]}; use "
+                f"the answer could not be held to its schema any longer: {trouble}; use "
                 f"simpler patterns and lower bounds"
             )
         if not self.troubles:
-            self.troubles.append(
-                f"calls were held to no schema from some token on: {trouble[:160]}"
-            )
+            self.troubles.append(f"calls were held to no schema from some token on: {trouble}")
         return np.ones(self._vocab_size, dtype=np.bool_)
 
     def accept(self, token_id: int) -> None:
@@ -526,6 +527,11 @@ def _lost(losses: Sequence[str]) -> tuple[str, ...]:
 def _few(places: Sequence[str]) -> str:
     more = f" and {len(places) - 5} more" if len(places) > 5 else ""
     return ", ".join(place[:120] for place in places[:5]) + more
+
+
+def _clause(text: str) -> str:
+    """Take the first clause of an error of the library's; its parser's state follows."""
+    return re.split(r"[(;\[{<]|, ", _line(text))[0].strip()[:160]
 
 
 def _line(text: str) -> str:

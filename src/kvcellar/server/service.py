@@ -116,9 +116,7 @@ class Service:
             self._n_active -= n
             self.metrics.active.set(self._n_active)
 
-    def check_fits(
-        self, host: ModelHost, tokens: Sequence[int], *, param: str = "messages"
-    ) -> None:
+    def check_fits(self, host: ModelHost, tokens: Sequence[int]) -> None:
         """Refuse a prompt that can never be answered, before anything is computed.
 
         Where the prompt fits, its answer may have fewer tokens than were asked for: it ends with
@@ -127,16 +125,13 @@ class Service:
         Args:
             host: the model's.
             tokens: the whole prompt.
-            param: the field that it came in.
 
         Raises:
             ContextExceeded: 400, it is longer than the context.
         """
         if len(tokens) > host.context:
             self.metrics.refused.labels("context").inc()
-            raise ContextExceeded(
-                len(tokens), host.context, max_positions=host.max_positions, param=param
-            )
+            raise ContextExceeded(len(tokens), host.context, max_positions=host.max_positions)
 
     async def no_room(self, host: ModelHost, error: Exception) -> ApiError:
         """A request that waited too long for its cells: what it would take for it to fit."""

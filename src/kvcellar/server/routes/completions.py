@@ -197,7 +197,7 @@ async def _plain(
     body: CompletionRequest,
 ) -> AsyncGenerator[Sequence[GeneratedToken], None]:
     """A continuation that is nobody's."""
-    service.check_fits(host, choice.prompt, param="prompt")
+    service.check_fits(host, choice.prompt)
     wanted = len(choice.prompt) + (params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
     asked = EngineRequest(
@@ -236,7 +236,7 @@ async def _of_agent(
     """A continuation behind an agent's history, which grows by it."""
 
     def on_start(tokens: Sequence[int], n_cached: int) -> None:
-        service.check_fits(host, tokens, param="prompt")
+        service.check_fits(host, tokens)
         choice.n_prompt = len(tokens)
 
     async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
@@ -281,7 +281,7 @@ async def _prompts(
     is_one = isinstance(given, str) or bool(given and isinstance(given[0], int))
     prompts: list[Any] = [given] if is_one else list(given)
     if not prompts:
-        raise ApiError(400, "there is no prompt; give a text or tokens", param="prompt")
+        raise ApiError(400, "there is no prompt; give a text or tokens")
     if len(prompts) * n > MOST_CHOICES:
         raise ApiError(
             400,
