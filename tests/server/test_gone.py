@@ -51,7 +51,8 @@ def leave(live, chance):
     method = "GET" if body is None else "POST"
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        "Connection: close\r\n\r\n"  # a refusal has no frames to wait for
     ).encode()
     whole = head + data
     n_sent = len(whole) if chance.random() < 0.8 else chance.randrange(len(whole))
