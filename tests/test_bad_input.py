@@ -119,6 +119,12 @@ def test_a_verb_refuses_what_is_no_whole_number(kind, verb, bad):
     refuses(cache, lambda: SEQ_VERBS[verb](cache, bad))
 
 
+@pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
+def test_a_table_is_not_made_longer_than_cells_can_be_counted(kind):
+    cache = filled(kind)
+    refuses(cache, lambda: cache.seq_table(0, 2**70))
+
+
 @pytest.mark.parametrize("bad", NO_WHOLES, ids=name_of)
 @pytest.mark.parametrize("kind", ["seq", "tree", "paged"])
 def test_a_step_refuses_what_are_no_ids_or_positions(kind, bad):
@@ -223,7 +229,7 @@ def test_a_cache_is_not_configured_with_another_kind_of_thing(field, bad):
         kv.make_config(**{"params": MODEL, "capacity": 64, field: bad})
 
 
-@pytest.mark.parametrize("bad", [*NO_WHOLE[:9], -1, 0], ids=name_of)
+@pytest.mark.parametrize("bad", [*NO_WHOLE[:9], -1, 0, 2**70], ids=name_of)
 @pytest.mark.parametrize("field", ["n_layers", "n_kv_heads", "head_dim", "v_head_dim"])
 def test_a_model_is_not_described_with_what_is_no_count(field, bad):
     facts: dict[str, Any] = {"n_layers": 2, "n_kv_heads": 1, "head_dim": 4, "v_head_dim": 4}

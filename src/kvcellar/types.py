@@ -190,7 +190,8 @@ class LayerGroup:
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "head_dim", "v_head_dim"):
-            object.__setattr__(self, name, whole(getattr(self, name), f"{name} of a layer group"))
+            value = whole(getattr(self, name), f"{name} of a layer group", most=MOST_CELLS)
+            object.__setattr__(self, name, value)
             if getattr(self, name) < 1:
                 raise ConfigError(f"a layer group needs {name} >= 1, got {getattr(self, name)}")
         object.__setattr__(self, "layers", tuple(wholes(self.layers, "layers")))
@@ -233,7 +234,8 @@ class ModelCacheParams:
         if type(self.v_head_dim) is int and not self.v_head_dim:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("n_layers", "n_kv_heads", "head_dim", "v_head_dim"):
-            object.__setattr__(self, name, whole(getattr(self, name), f"{name} of a model"))
+            value = whole(getattr(self, name), f"{name} of a model", most=MOST_CELLS)
+            object.__setattr__(self, name, value)
         if self.n_layers < 1:
             raise ConfigError(f"a model has at least one layer, got n_layers={self.n_layers}")
         for name in ("n_kv_heads", "head_dim", "v_head_dim"):

@@ -24,6 +24,7 @@ from kvcellar.errors import (
     UnknownSequenceError,
 )
 from kvcellar.types import (
+    MOST_CELLS,
     AttendSpec,
     CacheConfig,
     GroupUsage,
@@ -534,7 +535,7 @@ class SeqBookkeeping(StepBookkeeping):
         if length is None:
             n = self.seq_len(seq_id)
         else:
-            n = whole(length, "length", PositionError, least=0)
+            n = whole(length, "length", PositionError, least=0, most=MOST_CELLS)
         tables = []
         for pool in self.pools:
             table = np.full(n, -1, dtype=np.int64)
