@@ -75,7 +75,8 @@ def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path)
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
     backends = ("torch", "executorch", "mlx" if has_mlx else "torch", "executorch", "torch")
     folder, program = str(checkpoint("gemma2")), str(exported("gemma2"))
-    texts = ["The first thing. " * 4, "And another.", "Then?", "And now?", "At last."]
+    lines = ("The first thing. " * 4, "And another.", "Then?", "And now?", "At last.")
+    said = [list(line.encode()) for line in lines]
 
     def host(backend: str) -> Any:
         name = program if backend == "executorch" else folder
@@ -87,15 +88,15 @@ def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path)
 
     with manager(tmp_path / "one", host("torch")) as agents:
         run(agents.create("a", model=folder))
-        for one in texts:
-            run(turn(agents, "a", one, params=GREEDY))
+        for one in said:
+            run(turn(agents, "a", tokens=one, params=GREEDY))
         want = tokens_of(agents, "a")
-    for i, (one, backend) in enumerate(zip(texts, backends, strict=True)):
+    for i, (one, backend) in enumerate(zip(said, backends, strict=True)):
         with manager(tmp_path / "two", host(backend)) as agents:
             if not i:
                 run(agents.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
-            end = run(turn(agents, "a", one, params=GREEDY))
+            end = run(turn(agents, "a", tokens=one, params=GREEDY))
             if i:
                 assert end.usage.restored_tokens == end.usage.cached_tokens == before - 1
             assert tokens_of(agents, "a") == want[: len(tokens_of(agents, "a"))]
