@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.cli import terminal as cli_terminal
-from kvcellar.cli.terminal import progress_bar
+from kvcellar.cli.terminal import progress_bar, progress_lines
 
 pty = pytest.importorskip("pty")
 pytest.importorskip("torch")
@@ -161,6 +162,21 @@ def test_a_pipe_is_told_in_lines_what_takes_long_and_each_stage_once(
         report(0.5, "lowering")  # the same stage: told already
         time.sleep(0.1)
     assert (told + capsys.readouterr().err).splitlines() == ["  0% starting", " 40% lowering"]
+
+
+def test_work_goes_on_where_nobody_can_be_told_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli_terminal, "LINES_S", 0.01)
+    tried = threading.Event()
+
+    def tell(fraction: float, stage: str) -> None:
+        tried.set()
+        raise BrokenPipeError
+
+    with progress_lines("starting", tell=tell) as report:
+        assert tried.wait(TIMEOUT_S)
+        report(1.0, "ready")
 
 
 def wait_for_lines(capsys: pytest.CaptureFixture[str], n: int) -> str:

@@ -105,7 +105,7 @@ def test_branches_that_do_not_fit_are_refused_before_any_compute() -> None:
 def test_branches_need_a_number_and_an_end() -> None:
     cache = make_cache("seq")
     runner = HashRunner(cache, VOCAB)
-    with pytest.raises(ConfigError, match="at least 1 branch, got 0"):
+    with pytest.raises(ConfigError, match="n_branches must be at least 1, got 0"):
         branch(runner, cache, TOKENIZER, PROMPT, PARAMS, 0)
     with pytest.raises(ConfigError, match="branches need max_tokens"):
         branch(runner, cache, TOKENIZER, PROMPT, SamplingParams(), 2)

@@ -137,7 +137,10 @@ def progress_lines(what: str, *, tell: ProgressFn | None = None) -> Iterator[Pro
         while not is_done.wait(LINES_S):
             fraction, stage = now
             if stage != told:
-                said(fraction, stage)
+                try:
+                    said(fraction, stage)
+                except Exception:  # such as a pipe that nobody reads any more: the work goes on
+                    return
                 told = stage
 
     teller = threading.Thread(target=watch, name="progress", daemon=True)
