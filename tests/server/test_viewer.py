@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -324,7 +325,19 @@ def test_each_agent_has_a_draft_and_a_line_of_its_own(open_page, shown):
     expect(page.locator("#prompt")).to_have_value("For the right.")
 
 
-def test_enter_during_an_answer_ends_nothing_and_keeps_what_was_typed(open_page, shown):
+def test_enter_during_an_answer_ends_nothing_and_keeps_what_was_typed(
+    open_page, shown, monkeypatch
+):
+    engine = shown.service.models.hosts()[0].engine
+    step = engine.step
+
+    def slowly():
+        time.sleep(0.03)
+        return step()
+
+    # The answer is still under way when the page has been elsewhere and is back.
+    monkeypatch.setattr(engine, "step", slowly)
+    monkeypatch.setattr(engine.scheduler, "eos_token_ids", frozenset())
     shown.post("/v1/agents", {"id": "talking"})
     page = open_page()
     chosen(page, "talking")
