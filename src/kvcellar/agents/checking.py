@@ -1,4 +1,4 @@
-"""What a reference says of its agent, checked: every type and range that the rest relies on."""
+"""Check what a reference says of its agent: every type and range that the rest relies on."""
 
 from __future__ import annotations
 

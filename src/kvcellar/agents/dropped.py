@@ -1,4 +1,4 @@
-"""What rewind, keep, delete and a replaced history have dropped, until it is brought back.
+"""Keep what rewind, keep, delete and a replaced history drop, until it is brought back.
 
 A state that is dropped is an agent of its own under a name that no agent can have. It shares its
 blocks with whoever has them, survives a restart, and is the first to go where the store needs room.

@@ -1,4 +1,4 @@
-"""What makes a turn durable at once: an entry in the store's journal, and the way back from it.
+"""Make a turn durable at once: write it to the store's journal, and read it back from there.
 
 An entry says what an agent's state has more than the state before it: tokens, messages and turns
 behind what the two have in common, of which it has a digest. So an entry is as small as its turn,

@@ -74,13 +74,13 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
 
 
 def continues(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[str]) -> bool:
-    """Whether messages have all of an agent's history, and more, with nothing put before them."""
+    """Return whether messages begin with all of an agent's history and go on behind it."""
     joined = join(agent, messages, rules)
     return joined.is_continuing and len(joined.messages) == len(messages)
 
 
 def _goes_on(known: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation begins with all of a system message, as where tools are told in it."""
+    """Return whether a conversation begins with this system message; tools may follow in it."""
     first = messages[0]
     mine, theirs = known.get("content"), first.get("content")
     is_system = first.get("role") == "system" and len(messages) > 1

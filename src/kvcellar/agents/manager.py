@@ -287,7 +287,7 @@ class AgentManager:
         return found
 
     async def has(self, agent_id: str) -> bool:
-        """Whether there is an agent of that name, with any model."""
+        """Return whether there is an agent of that name, with any model."""
         if self._known(agent_id, None) is None:
             await self.refresh()
         return self._known(agent_id, None) is not None
@@ -757,7 +757,7 @@ class AgentManager:
         return found
 
     def dropped(self) -> Sequence[Dropped]:
-        """What can be brought back, the oldest first. Asks the store, and waits for it."""
+        """List what can be brought back, the oldest first. Waits for the store."""
         return [about for about, _ in dropped.read_all(self.store)]
 
     def forget_dropped(self) -> int:
@@ -1039,7 +1039,7 @@ class AgentManager:
         role: str,
         is_continuing: bool,
     ) -> TurnPlan:
-        """What a turn brings, made in a thread where that is much.
+        """Prepare what a turn brings, in a thread where that is much.
 
         Raises:
             AgentError: it has to continue the history, and does not.
