@@ -36,24 +36,24 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
 
 kernel-check: ## Random steps of the CPU attention kernel under the address sanitiser
-	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	@cmake --build build/kernel-check -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check/check_kernel 1000
 
 kernel-check-amx: ## The same steps with the matrix unit emulated, for a processor with AVX-512 that lacks it
-	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-amx -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check-amx -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DKVC_EMULATE_AMX=ON
 	@cmake --build build/kernel-check-amx -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-amx/check_kernel 200
 
 kernel-check-avx512: ## The same steps with AVX-512, VNNI and products of bfloat16 emulated, for a processor that has AVX2 only
-	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-avx512 -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check-avx512 -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DKVC_EMULATE_AVX512=ON
 	@cmake --build build/kernel-check-avx512 -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-avx512/check_kernel 200
 
 kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux-gnu and qemu-user
-	@cmake -S src/kvcellar/backends/kernels/native/check -B build/kernel-check-arm -DKVC_SANITISE=OFF \
+	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check-arm -DKVC_SANITISE=OFF \
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	@cmake --build build/kernel-check-arm -j
 	qemu-aarch64 build/kernel-check-arm/check_kernel 200
@@ -87,12 +87,12 @@ $(VENV)/.torch: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # The CPU attention kernel is built here, if there is a compiler; again when its sources change.
-KERNEL := $(wildcard src/kvcellar/backends/kernels/native/*)
+KERNEL := $(wildcard src/kvcellar/kernel/native/*)
 
 $(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 	@echo "installing kvcellar ..."
 	@$(PIP) -e '.[torch]'
-	@$(BIN)/python -c 'from kvcellar.backends import kernels as k; k.is_available() or print("warning: " + k.why_not())' >&2
+	@$(BIN)/python -c 'from kvcellar import kernel as k; k.is_available() or print("warning: " + k.why_not())' >&2
 	@touch $@
 
 $(VENV)/.server: $(VENV)/.runtime

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from harness import alternate, median_ms, median_ratio, run
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch import memory
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, runs_of

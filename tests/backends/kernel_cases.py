@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.reference import attend, visible
 from kvcellar.backends.reference.pools import from_bfloat16_bits, to_bfloat16_bits
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise

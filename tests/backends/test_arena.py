@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch import memory
 from kvcellar.backends.torch.linears import KernelLinear
 from kvcellar.backends.torch.memory import LARGE_PAGE, LINE, Arena

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvcellar as kv
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.eagle3 import MOST_TOKENS
 from kvcellar.backends.torch.linears import pack
 from kvcellar.errors import StepError

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcellar
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KV_DTYPES, SideDtype
@@ -461,7 +461,7 @@ def test_another_runtimes_threads_can_be_used():
 
 
 def test_without_the_extension_the_package_says_how_to_get_it():
-    code = "from kvcellar.backends import kernels\nprint(kernels.is_available(), kernels.why_not())"
+    code = "from kvcellar import kernel as k\nprint(k.is_available(), k.why_not())"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env={

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch import linears
 from kvcellar.backends.torch.linears import Expanded, KernelLinear, codes_well, pack
 from kvcellar.backends.torch.memory import Arena

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.cli import app
 from kvcellar.models.kv_quality import (
     KvQuality,

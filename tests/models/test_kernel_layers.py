@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcellar as kv
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch import layers
 from kvcellar.backends.torch.decoder import KernelDecoder, Rotations
 from kvcellar.backends.torch.layers import KernelLayer

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import kvcellar as kv
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.decoder import KernelDecoder
 from kvcellar.backends.torch.layers import KernelEmbedding
 from kvcellar.errors import BackendError, ConfigError

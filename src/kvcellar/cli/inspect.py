@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options

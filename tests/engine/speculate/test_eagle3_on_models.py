@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvcellar as kv
+from kvcellar import kernel as kernels
 from kvcellar.agents import open_host
-from kvcellar.backends import kernels
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError

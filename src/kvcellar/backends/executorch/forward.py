@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.executorch import native
 from kvcellar.backends.torch.forward import (
     GroupStep,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.executorch import building
 from kvcellar.errors import BackendError, ModelError, ShapeError, StepError
 from kvcellar.op import eager_update_and_attend

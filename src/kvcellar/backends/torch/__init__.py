@@ -1,6 +1,6 @@
 """The PyTorch backend: float and quantised pools and attention on CPU and CUDA."""
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import (
     TorchContiguousCache,
     TorchPagedCache,

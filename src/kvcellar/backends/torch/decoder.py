@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
 from kvcellar.backends.torch.layers import KernelEmbedding, KernelLayer, KernelNorm

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
 from kvcellar.backends.torch.linears import pack

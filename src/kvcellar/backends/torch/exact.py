@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.codecs import Parts, Stored
 from kvcellar.backends.torch.pools import LayerPool, Pool
 from kvcellar.bookkeeping.exact import BASE

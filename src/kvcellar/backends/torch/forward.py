@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.exact import ExactPool

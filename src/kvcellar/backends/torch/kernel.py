@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 
 if TYPE_CHECKING:
     from kvcellar.backends.torch.linears import KernelLinear

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch.decoder import make_decoder
 from kvcellar.backends.torch.layers import KernelEmbedding, KernelLayer, kernel_layer
 from kvcellar.backends.torch.memory import Arena, give_back

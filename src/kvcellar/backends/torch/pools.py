@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcellar.backends import kernels
+from kvcellar import kernel as kernels
 from kvcellar.backends.torch import kernel, memory
 from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
 from kvcellar.cache import grown_size

@@ -15,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-#include "../../kernels/native/step_call.h"
+#include "../../../kernel/native/step_call.h"
 #include "call.h"
 #include "dlpack.h"
 

@@ -31,7 +31,7 @@ from kvcellar.errors import ConfigError
 from kvcellar.types import AttendKind, StepPlan
 
 if TYPE_CHECKING:
-    from kvcellar.backends.kernels._native import (
+    from kvcellar.kernel._native import (
         Decoder,
         DecoderLayer,
         Eagle3Weights,
@@ -89,7 +89,7 @@ def _said_of(error: ImportError) -> str:
     """What is missing, what that costs, and the way out, in one sentence for people."""
     is_built = any(Path(__file__).parent.glob("_native*.so"))
     state = f"cannot be loaded ({error})" if is_built else "was not built when it was installed"
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[3]
     again = "--force-reinstall --no-cache-dir --no-binary kvcellar kvcellar"
     if (root / "setup.py").is_file():
         again = f"-e {root}"
@@ -106,10 +106,10 @@ if _forced == "off":
     _reason = f"{LEVEL_VARIABLE}=off"
 else:
     try:
-        from kvcellar.backends.kernels import _native
+        from kvcellar.kernel import _native
 
         if not TYPE_CHECKING:
-            from kvcellar.backends.kernels._native import (
+            from kvcellar.kernel._native import (
                 Decoder,
                 DecoderLayer,
                 Eagle3Weights,
