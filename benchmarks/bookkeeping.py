@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import median_ratio, run
 
-from kvcellar.bookkeeping.blocks import BlockManager
 from kvcellar.bookkeeping.cells import CellPool
-from kvcellar.bookkeeping.prefix import RadixIndex
+from kvcellar.prefix import RadixIndex
+from kvcellar.prefix.blocks import BlockManager
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONG = 100_000

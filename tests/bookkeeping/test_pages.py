@@ -14,7 +14,6 @@ from hypothesis.stateful import initialize, invariant
 
 from kvcellar.bookkeeping.cells import MIN_RUN, Span
 from kvcellar.bookkeeping.pages import PagePool
-from kvcellar.bookkeeping.radix import RadixIndex
 from kvcellar.errors import (
     CacheFullError,
     ConfigError,
@@ -23,6 +22,7 @@ from kvcellar.errors import (
     SequenceConflictError,
     UnknownSequenceError,
 )
+from kvcellar.prefix.radix import RadixIndex
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (

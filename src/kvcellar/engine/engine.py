@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcellar.bookkeeping.prefix import PrefixIndex, make_index
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.checks import flag, number, text, whole
 from kvcellar.engine.batch import BatchOutput, ScheduledBatch, Verdict
@@ -29,6 +28,7 @@ from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator, verify
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, EngineFailedError, ModelError
 from kvcellar.models.runner import FeatureRunner, step_limit
+from kvcellar.prefix import PrefixIndex, make_index
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner

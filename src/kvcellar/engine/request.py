@@ -17,7 +17,7 @@ from kvcellar.errors import ConfigError, PromptError
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
-    from kvcellar.bookkeeping.prefix import PrefixHandle
+    from kvcellar.prefix import PrefixHandle
 
 __all__ = [
     "Event",

@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 from kvcellar.bookkeeping.compaction import Relocation
-from kvcellar.bookkeeping.prefix import PrefixIndex
 from kvcellar.cache import SeqCache
 from kvcellar.engine.request import Sequence
+from kvcellar.prefix import PrefixIndex
 from kvcellar.types import IntArray
 
 __all__ = ["MovedOut", "MovingCache", "Residency", "ResidencyCounts"]

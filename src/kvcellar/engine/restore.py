@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation, relocated
-from kvcellar.bookkeeping.prefix import PrefixHandle
 from kvcellar.engine.residency import MovingCache, Residency
 from kvcellar.models import Runner
+from kvcellar.prefix import PrefixHandle
 from kvcellar.types import IntArray
 
 __all__ = ["Held", "Restore", "RowCache", "held_rows"]

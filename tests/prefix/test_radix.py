@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from kvcellar.bookkeeping.cells import CellPool
-from kvcellar.bookkeeping.prefix import (
+from kvcellar.errors import CacheFullError, ConfigError, PrefixError
+from kvcellar.prefix import (
     HashedIndex,
     NaiveIndex,
     RadixIndex,
     make_index,
     spans_of,
 )
-from kvcellar.errors import CacheFullError, ConfigError, PrefixError
 from kvcellar.types import Run
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvcellar.bookkeeping.prefix_tree import Tokens, token_array
 from kvcellar.errors import (
     CacheFullError,
     ConfigError,
@@ -27,6 +26,8 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
+from kvcellar.prefix.protocol import Tokens
+from kvcellar.prefix.tree import token_array
 from kvcellar.types import IntArray, Run, join_runs
 
 TOKEN_BYTES = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcellar.bookkeeping.prefix import PrefixIndex, make_index
+from kvcellar.prefix import PrefixIndex, make_index
 
 
 def put(index: PrefixIndex, tokens: list[int], first_cell: int) -> None:

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcellar.bookkeeping import prefix_tree
-from kvcellar.bookkeeping.prefix import HashedIndex, RadixIndex
 from kvcellar.errors import CacheFullError, PrefixError
+from kvcellar.prefix import HashedIndex, RadixIndex
+from kvcellar.prefix import tree as prefix_tree
 
 
 @dataclass(eq=False)

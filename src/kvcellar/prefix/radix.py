@@ -13,17 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.prefix_tree import (
-    Inserted,
-    PathNode,
-    PathTree,
-    PrefixHandle,
-    PrefixMatch,
-    Tokens,
-    joined,
-    owned,
-    token_array,
-)
+from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
+from kvcellar.prefix.tree import PathNode, PathTree, joined, owned, token_array
 from kvcellar.types import IntArray
 
 

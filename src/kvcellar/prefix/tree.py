@@ -16,18 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.errors import CacheFullError, ConfigError, PrefixError
+from kvcellar.prefix.protocol import Evicted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
 from kvcellar.types import BoolArray, IntArray
-
-Tokens = Sequence[int] | IntArray
-"""Token ids. An int64 array costs nothing to take; a list of 100,000 ints costs milliseconds."""
 
 FIRST_LOOK = 256
 """Lengths that are tried at once for one that every window can resume from; then 4 times more."""
@@ -80,84 +76,6 @@ class PathNode:
     def is_locked(self) -> bool:
         """Whether a locked handle ends here or further down."""
         return self.pins > 0 or self.n_locked_children > 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixHandle:
-    """The first ``length`` tokens of a path in an index, to be locked.
-
-    It outlives splits. It is stale, and cannot be locked, once any of its tokens was evicted.
-    """
-
-    length: int
-    node: PathNode | None
-
-
-class PrefixMatch(NamedTuple):
-    """What of a prompt can be reused.
-
-    Attributes:
-        length: tokens whose KV is there, and from which *every* layer group can go on.
-        cells: per layer group ``[length]``: the cell of each position, -1 where the group no longer
-            holds it; the last w - 1 positions of a window are always there. The arrays are the
-            caller's own. Only safe to use while ``handle`` is locked, or before the next ``evict``.
-        handle: to lock.
-        n_matched: tokens that are the same, whole pages. More than ``length`` where a window has
-            moved on: the difference is what windows cost.
-    """
-
-    length: int
-    cells: tuple[IntArray, ...]
-    handle: PrefixHandle
-    n_matched: int
-
-
-class Inserted(NamedTuple):
-    """What an index took in.
-
-    Attributes:
-        n_present: tokens that were there before.
-        handle: of all that is there now, to lock; its length is below the number of tokens where
-            the last of them fill no page.
-        adopted: per layer group, the cells that the index refers to from now on; the caller
-            retains them, once each.
-    """
-
-    n_present: int
-    handle: PrefixHandle
-    adopted: tuple[IntArray, ...]
-
-
-class Evicted(NamedTuple):
-    """What an index gave up.
-
-    Attributes:
-        n_tokens: how many tokens; at least what was asked.
-        cells: per layer group, the cells that the index no longer refers to; the caller releases
-            them, once each. A window holds fewer cells than tokens.
-    """
-
-    n_tokens: int
-    cells: tuple[IntArray, ...]
-
-
-class SizeInfo(NamedTuple):
-    """What an index holds.
-
-    Attributes:
-        evictable: tokens that ``evict`` could give up now.
-        protected: tokens on locked paths.
-        evictable_cells: per layer group, the cells of the evictable tokens.
-    """
-
-    evictable: int
-    protected: int
-    evictable_cells: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        """Tokens stored."""
-        return self.evictable + self.protected
 
 
 def token_array(tokens: Tokens) -> IntArray:
@@ -432,7 +350,9 @@ class PathTree(ABC):
     def _node(self, handle: PrefixHandle) -> PathNode | None:
         """The node that ends where the handle does; None where that is no longer so."""
         node = handle.node
-        return node if node and node.owner is self and node.stop == handle.length else None
+        if not isinstance(node, PathNode) or node.owner is not self or node.stop != handle.length:
+            return None
+        return node
 
     def _count(self, node: PathNode, sign: int) -> None:
         """The node became evictable (1), or is no longer (-1)."""

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcellar.bookkeeping.blocks import BlockManager, block_digest
 from kvcellar.errors import (
     CacheFullError,
     ConfigError,
@@ -18,6 +17,7 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
+from kvcellar.prefix.blocks import BlockManager, block_digest
 from kvcellar.types import cells_of
 
 # Against an oracle --------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.bookkeeping.blocks import block_digest
-from kvcellar.bookkeeping.prefix import HashedIndex
+from kvcellar.prefix import HashedIndex
+from kvcellar.prefix.blocks import block_digest
 
 
 def insert(index, tokens, first=0):

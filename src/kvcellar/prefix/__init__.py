@@ -1,0 +1,63 @@
+"""Prefix indexes: from token content to cells. One interface, three indexes.
+
+An index says which cells hold the KV of tokens that were computed before. It refers to cells and
+holds no bytes: the caller retains what ``insert_prefix`` adopted and releases what ``evict`` gave
+up, each once. ``RadixIndex`` is the default, ``HashedIndex`` looks up hash-chained blocks, and
+``NaiveIndex`` never finds anything.
+
+How a sequence uses one: ``match_prefix`` its tokens but the last, ``lock_handle``, share the cells,
+compute the rest; ``insert_prefix`` what it has computed as soon as others may want it, lock that
+handle and unlock the old one; at its end insert once more, unlock, and let go of its own cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcellar.errors import ConfigError
+from kvcellar.prefix.hashed import HashedIndex
+from kvcellar.prefix.naive import NaiveIndex
+from kvcellar.prefix.protocol import (
+    Evicted,
+    Inserted,
+    PrefixHandle,
+    PrefixIndex,
+    PrefixMatch,
+    SizeInfo,
+)
+from kvcellar.prefix.radix import RadixIndex
+from kvcellar.prefix.tree import spans_of
+
+__all__ = [
+    "Evicted",
+    "HashedIndex",
+    "Inserted",
+    "NaiveIndex",
+    "PrefixHandle",
+    "PrefixIndex",
+    "PrefixMatch",
+    "RadixIndex",
+    "SizeInfo",
+    "make_index",
+    "spans_of",
+]
+
+
+def make_index(kind: str, windows: Sequence[int | None], page_size: int = 1) -> PrefixIndex:
+    """An empty index.
+
+    Args:
+        kind: ``radix``, ``hashed`` or ``naive``.
+        windows: per layer group, None for all of the history.
+        page_size: tokens per page of the radix index, per block of the hashed one.
+
+    Raises:
+        ConfigError: an unknown kind, or a number below 1.
+    """
+    if kind == "radix":
+        return RadixIndex(windows, page_size)
+    if kind == "hashed":
+        return HashedIndex(windows, page_size)
+    if kind == "naive":
+        return NaiveIndex(windows)
+    raise ConfigError(f"prefix index {kind!r} is not known; choose radix, hashed or naive")

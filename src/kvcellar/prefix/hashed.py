@@ -1,0 +1,173 @@
+"""The hashed index: full blocks of tokens, found by a hash that is chained over those before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvcellar.prefix.blocks import block_digest, full_blocks
+from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
+from kvcellar.prefix.tree import PathNode, PathTree, joined, token_array
+from kvcellar.types import IntArray
+
+
+class HashedBlock(PathNode):
+    """One full block of tokens; ``parent`` is the block before it.
+
+    Attributes:
+        digest: chained over this block and all before it.
+        tokens: the block's tokens as int64 bytes.
+    """
+
+    __slots__ = ("digest", "tokens")
+
+    def __init__(
+        self,
+        owner: HashedIndex,
+        parent: HashedBlock | None,
+        start: int,
+        cells: IntArray,
+        n_held: list[int],
+        digest: int,
+        tokens: bytes,
+    ) -> None:
+        super().__init__(owner, parent, start, cells, n_held)
+        self.digest = digest
+        self.tokens = tokens
+
+
+class HashedIndex(PathTree):
+    """Token histories to cells, by a hash over each block that is chained over those before it.
+
+    Only full blocks are hashed. A miss is sticky: nothing behind the first missing block is looked
+    up. A digest alone proves nothing: a block counts as found if its tokens are the same and it
+    follows the block that was found before it.
+
+    Sources: vLLM's automatic prefix caching and ATOM's BlockManager.
+    """
+
+    _root: HashedBlock
+
+    def __init__(
+        self,
+        windows: Sequence[int | None] = (None,),
+        block_size: int = 16,
+        *,
+        digest: Callable[[int | None, bytes], int] = block_digest,
+    ) -> None:
+        """An empty index.
+
+        Args:
+            windows: per layer group, None for all of the history.
+            block_size: tokens per block; the page size of this index.
+            digest: from the digest before (None at the start) and a block's int64 bytes to the
+                block's own.
+
+        Raises:
+            ConfigError: a window or a block size below 1.
+        """
+        self._digest = digest
+        super().__init__(windows, block_size)
+
+    def match_prefix(self, tokens: Tokens) -> PrefixMatch:
+        """The longest stored run of full blocks from which every layer group can go on.
+
+        Changes nothing that a caller can see, except that the match is the most recently used.
+        A caller that needs the last token's logits leaves that token out.
+        """
+        node = self._walk(self._chain(token_array(tokens)))
+        n_matched = node.stop
+        length = self._resume_point(node, n_matched, 0)
+        while node.stop > length:
+            assert isinstance(node.parent, HashedBlock)
+            node = node.parent
+        return self._match_at(node, length, n_matched)
+
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """Per layer group, the cells of the longest stored run of blocks; changes nothing at all.
+
+        -1 stands for a position that a window no longer holds.
+        """
+        node = self._walk(self._chain(token_array(tokens)))
+        return tuple(self._path_cells(node, 0, node.stop))
+
+    def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
+        """Store a history's full blocks; where two digests collide, only those before.
+
+        What is there already keeps its cells; where a window holds none, the new ones are adopted.
+
+        Args:
+            tokens: the history from position 0 on.
+            cells: per layer group, the cell of each position; -1, in a window, for none.
+
+        Raises:
+            PrefixError: cells that do not fit the tokens; nothing was changed.
+        """
+        array = token_array(tokens)
+        given = self._cells_array(cells, array.size)
+        chain = list(self._chain(array))
+        node, size = self._walk(chain), self.page_size
+        n_present = node.stop
+        self._check_full(given[:, : len(chain) * size], n_present)
+        adopted = self._fill(node, given)
+        new = given[:, n_present : len(chain) * size]
+        held = np.count_nonzero(new.reshape(len(new), -1, size) >= 0, axis=2).T.tolist()
+        for (digest, piece), n_held in zip(chain[n_present // size :], held, strict=True):
+            if digest in self._blocks:
+                break  # two histories, one digest: the one that came first stays
+            cut = given[:, node.stop : node.stop + size].copy()
+            node = HashedBlock(
+                self, node, node.stop, cut, n_held if self._windowed else [], digest, piece
+            )
+            self._blocks[digest] = node
+            self._append(node)
+        self._touch(node)
+        adopted = [
+            joined((old, new[new >= 0]))
+            for old, new in zip(adopted, given[:, n_present : node.stop], strict=True)
+        ]
+        return Inserted(n_present, PrefixHandle(node.stop, node), tuple(adopted))
+
+    def _chain(self, tokens: IntArray) -> Iterator[tuple[int, bytes]]:
+        """(digest, int64 bytes) of each full block, one after the other."""
+        digest: int | None = None
+        for piece in full_blocks(tokens, self.page_size):
+            digest = self._digest(digest, piece)
+            yield digest, piece
+
+    def _walk(self, chain: Iterable[tuple[int, bytes]]) -> HashedBlock:
+        """The last block of the stored run that these blocks begin with; the root for none."""
+        node = self._root
+        for digest, piece in chain:
+            block = self._blocks.get(digest)
+            if block is None or block.tokens != piece or block.parent is not node:
+                break
+            node = block
+        return node
+
+    # What the tree asks of its subclass --------------------------------------------------------
+
+    def _new_root(self) -> HashedBlock:
+        return HashedBlock(self, None, 0, self._no_cells(), [], 0, b"")
+
+    def _forget(self, node: PathNode) -> None:
+        assert isinstance(node, HashedBlock)
+        del self._blocks[node.digest]
+
+    def _nodes(self) -> Iterator[HashedBlock]:
+        return iter(self._blocks.values())
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._blocks: dict[int, HashedBlock] = {}
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        super().check()
+        for digest, block in self._blocks.items():
+            assert isinstance(block.parent, HashedBlock)
+            before = block.parent.digest if block.parent is not self._root else None
+            assert block.digest == digest == self._digest(before, block.tokens)
+            assert block.stop - block.start == self.page_size
+            assert block.cells.base is None, "a block keeps no larger array alive"

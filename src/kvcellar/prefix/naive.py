@@ -1,0 +1,93 @@
+"""The naive index: nothing is stored, and every prompt is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcellar.bookkeeping.compaction import Relocation
+from kvcellar.errors import CacheFullError
+from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
+from kvcellar.prefix.tree import check_windows
+from kvcellar.types import IntArray
+
+
+class NaiveIndex:
+    """Stores nothing and never finds anything: every prompt is computed."""
+
+    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+        """An index for so many layer groups.
+
+        Raises:
+            ConfigError: a window below 1.
+        """
+        self.windows = check_windows(windows)
+        self.page_size = 1
+
+    def match_prefix(self, tokens: Tokens) -> PrefixMatch:
+        """Nothing."""
+        return PrefixMatch(0, self.held_cells(), PrefixHandle(0, None), 0)
+
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """Nothing."""
+        return self.held_cells()
+
+    def lock_handle(self, handle: PrefixHandle) -> None:
+        """There is nothing to protect."""
+
+    def unlock_handle(self, handle: PrefixHandle) -> None:
+        """There is nothing to protect."""
+
+    def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
+        """Adopt nothing."""
+        return Inserted(0, PrefixHandle(0, None), self.held_cells())
+
+    def evict(self, n_tokens: int) -> Evicted:
+        """Give up nothing.
+
+        Raises:
+            CacheFullError: any tokens were asked for.
+        """
+        if n_tokens > 0:
+            raise CacheFullError(
+                f"asked to evict {n_tokens} tokens, 0 evictable of 0 stored: this index is naive; "
+                f"end a sequence or ask for less"
+            )
+        return Evicted(0, self.held_cells())
+
+    def demote(self, handle: PrefixHandle) -> None:
+        """There is nothing to demote."""
+
+    def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
+        """There is nothing to give up."""
+        return Evicted(0, self.held_cells())
+
+    def chains(self) -> list[IntArray]:
+        """None."""
+        return []
+
+    def relocate(self, moved: Relocation) -> None:
+        """There is nothing to tell."""
+
+    def size_info(self) -> SizeInfo:
+        """Zeros."""
+        return SizeInfo(0, 0, (0,) * len(self.windows))
+
+    def held_cells(self) -> tuple[IntArray, ...]:
+        """None, per layer group."""
+        return tuple(_NONE.copy() for _ in self.windows)
+
+    def locked_cells(self) -> tuple[IntArray, ...]:
+        """None, per layer group."""
+        return self.held_cells()
+
+    def reset(self) -> tuple[IntArray, ...]:
+        """Forget nothing."""
+        return self.held_cells()
+
+    def check(self) -> None:
+        """There is nothing to go wrong."""
+
+
+_NONE: IntArray = np.empty(0, dtype=np.int64)

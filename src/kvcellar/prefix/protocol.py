@@ -1,0 +1,158 @@
+"""What every prefix index promises: the protocol, and the values that it takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvcellar.bookkeeping.compaction import Relocation
+from kvcellar.types import IntArray
+
+Tokens = Sequence[int] | IntArray
+"""Token ids. An int64 array costs nothing to take; a list of 100,000 ints costs milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHandle:
+    """The first ``length`` tokens of a path in an index, to be locked.
+
+    It outlives splits. It is stale, and cannot be locked, once any of its tokens was evicted.
+    """
+
+    length: int
+    node: object | None
+
+
+class PrefixMatch(NamedTuple):
+    """What of a prompt can be reused.
+
+    Attributes:
+        length: tokens whose KV is there, and from which *every* layer group can go on.
+        cells: per layer group ``[length]``: the cell of each position, -1 where the group no longer
+            holds it; the last w - 1 positions of a window are always there. The arrays are the
+            caller's own. Only safe to use while ``handle`` is locked, or before the next ``evict``.
+        handle: to lock.
+        n_matched: tokens that are the same, whole pages. More than ``length`` where a window has
+            moved on: the difference is what windows cost.
+    """
+
+    length: int
+    cells: tuple[IntArray, ...]
+    handle: PrefixHandle
+    n_matched: int
+
+
+class Inserted(NamedTuple):
+    """What an index took in.
+
+    Attributes:
+        n_present: tokens that were there before.
+        handle: of all that is there now, to lock; its length is below the number of tokens where
+            the last of them fill no page.
+        adopted: per layer group, the cells that the index refers to from now on; the caller
+            retains them, once each.
+    """
+
+    n_present: int
+    handle: PrefixHandle
+    adopted: tuple[IntArray, ...]
+
+
+class Evicted(NamedTuple):
+    """What an index gave up.
+
+    Attributes:
+        n_tokens: how many tokens; at least what was asked.
+        cells: per layer group, the cells that the index no longer refers to; the caller releases
+            them, once each. A window holds fewer cells than tokens.
+    """
+
+    n_tokens: int
+    cells: tuple[IntArray, ...]
+
+
+class SizeInfo(NamedTuple):
+    """What an index holds.
+
+    Attributes:
+        evictable: tokens that ``evict`` could give up now.
+        protected: tokens on locked paths.
+        evictable_cells: per layer group, the cells of the evictable tokens.
+    """
+
+    evictable: int
+    protected: int
+    evictable_cells: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Tokens stored."""
+        return self.evictable + self.protected
+
+
+class PrefixIndex(Protocol):
+    """Token content to cells. Integers only; what each method promises is said in PathTree."""
+
+    windows: tuple[int | None, ...]
+    page_size: int
+
+    def match_prefix(self, tokens: Tokens) -> PrefixMatch:
+        """The longest stored prefix from which every layer group can go on."""
+        ...
+
+    def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
+        """The cells of the longest stored prefix; to look is not to use."""
+        ...
+
+    def lock_handle(self, handle: PrefixHandle) -> None:
+        """Protect a whole path from eviction."""
+        ...
+
+    def unlock_handle(self, handle: PrefixHandle) -> None:
+        """Take one lock back."""
+        ...
+
+    def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
+        """Store a history."""
+        ...
+
+    def evict(self, n_tokens: int) -> Evicted:
+        """Give up at least so many tokens, the least recently used first."""
+        ...
+
+    def demote(self, handle: PrefixHandle) -> None:
+        """Make what only this history needs the next to be evicted."""
+        ...
+
+    def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
+        """Give up what only this history needs, down to ``keep`` tokens."""
+        ...
+
+    def chains(self) -> list[IntArray]:
+        """Stretches of stored histories in which nothing branches off: their cells."""
+        ...
+
+    def relocate(self, moved: Relocation) -> None:
+        """Cells were copied elsewhere: refer to where they are now."""
+        ...
+
+    def size_info(self) -> SizeInfo:
+        """How much is stored, and how much of it could go."""
+        ...
+
+    def held_cells(self) -> tuple[IntArray, ...]:
+        """Per layer group, every cell that the index refers to."""
+        ...
+
+    def locked_cells(self) -> tuple[IntArray, ...]:
+        """Per layer group, those of them that must not be evicted."""
+        ...
+
+    def reset(self) -> tuple[IntArray, ...]:
+        """Forget everything; per layer group, the cells to release."""
+        ...
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        ...
