@@ -157,17 +157,17 @@ def tokens_of(agents: AgentManager, agent_id: str) -> tuple[int, ...]:
     return agents._agent(agent_id).tokens
 
 
-def residency_of(agents: AgentManager) -> Any:
-    """Whose KV is in the cache, once the engine has done all that it was asked for."""
+def engine_of(agents: AgentManager) -> Any:
+    """Return the engine, once it has done all that it was asked for."""
     host = agents.models.host("hash")
     assert host is not None
-    return host.service.run(lambda engine: engine.scheduler.residency).result()
+    return host.service.run(lambda engine: engine).result()
 
 
 def nothing_is_held(agents: AgentManager) -> None:
     """No cell is protected, no sequence is left: the index alone owns what is there."""
-    residency = residency_of(agents)
-    info, cache = residency.index.size_info(), residency.cache
+    engine = engine_of(agents)
+    info, cache = engine.index.size_info(), engine.cache
     assert info.protected == 0 and cache.seq_ids() == []
     assert cache.capacity - cache.n_free == info.evictable
 

@@ -17,11 +17,11 @@ from tests.agents.fakes import (
     FULL_PARAMS,
     GREEDY,
     PARAMS,
+    engine_of,
     make_host,
     manager,
     nothing_is_held,
     oracle,
-    residency_of,
     run,
     tokens_of,
     turn,
@@ -175,7 +175,7 @@ def test_a_restore_waits_for_cells_as_long_as_it_pays(tmp_path, monkeypatch, is_
         task = asyncio.ensure_future(turn(agents, "a", tokens=[3]))
         assert await asyncio.to_thread(asked.wait, 60)
         if not is_freed:  # its patience has an end: then it stands in the queue
-            while not task.done() and not host.engine.scheduler.waiting:
+            while not task.done() and not host.engine.stats().waiting:
                 await asyncio.sleep(0.01)
         may_go.set()
         async for _ in events:
@@ -223,7 +223,7 @@ def test_the_beginning_is_computed_while_the_end_is_loaded(tmp_path, params, ver
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6, params)
         nothing_is_held(agents)
         run(agents.delete("a"))
-        cache = residency_of(agents).cache
+        cache = engine_of(agents).cache
         assert cache.n_free == cache.capacity
 
 

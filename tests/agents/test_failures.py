@@ -87,7 +87,7 @@ def test_a_beginning_that_fails_while_the_rest_is_loaded_is_told_to_who_waits(wh
     if what == "the engine":
         monkeypatch.setattr(Residency, "make_room_for", raises)
     else:
-        monkeypatch.setattr("kvcellar.agents.race.held_rows", raises)
+        monkeypatch.setattr(host.engine, "hold", raises)
     try:
         front = Front(host, tokens)
         with pytest.raises((EngineFailedError, RuntimeError), match="a book is torn"):

@@ -70,13 +70,11 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
 
 def held_rows_of(agents: Any, model: str) -> Any:
     """The bytes of the agent's rows in the cache."""
-    from kvcellar.engine import held_rows
-
     host = agents.models.host(model)
     tokens = agents._agent("a").token_array()
 
     def read(engine: Any) -> Any:
-        held = held_rows(engine.scheduler.residency, tokens)
+        held = engine.hold(tokens)
         try:
             tables = [
                 t if g.window is None else t[len(t) - min(len(t), g.window - 1) :]

@@ -311,11 +311,10 @@ def test_whatever_agents_do_their_tokens_are_those_of_the_plain_loop(tmp_path):
             check(agents, await turn(agents, name, tokens=some))
         cache = agents.models.host("hash")
         if cache is not None:
-            residency = cache.engine.scheduler.residency
 
-            def verify(_: Any) -> None:
-                residency.index.check()
-                residency.cache.check([c.tolist() for c in residency.index.held_cells()])
+            def verify(engine: Any) -> None:
+                engine.index.check()
+                engine.cache.check([c.tolist() for c in engine.index.held_cells()])
 
             await asyncio.wrap_future(cache.service.run(verify))
 

@@ -14,9 +14,7 @@ from kvcellar.engine import (
     EngineConfig,
     EngineService,
     Request,
-    Restore,
     SamplingParams,
-    held_rows,
 )
 from kvcellar.models import load_model
 from kvcellar.types import runs_of
@@ -44,11 +42,11 @@ def crumble(engine: Engine) -> tuple[int, ...]:
         end = engine.generate(Request(prompt(i), GREEDY))
         said.append(np.array((*prompt(i), *end.token_ids)))
     for tokens in said[::2]:
-        engine.scheduler.residency.drop(tokens)
+        engine.drop(tokens)
     long = prompt(99, 90)
     end = engine.generate(Request(long, GREEDY))
     for tokens in said[1::2]:
-        engine.scheduler.residency.drop(tokens)
+        engine.drop(tokens)
     return (*long, *end.token_ids[:-1])
 
 
@@ -70,7 +68,7 @@ def test_a_history_in_crumbs_is_gathered_byte_for_byte(demo, index, kv_dtype):
         engine = engine_of(demo, session, index=index)
         long = crumble(engine)
         before, rows = n_runs(engine, long), rows_of(engine, long)
-        held = held_rows(engine.scheduler.residency, np.array(long))
+        held = engine.hold(np.array(long))
         while engine.tidy():
             pass
         assert n_runs(engine, long) < before
@@ -89,9 +87,9 @@ def test_what_comes_in_meanwhile_stands_on_what_was_moved(demo):
     with kv.make_seq_session("torch", kv.make_config(demo.params, 240)) as session:
         engine = engine_of(demo, session)
         long = crumble(engine)
-        residency, rows = engine.scheduler.residency, rows_of(engine, long)
-        residency.drop(np.array(long), keep=60)
-        restore = Restore.begin(residency, np.array(long), [None])
+        rows = rows_of(engine, long)
+        engine.drop(np.array(long), keep=60)
+        restore = engine.restore(np.array(long), [None])
         assert restore is not None and restore.first == 60
         before = n_runs(engine, long)
         engine.tidy()

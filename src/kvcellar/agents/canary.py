@@ -99,7 +99,7 @@ def _positions(
     stop: int,
 ) -> list[int]:
     """Positions to look at: the ends of blocks, evenly, and the last of all."""
-    size = restore.residency.cache.block_size
+    size = restore.block_size
     ends = [block.stop for block in blocks] if layout.full_groups else [stop]
     wanted = {max(restore.first, (end - 1) // size * size) for end in (*ends, stop)}
     if restore.first == 0:

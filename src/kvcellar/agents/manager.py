@@ -205,10 +205,9 @@ class AgentManager:
         tokens = agent.token_array()
 
         def count(engine: Engine) -> int:
-            residency = engine.scheduler.residency
-            n = residency.index.match_prefix(tokens).length
+            n = engine.match(tokens)
             if agent.is_waiting:  # to look is not to use
-                residency.demote(tokens)
+                engine.demote(tokens)
             return n
 
         return self._info(agent, await _in_engine(host, count))
@@ -883,7 +882,7 @@ class AgentManager:
         host = self._host_of(agent)
         if host is not None:
             tokens = agent.token_array()
-            await _in_engine(host, lambda engine: engine.scheduler.residency.demote(tokens))
+            await _in_engine(host, lambda engine: engine.demote(tokens))
         return agent.info()
 
     # Files -------------------------------------------------------------------------------------
@@ -1431,7 +1430,7 @@ class AgentManager:
         shared = [common_prefix(tokens, o.expected or o.tokens) for o in others]
         keep = max(keep, *shared) if shared else keep
         with contextlib.suppress(EngineClosedError):
-            await _in_engine(host, lambda engine: engine.scheduler.residency.drop(array, keep))
+            await _in_engine(host, lambda engine: engine.drop(array, keep))
 
     def _leave_model(self, host: ModelHost) -> None:
         """A model goes: wait until what its agents have said is on disk."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvcellar.agents.costs import Costs
 from kvcellar.agents.models import ModelHost
-from kvcellar.engine import FinishEvent, Held, Request, SamplingParams, held_rows
+from kvcellar.engine import FinishEvent, HeldPrefix, Request, SamplingParams
 from kvcellar.errors import EngineClosedError
 from kvcellar.store import Loaded, Match, Store
 from kvcellar.types import IntArray
@@ -25,7 +25,7 @@ class Front:
     def __init__(self, host: ModelHost, tokens: IntArray) -> None:
         self._host = host
         self._is_over = threading.Event()
-        self._held: Held | None = None
+        self._held: HeldPrefix | None = None
         self._error: Exception | None = None
 
         def on_finish(_: FinishEvent) -> None:
@@ -33,7 +33,7 @@ class Front:
             self._error = host.engine.failure
             try:
                 if self._error is None:
-                    self._held = held_rows(host.engine.scheduler.residency, tokens)
+                    self._held = host.engine.hold(tokens)
             except Exception as error:  # who waits has to hear of it
                 self._error = error
             finally:
@@ -42,7 +42,7 @@ class Front:
         request = Request(tuple(tokens.tolist()), SamplingParams(max_tokens=1, ignore_eos=True))
         self._request_id = host.service.submit_quietly(request, on_finish).result()
 
-    def wait(self, is_cancelled: Callable[[], bool]) -> Held:
+    def wait(self, is_cancelled: Callable[[], bool]) -> HeldPrefix:
         """What was computed, protected; whoever calls has it from then on.
 
         Raises:

@@ -26,10 +26,9 @@ from kvcellar.agents.race import Ahead, Front
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import (
     Engine,
-    Held,
+    HeldPrefix,
     Restore,
     RowCache,
-    held_rows,
 )
 from kvcellar.errors import EngineClosedError
 from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
@@ -78,7 +77,7 @@ class BroughtBack:
     is_exact: bool = True
     n_verified: int | None = None
     trouble: str = ""
-    _held: Held | None = None
+    _held: HeldPrefix | None = None
 
     def release(self, host: ModelHost) -> Future[None] | None:
         """Let it be evicted again; a request that runs on it protects it by itself."""
@@ -142,7 +141,7 @@ class _Job:
 
     def run(self) -> BroughtBack:
         started = time.perf_counter()
-        held = self._call(lambda engine: held_rows(engine.scheduler.residency, self.tokens))
+        held = self._call(lambda engine: engine.hold(self.tokens))
         result = BroughtBack(held.n_tokens, n_known=held.n_tokens, _held=held)
         if held.n_tokens + MIN_GAIN > len(self.tokens):
             return result
@@ -156,7 +155,7 @@ class _Job:
             result.load_s = time.perf_counter() - started
         return result
 
-    def _fill(self, held: Held, result: BroughtBack) -> None:
+    def _fill(self, held: HeldPrefix, result: BroughtBack) -> None:
         """Load what is worth it."""
         match = self.store.match(self.host.key, self.tokens)
         limit = match.n_tokens
@@ -248,8 +247,7 @@ class _Job:
         """
 
         def begin(engine: Engine) -> tuple[Restore | None, bool]:
-            residency = engine.scheduler.residency
-            return Restore.begin(residency, tokens, windows, first), bool(engine.scheduler.running)
+            return engine.restore(tokens, windows, first), engine.is_running
 
         deadline = time.perf_counter() + patience_s
         while True:
@@ -380,9 +378,8 @@ def save_history(
     Raises:
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
     """
-    residency = engine.scheduler.residency
     n_trusted = len(tokens) if engine.failure is None else 0  # its cells may hold anything
-    held = held_rows(residency, tokens[:n_trusted])
+    held = engine.hold(tokens[:n_trusted])
     try:
         source: CellRows | None = None
         n_computed = held.n_tokens
@@ -393,8 +390,8 @@ def save_history(
                 return None
             if is_less or n_computed - n_stored < min_new:
                 n_computed = n_stored
-        if n_computed == held.n_tokens and isinstance(residency.cache, RowCache):
-            source = CellRows(residency.cache, key.layout, held)
+        if n_computed == held.n_tokens and isinstance(engine.cache, RowCache):
+            source = CellRows(engine.cache, key.layout, held)
         return store.save(
             name,
             key,

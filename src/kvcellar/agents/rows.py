@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.engine import Held, Restore, RowCache
+from kvcellar.engine import HeldPrefix, Restore, RowCache
 from kvcellar.store import GroupRows, Layout, Loaded, Rows, Side, WindowRows, WindowState
 from kvcellar.types import IntArray
 
@@ -19,7 +19,7 @@ _NONE: IntArray = np.empty(0, dtype=np.int64)
 class CellRows:
     """The store's source of rows: what the cache holds of one history. Only between steps."""
 
-    def __init__(self, cache: RowCache, layout: Layout, held: Held) -> None:
+    def __init__(self, cache: RowCache, layout: Layout, held: HeldPrefix) -> None:
         """Of the cells that ``held`` protects; it must outlive this."""
         self._cache = cache
         self._layout = layout

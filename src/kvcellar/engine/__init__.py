@@ -4,12 +4,12 @@ Everything here is NumPy: a runner takes token ids and gives logits, whatever it
 """
 
 from kvcellar.engine.branches import Branch, BranchReport, branch
+from kvcellar.engine.cell_map import CellMap, CellState
 from kvcellar.engine.conversation import Conversation, encode_chat
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.generate import Finish, GeneratedToken, Generation, Usage, generate, last
 from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
-from kvcellar.engine.residency import Residency
-from kvcellar.engine.restore import Held, Restore, RowCache, held_rows
+from kvcellar.engine.restore import HeldPrefix, Restore, RowCache
 from kvcellar.engine.sampling import (
     DEFAULTABLE,
     Choice,
@@ -28,6 +28,8 @@ __all__ = [
     "DEFAULTABLE",
     "Branch",
     "BranchReport",
+    "CellMap",
+    "CellState",
     "Choice",
     "Conversation",
     "Detokenizer",
@@ -42,11 +44,10 @@ __all__ = [
     "GeneratedToken",
     "Generation",
     "Guide",
-    "Held",
+    "HeldPrefix",
     "OneSequence",
     "PromptEvent",
     "Request",
-    "Residency",
     "Restore",
     "RowCache",
     "SamplingParams",
@@ -59,7 +60,6 @@ __all__ = [
     "branch",
     "encode_chat",
     "generate",
-    "held_rows",
     "last",
     "sample",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,11 @@ import numpy as np
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.checks import flag, number, text, whole
 from kvcellar.engine.batch import BatchOutput, ScheduledBatch, Verdict
+from kvcellar.engine.cell_map import CellMap, map_cells
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.residency import Residency
+from kvcellar.engine.restore import HeldPrefix, Restore, hold
 from kvcellar.engine.sampling import SamplingState, sample, score
 from kvcellar.engine.scheduler import Limits, Scheduler
 from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator, verify
@@ -29,6 +31,7 @@ from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
 from kvcellar.errors import ConfigError, EngineFailedError, ModelError
 from kvcellar.models.runner import FeatureRunner, step_limit
 from kvcellar.prefix import PrefixIndex, make_index
+from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
@@ -275,6 +278,65 @@ class Engine:
         if self._teller is None:
             return self.runner.forward(batch.token_ids, positions, batch.rows), None
         return self._teller.forward_with_features(batch.token_ids, positions, batch.rows)
+
+    # What the cache holds, between steps -------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """True while a request runs, whose cells will be free or evictable at its end."""
+        return bool(self.scheduler.running)
+
+    @property
+    def n_available(self) -> int:
+        """Cells that are free, or would be after evicting all that may be evicted."""
+        return self.scheduler.residency.n_available
+
+    def match(self, tokens: IntArray) -> int:
+        """Return how many leading tokens of a history a request would find in the cache.
+
+        They count as used: they are evicted later than what nobody asked for.
+        """
+        return self.index.match_prefix(tokens).length
+
+    def hold(self, tokens: IntArray) -> HeldPrefix:
+        """Protect what the cache holds of the beginning of a history until it is released."""
+        return hold(self.scheduler.residency, tokens)
+
+    def demote(self, tokens: IntArray) -> None:
+        """Evict first, when cells are short, what only this history needs. Nothing goes now."""
+        self.scheduler.residency.demote(tokens)
+
+    def drop(self, tokens: IntArray, keep: int = 0) -> int:
+        """Free what only this history needs behind its first ``keep`` tokens.
+
+        What others share, and what a running request stands on, stays.
+
+        Returns:
+            The number of tokens that were dropped.
+        """
+        return self.scheduler.residency.drop(tokens, keep)
+
+    def restore(
+        self, tokens: IntArray, windows: Sequence[IntArray | None], first: int = 0
+    ) -> Restore | None:
+        """Claim cells for rows of a history that come from outside; None where there is no room.
+
+        Args:
+            tokens: ``[stop]``: all that is to be in the cache at the end.
+            windows: per layer group, the positions that come for it; None for full groups.
+            first: positions before it are computed meanwhile, if the cache does not hold them.
+        """
+        return Restore.begin(self.scheduler.residency, tokens, windows, first)
+
+    def cell_map(self, histories: Iterable[tuple[IntArray, int | None]]) -> CellMap:
+        """Return the state of every cell of the first layer group, and the cells of histories.
+
+        To look is not to use: nothing is evicted earlier or later for it.
+
+        Args:
+            histories: tokens, and the id of the request that runs for them or None.
+        """
+        return map_cells(self.scheduler, histories)
 
     def tidy(self) -> bool:
         """Copy some KV that lies in crumbs together, for a moment without requests. True: again.

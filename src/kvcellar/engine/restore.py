@@ -18,7 +18,7 @@ from kvcellar.models import Runner
 from kvcellar.prefix import PrefixHandle
 from kvcellar.types import IntArray
 
-__all__ = ["Held", "Restore", "RowCache", "held_rows"]
+__all__ = ["HeldPrefix", "Restore", "RowCache", "hold"]
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class RowCache(MovingCache, Protocol):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Held:
+class HeldPrefix:
     """What the cache holds of a history, protected until ``release``.
 
     Attributes:
@@ -64,12 +64,12 @@ class Held:
                 self._residency.index.unlock_handle(self._handle)
 
 
-def held_rows(residency: Residency, tokens: IntArray) -> Held:
+def hold(residency: Residency, tokens: IntArray) -> HeldPrefix:
     """Find what the cache holds of the beginning of a history, and protect it."""
     match = residency.index.match_prefix(tokens)
     if match.length:
         residency.index.lock_handle(match.handle)
-    return Held(match.length, match.cells, residency, match.handle)
+    return HeldPrefix(match.length, match.cells, residency, match.handle)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class Restore:
     tokens: IntArray
     first: int
     tables: tuple[IntArray, ...]
-    _held: Held
+    _held: HeldPrefix
     _seq_id: int
     _is_over: bool = field(default=False)
 
@@ -112,7 +112,7 @@ class Restore:
         if not isinstance(cache, RowCache):
             return None
         stop = len(tokens)
-        held = held_rows(residency, tokens)
+        held = hold(residency, tokens)
         first = max(first, held.n_tokens)
         wanted = []
         for positions in windows:
@@ -189,9 +189,14 @@ class Restore:
                     cache.seq_rm(seq_id)
                 residency.give_seq_id(seq_id)
 
+    @property
+    def block_size(self) -> int:
+        """Cells that the cache takes and shares together."""
+        return self.residency.cache.block_size
+
     def can_compute_again(self, position: int) -> bool:
         """Whether all that the token at a position attends to is here."""
-        if position % self.residency.cache.block_size:
+        if position % self.block_size:
             return False  # a block is shared whole
         groups = self.residency.cache.config.params.groups
         for group, table in zip(groups, self._here(), strict=True):
@@ -208,7 +213,7 @@ class Restore:
             table[:n] = np.where(table[:n] < 0, held[:n], table[:n])
         return here
 
-    def stand_on(self, held: Held) -> None:
+    def stand_on(self, held: HeldPrefix) -> None:
         """What comes before ``first`` was computed meanwhile, and is protected by ``held``."""
         self._held.release()
         self._held = held
@@ -218,13 +223,13 @@ class Restore:
         """Whether all of what comes before ``first`` is there."""
         return self._held.n_tokens >= self.first
 
-    def publish(self, n_tokens: int) -> Held:
+    def publish(self, n_tokens: int) -> HeldPrefix:
         """Let requests reuse the first ``n_tokens``; the rest is given up."""
         index, cache = self.residency.index, self.residency.cache
         n = max(n_tokens, self.first)
         inserted = index.insert_prefix(self.tokens[:n], [table[:n] for table in self.tables])
         cache.retain_cells(inserted.adopted)
-        held = held_rows(self.residency, self.tokens[:n])
+        held = hold(self.residency, self.tokens[:n])
         self.give_up()
         return held
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcellar.agents import ModelHost
-from kvcellar.engine import Engine, Held, held_rows
+from kvcellar.engine import Engine, HeldPrefix
 from kvcellar.errors import EngineClosedError
 
 __all__ = ["Pins"]
@@ -29,7 +29,7 @@ SHARE = 0.5
 class _Pin:
     host: ModelHost
     tokens: tuple[int, ...]
-    held: Held
+    held: HeldPrefix
     ends_s: float
 
 
@@ -53,7 +53,7 @@ class Pins:
         ends_s = self._clock() + ttl_s
 
         def lock(engine: Engine) -> int:
-            held = held_rows(engine.scheduler.residency, array)
+            held = engine.hold(array)
             limit = int(engine.cache.capacity * SHARE)
             if not held.n_tokens or held.n_tokens > limit:
                 held.release()
@@ -94,7 +94,7 @@ class Pins:
                 return
 
         def give(engine: Engine) -> None:
-            while engine.scheduler.residency.n_available < n_cells:
+            while engine.n_available < n_cells:
                 with self._lock:
                     ours = [pin for pin in self._pins if pin.host is host]
                     if not ours:

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from kvcellar.agents import AgentInfo, ModelHost
-from kvcellar.engine import Engine, EngineStats
+from kvcellar.engine import CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
 from kvcellar.server.service import Service
 from kvcellar.types import IntArray
 
 __all__ = ["STATES", "agent_as_json", "take_snapshot"]
 
-STATES = ("free", "evictable", "locked", "running")
+STATES = tuple(state.name.lower() for state in CellState)
 """Nobody's; only the prefix index holds it; somebody wants it kept; a request stands on it now."""
 
 AROUND = 10
@@ -99,36 +99,16 @@ def _model(
 
 def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
     """Whose every cell of the first layer group is. In the engine's thread."""
-    capacity = engine.cache.capacity
-    scheduler = engine.scheduler
-    index = scheduler.residency.index
-    state = np.zeros(capacity, dtype=np.int64)
-    state[index.held_cells()[0]] = 1
-    state[index.locked_cells()[0]] = 2
-    running = {sequence.request_id: sequence for sequence in scheduler.running}
-    for sequence in running.values():
-        if sequence.seq_id >= 0 and sequence.n_computed:
-            state[_cells(engine.cache.seq_table(sequence.seq_id)[0])] = 3
-    tables = []
-    for _, tokens, request_id in owned:
-        sequence_of = running.get(request_id) if request_id is not None else None
-        if sequence_of is not None and sequence_of.n_computed:
-            tables.append(_cells(engine.cache.seq_table(sequence_of.seq_id)[0]))
-        else:
-            tables.append(_cells(index.peek_prefix(np.array(tokens, dtype=np.int64))[0]))
-    numbers, sets = _owner_sets(capacity, tables)
+    seen = engine.cell_map((np.array(tokens, dtype=np.int64), run) for _, tokens, run in owned)
+    numbers, sets = _owner_sets(len(seen.states), seen.tables)
     names = [name for name, *_ in owned]
     cells = {
-        "capacity": capacity,
-        "cell_runs": _runs(numbers, state),
+        "capacity": len(seen.states),
+        "cell_runs": _runs(numbers, seen.states),
         "owner_sets": [[names[i] for i in members] for members in sets],
-        "cached": {name: int(t.size) for name, t in zip(names, tables, strict=True) if t.size},
+        "cached": {name: int(t.size) for name, t in zip(names, seen.tables, strict=True) if t.size},
     }
     return cells, engine.stats()
-
-
-def _cells(table: IntArray) -> IntArray:
-    return table[table >= 0]
 
 
 def _owner_sets(capacity: int, tables: list[IntArray]) -> tuple[IntArray, list[tuple[int, ...]]]:
