@@ -27,11 +27,11 @@ from harness import run
 from restore import make_model
 
 import kvcellar as kv
+from kvcellar.backends.torch.eagle3.head import Eagle3Head
+from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.engine.speculate import Eagle3Drafter, NgramDrafter
 from kvcellar.models import LoadedModel, load_model
-from kvcellar.models.eagle3.head import Eagle3Head
-from kvcellar.models.eagle3.loading import load_eagle3
 
 TREE_NODES = 32
 """Guesses of a tree that is verified whole; published systems take 24 to 60."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcellar.backends.torch.eagle3.network import Eagle3Network
 from kvcellar.models.eagle3.config import read_eagle3_config
-from kvcellar.models.eagle3.network import Eagle3Network
 from tests.models.eagle3_heads import DenseHead, head_config, head_tensors
 from tests.models.players import text
 

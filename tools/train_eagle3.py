@@ -53,9 +53,9 @@ from train_demo_model import (
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvcellar as kv
+from kvcellar.backends.torch.eagle3.network import Eagle3Network
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.eagle3.config import Eagle3Config, default_feature_layers
-from kvcellar.models.eagle3.network import Eagle3Network
 
 DEFAULT_OUT = MODEL_FOLDER.parent / "demo_eagle3"
 MAX_FOLDER_BYTES = 6_000_000

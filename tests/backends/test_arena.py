@@ -12,7 +12,7 @@ from torch import nn
 
 from kvcellar import kernel as kernels
 from kvcellar.backends.torch import memory
-from kvcellar.backends.torch.linears import KernelLinear
+from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.memory import LARGE_PAGE, LINE, Arena
 from kvcellar.backends.torch.pools import make_rows
 from kvcellar.kv_dtype import parse_kv_dtype

@@ -12,14 +12,14 @@ import torch
 
 import kvcellar as kv
 from kvcellar import kernel as kernels
-from kvcellar.backends.torch.eagle3 import MOST_TOKENS
-from kvcellar.backends.torch.linears import pack
+from kvcellar.backends.torch.eagle3.head import Eagle3Head
+from kvcellar.backends.torch.eagle3.kernel import MOST_TOKENS
+from kvcellar.backends.torch.eagle3.loading import load_eagle3
+from kvcellar.backends.torch.eagle3.network import Eagle3Network
+from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.errors import StepError
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.config import read_eagle3_config
-from kvcellar.models.eagle3.head import Eagle3Head
-from kvcellar.models.eagle3.loading import load_eagle3
-from kvcellar.models.eagle3.network import Eagle3Network
 from kvcellar.models.weights import SHARED
 from tests.models.eagle3_heads import head_config, head_tensors
 from tests.models.players import text

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvcellar import kernel as kernels
-from kvcellar.backends.torch import layers
-from kvcellar.backends.torch.layers import KernelNorm, join
+from kvcellar.backends.torch.fast import layers
+from kvcellar.backends.torch.fast.layers import KernelNorm, join
 
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
 LEVELS = kernels.levels() if kernels.is_available() else []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvcellar import kernel as kernels
-from kvcellar.backends.torch import linears
-from kvcellar.backends.torch.linears import Expanded, KernelLinear, codes_well, pack
+from kvcellar.backends.torch.fast import linears
+from kvcellar.backends.torch.fast.linears import Expanded, KernelLinear, codes_well, pack
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, packed_bytes
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import kvcellar as kv
+from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.errors import ConfigError, ModelError, StepError
 from kvcellar.models.eagle3.config import default_feature_layers
-from kvcellar.models.eagle3.loading import load_eagle3
 from tests.models.eagle3_heads import DenseHead, head_config, head_tensors, write_head
 from tests.models.players import text
 

@@ -10,10 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcellar as kv
 from kvcellar import kernel as kernels
-from kvcellar.backends.torch import layers
-from kvcellar.backends.torch.decoder import KernelDecoder, Rotations
-from kvcellar.backends.torch.layers import KernelLayer
-from kvcellar.backends.torch.linears import KernelLinear
+from kvcellar.backends.torch.fast import layers
+from kvcellar.backends.torch.fast.decoder import KernelDecoder, Rotations
+from kvcellar.backends.torch.fast.layers import KernelLayer
+from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.errors import PositionError
 from kvcellar.models import load_model
 from tests.models.players import MAKE_SESSION, Player, text

@@ -566,9 +566,9 @@ def test_importing_the_package_needs_no_tensor_library():
 
 
 def test_without_torch_the_error_says_what_to_install(folder, monkeypatch):
-    for name in ("torch_loading", "torch_attention", "torch_runner"):
-        monkeypatch.delitem(sys.modules, f"kvcellar.models.{name}", raising=False)
-    monkeypatch.delattr("kvcellar.models.torch_loading", raising=False)
+    for name in ("loading", "model_attention", "runner"):
+        monkeypatch.delitem(sys.modules, f"kvcellar.backends.torch.{name}", raising=False)
+    monkeypatch.delattr("kvcellar.backends.torch.loading", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(BackendError, match=r"package 'transformers'.*kvcellar\[torch\]"):
         load_model(folder)

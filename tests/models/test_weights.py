@@ -13,11 +13,11 @@ import transformers
 
 import kvcellar as kv
 from kvcellar import kernel as kernels
-from kvcellar.backends.torch.decoder import KernelDecoder
-from kvcellar.backends.torch.layers import KernelEmbedding
+from kvcellar.backends.torch.eagle3.loading import load_eagle3
+from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.fast.layers import KernelEmbedding
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models import load_model
-from kvcellar.models.eagle3.loading import load_eagle3
 from kvcellar.models.sizing import size_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 

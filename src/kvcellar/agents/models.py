@@ -319,7 +319,7 @@ def _make_drafter(
         return NgramDrafter() if config.budget is None else NgramDrafter(max_tokens=config.capacity)
     path = head_of(name)
     if path is not None:
-        from kvcellar.models.eagle3.loading import load_eagle3
+        from kvcellar.backends.torch.eagle3.loading import load_eagle3
 
         head = load_eagle3(path or None, target)
         own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)

@@ -5,6 +5,7 @@ A loaded model holds no session state. Any number of sessions can be bound to it
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import warnings
@@ -149,9 +150,11 @@ class LoadedModel:
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """A runner of this backend; session and model were found to fit."""
-        from kvcellar.models.torch_runner import TorchRunner
-
-        return TorchRunner(self._model, self.params, self.vocab_size, session, feature_layers)
+        runner = importlib.import_module("kvcellar.backends.torch.runner")
+        made: Runner = runner.TorchRunner(
+            self._model, self.params, self.vocab_size, session, feature_layers
+        )
+        return made
 
     @property
     def size_bytes(self) -> int:
@@ -194,9 +197,7 @@ class LoadedModel:
 
         Weights may be mapped from their files. Whoever measures a process wants them to count.
         """
-        from kvcellar.models.torch_loading import touch_weights
-
-        return touch_weights(self._model)
+        return int(_torch_loading().touch_weights(self._model))
 
     def render_chat(
         self,
@@ -430,7 +431,7 @@ def _torch_loading() -> Any:
         BackendError: one of them is not installed.
     """
     try:
-        from kvcellar.models import torch_loading
+        return importlib.import_module("kvcellar.backends.torch.loading")
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("kvcellar"):
             raise
@@ -438,7 +439,6 @@ def _torch_loading() -> Any:
             f"loading a model needs the package {error.name!r}; install it with: "
             f"pip install 'kvcellar[torch]'"
         ) from error
-    return torch_loading
 
 
 def accelerator_bytes(device: str | None) -> int | None:
@@ -446,10 +446,11 @@ def accelerator_bytes(device: str | None) -> int | None:
     if device in (None, "cpu"):
         return None
     try:
-        from kvcellar.models.torch_loading import device_bytes
+        loading = importlib.import_module("kvcellar.backends.torch.loading")
     except ModuleNotFoundError:
         return None
-    return device_bytes(str(device))
+    found: int | None = loading.device_bytes(str(device))
+    return found
 
 
 def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:

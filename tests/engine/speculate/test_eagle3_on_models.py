@@ -11,12 +11,12 @@ import torch
 import kvcellar as kv
 from kvcellar import kernel as kernels
 from kvcellar.agents import open_host
+from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.finding import DEMO_HEAD_FOLDER, size_eagle3
-from kvcellar.models.eagle3.loading import load_eagle3
 from tests.models.eagle3_heads import head_config, head_tensors, write_head
 from tests.models.tiny_checkpoints import make_checkpoint
 

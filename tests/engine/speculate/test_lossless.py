@@ -20,10 +20,10 @@ import torch
 
 import kvcellar as kv
 from kvcellar.backends.reference import ReferenceContiguousCache, ReferenceTreeCache
+from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.engine import Engine, EngineConfig, SamplingParams, generate, last
 from kvcellar.engine.speculate import DraftModel, Eagle3Drafter, NgramDrafter
 from kvcellar.models import LoadedModel, load_model
-from kvcellar.models.eagle3.loading import load_eagle3
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import (
     FULL_PARAMS,

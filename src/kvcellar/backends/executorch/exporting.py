@@ -19,13 +19,13 @@ from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX
 from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
+from kvcellar.backends.torch.runner import inputs_of, modules_given
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import LoadedModel, load_model
 from kvcellar.models.eagle3.config import default_feature_layers
 from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
 from kvcellar.models.loading import check_feature_layers
-from kvcellar.models.torch_runner import inputs_of, modules_given
 
 DTYPES = ("float32", "float16", "bfloat16")
 OP = "update_and_attend"

@@ -7,8 +7,9 @@ from kvcellar.backends.torch.caches import (
     TorchSeqCache,
     TorchTreeCache,
 )
-from kvcellar.backends.torch.eagle3 import make_eagle3_kernel
-from kvcellar.backends.torch.linears import codes_weights, hold_weights, reads_weights
+from kvcellar.backends.torch.eagle3.kernel import make_eagle3_kernel
+from kvcellar.backends.torch.fast.hold import hold_weights
+from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.registry import CacheBuilderRegistry
 
 __all__ = [

@@ -19,7 +19,7 @@ from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_l
 from kvcellar.errors import CacheFullError
 
 if TYPE_CHECKING:
-    from kvcellar.models.eagle3.head import Eagle3Runner, Guesses
+    from kvcellar.backends.torch.eagle3.head import Eagle3Runner, Guesses
     from kvcellar.models.runner import FloatArray
 
 __all__ = ["Eagle3Drafter"]

@@ -9,6 +9,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kvcellar.backends.torch.eagle3.head import Eagle3Head
+from kvcellar.backends.torch.eagle3.network import Eagle3Network
+from kvcellar.backends.torch.loading import DTYPES
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.checkpoint import check_weights, few, read_config, read_json
 from kvcellar.models.eagle3.config import (
@@ -17,10 +20,7 @@ from kvcellar.models.eagle3.config import (
     read_eagle3_config,
 )
 from kvcellar.models.eagle3.finding import DEMO_HEAD_FOLDER, find_head
-from kvcellar.models.eagle3.head import Eagle3Head
-from kvcellar.models.eagle3.network import Eagle3Network
 from kvcellar.models.loading import DEMO_FOLDER, LoadedModel
-from kvcellar.models.torch_loading import DTYPES
 
 _EMBEDDING = "embed_tokens.weight"
 _TARGET_EMBEDDINGS = (

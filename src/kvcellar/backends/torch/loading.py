@@ -94,7 +94,7 @@ def load_weights(
         ModelError: weights that are missing, or not this architecture's.
     """
     # Imported here, inside of quiet(): it is what makes transformers import all that it can find.
-    from kvcellar.models.torch_attention import NAME
+    from kvcellar.backends.torch.model_attention import NAME
 
     classes: Any = transformers
     options: dict[str, Any] = {}

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
-from kvcellar.backends.torch.linears import pack
 from kvcellar.models.weights import can_pack
 
 if TYPE_CHECKING:
-    from kvcellar.models.eagle3.head import Eagle3Head
+    from kvcellar.backends.torch.eagle3.head import Eagle3Head
 
 MOST_TOKENS = 32
 """Of one level; torch's matrix products are faster for more."""

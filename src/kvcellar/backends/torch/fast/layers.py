@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar import kernel as kernels
-
-if TYPE_CHECKING:
-    from kvcellar.backends.torch.linears import KernelLinear
+from kvcellar.backends.torch.fast.linears import KernelLinear
 
 NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 """Classes of transformers that compute ``x / sqrt(mean(x^2) + eps) * weight``."""
@@ -34,7 +32,7 @@ LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLay
 }
 """That add to x what attention makes of its norm, and to that what the MLP makes of its."""
 
-MakeLinear = Callable[[nn.Linear], "KernelLinear"]
+MakeLinear = Callable[[nn.Linear], KernelLinear]
 
 
 class KernelNorm(nn.Module):
@@ -288,7 +286,7 @@ class KernelLayer(nn.Module):
 
 @functools.cache
 def _attention() -> Callable[..., tuple[Tensor, None]]:
-    from kvcellar.models.torch_attention import attention  # it imports all of transformers
+    from kvcellar.backends.torch.model_attention import attention  # it imports all of transformers
 
     return attention
 

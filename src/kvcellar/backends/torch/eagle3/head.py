@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcellar.backends.torch.eagle3.network import Eagle3Network
 from kvcellar.cache import Cache
 from kvcellar.models.eagle3.config import MOST_HELD_TWICE, Eagle3Config
-from kvcellar.models.eagle3.network import Eagle3Network
 from kvcellar.models.runner import FloatArray
 from kvcellar.op import eager_update_and_attend
 from kvcellar.registry import CacheSession, load_backend, use_cache

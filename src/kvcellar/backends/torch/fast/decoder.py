@@ -8,7 +8,7 @@ with 8-bit weights it was 1.7 ms of 27.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, KernelNorm
+from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
-from kvcellar.backends.torch.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.types import IntArray
-
-if TYPE_CHECKING:
-    from kvcellar.backends.torch.linears import KernelLinear
 
 MODELS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}) | {
     "Qwen3ForCausalLM"

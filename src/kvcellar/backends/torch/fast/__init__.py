@@ -1,0 +1,1 @@
+"""Models of transformers whose layers are computed by the CPU kernel."""
