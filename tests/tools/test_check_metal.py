@@ -5,25 +5,21 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tools.scripts import TOOLS, load_script
+
 if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("needs mlx-lm: pip install 'kvcellar[mlx]'", allow_module_level=True)
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "tools" / "check_metal.py"
+SCRIPT = TOOLS / "check_metal.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("check_metal", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("check_metal")
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +49,7 @@ def test_a_check_that_fails_is_a_verdict(script: Any, monkeypatch: Any, capsys: 
 
 
 def test_every_check_is_documented(script: Any) -> None:
-    text = (ROOT / "docs" / "metal.md").read_text()
+    text = (TOOLS.parent / "docs" / "metal.md").read_text()
     for name in script.CHECKS:
         assert f"`{name}`" in text
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
-import pytest
 import torch
 
 from kvcellar.backends.torch.eagle3.network import Eagle3Network
 from kvcellar.models.eagle3.config import read_eagle3_config
 from tests.models.eagle3_heads import DenseHead, head_config, head_tensors
 from tests.models.players import text
+from tests.tools.scripts import load_script
 
-TOOLS = Path(__file__).parents[1] / "tools"
 
-
-def test_unrolled_passes_are_guesses_behind_true_pairs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(TOOLS))
-    training = importlib.import_module("train_eagle3")
+def test_unrolled_passes_are_guesses_behind_true_pairs():
+    training = load_script("train_eagle3")
     config = head_config()
     tensors = head_tensors(config)
     embedding = torch.randn(272, 64, generator=torch.Generator().manual_seed(3))
@@ -38,9 +34,8 @@ def test_unrolled_passes_are_guesses_behind_true_pairs(monkeypatch: pytest.Monke
                 torch.testing.assert_close(said[place], want, atol=1e-5, rtol=1e-3)
 
 
-def test_a_head_begins_with_what_its_model_knows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(TOOLS))
-    training = importlib.import_module("train_eagle3")
+def test_a_head_begins_with_what_its_model_knows():
+    training = load_script("train_eagle3")
     import transformers
 
     from tests.models.tiny_checkpoints import FAMILIES

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.live import serving
-
-SCRIPT = Path(__file__).parent.parent / "tools" / "run_clients.py"
+from tests.tools.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("run_clients", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["run_clients"] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["run_clients"]
+    return load_script("run_clients")
 
 
 def line(status: int = 200, **facts: int) -> dict[str, Any]:
