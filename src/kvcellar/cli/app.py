@@ -23,7 +23,8 @@ from kvcellar.cli import (
     serve,
     store,
 )
-from kvcellar.cli.terminal import examples, print_error
+from kvcellar.cli.commands import examples
+from kvcellar.cli.terminal import print_error
 from kvcellar.errors import KVCellarError
 
 EXIT_ERROR = 2

@@ -14,7 +14,8 @@ import typer
 
 from kvcellar.budget import format_size
 from kvcellar.cli import options
-from kvcellar.cli.terminal import examples, help_of, print_note, progress_bar, write
+from kvcellar.cli.commands import add_command
+from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.engine.quality import CANDIDATES, measure_kv_quality, measure_weights_quality
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
@@ -53,24 +54,22 @@ STYLES = {"good": "green", "fair": "yellow", "bad": "red"}
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="Measure a model on this machine.", no_args_is_help=True)
-    group.command(
-        name="kv-quality",
-        help=help_of(kv_quality),
-        epilog=examples(
-            "kvcellar bench kv-quality",
-            "kvcellar bench kv-quality ~/models/Qwen3-0.6B --text novel.txt",
-            "kvcellar bench kv-quality --kv-dtype int8 --kv-dtype k8v4 --json",
-        ),
-    )(kv_quality)
-    group.command(
-        name="weights-quality",
-        help=help_of(weights_quality),
-        epilog=examples(
-            "kvcellar bench weights-quality ~/models/Qwen3-0.6B",
-            "kvcellar bench weights-quality ~/models/Qwen3-0.6B --text novel.txt",
-            "kvcellar bench weights-quality --weights int4 --tokens 2048 --json",
-        ),
-    )(weights_quality)
+    add_command(
+        group,
+        "kv-quality",
+        kv_quality,
+        "kvcellar bench kv-quality",
+        "kvcellar bench kv-quality ~/models/Qwen3-0.6B --text novel.txt",
+        "kvcellar bench kv-quality --kv-dtype int8 --kv-dtype k8v4 --json",
+    )
+    add_command(
+        group,
+        "weights-quality",
+        weights_quality,
+        "kvcellar bench weights-quality ~/models/Qwen3-0.6B",
+        "kvcellar bench weights-quality ~/models/Qwen3-0.6B --text novel.txt",
+        "kvcellar bench weights-quality --weights int4 --tokens 2048 --json",
+    )
     app.add_typer(group, name="bench")
 
 

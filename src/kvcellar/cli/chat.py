@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.commands import add_command
 from kvcellar.cli.generate import as_object, show_end
-from kvcellar.cli.session import bound_model
-from kvcellar.cli.terminal import examples, help_of, print_error, print_note, progress_bar, write
+from kvcellar.cli.groups import CacheOptions, ChatSampling
+from kvcellar.cli.session import Bound, bound_model
+from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
 from kvcellar.engine import Conversation, Generation, SamplingParams
 from kvcellar.errors import PromptError
 
@@ -27,71 +29,34 @@ Ctrl-C ends an answer early; at the prompt it leaves."""
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        name="chat",
-        help=help_of(chat_command),
-        epilog=examples(
-            "kvcellar chat",
-            "kvcellar chat ~/models/Qwen3-0.6B --system 'Answer in one sentence.'",
-            "printf 'Hello!\\nThanks!\\n' | kvcellar chat --seed 1",
-        ),
-    )(chat_command)
+    add_command(
+        app,
+        "chat",
+        chat_command,
+        "kvcellar chat",
+        "kvcellar chat ~/models/Qwen3-0.6B --system 'Answer in one sentence.'",
+        "printf 'Hello!\\nThanks!\\n' | kvcellar chat --seed 1",
+    )
 
 
 def chat_command(
     model: options.Model = "demo",
+    *,
     system: options.System = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per answer, each on a line.")
     ] = False,
-    max_tokens: options.MaxTokens = 1024,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    sampling: ChatSampling,
     cache: options.Cache = "contiguous",
-    capacity: options.Capacity = None,
-    memory: options.Memory = None,
-    kv_dtype: options.KvDtype = None,
-    backend: options.Backend = "torch",
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    device: options.Device = None,
-    chat_template: options.ChatTemplate = None,
+    loading: CacheOptions,
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
 
     The model reads what its template makes of all that was said. Commands: /undo, /reset,
     /help, /quit. In a pipe every line is one message.
     """
-    params = options.sampling(
-        {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-        },
-        usual=options.USUAL_IN_CHAT,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
-    )
-    with bound_model(
-        model,
-        kind=cache,
-        backend=backend,
-        capacity=capacity,
-        memory=memory,
-        kv_dtype=kv_dtype,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        chat_template=options.read_template(chat_template),
-    ) as bound:
+    params = sampling.params()
+    with bound_model(model, kind=cache, memory=loading.memory, **loading.loading()) as bound:
         conversation = Conversation(
             bound.runner,
             bound.cache,
@@ -102,12 +67,7 @@ def chat_command(
         params = params.for_model(bound.model.sampling)
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if is_interactive:
-            print_note(
-                f"{bound.model.name}, {bound.model.weights or bound.model.dtype} on {backend}; "
-                f"{cache} cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
-                f"{bound.cache.config.kv_dtype}; temperature {params.temperature:g}, top_p "
-                f"{params.top_p:g}; /help"
-            )
+            _greet(bound, cache, loading.backend, params)
         for line in _typed_lines() if is_interactive else _piped_lines():
             if line.startswith("/"):
                 if line.split()[0] in ("/quit", "/exit"):
@@ -115,6 +75,16 @@ def chat_command(
                 _command(conversation, line.split()[0])
             elif line:
                 _turn(conversation, line, params, as_json, is_interactive)
+
+
+def _greet(bound: Bound, kind: str, backend: str, params: SamplingParams) -> None:
+    """Say with what and how one talks."""
+    print_note(
+        f"{bound.model.name}, {bound.model.weights or bound.model.dtype} on {backend}; {kind} "
+        f"cache of {bound.cache.capacity} tokens ({bound.capacity.why}) in "
+        f"{bound.cache.config.kv_dtype}; temperature {params.temperature:g}, top_p "
+        f"{params.top_p:g}; /help"
+    )
 
 
 def _typed_lines() -> Iterator[str]:

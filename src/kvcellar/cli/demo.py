@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.commands import add_command
 from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.terminal import examples, help_of, progress_bar, write
+from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.engine import BranchReport, SamplingParams, branch
 from kvcellar.engine.branches import bytes_per_cell
 
@@ -39,15 +40,14 @@ def'''
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        name="demo",
-        help=help_of(demo_command),
-        epilog=examples(
-            "kvcellar demo",
-            "kvcellar demo --branches 8 --max-tokens 32 --seed 7",
-            "kvcellar demo --json | jq .memory",
-        ),
-    )(demo_command)
+    add_command(
+        app,
+        "demo",
+        demo_command,
+        "kvcellar demo",
+        "kvcellar demo --branches 8 --max-tokens 32 --seed 7",
+        "kvcellar demo --json | jq .memory",
+    )
 
 
 def demo_command(

@@ -12,7 +12,8 @@ import typer
 
 from kvcellar.budget import format_size
 from kvcellar.cli import options
-from kvcellar.cli.terminal import examples, help_of, progress_bar, write
+from kvcellar.cli.commands import add_command
+from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.registry import load_backend
 
@@ -25,15 +26,14 @@ N_SHOWN = 8
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        name="export",
-        help=help_of(export_command),
-        epilog=examples(
-            "kvcellar export demo -o demo.pte",
-            "kvcellar export ~/models/Qwen3-0.6B -o qwen.pte --quantize 8da4w",
-            "kvcellar generate qwen.pte --backend executorch --chat --prompt 'Hello'",
-        ),
-    )(export_command)
+    add_command(
+        app,
+        "export",
+        export_command,
+        "kvcellar export demo -o demo.pte",
+        "kvcellar export ~/models/Qwen3-0.6B -o qwen.pte --quantize 8da4w",
+        "kvcellar generate qwen.pte --backend executorch --chat --prompt 'Hello'",
+    )
 
 
 def export_command(

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.cli import options
+from kvcellar.cli.commands import add_command
+from kvcellar.cli.groups import CacheOptions, SamplingOptions
 from kvcellar.cli.session import Bound, bound_model
-from kvcellar.cli.terminal import examples, help_of, print_note, print_warning, progress_bar, write
+from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
 from kvcellar.engine import DEFAULTABLE, Generation, SamplingParams, encode_chat, generate
 from kvcellar.errors import ConfigError
 from kvcellar.models.loading import DEMO
@@ -20,16 +22,15 @@ from kvcellar.valid import valid_text
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        name="generate",
-        help=help_of(generate_command),
-        epilog=examples(
-            "kvcellar generate --prompt 'import os' --max-tokens 64",
-            "kvcellar generate ~/models/Qwen3-0.6B --prompt 'Why is the sky blue?'",
-            "cat notes.txt | kvcellar generate --prompt - --temperature 0.7 --seed 1",
-            "kvcellar generate --prompt 'def ' --cache seq --json | jq .usage",
-        ),
-    )(generate_command)
+    add_command(
+        app,
+        "generate",
+        generate_command,
+        "kvcellar generate --prompt 'import os' --max-tokens 64",
+        "kvcellar generate ~/models/Qwen3-0.6B --prompt 'Why is the sky blue?'",
+        "cat notes.txt | kvcellar generate --prompt - --temperature 0.7 --seed 1",
+        "kvcellar generate --prompt 'def ' --cache seq --json | jq .usage",
+    )
 
 
 def generate_command(
@@ -52,65 +53,28 @@ def generate_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
     ] = False,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    sampling: SamplingOptions,
     cache: options.Cache = "contiguous",
-    capacity: options.Capacity = None,
-    memory: options.Memory = None,
-    kv_dtype: options.KvDtype = None,
-    backend: options.Backend = "torch",
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    device: options.Device = None,
-    chat_template: options.ChatTemplate = None,
+    loading: CacheOptions,
 ) -> None:
     """Continue a text.
 
     The text streams to stdout as it comes. With --json one object is printed instead: text,
     token_ids, finish_reason (stop or length), finish_detail, usage, and sampling as it was done.
     """
-    params = options.sampling(
-        {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-        },
-        seed=seed,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
-    )
     if system is not None and chat is False:
         raise ConfigError("a system message needs a chat template; leave --raw out")
-    if chat_template is not None and chat is False:
+    if loading.chat_template is not None and chat is False:
         raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
+    params = sampling.params()
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with bound_model(
-        model,
-        kind=cache,
-        backend=backend,
-        capacity=capacity,
-        memory=memory,
-        kv_dtype=kv_dtype,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        chat_template=options.read_template(chat_template),
-    ) as bound:
+    with bound_model(model, kind=cache, memory=loading.memory, **loading.loading()) as bound:
         params = params.for_model(bound.model.sampling)
-        is_chat = chat
-        if is_chat is None:
+        if chat is None:
             has_template = bool(getattr(bound.model.tokenizer, "chat_template", None))
-            is_asked = system is not None or chat_template is not None
-            is_chat = is_asked or (has_template and model != DEMO)
-        result = _run(bound, _encode(bound, text, is_chat, system), params, is_quiet=as_json)
+            is_asked = system is not None or loading.chat_template is not None
+            chat = is_asked or (has_template and model != DEMO)
+        result = _run(bound, _encode(bound, text, chat, system), params, is_quiet=as_json)
     if as_json:
         write(json.dumps(as_object(result, params), ensure_ascii=False) + "\n")
 

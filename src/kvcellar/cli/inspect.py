@@ -13,8 +13,9 @@ from kvcellar import kernel as kernels
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
+from kvcellar.cli.commands import add_command
 from kvcellar.cli.session import too_small
-from kvcellar.cli.terminal import examples, help_of, print_warning, progress_bar, write
+from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, spec_from_file
@@ -27,16 +28,15 @@ SHOWN = ("float32", "bfloat16", "int8", "k8v4", "int4")
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        name="inspect",
-        help=help_of(inspect_command),
-        epilog=examples(
-            "kvcellar inspect demo --memory 2GB",
-            "kvcellar inspect ~/models/gemma-3-12b-it/config.json --memory 36GB --context 32768",
-            "kvcellar inspect ~/models/Qwen3-0.6B --memory 8GiB --agents 8 --kv-dtype int8",
-            "kvcellar inspect --spec mine.json --memory 24GB --json | jq .kv_dtypes",
-        ),
-    )(inspect_command)
+    add_command(
+        app,
+        "inspect",
+        inspect_command,
+        "kvcellar inspect demo --memory 2GB",
+        "kvcellar inspect ~/models/gemma-3-12b-it/config.json --memory 36GB --context 32768",
+        "kvcellar inspect ~/models/Qwen3-0.6B --memory 8GiB --agents 8 --kv-dtype int8",
+        "kvcellar inspect --spec mine.json --memory 24GB --json | jq .kv_dtypes",
+    )
 
 
 def inspect_command(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
 
@@ -181,31 +179,6 @@ ChatTemplate = Annotated[
     ),
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")]
-
-
-USUAL_IN_CHAT: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95}
-"""Of a chat, where the model says nothing of how to sample."""
-
-
-def sampling(
-    given: Mapping[str, float | None],
-    usual: Mapping[str, float] | None = None,
-    **more: Any,
-) -> SamplingParams:
-    """Settings from options: what is None is the model's own default, or else the usual one.
-
-    Args:
-        given: options by the names of ``DEFAULTABLE``; those that a command does not have are left
-            out.
-        usual: what a command takes where the model says nothing.
-        more: other settings.
-
-    Raises:
-        ConfigError: a value that cannot work.
-    """
-    named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    unset = DEFAULTABLE - named.keys()
-    return SamplingParams(**{**(usual or {}), **named}, unset=frozenset(unset), **more)
 
 
 def read_template(file: Path | None) -> str | None:

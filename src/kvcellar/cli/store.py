@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.terminal import examples, help_of, print_warning, progress_bar, write
+from kvcellar.cli.commands import add_command, examples
+from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -44,20 +45,22 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(
         name="store", help="Look after the KV on disk: verify it, free room, count it."
     )
-    for name, command, shown in (
-        (
-            "stats",
-            stats_command,
-            ("kvcellar store stats", "kvcellar store stats --json | jq .cold"),
-        ),
-        ("verify", verify_command, ("kvcellar store verify",)),
-        (
-            "gc",
-            gc_command,
-            ("kvcellar store gc", "kvcellar store gc --limit 5G", "kvcellar store gc --grace 3600"),
-        ),
-    ):
-        group.command(name=name, help=help_of(command), epilog=examples(*shown))(command)
+    add_command(
+        group,
+        "stats",
+        stats_command,
+        "kvcellar store stats",
+        "kvcellar store stats --json | jq .cold",
+    )
+    add_command(group, "verify", verify_command, "kvcellar store verify")
+    add_command(
+        group,
+        "gc",
+        gc_command,
+        "kvcellar store gc",
+        "kvcellar store gc --limit 5G",
+        "kvcellar store gc --grace 3600",
+    )
     app.add_typer(
         group,
         epilog=examples("kvcellar store stats", "kvcellar store verify", "kvcellar store gc"),

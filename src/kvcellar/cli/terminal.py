@@ -8,7 +8,6 @@ imported when something is shown.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import warnings
@@ -19,17 +18,6 @@ ProgressFn = Callable[[float, str], None]
 
 LINES_S = 5.0
 """How often a pipe is told what is under way, in seconds."""
-
-
-def examples(*commands: str) -> str:
-    """The end of a command's help: one example per line."""
-    return "\n".join(["Examples:", *(f"  {command}" for command in commands)])
-
-
-def help_of(command: Callable[..., None]) -> str:
-    """A command's help: its docstring, each paragraph on one line for the terminal to break."""
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def print_error(message: str) -> None:

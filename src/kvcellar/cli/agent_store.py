@@ -1,0 +1,131 @@
+"""The agents of a store, opened for one command, and how an agent is shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcellar.cli import options
+from kvcellar.cli.hosting import Hosting
+from kvcellar.cli.terminal import print_warning, progress_bar, write
+
+if TYPE_CHECKING:
+    from kvcellar.agents import AgentInfo, AgentManager, Miss
+
+__all__ = [
+    "AgentId",
+    "ModelName",
+    "agent_object",
+    "full_path",
+    "miss_object",
+    "opened_agents",
+    "parent_of",
+    "show_agent",
+]
+
+
+AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="As `kvcellar generate` takes it. Default: the agent's own, else `demo`.",
+        rich_help_panel=options.LOADING,
+    ),
+]
+
+
+@contextmanager
+def opened_agents(
+    folder: Path | None,
+    loading: Mapping[str, Any] | None = None,
+    *,
+    memory: str | None = None,
+    agent_id: str | None = None,
+    verify: str = "checksum",
+) -> Iterator[AgentManager]:
+    """Open the agents of a store, which is made where there is none; models load when needed.
+
+    Args:
+        folder: of the store; None: the user's.
+        loading: how models are loaded, as ``open_host`` takes it.
+        memory: what the whole process may hold, as a text.
+        agent_id: whose type of K and V is taken where ``loading`` names none.
+        verify: as ``AgentManager`` takes it.
+    """
+    from kvcellar.agents import AgentManager, ModelRegistry
+    from kvcellar.store import Store, default_store
+
+    def kv_dtype_of(name: str) -> str | None:
+        mine = [i for i in agents.list() if (i.agent_id, i.model) == (agent_id, name)]
+        return mine[-1].kv_dtype if mine else None
+
+    hosting = Hosting.of(loading or {}, memory)
+    hosting.kv_dtype_of = kv_dtype_of
+    with Store((folder or default_store()).expanduser(), hosting.store) as store:
+        models = ModelRegistry(
+            lambda name: hosting.open(name, progress_bar(f"loading {name}")), **hosting.registry
+        )
+        try:
+            agents = AgentManager(store, models, verify=verify)
+            yield agents
+            models.close()
+            store.flush()
+        finally:
+            models.close()
+            for event in store.take_events():
+                print_warning(f"{event.subject}: {event.detail}")
+
+
+def full_path(model: str | None) -> str | None:
+    """Return a model's folder by its full path, so that an agent finds it again from wherever."""
+    if model is None or model == "demo":
+        return model
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def agent_object(info: AgentInfo) -> dict[str, Any]:
+    """Return an agent as ``--json`` prints it."""
+    value = asdict(info)
+    value["id"] = value.pop("agent_id")
+    value["miss"] = None if info.miss is None else miss_object(info.miss)
+    return value
+
+
+def parent_of(info: AgentInfo) -> str:
+    """Name the agent that one was forked from, and say if it is gone."""
+    return f"{info.parent} (deleted)" if info.is_parent_gone else str(info.parent)
+
+
+def miss_object(miss: Miss) -> dict[str, Any]:
+    """Return what a turn lost as ``--json`` prints it, with advice."""
+    return miss.as_json() | {"advice": miss.advice}
+
+
+def show_agent(info: AgentInfo, as_json: bool) -> None:
+    """Print one agent: one JSON object, or a line per fact."""
+    if as_json:
+        write(json.dumps(agent_object(info)) + "\n")
+        return
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.used_s))
+    lines = [
+        ("agent", info.agent_id),
+        ("state", info.state),
+        ("model", f"{info.model}, K and V in {info.kv_dtype}"),
+        ("history", f"{info.n_tokens} tokens, {info.n_turns} turns, {info.n_messages} messages"),
+        ("stored", f"{info.n_stored} tokens"),
+        ("used", used),
+    ]
+    if info.parent is not None:
+        lines.append(("forked from", f"{parent_of(info)} at token {info.parent_position}"))
+    for name, text in lines:
+        write(f"{name:<12}{text}\n")

@@ -1,0 +1,77 @@
+"""From a function to a command: its help, its examples, and options that come in groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+import typer
+
+__all__ = ["add_command", "examples"]
+
+
+def add_command(app: typer.Typer, name: str, command: Callable[..., None], *shown: str) -> None:
+    """Add a function as a command that takes one by one what the function takes in groups.
+
+    A parameter whose type is a dataclass is a group of options: each field is one, annotated as
+    typer wants it, and stands where the group does.
+
+    Args:
+        app: where it is added.
+        name: what is typed.
+        command: what is called; its docstring is the help.
+        shown: examples for the end of the help.
+
+    Raises:
+        ValueError: two of its options have the same name.
+    """
+    app.command(name=name, help=_help_of(command), epilog=examples(*shown))(_spelt_out(command))
+
+
+def examples(*commands: str) -> str:
+    """Write examples for the end of a command's help, one per line."""
+    return "\n".join(["Examples:", *(f"  {command}" for command in commands)])
+
+
+def _help_of(command: Callable[..., None]) -> str:
+    """Take a command's help from its docstring, a line per paragraph for the terminal to break."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def _spelt_out(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command so that its signature has the fields of its groups in their place."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    parameters = [
+        one
+        for parameter in inspect.signature(command).parameters.values()
+        for one in (
+            _parameters_of(groups[parameter.name])
+            if parameter.name in groups
+            else [_parameter(parameter.name, hints[parameter.name], parameter.default)]
+        )
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield a parameter for each field of a group."""
+    hints = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield _parameter(field.name, hints[field.name], default)
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)

@@ -1,0 +1,253 @@
+"""Options of ``kvcellar serve`` in groups, and the server's configuration that they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcellar.budget import parse_size
+from kvcellar.cli.terminal import print_warning
+from kvcellar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvcellar.agents import MemoryPlan
+    from kvcellar.server.config import ServerConfig
+
+__all__ = ["LimitOptions", "PlaceOptions", "TrustOptions", "server_config"]
+
+_TRUST = "Trust"
+_LIMITS = "Limits"
+_PARALLEL = 8
+_MIB = 1 << 20
+_BODY_SHARE = 64
+"""With --memory a body may have one part in so many of it: reading takes several times its size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions:
+    """Where the server listens."""
+
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(metavar="N", help="0: any that is free.")] = 8642
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can reach it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrustOptions:
+    """Who may use the server, and what it may tell and be told."""
+
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="KVCELLAR_API_KEY",
+            help="What clients must bring as a bearer token or `x-api-key`. On the command line "
+            "every user of this machine can read it, with `ps`: rather set the variable, or give "
+            "--api-key-file.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file whose first line is the API key.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name by which this server may be called; may be given several times.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A web page's origin that may call it; may be given several times.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = None
+    log_text: Annotated[
+        bool,
+        typer.Option("--log-text", help="Let prompts into the log.", rich_help_panel=_TRUST),
+    ] = False
+    control_tokens_in_text: Annotated[
+        bool,
+        typer.Option(
+            "--control-tokens-in-text",
+            help="Let text of messages spell the model's control tokens. Whoever writes a message "
+            "can then end it, and speak as somebody else.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = False
+
+    def key(self, context: typer.Context) -> str | None:
+        """Return the key that clients must bring, from wherever it was given; None: none is wanted.
+
+        Raises:
+            ConfigError: it was given twice, or the file cannot be read.
+        """
+        is_typed = _is_typed(context, "api_key")
+        if self.api_key_file is None:
+            if is_typed:
+                print_warning(
+                    "every user of this machine can read the command line, and so this --api-key; "
+                    "rather set KVCELLAR_API_KEY, or give --api-key-file"
+                )
+            return self.api_key
+        if is_typed:
+            raise ConfigError("--api-key and --api-key-file were both given; leave one of them out")
+        return _first_line(self.api_key_file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """How much the server does at a time, and how long it waits."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Of an answer for which the client sets no limit.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 1024
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Answers that wait or run at a time; more are told to come back.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 256
+    parallel: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Answers that run at a time; more wait their turn, so that these go on evenly.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = _PARALLEL
+    max_body: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Of one request; where it is not given, at most a 64th of --memory.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = "32MiB"
+    wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Longest time to wait for room in the cache.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 120.0
+    remember: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Conversations without a name that are remembered.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 256
+    shutdown: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time that running answers have when the server is stopped; then they end with "
+            "an error. A second signal does not wait.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 5.0
+
+    def body_bytes(self, context: typer.Context, plan: MemoryPlan | None) -> int:
+        """Return how long one request may be: as asked, or what memory allows.
+
+        Raises:
+            ConfigError: what was asked is no size.
+        """
+        asked = parse_size(self.max_body)
+        if plan is None or _is_typed(context, "max_body"):
+            return asked
+        return min(asked, max(_MIB, plan.limit_bytes // _BODY_SHARE))
+
+
+def server_config(
+    context: typer.Context,
+    place: PlaceOptions,
+    trust: TrustOptions,
+    limits: LimitOptions,
+    *,
+    plan: MemoryPlan | None,
+    takes_any_model: bool,
+    rules: list[str],
+) -> ServerConfig:
+    """Make the server's configuration of its options.
+
+    Raises:
+        ConfigError: a value that cannot work, or two that contradict each other.
+    """
+    from kvcellar.server.config import ServerConfig
+
+    return ServerConfig(
+        host=place.host,
+        port=place.port,
+        api_key=trust.key(context),
+        allowed_hosts=tuple(trust.allow_host or ()),
+        allowed_origins=tuple(trust.allow_origin or ()),
+        logs_text=trust.log_text,
+        takes_any_model=takes_any_model,
+        rules=_rules(rules),
+        control_tokens_in_text=trust.control_tokens_in_text,
+        max_tokens=limits.max_tokens,
+        max_requests=limits.max_requests,
+        max_body_bytes=limits.body_bytes(context, plan),
+        wait_s=limits.wait,
+        max_unnamed=limits.remember,
+        shutdown_s=limits.shutdown,
+    )
+
+
+def _rules(names: list[str]) -> tuple[str, ...]:
+    """Return the rules that apply: those that always do, and those that were named."""
+    from kvcellar.agents import DEFAULT_RULES
+
+    if "none" not in names:
+        return (*DEFAULT_RULES, *names)
+    if len(names) > 1:
+        raise ConfigError(f"--rule none is for no rule, and {', '.join(names)} were given")
+    return ()
+
+
+def _first_line(file: Path) -> str:
+    """Read an API key.
+
+    Raises:
+        ConfigError: the file cannot be read as text.
+    """
+    try:
+        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"the API key in {file} cannot be read ({said})") from error
+    return lines[0].strip() if lines else ""
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Return true if an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
