@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from kvcellar.bookkeeping.cells import MIN_RUN, Span
+from kvcellar.bookkeeping.cells import MIN_RUN
 from kvcellar.bookkeeping.pages import PagePool
+from kvcellar.bookkeeping.spans import Span
 from kvcellar.errors import (
     CacheFullError,
     ConfigError,

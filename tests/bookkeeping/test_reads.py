@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.reads import TILE, _band, causal_reads, position_mask
+from kvcellar.bookkeeping.spans import Span
 from kvcellar.bookkeeping.tree import DraftTree
 from kvcellar.errors import ProposalError
 from kvcellar.types import AttendKind, Run

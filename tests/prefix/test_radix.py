@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvcellar.bookkeeping.cells import CellPool
+from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.errors import CacheFullError, ConfigError, PrefixError
 from kvcellar.prefix import (
     HashedIndex,
     NaiveIndex,
     RadixIndex,
     make_index,
-    spans_of,
 )
 from kvcellar.types import Run
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.bookkeeping.free_runs import FreeRuns
+from kvcellar.bookkeeping.spans import Span, merged
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import IntArray, Run, join_runs, runs_of
 
@@ -24,112 +26,11 @@ MAX_GAP = 2048
 """Most cells that a new run leaves free behind another sequence's tail, however long that is."""
 
 
-class Span(NamedTuple):
-    """Positions ``[pos, pos + length)`` live in cells ``[cell, cell + length)``."""
-
-    pos: int
-    cell: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last position."""
-        return self.pos + self.length
-
-    def clip(self, p0: int, p1: int) -> Span:
-        """The part inside ``[p0, p1)``; its length may be 0 or less."""
-        lo, hi = max(self.pos, p0), min(self.stop, p1)
-        return Span(lo, self.cell + lo - self.pos, hi - lo)
-
-
 class CellMove(NamedTuple):
     """Bytes to copy: those of ``src_cells [n]``, in order, to cells ``[base, base + n)``."""
 
     base: int
     src_cells: IntArray
-
-
-class FreeRuns:
-    """The free cells as ascending, disjoint, never touching runs."""
-
-    def __init__(self, n_cells: int) -> None:
-        self._size = n_cells
-        self._starts = [0] if n_cells else []
-        self._stops = [n_cells] if n_cells else []
-        self.n_free = n_cells
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._starts, self._stops, strict=True)
-
-    def room_at(self, cell: int) -> int:
-        """How many consecutive cells are free from ``cell`` on; 0 where it is taken."""
-        i = bisect_right(self._starts, cell) - 1
-        return max(0, self._stops[i] - cell) if i >= 0 else 0
-
-    @property
-    def high_water(self) -> int | None:
-        """Start of the free run that ends last, or None where nothing is free."""
-        return self._starts[-1] if self._starts else None
-
-    @property
-    def last_stop(self) -> int:
-        """One past the highest free cell, 0 where nothing is free."""
-        return self._stops[-1] if self._stops else 0
-
-    @property
-    def n_used(self) -> int:
-        """One past the highest taken cell."""
-        start = self.high_water
-        return self._size if start is None or self.last_stop < self._size else start
-
-    @property
-    def size(self) -> int:
-        """Cells in all, free and taken."""
-        return self._size
-
-    def extend(self, size: int) -> None:
-        """There are ``size`` cells from now on; the new ones are free."""
-        start, self._size = self._size, size
-        if size > start:
-            self.give(start, size - start)
-
-    def take(self, start: int, length: int) -> None:
-        """Mark ``[start, start + length)`` as taken; all of it must be free."""
-        i = bisect_right(self._starts, start) - 1
-        lo, hi = self._starts[i], self._stops[i]
-        stop = start + length
-        assert lo <= start and stop <= hi, f"cells [{start}, {stop}) are not all free"
-        self.n_free -= length
-        if lo == start and hi == stop:
-            del self._starts[i], self._stops[i]
-        elif lo == start:
-            self._starts[i] = stop
-        elif hi == stop:
-            self._stops[i] = start
-        else:
-            self._stops[i] = start
-            self._starts.insert(i + 1, stop)
-            self._stops.insert(i + 1, hi)
-
-    def give(self, start: int, length: int) -> None:
-        """Mark ``[start, start + length)`` as free again; none of it may be free already."""
-        stop = start + length
-        i = bisect_left(self._starts, start)
-        joins_left = i > 0 and self._stops[i - 1] == start
-        joins_right = i < len(self._starts) and self._starts[i] == stop
-        assert i == 0 or self._stops[i - 1] <= start, f"cell {start} is free already"
-        assert i == len(self._starts) or stop <= self._starts[i], f"cell {stop - 1} is free already"
-        self.n_free += length
-        if joins_left and joins_right:
-            self._stops[i - 1] = self._stops[i]
-            del self._starts[i], self._stops[i]
-        elif joins_left:
-            self._stops[i - 1] = stop
-        elif joins_right:
-            self._starts[i] = start
-        else:
-            self._starts.insert(i, start)
-            self._stops.insert(i, stop)
 
 
 class CellPool:
@@ -597,14 +498,3 @@ def _at(runs: Iterable[Run]) -> Iterator[tuple[int, Run]]:
     for run in runs:
         yield at, run
         at += run.length
-
-
-def merged(spans: list[Span]) -> list[Span]:
-    """Join neighbours that continue each other in both positions and cells."""
-    out: list[Span] = []
-    for span in spans:
-        if out and out[-1].stop == span.pos and out[-1].cell + out[-1].length == span.cell:
-            out[-1] = Span(out[-1].pos, out[-1].cell, out[-1].length + span.length)
-        else:
-            out.append(span)
-    return out

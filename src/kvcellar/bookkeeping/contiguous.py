@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.reads import causal_reads
+from kvcellar.bookkeeping.spans import Span
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError

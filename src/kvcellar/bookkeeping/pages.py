@@ -18,18 +18,16 @@ from kvcellar.bookkeeping.cells import (
     MIN_RUN,
     CellMove,
     CellPool,
-    FreeRuns,
-    Span,
-    merged,
 )
+from kvcellar.bookkeeping.free_runs import FreeRuns
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.sequences import (
     SeqBookkeeping,
     Stretch,
     check_range,
     check_seq_id,
-    spans_of_table,
 )
+from kvcellar.bookkeeping.spans import Span, merged, spans_of
 from kvcellar.bookkeeping.step import OpenStep
 from kvcellar.checks import whole
 from kvcellar.errors import CacheFullError, ConfigError
@@ -654,9 +652,9 @@ class PagedBookkeeping(SeqBookkeeping):
         seq_id, tables = check_seq_id(seq_id), self._check_tables(tables)
         self._settle()
         self._check_start("seq_map", seq_id, tables)
-        self._have_blocks([len(spans_of_table(table)) - 1 for table in tables])
+        self._have_blocks([len(spans_of(table)) - 1 for table in tables])
         for pool, table in zip(self.pages, tables, strict=True):
-            pool.check_share(seq_id, spans_of_table(table))
+            pool.check_share(seq_id, spans_of(table))
         super().seq_map(seq_id, tables)
 
     def _have_blocks(self, n_blocks: Sequence[int]) -> None:

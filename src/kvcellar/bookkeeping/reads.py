@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import Span
-from kvcellar.types import AttendKind, AttendSpec, BoolArray, IntArray, Run
+from kvcellar.bookkeeping.spans import Span, as_runs, positions_of
+from kvcellar.types import AttendKind, AttendSpec, BoolArray, IntArray
 
 TILE = 256
 """Most query tokens of one windowed read."""
@@ -70,28 +70,3 @@ def _band(n_queries: int, n_before: int, window: int) -> BoolArray:
     mask = position_mask(queries, np.arange(n_before + n_queries), window)
     mask.flags.writeable = False
     return mask
-
-
-def as_runs(spans: list[Span]) -> tuple[Run, ...]:
-    """The cells of some spans, in their order, as the fewest runs."""
-    if len(spans) == 1:
-        return (Run(spans[0].cell, spans[0].length),)
-    out: list[Run] = []
-    start = stop = -1
-    for span in spans:  # every step, for every sequence: without a Run per span
-        cell = span.cell
-        if cell != stop:
-            if stop > start:
-                out.append(Run(start, stop - start))
-            start = stop = cell
-        stop += span.length
-    if stop > start:
-        out.append(Run(start, stop - start))
-    return tuple(out)
-
-
-def positions_of(spans: list[Span]) -> IntArray:
-    """The positions of some spans, in their order."""
-    if not spans:
-        return np.empty(0, dtype=np.int64)
-    return np.concatenate([np.arange(s.pos, s.stop, dtype=np.int64) for s in spans])

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN, CellMove, CellPool, Span
+from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN, CellMove, CellPool
 from kvcellar.bookkeeping.compaction import Compacted, crumbs, nothing_moved
 from kvcellar.bookkeeping.reads import causal_reads
+from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
 from kvcellar.checks import seen, whole, wholes
 from kvcellar.errors import (
@@ -278,7 +279,7 @@ class SeqBookkeeping(StepBookkeeping):
     def _reads(self, group: int, stretch: Stretch) -> list[AttendSpec]:
         pool = self.pools[group]
 
-        def spans_of(p0: int, p1: int) -> list[Span]:
+        def spans(p0: int, p1: int) -> list[Span]:
             return pool.spans(stretch.seq_id, p0, p1)
 
         return causal_reads(
@@ -286,7 +287,7 @@ class SeqBookkeeping(StepBookkeeping):
             stretch.first_pos,
             stretch.n_tokens,
             self.groups[group].window,
-            spans_of,
+            spans,
         )
 
     def _implicit_step(
@@ -560,7 +561,7 @@ class SeqBookkeeping(StepBookkeeping):
         self._settle()
         let_go = self._check_start("seq_map", seq_id, tables)
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
-            self._move_all(group, pool.share(seq_id, spans_of_table(table)))
+            self._move_all(group, pool.share(seq_id, spans_of(table)))
         self._start(seq_id, len(tables[0]), let_go)
 
     def seq_claim(self, seq_id: int, tables: Sequence[IntArray]) -> tuple[IntArray, ...]:
@@ -580,7 +581,7 @@ class SeqBookkeeping(StepBookkeeping):
         let_go = self._check_start("seq_claim", seq_id, tables)
         self._need_free("seq_claim", self._n_cells_of(tables), self._n_pending())
         for pool, table in zip(self.pools, tables, strict=True):
-            for span in spans_of_table(np.where(table >= 0, np.arange(len(table)), -1)):
+            for span in spans_of(np.where(table >= 0, np.arange(len(table)), -1)):
                 pool.claim(seq_id, span.pos, span.length)
         self._start(seq_id, len(tables[0]), let_go)
         return self.seq_table(seq_id, len(tables[0]))
@@ -733,18 +734,6 @@ class SeqBookkeeping(StepBookkeeping):
     def _held(self, pool: CellPool) -> Sequence[int]:
         """Cells of this pool with an owner that is no sequence."""
         return ()
-
-
-def spans_of_table(table: IntArray) -> list[Span]:
-    """The spans of a table of cells by position, -1 for none."""
-    held = np.flatnonzero(table >= 0)
-    if not held.size:
-        return []
-    cells = table[held]
-    cuts = np.flatnonzero((np.diff(held) != 1) | (np.diff(cells) != 1)) + 1
-    starts = np.concatenate([[0], cuts])
-    lengths = np.diff(np.concatenate([starts, [held.size]]))
-    return [Span(int(held[a]), int(cells[a]), int(n)) for a, n in zip(starts, lengths, strict=True)]
 
 
 def check_seq_id(seq_id: int) -> int:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcellar.bookkeeping.cells import CellPool
-from kvcellar.bookkeeping.reads import as_runs, position_mask, positions_of
+from kvcellar.bookkeeping.reads import position_mask
 from kvcellar.bookkeeping.sequences import SeqBookkeeping, Stretch, check_range, check_seq_id
+from kvcellar.bookkeeping.spans import as_runs, positions_of
 from kvcellar.bookkeeping.step import OpenStep
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, ProposalError, StepError, UnknownSequenceError

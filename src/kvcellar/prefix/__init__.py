@@ -26,7 +26,6 @@ from kvcellar.prefix.protocol import (
     SizeInfo,
 )
 from kvcellar.prefix.radix import RadixIndex
-from kvcellar.prefix.tree import spans_of
 
 __all__ = [
     "Evicted",
@@ -39,7 +38,6 @@ __all__ = [
     "RadixIndex",
     "SizeInfo",
     "make_index",
-    "spans_of",
 ]
 
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import Span
 from kvcellar.bookkeeping.compaction import Relocation, relocated
 from kvcellar.errors import CacheFullError, ConfigError, PrefixError
 from kvcellar.prefix.protocol import Evicted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
@@ -106,24 +105,6 @@ def check_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
             f"one window per layer group, None or at least 1, got windows={tuple(windows)}"
         )
     return tuple(windows)
-
-
-def spans_of(cells: IntArray) -> list[Span]:
-    """The positions that have a cell, as the fewest spans; what ``CellPool.share`` takes.
-
-    Args:
-        cells: ``[n]``: the cell of each position, -1 for none.
-    """
-    held = np.flatnonzero(cells >= 0)
-    if not held.size:
-        return []
-    cell = cells[held]
-    cuts = np.flatnonzero((np.diff(held) != 1) | (np.diff(cell) != 1)) + 1
-    firsts, stops = [0, *cuts.tolist()], [*cuts.tolist(), held.size]
-    return [
-        Span(int(held[first]), int(cell[first]), stop - first)
-        for first, stop in zip(firsts, stops, strict=True)
-    ]
 
 
 class PathTree(ABC):
