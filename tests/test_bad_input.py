@@ -320,9 +320,6 @@ def test_no_prompt_of_anything_but_tokens_is_queued_or_computed(bad):
         *(("params", bad) for bad in (None, {}, 5)),
         *(("priority", bad) for bad in (None, 1.5, "high", True)),
         *(("deadline_s", bad) for bad in ("soon", float("nan"), True, -1)),
-        *(("parent", bad) for bad in (1.5, "0", True)),
-        *(("is_fork", bad) for bad in (None, 1, "no")),
-        *(("keep", bad) for bad in (None, 1, "yes")),
     ],
     ids=str,
 )
@@ -339,7 +336,6 @@ def test_a_request_refuses_another_kind_of_thing(field, bad):
         *(("max_prefill_beside", bad) for bad in (0, 1.5, "5", True)),
         *(("page_size", bad) for bad in (0, 1.5, "5", True)),
         *(("max_drafted", bad) for bad in (None, 0, 1.5, True)),
-        *(("max_moved_bytes", bad) for bad in (None, -1, 1.5, True)),
         *(("delay_factor", bad) for bad in (None, "1", float("nan"), True)),
         *(("policy", bad) for bad in (None, 5)),
         *(("index", bad) for bad in (None, 5)),

@@ -100,13 +100,6 @@ class ShapeError(KVCellarError, ValueError):
     """Tensors do not have the heads or dims that the cache was built for. Nothing was written."""
 
 
-class UnknownRequestError(KVCellarError, KeyError):
-    """A request id that the engine does not run or keep."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
-
-
 class DeadlineError(KVCellarError, TimeoutError):
     """A request waited longer for its turn than it wanted to. It never ran."""
 

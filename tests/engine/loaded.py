@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.cli import session as cli_session
-from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
+from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
 from kvcellar.registry import make_paged_session
 
 
@@ -30,7 +30,7 @@ def main(folder: str, kind: str, memory: str, kv_dtype: str, n_requests: str, n:
         folder, kind=kind, memory=memory, kv_dtype=kv_dtype, n_sequences=1000
     ) as bound:
         budget = bound.cache.config.budget
-        engine = Engine(bound.runner, bound.cache, config=EngineConfig(max_moved_bytes=10**9))
+        engine = Engine(bound.runner, bound.cache)
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         for i in range(int(n_requests)):
             prompt = tuple((7 * i + j * j) % 250 for j in range(int(n)))

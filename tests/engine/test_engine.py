@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,7 @@ from kvcellar.engine.generate import Generation, generate, last
 from kvcellar.engine.request import Event, FinishEvent, PromptEvent, Request, TokenEvent
 from kvcellar.engine.sampling import Choice, SamplingParams, score
 from kvcellar.engine.speculate import Draft
-from kvcellar.errors import DeadlineError, PromptError, UnknownRequestError
+from kvcellar.errors import DeadlineError, PromptError
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import (
     FULL_PARAMS,
@@ -27,36 +26,13 @@ from tests.engine.fakes import (
     GuessTrees,
     HashRunner,
     PagedCells,
-    SeqCells,
     TellingRunner,
-    TreeCells,
     logits_of,
     make_cache,
 )
 
 VOCAB = ByteTokenizer.vocab_size
 EOS = (ByteTokenizer.END,)
-
-
-class _Moving:
-    """Cells whose tokens can leave and come back."""
-
-    stored: list[np.ndarray]
-
-    def read_cells(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [self.stored[g][t[t >= 0]].copy() for g, t in enumerate(tables)]
-
-    def write_cells(self, tables: Sequence[np.ndarray], rows: list[np.ndarray]) -> None:
-        for g, (table, tokens) in enumerate(zip(tables, rows, strict=True)):
-            self.stored[g][table[table >= 0]] = tokens
-
-
-class MovingCells(_Moving, SeqCells):
-    pass
-
-
-class MovingTrees(_Moving, TreeCells):
-    pass
 
 
 @dataclass
@@ -105,7 +81,6 @@ def nothing_is_left(engine: Engine) -> None:
     assert (stats.waiting, stats.running, stats.protected_tokens) == (0, 0, 0)
     assert stats.free_cells + stats.evictable_cells == engine.cache.capacity
     assert not engine.cache.seq_ids()
-    assert not engine.scheduler.residency.moved
     sizes = engine.index.size_info()
     if sizes.evictable:
         evicted = engine.index.evict(sizes.evictable)
@@ -200,7 +175,6 @@ class GuessAgain:
             "page_size": st.sampled_from([1, 4]),
             "max_num_batched_tokens": st.integers(1, 24),
             "max_num_seqs": st.integers(1, 5),
-            "max_moved_bytes": st.sampled_from([0, 10**9]),
             "verify_all_drafts": st.booleans(),
         }
     ),
@@ -212,8 +186,7 @@ class GuessAgain:
 def test_any_mixture_gives_the_tokens_of_the_plain_loop(
     params, arrivals, config, capacity, kind, tidy_every, scored_at_once
 ):
-    make = MovingTrees if kind in ("tree", "chain") else MovingCells
-    cache = make(make_cache("seq", capacity, params).config)
+    cache = make_cache("tree" if kind in ("tree", "chain") else "seq", capacity, params)
     drafter: Any = None
     if kind != "none":
         drafter = GuessAgain() if kind == "chain" else GuessTrees(params, VOCAB)
@@ -388,58 +361,7 @@ def test_eviction_takes_the_oldest_and_never_what_somebody_stands_on():
     nothing_is_left(engine)
 
 
-# Forks and kept sequences -----------------------------------------------------------------------
-
-
-def test_a_fork_of_a_kept_request_computes_only_its_own_prompt():
-    engine = make_engine(capacity=200, index="naive")
-    trunk = engine.generate(Request(tuple(range(30)), GREEDY8, keep=True))
-    before = ran_tokens(engine)
-    ids = [
-        engine.submit(Request((5, i), SamplingParams(max_tokens=3), parent=trunk.request_id))
-        for i in range(3)
-    ]
-    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
-    assert ran_tokens(engine) - before == sum(3 + len(ends[i].token_ids) - 1 for i in ids)
-    for i, request_id in enumerate(ids):
-        prompt = (*range(30), *trunk.token_ids, 5, i)
-        want = plain_loop(prompt, SamplingParams(max_tokens=3))
-        assert ends[request_id].token_ids == want.token_ids
-    assert engine.release(trunk.request_id) and not engine.release(trunk.request_id)
-    nothing_is_left(engine)
-
-
-def test_a_request_forks_from_one_that_is_still_generating():
-    engine = make_engine(capacity=200, index="naive")
-    parent = engine.submit(Request(tuple(range(30)), SamplingParams(max_tokens=9, ignore_eos=True)))
-    for _ in range(4):
-        engine.step()
-    so_far = list(engine.scheduler.running[0].tokens)
-    child = engine.submit(Request((7,), SamplingParams(max_tokens=4), parent=parent))
-    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
-    assert ends[child].usage.cached_tokens == len(so_far) - 1
-    want = plain_loop([*so_far, 7], SamplingParams(max_tokens=4))
-    assert ends[child].token_ids == want.token_ids
-    nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("index", ["naive", "radix"])
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
-def test_a_fork_that_has_to_wait_does_not_take_what_its_parent_wrote_since(params, index):
-    engine = make_engine(capacity=300, max_num_seqs=2, index=index, params=params)
-    long = SamplingParams(max_tokens=90, ignore_eos=True)
-    parent = engine.submit(Request(tuple(range(10)), long))
-    engine.submit(Request((3, 3), SamplingParams(max_tokens=80, ignore_eos=True)))
-    for _ in range(4):
-        engine.step()
-    so_far = list(engine.scheduler.running[0].tokens)
-    child = engine.submit(Request((7, 8, 9), SamplingParams(max_tokens=4), parent=parent))
-    ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
-    want = plain_loop([*so_far, 7, 8, 9], SamplingParams(max_tokens=4), params)
-    assert ends[child].token_ids == want.token_ids
-    if params is FULL_PARAMS:
-        assert ends[child].usage.cached_tokens >= len(so_far) - 1
-    nothing_is_left(engine)
+# Shared prefixes ---------------------------------------------------------------------------------
 
 
 def test_eight_that_start_at_once_on_one_trunk_compute_it_once():
@@ -479,35 +401,6 @@ def test_a_window_resumes_where_an_earlier_branch_left_the_trunk():
     third = engine.generate(Request((*trunk, 3, 4), one))
     assert third.usage.cached_tokens == 40
     assert third.token_ids == plain_loop((*trunk, 3, 4), one).token_ids
-    nothing_is_left(engine)
-
-
-def test_a_request_goes_on_in_the_place_of_a_kept_one():
-    engine = make_engine(capacity=200, index="naive")
-    first = engine.generate(Request(tuple(range(30)), GREEDY8, keep=True))
-    (seq_id,) = engine.cache.seq_ids()
-    second = engine.submit(
-        Request((3,), GREEDY8, parent=first.request_id, is_fork=False, keep=True)
-    )
-    list(engine.run())
-    assert engine.cache.seq_ids() == [seq_id]
-    with pytest.raises(UnknownRequestError, match=f"request {first.request_id} is not kept"):
-        engine.submit(Request((3,), GREEDY8, parent=first.request_id, is_fork=False))
-    assert engine.release(second)
-    nothing_is_left(engine)
-
-
-def test_a_kept_sequence_gives_its_cells_up_when_nothing_else_is_left():
-    engine = make_engine(capacity=64)
-    kept = engine.generate(Request(tuple(range(40)), SamplingParams(max_tokens=1), keep=True))
-    prompt = tuple(range(100, 150))
-    end = engine.generate(Request(prompt, SamplingParams(max_tokens=2)))
-    assert end.token_ids == plain_loop(prompt, SamplingParams(max_tokens=2)).token_ids
-    # it is still known, only slower to go on from
-    child = engine.generate(Request((1,), SamplingParams(max_tokens=1), parent=kept.request_id))
-    want = plain_loop([*range(40), *kept.token_ids, 1], SamplingParams(max_tokens=1))
-    assert child.token_ids == want.token_ids
-    engine.release(kept.request_id)
     nothing_is_left(engine)
 
 
@@ -592,34 +485,15 @@ def test_with_a_delay_factor_prompts_gather_before_they_are_let_in():
 # Preemption -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moved_bytes", [0, 10**9])
-def test_a_preempted_sequence_ends_with_the_same_tokens(moved_bytes):
-    cache = MovingCells(make_cache("seq", 64, FULL_PARAMS).config)
-    engine = make_engine(cache=cache, max_moved_bytes=moved_bytes, index="naive")
+def test_a_preempted_sequence_ends_with_the_same_tokens():
+    engine = make_engine(capacity=64, params=FULL_PARAMS, index="naive")
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [(i, *range(10)) for i in range(3)]
     ids = [engine.submit(Request(p, params)) for p in prompts]
     ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert ends[request_id].token_ids == plain_loop(prompt, params, FULL_PARAMS).token_ids
-    stats = engine.stats()
-    assert stats.preemptions > 0
-    assert (stats.move_preemptions > 0) == bool(moved_bytes)
-    assert stats.moved_in_tokens > 0 if moved_bytes else stats.recompute_preemptions > 0
-    nothing_is_left(engine)
-
-
-def test_cancelling_a_sequence_that_was_moved_out_drops_its_bytes():
-    cache = MovingCells(make_cache("seq", 64, FULL_PARAMS).config)
-    engine = make_engine(cache=cache, max_moved_bytes=10**9, index="naive")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    for i in range(3):
-        engine.submit(Request((i, *range(10)), params))
-    while not engine.scheduler.residency.moved:
-        engine.step()
-    (victim,) = engine.scheduler.residency.moved
-    assert engine.cancel(victim)
-    list(engine.run())
+    assert engine.stats().preemptions > 0
     nothing_is_left(engine)
 
 

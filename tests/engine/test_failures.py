@@ -33,7 +33,7 @@ from tests.engine.fakes import (
     HashRunner,
     make_cache,
 )
-from tests.engine.test_engine import Heard, MovingTrees, make_engine, nothing_is_left, plain_loop
+from tests.engine.test_engine import Heard, make_engine, nothing_is_left, plain_loop
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -97,12 +97,11 @@ def broken(
 
 def test_an_error_in_the_books_ends_every_request_with_it_and_the_engine_takes_no_more(broken):
     engine = make_engine(
-        cache=MovingTrees(make_cache("seq", 200, FULL_PARAMS).config),
+        cache=make_cache("tree", 200, FULL_PARAMS),
         drafter=GuessTrees(FULL_PARAMS, ByteTokenizer.vocab_size),
         max_num_seqs=2,
     )
     heard = Heard()
-    kept = engine.generate(Request((9, 9), GREEDY, keep=True)).request_id
     ids = [engine.submit(Request((i, *range(20)), ENDLESS)) for i in range(3)]
     for _ in range(4):
         heard.take(engine.step())
@@ -117,7 +116,7 @@ def test_an_error_in_the_books_ends_every_request_with_it_and_the_engine_takes_n
     assert engine.is_idle and engine.step() == []
     with pytest.raises(EngineFailedError, match="stopped after BrokenError: a book is torn"):
         engine.submit(Request((1,), GREEDY))
-    assert not engine.cancel(ids[0]) and not engine.release(kept) and not engine.tidy()
+    assert not engine.cancel(ids[0]) and not engine.tidy()
     for request_id, tokens in heard.tokens.items():  # and what was told before was right
         prompt = (ids.index(request_id), *range(20))
         want = plain_loop(prompt, ENDLESS, FULL_PARAMS).token_ids
@@ -126,7 +125,7 @@ def test_an_error_in_the_books_ends_every_request_with_it_and_the_engine_takes_n
 
 def test_all_listeners_hear_of_an_error_in_the_books_and_later_callers_are_refused_at_once(broken):
     engine = make_engine(
-        cache=MovingTrees(make_cache("seq", 300, FULL_PARAMS).config),
+        cache=make_cache("tree", 300, FULL_PARAMS),
         drafter=GuessTrees(FULL_PARAMS, ByteTokenizer.vocab_size),
         max_num_seqs=2,
     )
@@ -155,15 +154,14 @@ def test_all_listeners_hear_of_an_error_in_the_books_and_later_callers_are_refus
         asyncio.run(asyncio.wait_for(main(service), PATIENCE_S))
 
 
-@pytest.mark.parametrize("verb", ["cancel", "release", "publish"])
+@pytest.mark.parametrize("verb", ["cancel", "publish"])
 def test_an_error_in_the_books_between_steps_stops_the_engine_too(verb, monkeypatch):
     engine = make_engine(capacity=200)
-    kept = engine.generate(Request((9, 9), GREEDY, keep=True)).request_id
     running = engine.submit(Request(tuple(range(20)), ENDLESS))
     engine.step()
     monkeypatch.setattr(Residency, "publish", raises)
     with pytest.raises(EngineFailedError, match="a book is torn"):
-        getattr(engine, verb)(kept if verb == "release" else running)
+        getattr(engine, verb)(running)
     ends = ends_of(engine)
     assert isinstance(ends[running].error, EngineFailedError)
 
@@ -304,7 +302,7 @@ def test_a_grammar_that_raises_ends_its_own_request_alone(where):
 
 def test_a_grammar_that_raises_while_guesses_are_verified_ends_its_own_request_alone():
     engine = make_engine(
-        cache=MovingTrees(make_cache("seq", 200).config),
+        cache=make_cache("tree", 200),
         drafter=GuessTrees(PARAMS, ByteTokenizer.vocab_size),
         verify_all_drafts=True,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, ByteTokenizer, HashRu
 from tests.engine.test_engine import (
     GuessAgain,
     Heard,
-    MovingCells,
     make_engine,
     plain_loop,
     requests,
@@ -30,13 +28,13 @@ def budgeted(
 ) -> Any:
     settings = {"capacity": 256, "min_chunk": 8, "window_slack": 4} | more
     config = make_config(params, **settings, budget=budget)
-    return MovingCells(config) if kind == "moving" else KINDS[kind](config)
+    return KINDS[kind](config)
 
 
 @settings(max_examples=60)
 @given(
     arrivals=st.lists(st.tuples(requests(), st.integers(0, 4)), max_size=9),
-    kind=st.sampled_from(["moving", "seq", "paged"]),
+    kind=st.sampled_from(["seq", "paged"]),
     params=st.sampled_from([FULL_PARAMS, PARAMS]),
     n_bytes=st.integers(16_000, 40_000),
     config=st.fixed_dictionaries(
@@ -45,7 +43,6 @@ def budgeted(
             "index": st.sampled_from(["radix", "hashed", "naive"]),
             "max_num_batched_tokens": st.integers(1, 24),
             "max_num_seqs": st.integers(1, 5),
-            "max_moved_bytes": st.sampled_from([0, 10**9]),
         }
     ),
     drafter=st.sampled_from([None, GuessAgain()]),
@@ -65,8 +62,7 @@ def test_with_too_little_memory_for_all_each_gets_the_tokens_of_the_plain_loop(
         n_steps += 1
         heard.take(engine.step())
         cache._growth.check()
-        moved = sum(one.size_bytes for one in engine.scheduler.residency.moved.values())
-        assert budget.held_bytes == cache._growth._held.n_bytes + moved <= n_bytes
+        assert budget.held_bytes == cache._growth._held.n_bytes <= n_bytes
         assert n_steps < 5000, "the engine stands still"
 
     for request, pause in arrivals:
@@ -90,39 +86,13 @@ def test_with_too_little_memory_for_all_each_gets_the_tokens_of_the_plain_loop(
             assert end.reason == want.finish_reason
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.protected_tokens, stats.live_cells) == (0, 0, 0, 0)
-    assert not cache.seq_ids() and not engine.scheduler.residency.moved
+    assert not cache.seq_ids()
     sizes = engine.index.size_info()
     if sizes.evictable:
         cache.release_cells(engine.index.evict(sizes.evictable).cells)
     cache.check()
     assert all(group.live == 0 for group in cache.usage().groups)
     assert budget.held_bytes == cache._growth._held.n_bytes
-
-
-class SizedCells(MovingCells):
-    """Cells that say what their bytes would be, so that moving them costs something."""
-
-    def usage(self) -> Any:
-        usage = super().usage()
-        size = sum(g.cell_bytes(self.config.kv) for g in self.groups)
-        return replace(usage, size_bytes=size * max(g.n_cells for g in usage.groups))
-
-
-def test_kv_that_moves_to_host_memory_is_asked_for_and_given_back():
-    budget = MemoryBudget(24_000)
-    config = make_config(FULL_PARAMS, 256, min_chunk=8, budget=budget)
-    cache = SizedCells(config)
-    engine = engine_of(cache, max_moved_bytes=10**9, max_num_seqs=4)
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    ids = [engine.submit(Request(tuple(range(i, i + 30)), params)) for i in (1, 3, 5)]
-    heard, most = Heard(), 0
-    while not engine.is_idle:
-        heard.take(engine.step())
-        moved = sum(one.size_bytes for one in engine.scheduler.residency.moved.values())
-        most = max(most, moved)
-        assert budget.held_bytes == cache._growth._held.n_bytes + moved <= 24_000
-    assert most > 0, "nothing moved, so nothing was proved"
-    assert all(len(heard.ends[i].token_ids) == 60 for i in ids)
 
 
 def engine_of(cache: Any, **settings: Any) -> Engine:

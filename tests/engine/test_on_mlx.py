@@ -100,17 +100,17 @@ def test_requests_that_had_to_give_way_say_the_same(demo: Any) -> None:
 
     def run(capacity: int, at_once: bool) -> tuple[list[Any], int]:
         with MAKERS["cells"](demo.params, capacity) as session:
-            config = EngineConfig(index="naive", max_moved_bytes=1 << 30)
+            config = EngineConfig(index="naive")
             engine = Engine(demo.bind(session), session.cache, config=config)
             if not at_once:
                 return [engine.generate(Request(tuple(p), params)).token_ids for p in long], 0
             ids = [engine.submit(Request(tuple(p), params)) for p in long]
             ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
-            return [ends[i].token_ids for i in ids], engine.stats().moved_in_tokens
+            return [ends[i].token_ids for i in ids], engine.stats().preemptions
 
     alone, _ = run(CAPACITY, False)
-    together, n_moved = run(140, True)
-    assert n_moved > 0
+    together, n_preemptions = run(140, True)
+    assert n_preemptions > 0
     assert together == alone
 
 

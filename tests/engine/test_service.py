@@ -158,21 +158,6 @@ def test_closing_tells_every_listener_and_takes_no_more_requests():
     nothing_is_left(engine)
 
 
-def test_a_kept_request_can_be_forked_and_released_from_outside():
-    engine = make_engine(capacity=300, index="naive")
-
-    async def main(service: EngineService) -> None:
-        _, end = await listen(service, Request(tuple(range(30)), GREEDY, keep=True))
-        forks = [Request((i,), GREEDY, parent=end.request_id) for i in range(3)]
-        heard = await asyncio.gather(*(listen(service, fork) for fork in forks))
-        assert all(end.usage.cached_tokens == 35 for _, end in heard)
-        assert await service.release(end.request_id)
-
-    with EngineService(engine) as service:
-        asyncio.run(main(service))
-    nothing_is_left(engine)
-
-
 def test_what_was_put_off_is_done_once_when_nobody_asks_any_more(monkeypatch):
     monkeypatch.setattr("kvcellar.engine.service.REST_S", 0.01)
     done: list[str] = []

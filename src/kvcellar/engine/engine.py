@@ -58,7 +58,6 @@ class EngineConfig:
         index: ``radix``, ``hashed`` or ``naive``.
         page_size: tokens per page of the radix index, or per block of the hashed one; None: as
             many as the cache takes and frees together.
-        max_moved_bytes: host memory for the KV of preempted sequences; 0: they are recomputed.
         max_drafted: guesses of a drafter per sequence and step, at most; in a cache with trees
             several may be for one token.
         verify_all_drafts: verify every guess; otherwise as many as save time.
@@ -71,7 +70,6 @@ class EngineConfig:
     delay_factor: float = 0.0
     index: str = "radix"
     page_size: int | None = None
-    max_moved_bytes: int = 0
     max_drafted: int = 16
     verify_all_drafts: bool = False
 
@@ -86,7 +84,6 @@ class EngineConfig:
             if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
                 whole(value, name, least=1)
         whole(self.max_drafted, "max_drafted", least=1)
-        whole(self.max_moved_bytes, "max_moved_bytes", least=0)
         number(self.delay_factor, "delay_factor")
         text(self.policy, "policy")
         text(self.index, "index")
@@ -138,7 +135,7 @@ class Engine:
             self.config.policy, self.config.delay_factor, self.config.max_prefill_beside
         )
         self.scheduler = Scheduler(
-            Residency(cache, self.index, self.config.max_moved_bytes),
+            Residency(cache, self.index),
             policy,
             Limits(
                 step_limit(runner, self.config.max_num_batched_tokens),
@@ -168,7 +165,6 @@ class Engine:
 
         Raises:
             PromptError: it could never run; the message has the numbers. Nothing was queued.
-            UnknownRequestError: its parent is neither running nor kept. Nothing was queued.
             EngineFailedError: the engine has stopped for good; see ``failure``.
         """
         failure = self.failure
@@ -185,11 +181,6 @@ class Engine:
         """Let others share what a request has computed so far; its tokens. None: unknown."""
         with self._stopped_by_errors():
             return self.scheduler.publish(request_id)
-
-    def release(self, request_id: int) -> bool:
-        """Let go of a kept sequence. False: it is not kept."""
-        with self._stopped_by_errors():
-            return self.scheduler.release(request_id)
 
     @property
     def is_idle(self) -> bool:

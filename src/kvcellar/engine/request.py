@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvcellar.checks import flag, number, seen, whole, wholes
+from kvcellar.checks import number, seen, whole, wholes
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
@@ -37,16 +37,10 @@ class Request:
     """One prompt to continue.
 
     Attributes:
-        prompt_ids: the tokens; behind those of ``parent``, where one is named.
+        prompt_ids: the tokens.
         params: how to sample and when to end.
         priority: higher goes first; equals go in the order they came.
         deadline_s: longest time to wait before the first compute; None for any.
-        parent: id of a request, running or kept, whose tokens come before the prompt; what the
-            cache holds of them no more is computed again.
-        is_fork: with a parent: share its cells and leave it as it is (true), or take over the
-            sequence of a kept one (false).
-        keep: hold the sequence after the end, so that others can name it as their parent; the
-            engine gives its cells up when nothing else is left to give.
         prompt_logprobs: None for none, 0 for the log probability of each token of the prompt
             behind those before it, n for the n most likely tokens' too; they come as a
             :class:`PromptEvent`. All of the prompt is computed for it, whatever the cache has.
@@ -56,9 +50,6 @@ class Request:
     params: SamplingParams = _GREEDY
     priority: int = 0
     deadline_s: float | None = None
-    parent: int | None = None
-    is_fork: bool = True
-    keep: bool = False
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,19 +57,11 @@ class Request:
             raise ConfigError(
                 f"prompt_logprobs must be 0 or more, or None, got {self.prompt_logprobs}"
             )
-        if self.prompt_logprobs is not None and self.parent is not None:
-            raise ConfigError(
-                "a request that goes on from a parent has no prompt_logprobs; give all its tokens"
-            )
         ids = tuple(wholes(self.prompt_ids, "prompt_ids", PromptError))
         object.__setattr__(self, "prompt_ids", ids)
         if not isinstance(self.params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams, got {seen(self.params)}")
         whole(self.priority, "priority")
-        flag(self.is_fork, "is_fork")
-        flag(self.keep, "keep")
-        if self.parent is not None:
-            whole(self.parent, "parent, the id of a request,")
         if self.deadline_s is not None and number(self.deadline_s, "deadline_s") < 0:
             raise ConfigError(f"deadline_s must be 0 or more seconds, got {self.deadline_s}")
 
@@ -135,8 +118,6 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    MOVED_OUT = "moved out"
-    KEPT = "kept"
     ENDED = "ended"
 
 
@@ -155,8 +136,6 @@ class Sequence:
     state: SamplingState
     stream: TextStream | None
     arrived_s: float
-    n_inherited: int = 0
-    """Tokens at the beginning that are its parent's."""
     seq_id: int = -1
     status: Status = Status.WAITING
     n_computed: int = 0
@@ -164,7 +143,6 @@ class Sequence:
     draft: Draft = NO_DRAFT
     """Guesses that the next step verifies, or the last one did."""
     handle: PrefixHandle | None = None
-    parent: Sequence | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float = 0.0

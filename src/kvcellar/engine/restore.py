@@ -13,7 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation, relocated
-from kvcellar.engine.residency import MovingCache, Residency
+from kvcellar.cache import SeqCache
+from kvcellar.engine.residency import Residency
 from kvcellar.models import Runner
 from kvcellar.prefix import PrefixHandle
 from kvcellar.types import IntArray
@@ -22,8 +23,12 @@ __all__ = ["HeldPrefix", "Restore", "RowCache", "hold"]
 
 
 @runtime_checkable
-class RowCache(MovingCache, Protocol):
+class RowCache(SeqCache, Protocol):
     """A cache whose cells' rows can be read and written as NumPy arrays, per layer group."""
+
+    def seq_claim(self, seq_id: int, tables: Sequence[IntArray]) -> tuple[IntArray, ...]:
+        """Start a sequence on new cells, wherever the tables have a cell; return their tables."""
+        ...
 
     def read_rows(self, tables: Sequence[IntArray]) -> Any:
         """Per layer group the arrays of K and V of some cells, ``[n_layers, n_kv_heads, n, w]``."""

@@ -40,7 +40,6 @@ from kvcellar.errors import (
     DeadlineError,
     KVCellarError,
     PromptError,
-    UnknownRequestError,
 )
 from kvcellar.types import IntArray
 
@@ -107,7 +106,6 @@ class Scheduler:
     speculator: Speculator | None = None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
-    kept: dict[int, Sequence] = field(default_factory=dict)
     counts: SchedulerCounts = field(default_factory=SchedulerCounts)
     _in_batch: dict[int, Sequence] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
@@ -128,12 +126,9 @@ class Scheduler:
         Raises:
             PromptError: no tokens, tokens that the model does not have, or more than could ever
                 fit; nothing was queued.
-            UnknownRequestError: its parent is neither running nor kept; nothing was queued.
         """
-        parent = self._find_parent(request)
-        before = list(parent.tokens) if parent is not None else []
-        tokens = before + list(request.prompt_ids)
-        self._check_prompt(tokens, len(before))
+        tokens = list(request.prompt_ids)
+        self._check_prompt(tokens)
         request_id = next(self._ids)
         params = request.params
         sequence = Sequence(
@@ -146,32 +141,15 @@ class Scheduler:
             if self.tokenizer is not None
             else None,
             arrived_s=now,
-            parent=parent,
-            n_inherited=len(before),
         )
         self.waiting.append(sequence)
         self.counts.requests += 1
         self.counts.prompt_tokens += len(tokens)
         return request_id
 
-    def _find_parent(self, request: Request) -> Sequence | None:
-        if request.parent is None:
-            return None
-        if request.parent in self.kept:
-            return self.kept[request.parent]
-        for sequence in [*self.running, *self.waiting]:  # waiting: also who had to give way
-            if sequence.request_id == request.parent and request.is_fork:
-                return sequence
-        raise UnknownRequestError(
-            f"request {request.parent} is not kept"
-            + (" or running" if request.is_fork else "")
-            + f"; kept are: {', '.join(map(str, self.kept)) or 'none'}; submit the parent with "
-            f"keep=True"
-        )
-
-    def _check_prompt(self, tokens: list[int], n_before: int) -> None:
+    def _check_prompt(self, tokens: list[int]) -> None:
         capacity = self.residency.cache.capacity
-        if len(tokens) == n_before:
+        if not tokens:
             raise PromptError(
                 "the prompt has no tokens; give at least one, such as the model's BOS"
             )
@@ -201,18 +179,9 @@ class Scheduler:
                 return True
         return False
 
-    def release(self, request_id: int) -> bool:
-        """Let go of a kept sequence; its cells become evictable. False: it is not kept."""
-        sequence = self.kept.pop(request_id, None)
-        if sequence is None:
-            return False
-        self.residency.leave(sequence)
-        sequence.status = Status.ENDED
-        return True
-
     def publish(self, request_id: int) -> tuple[int, ...] | None:
         """Let others share what a request has computed so far; its tokens. None: unknown."""
-        for sequence in [*self.running, *self.waiting, *self.kept.values()]:
+        for sequence in [*self.running, *self.waiting]:
             if sequence.request_id == request_id:
                 if sequence.seq_id >= 0:
                     self.residency.publish(sequence)
@@ -236,7 +205,7 @@ class Scheduler:
             allotments = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
             if self._has_room(allotments):
                 return self._batch(allotments)
-            if len(self.running) == 1:  # no kept one has cells any more
+            if len(self.running) == 1:
                 if not self.residency.unlock(self.running[0]):
                     self._full(self.running[0])
             else:
@@ -274,7 +243,7 @@ class Scheduler:
                 sequence.admitted_s = now
                 self.counts.queue_s += now - sequence.arrived_s
             try:
-                self._enter(sequence)
+                self.residency.enter(sequence)
             except KVCellarError as error:  # raised on purpose: nothing else was changed
                 self._end_without_kv(sequence, error)
                 continue
@@ -291,20 +260,14 @@ class Scheduler:
         is let in whatever it needs.
         """
         promised = sum(other.n_left + len(other.draft) for other in self.running)
-        while True:
-            fresh = len(sequence.tokens) - self.residency.n_reusable(sequence)
-            if fresh + promised <= self.residency.n_available:
-                return True
-            if self.running or not self._park_kept():
-                return not self.running
+        fresh = len(sequence.tokens) - self.residency.n_reusable(sequence)
+        return not self.running or fresh + promised <= self.residency.n_available
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether a running sequence is just computing a prefix that this one could share.
 
         Then it waits for that instead of computing the same; the other is asked to publish there.
         """
-        if sequence.parent is not None or sequence.request_id in self.residency.moved:
-            return False
         best, leader = self.residency.n_reusable(sequence) + MIN_SHARED - 1, None
         for other in self.running:
             if other.n_computed < other.n_prompt:
@@ -319,20 +282,6 @@ class Scheduler:
         leader.publish_at.add(best)
         return True
 
-    def _enter(self, sequence: Sequence) -> None:
-        parent = sequence.parent
-        if (
-            parent is not None
-            and not sequence.request.is_fork
-            and self.kept.get(parent.request_id) is parent
-        ):
-            del self.kept[parent.request_id]
-            parent.status = Status.ENDED
-            if parent.n_computed:  # else its cells were given up: what the index has of them
-                self.residency.take_over(sequence, parent)
-                return
-        self.residency.enter(sequence)
-
     def _draft(self) -> None:
         if self.speculator is not None:
             decoding = [sequence for sequence in self.running if sequence.is_decoding]
@@ -345,7 +294,7 @@ class Scheduler:
                     sequence.draft = sequence.draft.first(max(0, n_left))
 
     def _has_room(self, allotments: list[Allotment]) -> bool:
-        """Make room for these tokens, giving up drafts and kept sequences before anyone's turn."""
+        """Make room for these tokens, giving up drafts before anyone's turn."""
         seq_ids = [a.sequence.seq_id for a in allotments for _ in range(a.n_tokens)]
         if self.residency.make_room_for(seq_ids):
             return True
@@ -354,22 +303,14 @@ class Scheduler:
                 sequence.draft = NO_DRAFT
             allotments[:] = self.policy.allot(self.running, self.limits.max_num_batched_tokens)
             return self._has_room(allotments)
-        return self._park_kept() and self._has_room(allotments)
-
-    def _park_kept(self) -> bool:
-        """Leave the oldest kept sequence's KV to the index; its tokens stay known."""
-        for sequence in self.kept.values():
-            if sequence.n_computed:
-                self.residency.leave(sequence)
-                return True
         return False
 
     def _give_way(self) -> None:
         """The last in order stops running and waits until it fits again."""
         victim = max(self.running, key=lambda s: s.order)
-        is_moved = self.residency.preempt(victim)
+        self.residency.leave(victim)
         self.running.remove(victim)
-        victim.status = Status.MOVED_OUT if is_moved else Status.WAITING
+        victim.status = Status.WAITING
         victim.draft = NO_DRAFT
         victim.n_preemptions += 1
         victim.publish_at.clear()
@@ -450,8 +391,6 @@ class Scheduler:
                 self._end(sequence, "error", error=error)
             elif finish is not None:
                 self._end(sequence, finish.reason, finish=finish)
-        if n_prefill:
-            self.residency.prefill_rate.learn(batch.n_tokens, now - started)
         self.policy.ran(n_prefill, started, now - started)
         if self.speculator is not None:
             self.speculator.ran(batch.n_tokens, now - started)
@@ -553,7 +492,6 @@ class Scheduler:
             self._tell_end(sequence, "error", error=error)
         self.running.clear()
         self.waiting.clear()
-        self.kept.clear()
 
     def events(self) -> list[Event]:
         """What there is to tell, once."""
@@ -580,17 +518,10 @@ class Scheduler:
         finish: Finish | None = None,
         error: Exception | None = None,
     ) -> None:
-        self.residency.forget_moved(sequence.request_id)
         if self.speculator is not None:
             self.speculator.ended(sequence.request_id)
-        if sequence.request.keep and reason in ("stop", "length"):
-            self.residency.publish(sequence)
-            sequence.status = Status.KEPT
-            self.kept[sequence.request_id] = sequence
-        else:
-            self.residency.leave(sequence)
-            sequence.status = Status.ENDED
-        sequence.parent = None
+        self.residency.leave(sequence)
+        sequence.status = Status.ENDED
         for queue in (self.running, self.waiting):  # last: until then somebody has to be told
             if sequence in queue:
                 queue.remove(sequence)

@@ -155,7 +155,7 @@ class EngineService:
                 else runs: what it computed is still in the cache. What it raises is logged.
 
         Raises:
-            PromptError, UnknownRequestError: as ``Engine.submit``; nothing was queued.
+            PromptError: as ``Engine.submit``; nothing was queued.
             EngineClosedError: the service is closed.
         """
         loop = asyncio.get_running_loop()
@@ -204,10 +204,6 @@ class EngineService:
     async def cancel(self, request_id: int) -> bool:
         """End a request; false where it has ended already."""
         return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
-
-    async def release(self, request_id: int) -> bool:
-        """Let go of a kept sequence; false where it is not kept."""
-        return await asyncio.wrap_future(self._call(lambda: self._engine.release(request_id)))
 
     async def stats(self) -> EngineStats:
         """The engine's counts, between two steps."""

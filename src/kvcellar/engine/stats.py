@@ -44,7 +44,6 @@ class EngineStats:
     Attributes:
         waiting: requests in the queue, preempted ones among them.
         running: requests that run.
-        kept: sequences held for others to go on from.
         requests: requests that came.
         finished: requests that ended, whatever the reason.
         prompt_tokens: tokens of all prompts.
@@ -56,9 +55,6 @@ class EngineStats:
         drafter_failures: times that who guesses raised; requests went on without guesses.
         evicted_tokens: tokens whose cells were taken back from the prefix index.
         preemptions: times that a running sequence gave way.
-        recompute_preemptions: of these, those whose KV was left to the index.
-        move_preemptions: of these, those whose KV was moved to host memory.
-        moved_in_tokens: tokens whose KV came back.
         gathered_cells: cells that were copied out of crumbs, at rest.
         queue_s: time that all requests together have waited.
         n_steps: steps that ran a batch.
@@ -73,7 +69,6 @@ class EngineStats:
 
     waiting: int
     running: int
-    kept: int
     requests: int
     finished: int
     prompt_tokens: int
@@ -85,9 +80,6 @@ class EngineStats:
     drafter_failures: int
     evicted_tokens: int
     preemptions: int
-    recompute_preemptions: int
-    move_preemptions: int
-    moved_in_tokens: int
     gathered_cells: int
     queue_s: float
     n_steps: int
@@ -115,7 +107,6 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
     return EngineStats(
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
-        kept=len(scheduler.kept),
         requests=counts.requests,
         finished=counts.finished,
         prompt_tokens=counts.prompt_tokens,
@@ -127,9 +118,6 @@ def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
         drafter_failures=speculator.n_failures if speculator is not None else 0,
         evicted_tokens=moves.evicted_tokens,
         preemptions=counts.preemptions,
-        recompute_preemptions=moves.recompute_preemptions,
-        move_preemptions=moves.move_preemptions,
-        moved_in_tokens=moves.moved_in_tokens,
         gathered_cells=moves.gathered_cells,
         queue_s=counts.queue_s,
         n_steps=times.n_steps,

@@ -36,7 +36,7 @@ from tests.engine.fakes import (
 )
 from tests.engine.speculate.test_eagle3 import head_of
 from tests.engine.speculate.traces import NARROW, Doubtful, check, played
-from tests.engine.test_engine import VOCAB, MovingTrees, make_engine, nothing_is_left, plain_loop
+from tests.engine.test_engine import VOCAB, make_engine, nothing_is_left, plain_loop
 from tests.models.eagle3_heads import head_config, head_tensors, write_head
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_checkpoint
 
@@ -57,16 +57,14 @@ def drafter_of(kind: str, params: Any) -> Any:
 
 @pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
 @pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("moved", [0, 10**9], ids=["recomputed", "moved"])
-def test_with_forks_and_preemption_between(params, kind, moved):
+def test_with_forks_and_preemption_between(params, kind):
     """Prompts and their forks, of which some have to give way."""
-    cache = MovingTrees(make_cache("tree", 110, params).config)
+    cache = make_cache("tree", 110, params)
     engine = make_engine(
         params=params,
         cache=cache,
         drafter=drafter_of(kind, params),
         verify_all_drafts=True,
-        max_moved_bytes=moved,
         max_num_batched_tokens=32,
     )
     n = N_PROMPTS + 1
@@ -196,9 +194,7 @@ def guessing(
             drafter = DraftModel(model.bind(other), other.cache, model.vocab_size)
         if kind == "trees":
             drafter = Doubtful(drafter, model.vocab_size)
-        settings = EngineConfig(
-            verify_all_drafts=True, max_num_seqs=5, max_drafted=8, max_moved_bytes=1 << 30
-        )
+        settings = EngineConfig(verify_all_drafts=True, max_num_seqs=5, max_drafted=8)
         runner = model.bind(session, feature_layers=layers)
         yield Engine(runner, session.cache, drafter=drafter, config=settings)
 

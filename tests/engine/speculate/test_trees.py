@@ -27,7 +27,6 @@ from tests.engine.fakes import (
 from tests.engine.test_engine import (
     VOCAB,
     GuessAgain,
-    MovingTrees,
     make_engine,
     nothing_is_left,
     plain_loop,
@@ -181,16 +180,13 @@ def test_who_ends_among_right_guesses_is_gone_on_from_at_its_end():
     n = want.index(stop) + 1
     for drafter in (Known({(1, 2): want}), Chains(want)):
         engine = engine_of(drafter)
-        first = engine.submit(
-            Request((1, 2), SamplingParams(ignore_eos=True, stop_token_ids=(stop,)), keep=True)
-        )
-        (end,) = [e for e in engine.run() if isinstance(e, FinishEvent)]
+        stopping = SamplingParams(ignore_eos=True, stop_token_ids=(stop,))
+        end = engine.generate(Request((1, 2), stopping))
         assert end.token_ids == want[:n]
-        kept = engine.scheduler.kept[first]
-        assert kept.n_computed <= len(kept.tokens) == 2 + n
+        assert engine.index.match_prefix((1, 2, *want)).n_matched <= 2 + n
         drafter.said = {}
         drafter.propose = lambda asks: [NO_DRAFT for _ in asks]
-        more = engine.generate(Request((7, 8), free, parent=first, is_fork=False))
+        more = engine.generate(Request((1, 2, *want[:n], 7, 8), free))
         assert more.token_ids == plain_loop((1, 2, *want[:n], 7, 8), free).token_ids
         nothing_is_left(engine)
 
@@ -253,7 +249,7 @@ def test_no_more_is_guessed_than_a_window_lets_be_taken_back():
             return [Draft(tuple(range(ask.limit)), "wide") for ask in asks]
 
     for slack, most in ((0, 0), (3, 3), (64, 16)):
-        cache = MovingTrees(make_config(PARAMS, 200, min_chunk=16, window_slack=slack))
+        cache = TreeCells(make_config(PARAMS, 200, min_chunk=16, window_slack=slack))
         drafter = Wide()
         engine = make_engine(cache=cache, drafter=drafter, verify_all_drafts=True)
         params = SamplingParams(max_tokens=90, ignore_eos=True)

@@ -57,20 +57,16 @@ def played(
         running = engine.scheduler.running
         decoding = [s for s in running if len(s.sampled) > 1 and s.n_computed]
         if has_forks and i % 2 and decoding:
-            submit(Request((7,), greedy, parent=decoding[-1].request_id))
+            so_far = engine.publish(decoding[-1].request_id)
+            assert so_far is not None
+            submit(Request((*so_far, 7), greedy))
     ends.update((e.request_id, e) for e in engine.run() if isinstance(e, FinishEvent))
-    whole: dict[int, tuple[int, ...]] = {}
     said = []
     for request_id, request in submitted.items():
         end = ends[request_id]
         assert end.usage is not None and end.finish is not None, end
         assert end.finish.cause != "cache_full", "each has to fit alone"
-        before: tuple[int, ...] = ()
-        if request.parent is not None:
-            before = whole[request.parent][: end.usage.prompt_tokens - len(request.prompt_ids)]
-        prompt = before + request.prompt_ids
-        whole[request_id] = prompt + end.token_ids
-        said.append((prompt, request.params, end.token_ids))
+        said.append((request.prompt_ids, request.params, end.token_ids))
     return said
 
 
