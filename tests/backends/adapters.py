@@ -1,21 +1,19 @@
-"""How the conformance suite speaks to each backend: NumPy in, NumPy out."""
+"""How the conformance suite speaks to the backends of this package."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from tests.backends.cases import CASES, Case
-from tests.backends.dense import rounded
+from kvcellar.testing import CASES, BackendAdapter, Case, cases_named
 
 needs_mlx = pytest.mark.skipif(
     importlib.util.find_spec("mlx") is None, reason="needs mlx: pip install 'kvcellar[mlx]'"
@@ -40,84 +38,13 @@ FEW = ("mixed-three-groups", "bf16-gqa", "int4-window-sinks", "k8v4-odd-rows-sof
 """Cases for what differs in the choice of a path alone."""
 
 
-def named(*names: str) -> tuple[Case, ...]:
-    return tuple(case for case in CASES if case.name in names)
-
-
-WALKED = CASES if "KVCELLAR_ALL_CASES" in os.environ else named(*FEW)
+WALKED = CASES if "KVCELLAR_ALL_CASES" in os.environ else cases_named(*FEW)
 """Cases of the random walks of backends whose bookkeeping the others have walked through."""
 
 
-class Adapter(ABC):
-    """One backend as the suite sees it.
-
-    Attributes:
-        name: what the tests print.
-        backend: its id for ``make_decode_session`` and the others.
-        cases: the models and settings that it runs.
-        walked: those of them that random walks go through, too.
-    """
-
-    name: ClassVar[str]
-    backend: ClassVar[str]
-    cases: ClassVar[tuple[Case, ...]] = CASES
-    walked: ClassVar[tuple[Case, ...]] = CASES
-
-    @contextmanager
-    def settings(self) -> Iterator[None]:
-        """What holds for as long as one of this backend's tests lasts."""
-        yield
-
-    @abstractmethod
-    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
-        """Largest absolute error of an output, where q, k and v come as ``in_dtype`` and K and V
-        are stored as ``kv_dtype``.
-
-        Values are standard normal, and the oracle knows what the pool rounds: what is left is the
-        arithmetic's own error and the result's rounding.
-        """
-
-    @abstractmethod
-    def attend(
-        self,
-        cache: Any,
-        layer: int,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        position: Any,
-        scale: float,
-        sinks: np.ndarray | None,
-        out_dtype: str,
-        in_dtype: str = "float32",
-    ) -> np.ndarray:
-        """Call the cache's op as a model of ``in_dtype`` would, assert that the result is of
-        ``out_dtype``, and return it in float64."""
-
-
-class ReferenceAdapter(Adapter):
-    name = "reference"
-    backend = "reference"
-
-    def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
-        return {"float32": 1e-6, "bfloat16": 1.6e-2, "float16": 2e-3}[in_dtype]
-
-    def attend(
-        self, cache, layer, q, k, v, position, scale, sinks, out_dtype, in_dtype="float32"
-    ) -> np.ndarray:
-        out = cache.update_and_attend(q, k, v, position, layer, scale, out_dtype, sinks)
-        if out_dtype == "bfloat16":
-            assert out.dtype == np.float32
-            finite = out[np.isfinite(out)]
-            assert np.array_equal(finite, rounded(finite, "bfloat16"))
-        else:
-            assert out.dtype == np.dtype(out_dtype)
-        return out.astype(np.float64)
-
-
-class TorchAdapter(Adapter):
-    name = "torch"
-    backend = "torch"
+class TorchAdapter(BackendAdapter):
+    def __init__(self, cases: Sequence[Case] = CASES) -> None:
+        super().__init__("torch", cases=cases)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -167,8 +94,8 @@ class TorchAdapter(Adapter):
 class TorchHalfByKernel(TorchAdapter):
     """Reads of two queries by the CPU kernel and longer ones by matrix multiplications."""
 
-    name = "torch-half-by-kernel"
-    cases = named(*FEW)
+    def __init__(self) -> None:
+        super().__init__(cases_named(*FEW))
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -182,8 +109,8 @@ class TorchHalfByKernel(TorchAdapter):
 class TorchWithoutKernel(TorchAdapter):
     """As on a machine where the CPU kernel is not built, or on another device."""
 
-    name = "torch-without-kernel"
-    cases = named(*FEW)
+    def __init__(self) -> None:
+        super().__init__(cases_named(*FEW))
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -197,8 +124,8 @@ class TorchWithoutKernel(TorchAdapter):
 class TorchInSmallPieces(TorchWithoutKernel):
     """Without the kernel, and every threshold so low that short histories cross all of them."""
 
-    name = "torch-small-pieces"
-    cases = named(*SPLITTABLE)
+    def __init__(self) -> None:
+        TorchAdapter.__init__(self, cases_named(*SPLITTABLE))
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -216,10 +143,11 @@ class TorchInSmallPieces(TorchWithoutKernel):
             yield
 
 
-class MlxAdapter(Adapter):
-    name = "mlx"
-    backend = "mlx"
-    walked = WALKED
+class MlxAdapter(BackendAdapter):
+    def __init__(
+        self, cases: Sequence[Case] = CASES, walked: Sequence[Case] | None = WALKED
+    ) -> None:
+        super().__init__("mlx", cases=cases, walked=walked)
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return {"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-3}[in_dtype]
@@ -257,8 +185,8 @@ class MlxAdapter(Adapter):
 class MlxInSmallPieces(MlxAdapter):
     """Every threshold so low that short histories cross all of them."""
 
-    name = "mlx-small-pieces"
-    cases = named(*FEW)
+    def __init__(self) -> None:
+        super().__init__(cases_named(*FEW), walked=WALKED)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -274,12 +202,11 @@ class MlxInSmallPieces(MlxAdapter):
             yield
 
 
-class ExecutorchAdapter(Adapter):
+class ExecutorchAdapter(BackendAdapter):
     """The op's kernel, called through the runtime's registry as a program calls it."""
 
-    name = "executorch"
-    backend = "executorch"
-    walked = WALKED
+    def __init__(self, cases: Sequence[Case] = CASES) -> None:
+        super().__init__("executorch", cases=cases, walked=[c for c in cases if c in WALKED])
 
     def tolerance(self, in_dtype: str, kv_dtype: str) -> float:
         return TorchAdapter().tolerance(in_dtype, kv_dtype)
@@ -314,8 +241,8 @@ class ExecutorchAdapter(Adapter):
 class ExecutorchThroughPython(ExecutorchAdapter):
     """Every cache as one that is written in Python alone: tensors go to it through DLPack."""
 
-    name = "executorch-through-python"
-    cases = named("mixed-three-groups", "int4-window-sinks")
+    def __init__(self) -> None:
+        super().__init__(cases_named("mixed-three-groups", "int4-window-sinks"))
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -326,10 +253,9 @@ class ExecutorchThroughPython(ExecutorchAdapter):
             yield
 
 
-def quantised(adapter: type[Adapter], kv_dtype: str) -> type[Adapter]:
-    """The same backend with every model of float storage in another storage type."""
+def quantised(kv_dtype: str) -> tuple[Case, ...]:
+    """Every model of float storage in another storage type."""
     floats = [case for case in CASES if case.kv_dtype in FLOAT_KV_DTYPES]
-    cases = tuple(
+    return tuple(
         replace(case, name=f"{case.name}-{kv_dtype}", kv_dtype=kv_dtype) for case in floats
     )
-    return type(f"{adapter.__name__}Of{kv_dtype}", (adapter,), {"cases": cases, "walked": cases})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvcellar.testing import ConformanceSuite, NumpyAdapter
 from tests.backends.adapters import (
     MlxAdapter,
     MlxInSmallPieces,
-    ReferenceAdapter,
     TorchAdapter,
     TorchHalfByKernel,
     TorchInSmallPieces,
@@ -13,42 +13,41 @@ from tests.backends.adapters import (
     needs_mlx,
     quantised,
 )
-from tests.backends.conformance import Conformance
 
 
-class TestReference(Conformance):
-    adapter = ReferenceAdapter()
+class TestReference(ConformanceSuite):
+    adapter = NumpyAdapter("reference")
 
 
-class TestTorch(Conformance):
+class TestTorch(ConformanceSuite):
     adapter = TorchAdapter()
 
 
-class TestTorchInt8(Conformance):
-    adapter = quantised(TorchAdapter, "int8")()
+class TestTorchInt8(ConformanceSuite):
+    adapter = TorchAdapter(quantised("int8"))
 
 
-class TestTorchInt4(Conformance):
-    adapter = quantised(TorchAdapter, "int4")()
+class TestTorchInt4(ConformanceSuite):
+    adapter = TorchAdapter(quantised("int4"))
 
 
-class TestTorchHalfByKernel(Conformance):
+class TestTorchHalfByKernel(ConformanceSuite):
     adapter = TorchHalfByKernel()
 
 
-class TestTorchWithoutKernel(Conformance):
+class TestTorchWithoutKernel(ConformanceSuite):
     adapter = TorchWithoutKernel()
 
 
-class TestTorchInSmallPieces(Conformance):
+class TestTorchInSmallPieces(ConformanceSuite):
     adapter = TorchInSmallPieces()
 
 
 @needs_mlx
-class TestMlx(Conformance):
+class TestMlx(ConformanceSuite):
     adapter = MlxAdapter()
 
 
 @needs_mlx
-class TestMlxInSmallPieces(Conformance):
+class TestMlxInSmallPieces(ConformanceSuite):
     adapter = MlxInSmallPieces()

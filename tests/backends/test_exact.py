@@ -20,9 +20,9 @@ from kvcellar import (
 )
 from kvcellar.bookkeeping.exact import BASE, N_SEQUENCES, ExactCells
 from kvcellar.budget import MemoryBudget
+from kvcellar.testing.dense import stored
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 from tests.backends.adapters import needs_mlx
-from tests.backends.dense import stored
 
 torch = pytest.importorskip("torch")
 kernel = pytest.importorskip("kvcellar.backends.torch.kernel")

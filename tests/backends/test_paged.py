@@ -24,19 +24,16 @@ from kvcellar import (
 )
 from kvcellar.cache import SeqCache
 from kvcellar.errors import CacheFullError, ConfigError, ShapeError
+from kvcellar.testing import BackendAdapter, ConformanceSuite, NumpyAdapter, driver
+from kvcellar.testing.driver import Case, open_driver
+from kvcellar.testing.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
 from kvcellar.types import LAYOUTS, CacheConfig, divide_heads
-from tests.backends import driver
 from tests.backends.adapters import (
-    Adapter,
     MlxInSmallPieces,
-    ReferenceAdapter,
     TorchAdapter,
     TorchInSmallPieces,
     needs_mlx,
 )
-from tests.backends.conformance import Conformance
-from tests.backends.driver import Case, open_driver
-from tests.backends.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
 
 BLOCK_SIZES = {"layer_first": 4, "page_first": 3}
 
@@ -58,7 +55,7 @@ def make_session_of(layout: str) -> Any:
 class PagedWalk(SequenceWalk):
     """The walks over the verbs, in fewer cells; what fits is asked of the batch."""
 
-    def __init__(self, adapter: Adapter, case: Case, kind: str) -> None:
+    def __init__(self, adapter: BackendAdapter, case: Case, kind: str) -> None:
         Walk.__init__(self, adapter, case, kind, capacity=24, min_chunk=4, window_slack=6)
 
     @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
@@ -87,7 +84,7 @@ class PagedWalk(SequenceWalk):
             self.forward([(dst, 1), (src, 1)], fate, n_layers)
 
 
-class PagedConformance(Conformance):
+class PagedConformance(ConformanceSuite):
     """The scenarios for many sequences. ``kind`` is the layout; cases take turns with it."""
 
     turn: ClassVar[int]
@@ -189,13 +186,13 @@ class PagedConformance(Conformance):
         )
 
 
-for name, test in vars(Conformance).items():
-    if name.startswith("test_") and "kind" not in inspect.signature(test).parameters:
+for name, scenario in inspect.getmembers(ConformanceSuite, inspect.isfunction):
+    if name.startswith("test_") and "kind" not in inspect.signature(scenario).parameters:
         setattr(PagedConformance, name, None)  # one sequence, or trees
 
 
 class TestReferencePaged(PagedConformance):
-    adapter = ReferenceAdapter()
+    adapter = NumpyAdapter("reference")
     turn = 0
 
 

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 
 from kvcellar.backends.reference.quantise import dequantise, quantise, rotate
 from kvcellar.kv_dtype import parse_kv_dtype
-from tests.backends.dense import stored, turned, walsh
+from kvcellar.testing.dense import stored, turned, walsh
 
 torch = pytest.importorskip("torch")
 codecs = pytest.importorskip("kvcellar.backends.torch.codecs")

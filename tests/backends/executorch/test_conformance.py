@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvcellar.testing import ConformanceSuite
 from tests.backends.adapters import ExecutorchAdapter, ExecutorchThroughPython
-from tests.backends.conformance import Conformance
 
 
-class TestExecutorch(Conformance):
+class TestExecutorch(ConformanceSuite):
     adapter = ExecutorchAdapter()
 
 
-class TestExecutorchThroughPython(Conformance):
+class TestExecutorchThroughPython(ConformanceSuite):
     adapter = ExecutorchThroughPython()

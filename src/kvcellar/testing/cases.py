@@ -34,6 +34,7 @@ class Case:
 
     @property
     def params(self) -> ModelCacheParams:
+        """Parameters of the model's cache."""
         first = self.groups[0]
         return ModelCacheParams(
             sum(len(g.layers) for g in self.groups),
@@ -45,9 +46,11 @@ class Case:
 
     @property
     def has_window(self) -> bool:
+        """True if a layer group has a sliding window."""
         return any(g.window is not None for g in self.groups)
 
     def group(self, layer: int) -> LayerGroup:
+        """Return the layer group that a layer belongs to."""
         return next(g for g in self.groups if layer in g.layers)
 
 
@@ -59,7 +62,7 @@ def group(
     window: int | None = None,
     softcap: float | None = None,
 ) -> LayerGroup:
-    """A layer group; V rows are as long as K rows where nothing else is said."""
+    """Return a layer group; its V rows are as long as its K rows where ``v_head_dim`` is None."""
     return LayerGroup(layers, n_kv_heads, head_dim, v_head_dim or head_dim, window, softcap)
 
 
@@ -111,3 +114,8 @@ CASES = (
     Case("k32v8-mha", 2, (group((0,), 2, 128),), kv_dtype="k32v8:g64", window_slack=4),
     Case("k4v16-bf16-model", 4, (group((0, 1), 2, 32),), kv_dtype="k4v16", in_dtype="bfloat16"),
 )  # fmt: skip
+
+
+def cases_named(*names: str) -> tuple[Case, ...]:
+    """Return those of ``CASES`` that have these names."""
+    return tuple(case for case in CASES if case.name in names)

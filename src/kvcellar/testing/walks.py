@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,9 +26,9 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
-from tests.backends.adapters import Adapter
-from tests.backends.cases import Case
-from tests.backends.driver import Driver, open_driver
+from kvcellar.testing.adapter import BackendAdapter
+from kvcellar.testing.cases import Case
+from kvcellar.testing.driver import Driver, open_driver
 
 SEQ = st.integers(0, 4)
 BATCH = st.lists(st.tuples(SEQ, st.integers(1, 6)), min_size=1, max_size=4)
@@ -42,7 +43,7 @@ RARELY = st.integers(0, 9).map(lambda n: n == 7)
 class Walk(RuleBasedStateMachine):
     """What both walks share."""
 
-    def __init__(self, adapter: Adapter, case: Case, kind: str, **settings: Any) -> None:
+    def __init__(self, adapter: BackendAdapter, case: Case, kind: str, **settings: Any) -> None:
         super().__init__()
         self.stack = ExitStack()
         self.d: Driver = self.stack.enter_context(open_driver(adapter, case, kind, **settings))
@@ -51,7 +52,7 @@ class Walk(RuleBasedStateMachine):
         self.stack.close()
 
     def step(self, batch: list[tuple[int, int]], fate: str, n_layers: int) -> None:
-        """A forward that is let be, taken back whole, or ends after some layers."""
+        """Run a forward that is let be, is taken back whole, or ends after some layers."""
         d = self.d
         if fate == "done":
             d.forward(*batch)
@@ -69,7 +70,7 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.d.last_step is not None)
     @rule(is_cancelled=RARELY)
-    def end_step(self, is_cancelled):
+    def end_step(self, is_cancelled: bool) -> None:
         if is_cancelled:
             self.d.cancel()
         else:
@@ -78,11 +79,11 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: sum(self.d.lengths.values()) > 30)
     @rule(really=RARELY)
-    def clear(self, really):
+    def clear(self, really: bool) -> None:
         if really:
             self.d.clear()
 
-    def refused(self, verb, *args) -> KVCellarError | None:
+    def refused(self, verb: Callable[..., object], *args: Any) -> KVCellarError | None:
         """Call a verb; where it refuses, nothing may have changed. Returns the refusal."""
         self.d.cache.end_step()
         self.d.last_step = None
@@ -95,23 +96,23 @@ class Walk(RuleBasedStateMachine):
         return None
 
     @invariant()
-    def agrees(self):
+    def agrees(self) -> None:
         self.d.agrees()
 
 
 class SequenceWalk(Walk):
     """Forwards, forks, cuts, and trees where the session has them."""
 
-    def __init__(self, adapter: Adapter, case: Case, kind: str) -> None:
+    def __init__(self, adapter: BackendAdapter, case: Case, kind: str) -> None:
         super().__init__(adapter, case, kind, capacity=80, min_chunk=4, window_slack=6)
 
     def seq(self, pick: int) -> int:
-        """A sequence that is there, as a rule."""
+        """Return a sequence that is there, as a rule."""
         there = sorted({*self.d.histories, *self.d.trees})
         return there[pick % len(there)] if there and pick < 9 else 4
 
     def batch(self, drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What was drawn, as far as trees allow: a frontier comes whole and once."""
+        """Return what was drawn, as far as trees allow: a frontier comes whole and once."""
         out: list[tuple[int, int]] = []
         for seq, n in drawn:
             tree = self.d.trees.get(seq)
@@ -122,12 +123,12 @@ class SequenceWalk(Walk):
         return out
 
     @initialize(n=st.integers(0, 12), m=st.integers(0, 12))
-    def prefill(self, n, m):
+    def prefill(self, n: int, m: int) -> None:
         if n or m:
             self.d.forward(*[(seq, k) for seq, k in ((0, n), (1, m)) if k])
 
     @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
-    def forward(self, drawn, fate, n_layers):
+    def forward(self, drawn: list[tuple[int, int]], fate: str, n_layers: int) -> None:
         d = self.d
         batch = self.batch(drawn)
         if not batch:
@@ -139,16 +140,16 @@ class SequenceWalk(Walk):
             assert isinstance(self.refused(d.begin, *batch), CacheFullError)
 
     @rule(really=RARELY)
-    def compact(self, really):
+    def compact(self, really: bool) -> None:
         if really:
             self.d.compact()
 
     @rule(seqs=st.lists(SEQ, min_size=1, max_size=5, unique=True))
-    def decode(self, seqs):
+    def decode(self, seqs: list[int]) -> None:
         self.forward([(seq, 1) for seq in seqs], "done", 0)
 
     @rule(pick=st.integers(0, 9), dst=SEQ, p0=st.just(0) | BOUND, p1=st.none() | BOUND)
-    def cp(self, pick, dst, p0, p1):
+    def cp(self, pick: int, dst: int, p0: int, p1: int | None) -> None:
         d = self.d
         src = self.seq(pick)
         mine = {t.pos: t for t in d.histories.get(dst, [])}
@@ -168,7 +169,7 @@ class SequenceWalk(Walk):
             assert isinstance(error, RewindError) and d.case.has_window
 
     @rule(src=st.integers(0, 8), dst=SEQ)
-    def fork(self, src, dst):
+    def fork(self, src: int, dst: int) -> None:
         d = self.d
         src = self.seq(src)
         if src in d.histories and src != dst:
@@ -177,7 +178,7 @@ class SequenceWalk(Walk):
             d.cp(src, dst)
 
     @rule(pick=st.integers(0, 9), p0=st.just(0) | BOUND, p1=st.none() | BOUND)
-    def rm(self, pick, p0, p1):
+    def rm(self, pick: int, p0: int, p1: int | None) -> None:
         d = self.d
         seq = self.seq(pick)
         error = self.refused(d.rm, seq, p0, p1)
@@ -189,7 +190,7 @@ class SequenceWalk(Walk):
             assert isinstance(error, RewindError) and d.case.has_window and p0
 
     @rule(pick=st.integers(0, 8), n=st.integers(1, 8))
-    def rollback(self, pick, n):
+    def rollback(self, pick: int, n: int) -> None:
         d = self.d
         seq = self.seq(pick)
         length = d.lengths.get(seq, 0)
@@ -198,7 +199,7 @@ class SequenceWalk(Walk):
 
     @precondition(lambda self: len(self.d.lengths) > 2)
     @rule(pick=st.integers(0, 9), really=RARELY)
-    def keep(self, pick, really):
+    def keep(self, pick: int, really: bool) -> None:
         seq = self.seq(pick)
         was_there = seq in self.d.histories
         if really:
@@ -206,7 +207,7 @@ class SequenceWalk(Walk):
 
     @precondition(lambda self: self.d.kind == "tree")
     @rule(seq=SEQ, draws=NODES)
-    def propose(self, seq, draws):
+    def propose(self, seq: int, draws: list[int]) -> None:
         d = self.d
         tree = d.trees.get(seq)
         if tree is not None and tree.is_pending:
@@ -219,9 +220,23 @@ class SequenceWalk(Walk):
         assert (error is None) == fits
 
     @precondition(lambda self: self.d.kind == "tree")
-    @rule(seqs=st.lists(SEQ, min_size=1, max_size=3), levels=st.lists(NODES, max_size=3),
-          drawn=BATCH, fate=FATES, pick=st.integers(0, 9), leaf=st.integers(0, 99))  # fmt: skip
-    def speculate(self, seqs, levels, drawn, fate, pick, leaf):
+    @rule(
+        seqs=st.lists(SEQ, min_size=1, max_size=3),
+        levels=st.lists(NODES, max_size=3),
+        drawn=BATCH,
+        fate=FATES,
+        pick=st.integers(0, 9),
+        leaf=st.integers(0, 99),
+    )
+    def speculate(
+        self,
+        seqs: list[int],
+        levels: list[list[int]],
+        drawn: list[tuple[int, int]],
+        fate: str,
+        pick: int,
+        leaf: int,
+    ) -> None:
         """Whole rounds: frontiers on some sequences, each verified, and one committed."""
         for draws in levels:
             for seq in seqs:
@@ -232,14 +247,14 @@ class SequenceWalk(Walk):
 
     @precondition(lambda self: any(t.is_pending for t in self.d.trees.values()))
     @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
-    def verify(self, drawn, fate, n_layers):
+    def verify(self, drawn: list[tuple[int, int]], fate: str, n_layers: int) -> None:
         pending = [(seq, 1) for seq, tree in self.d.trees.items() if tree.is_pending]
         plain = [(seq, n) for seq, n in drawn if seq not in self.d.trees]
         self.forward([*plain[:1], *pending, *plain[1:]], fate, n_layers)
 
     @precondition(lambda self: any(not t.is_pending for t in self.d.trees.values()))
     @rule(pick=st.integers(0, 9), leaf=st.integers(0, 99), is_dropped=RARELY)
-    def commit(self, pick, leaf, is_dropped):
+    def commit(self, pick: int, leaf: int, is_dropped: bool) -> None:
         d = self.d
         seen = sorted(seq for seq, tree in d.trees.items() if not tree.is_pending)
         seq = seen[pick % len(seen)]
@@ -249,8 +264,8 @@ class SequenceWalk(Walk):
 
     @precondition(lambda self: any(t.is_pending for t in self.d.trees.values()))
     @rule(pick=st.integers(0, 9), leaf=st.integers(0, 99), really=RARELY)
-    def commit_early(self, pick, leaf, really):
-        """A frontier that has been through no forward is dropped; what came before may stay."""
+    def commit_early(self, pick: int, leaf: int, really: bool) -> None:
+        """Commit before the last frontier was verified, which drops it; earlier nodes may stay."""
         d = self.d
         pending = sorted(seq for seq, tree in d.trees.items() if tree.is_pending)
         if really:
@@ -263,30 +278,30 @@ class SequenceWalk(Walk):
 class SingleWalk(Walk):
     """One sequence: forwards and rewinds."""
 
-    def __init__(self, adapter: Adapter, case: Case) -> None:
+    def __init__(self, adapter: BackendAdapter, case: Case) -> None:
         super().__init__(adapter, case, "decode", capacity=150, min_chunk=4, window_slack=5)
 
     @rule(n=st.integers(1, 14), fate=FATES, n_layers=st.integers(0, 3))
-    def forward(self, n, fate, n_layers):
+    def forward(self, n: int, fate: str, n_layers: int) -> None:
         if self.d.cache.can_extend(n):
             if fate.startswith("raised"):  # a layer that met the cache has begun the step
                 n_layers = max(1, n_layers % self.d.n_layers)
                 fate = fate if n_layers < self.d.n_layers else "done"
             self.step([(0, n)], fate, n_layers)
         else:
-            tokens = self.d._new_tokens([0] * n)
+            tokens = self.d.new_tokens([0] * n)
             inputs = self.d.random_inputs(n)
             error = self.refused(self.d.attend, 0, tokens, inputs, self.d.case.in_dtype)
             assert isinstance(error, CacheFullError)
 
     @rule(n=st.integers(1, 8))
-    def decode(self, n):
+    def decode(self, n: int) -> None:
         for _ in range(n):
             self.forward(1, "done", 0)
 
     @precondition(lambda self: self.d.lengths.get(0, 0) > 0)
     @rule(n=st.integers(0, 12))
-    def rewind(self, n):
+    def rewind(self, n: int) -> None:
         length = self.d.lengths.get(0, 0)
         target = max(0, length - n)
         error = self.refused(self.d.rewind, target)
@@ -295,18 +310,19 @@ class SingleWalk(Walk):
             assert 0 < target < self.d.cache.resumable_from()
 
 
-def walk_sequences(adapter: Adapter, case: Case, kind: str) -> None:
-    """Walks in a session for many sequences; as many as the Hypothesis profile says."""
-    run_state_machine_as_test(lambda: SequenceWalk(adapter, case, kind), settings=_settings())
+def walk_sequences(adapter: BackendAdapter, case: Case, kind: str) -> None:
+    """Walk at random through the verbs of a session for many sequences."""
+    run_walks(lambda: SequenceWalk(adapter, case, kind))
 
 
-def walk_one_sequence(adapter: Adapter, case: Case) -> None:
-    """Walks in a session for one sequence."""
-    run_state_machine_as_test(lambda: SingleWalk(adapter, case), settings=_settings())
+def walk_one_sequence(adapter: BackendAdapter, case: Case) -> None:
+    """Walk at random through the verbs of a session for one sequence."""
+    run_walks(lambda: SingleWalk(adapter, case))
 
 
-def _settings() -> settings:
-    """A sixth of the profile's examples: there is one walk per case and kind."""
+def run_walks(make: Callable[[], Walk]) -> None:
+    """Run walks, a sixth of the Hypothesis profile's examples: there is one per case and kind."""
     profile = settings.default
     assert profile is not None
-    return settings(max_examples=max(5, profile.max_examples // 6), stateful_step_count=40)
+    few = settings(max_examples=max(5, profile.max_examples // 6), stateful_step_count=40)
+    run_state_machine_as_test(make, settings=few)  # type: ignore[arg-type]  # any factory will do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,31 +13,44 @@ import numpy as np
 import pytest
 
 from kvcellar import (
+    CacheConfig,
+    CacheSession,
     make_config,
     make_decode_session,
     make_seq_session,
     make_tree_session,
 )
-from tests.backends.adapters import Adapter
-from tests.backends.cases import Case
-from tests.backends.dense import Token, Tree, attend_dense, rounded, stored
+from kvcellar.testing.adapter import BackendAdapter
+from kvcellar.testing.cases import Case
+from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, row_bytes, stored
 
-MAKERS = {"decode": make_decode_session, "seq": make_seq_session, "tree": make_tree_session}
+MAKERS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
+    "decode": make_decode_session,
+    "seq": make_seq_session,
+    "tree": make_tree_session,
+}
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What a model's forward brings: per layer q, k and v, ``[heads, n_tok, dim]`` float32."""
 
-    q: list[np.ndarray]
-    k: list[np.ndarray]
-    v: list[np.ndarray]
+    q: list[Array]
+    k: list[Array]
+    v: list[Array]
+
+    def columns(self, start: int, stop: int) -> Inputs:
+        """Return the tokens from ``start`` to ``stop`` of the same forward."""
+        q, k, v = ([part[:, start:stop] for part in side] for side in (self.q, self.k, self.v))
+        return Inputs(q, k, v)
 
 
 class Driver:
     """One open session, the histories it should hold, and the random model that feeds it."""
 
-    def __init__(self, adapter: Adapter, case: Case, kind: str, cache: Any, salt: str = "") -> None:
+    def __init__(
+        self, adapter: BackendAdapter, case: Case, kind: str, cache: Any, salt: str = ""
+    ) -> None:
         self.adapter = adapter
         self.case = case
         self.kind = kind
@@ -49,7 +62,7 @@ class Driver:
         self.trees: dict[int, Tree] = {}
         self.last_step: tuple[dict[int, list[Token]], dict[int, int], set[int]] | None = None
         self.column_positions = False
-        self.sinks: list[np.ndarray | None] = [
+        self.sinks: list[Array | None] = [
             self._random(case.n_q_heads) if case.has_sinks else None for _ in range(self.n_layers)
         ]
 
@@ -58,7 +71,7 @@ class Driver:
     def begin(self, *batch: tuple[int, int]) -> tuple[list[int], list[Token]]:
         """Claim cells for ``(seq_id, n_tok)`` stretches and check the positions that come back."""
         ids = [seq for seq, n in batch for _ in range(n)]
-        tokens = self._new_tokens(ids)
+        tokens = self.new_tokens(ids)
         self.last_step = None
         if self.kind != "decode":
             assert list(self.cache.begin_step(ids)) == [t.pos for t in tokens]
@@ -66,17 +79,17 @@ class Driver:
 
     def forward(
         self, *batch: tuple[int, int], inputs: Inputs | None = None, out_dtype: str | None = None
-    ) -> list[np.ndarray]:
-        """A whole forward; every layer's output must be the oracle's. Returns the outputs."""
+    ) -> list[Array]:
+        """Run a whole forward, compare every layer's output with the oracle's, and return them."""
         ids, tokens = self.begin(*batch)
         inputs = inputs or self.random_inputs(len(ids))
-        self._store(tokens, inputs)
-        seen = self._visibility(ids, tokens)
+        self.store(tokens, inputs)
+        seen = self.visibility(ids, tokens)
         out_dtype = out_dtype or self.case.in_dtype
         outputs = []
         for layer in range(self.n_layers):
             got = self.attend(layer, tokens, inputs, out_dtype)
-            want = self._dense(layer, ids, tokens, inputs.q[layer], seen)
+            want = self.dense(layer, ids, tokens, inputs.q[layer], seen)
             assert got.shape == want.shape
             tolerance = max(
                 self.adapter.tolerance(self.case.in_dtype, self.case.kv_dtype),
@@ -86,11 +99,11 @@ class Driver:
                 got, want, rtol=0, atol=tolerance, err_msg=f"layer {layer}, batch {batch}"
             )
             outputs.append(got)
-        self._complete(ids, tokens)
+        self.complete(ids, tokens)
         return outputs
 
     def abort(self, n_layers: int, *batch: tuple[int, int], inputs: Inputs | None = None) -> None:
-        """A forward that ends after ``n_layers`` layers; the oracle knows nothing of it.
+        """Begin a forward that ends after ``n_layers`` layers; the oracle does not learn of it.
 
         Without ``inputs`` its tokens are NaN, so that whoever reads them shows it.
         """
@@ -109,10 +122,8 @@ class Driver:
                 self.trees[seq].is_pending = True
         self.last_step = None
 
-    def attend(
-        self, layer: int, tokens: Sequence[Token], inputs: Inputs, out_dtype: str
-    ) -> np.ndarray:
-        """One layer's call; ``[n_q_heads, n_tok, v_head_dim]`` in float64."""
+    def attend(self, layer: int, tokens: Sequence[Token], inputs: Inputs, out_dtype: str) -> Array:
+        """Call the op of one layer; return ``[n_q_heads, n_tok, v_head_dim]`` in float64."""
         positions = np.array([t.pos for t in tokens])
         out = self.adapter.attend(
             self.cache,
@@ -127,11 +138,12 @@ class Driver:
             self.case.in_dtype,
         )
         assert out.ndim == 4 and out.shape[0] == 1
-        return out[0]
+        heads: Array = out[0]
+        return heads
 
     def scale(self, layer: int) -> float:
-        """A little sharper than usual, so that single tokens weigh."""
-        return 1.5 * self.case.group(layer).head_dim ** -0.5
+        """Return a layer's factor of the logits, larger than usual, so that single tokens weigh."""
+        return float(1.5 * self.case.group(layer).head_dim ** -0.5)
 
     def random_inputs(self, n_tok: int) -> Inputs:
         """Standard normal q, k and v of the model's type."""
@@ -151,17 +163,18 @@ class Driver:
         return inputs
 
     def run_poisoned(self, *batch: tuple[int, int]) -> None:
-        """A whole forward of NaN tokens, nothing compared: their cells are poison once freed."""
+        """Run a forward of NaN tokens and compare nothing: their cells are poison once freed."""
         ids, tokens = self.begin(*batch)
         inputs = self.poison(len(ids))
-        self._store(tokens, inputs)
+        self.store(tokens, inputs)
         for layer in range(self.n_layers):
             self.attend(layer, tokens, inputs, self.case.in_dtype)
-        self._complete(ids, tokens)
+        self.complete(ids, tokens)
 
     # Verbs -------------------------------------------------------------------------------------
 
     def cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Fork positions ``p0`` to ``p1`` of a sequence, in the cache and in the oracle."""
         self.cache.seq_cp(src, dst, p0, p1)
         mine = {t.pos: t for t in self.histories.get(dst, [])}
         theirs = {t.pos: t for t in self._range(src, p0, p1)}
@@ -173,6 +186,7 @@ class Driver:
         self.last_step = None
 
     def rm(self, seq: int, p0: int = 0, p1: int | None = None) -> None:
+        """Remove positions ``p0`` to ``p1`` of a sequence, in the cache and in the oracle."""
         self.cache.seq_rm(seq, p0, p1)
         gone = {t.pos for t in self._range(seq, p0, p1)}
         if seq in self.trees:
@@ -188,6 +202,7 @@ class Driver:
         self.last_step = None
 
     def keep(self, seq: int) -> None:
+        """Remove all sequences but one, in the cache and in the oracle."""
         self.cache.seq_keep(seq)
         self.histories = {seq: self.histories[seq]}
         self.lengths = {seq: self.lengths[seq]}
@@ -195,12 +210,14 @@ class Driver:
         self.last_step = None
 
     def rewind(self, length: int) -> None:
+        """Cut the sequence of a contiguous cache back, in the cache and in the oracle."""
         self.cache.rewind(length)
         self.histories = {0: self.histories.get(0, [])[:length]}
         self.lengths = {0: length}
         self.last_step = None
 
     def clear(self) -> None:
+        """Forget everything, in the cache and in the oracle."""
         self.cache.clear()
         self.histories, self.lengths, self.trees, self.last_step = {}, {}, {}, None
 
@@ -227,6 +244,7 @@ class Driver:
         return int(done.n_cells)
 
     def commit(self, accepted: Sequence[int], seq: int = 0) -> None:
+        """Accept a chain of nodes and drop the others, in the cache and in the oracle."""
         assert list(self.cache.commit(accepted, seq)) == list(accepted)
         tree = self.trees.pop(seq)
         if accepted:
@@ -237,14 +255,14 @@ class Driver:
     # What should hold --------------------------------------------------------------------------
 
     def agrees(self) -> None:
-        """The cache holds the oracle's sequences at the oracle's lengths."""
+        """Assert that the cache holds the oracle's sequences at the oracle's lengths."""
         if self.kind == "decode":
             assert self.cache.length == self.lengths.get(0, 0)
         else:
             assert {s: self.cache.seq_len(s) for s in self.cache.seq_ids()} == self.lengths
 
     def state(self) -> tuple[Any, ...]:
-        """All that a caller can see of the cache."""
+        """Return all that a caller can see of the cache."""
         usage = self.cache.usage()
         if self.kind == "decode":
             return usage, self.cache.length, self.cache.resumable_from()
@@ -253,7 +271,7 @@ class Driver:
 
     @contextmanager
     def refuses(self, *errors: type[Exception], in_step: bool = False) -> Iterator[None]:
-        """The block raises one of these and nothing that a caller can see has changed.
+        """Assert that the block raises one of these and changes nothing that a caller can see.
 
         ``in_step`` says that a step is open and should stay open; otherwise the last one is
         accepted first, which may let go of what windows have passed.
@@ -268,8 +286,8 @@ class Driver:
 
     # The oracle --------------------------------------------------------------------------------
 
-    def _new_tokens(self, ids: Sequence[int]) -> list[Token]:
-        """The tokens that a forward brings: a tree's frontier, or what follows a history."""
+    def new_tokens(self, ids: Sequence[int]) -> list[Token]:
+        """Return the tokens that a forward brings: a tree's frontier, or what follows a history."""
         tokens = []
         n_before: Counter[int] = Counter()
         for seq in ids:
@@ -282,7 +300,7 @@ class Driver:
             n_before[seq] += 1
         return tokens
 
-    def _store(self, tokens: Sequence[Token], inputs: Inputs) -> None:
+    def store(self, tokens: Sequence[Token], inputs: Inputs) -> None:
         """Give every token its K and V, as the pool rounds them."""
         for layer in range(self.n_layers):
             k = stored(inputs.k[layer], self.case.kv_dtype, "k")
@@ -291,9 +309,9 @@ class Driver:
                 token.k.append(k[:, i])
                 token.v.append(v[:, i])
 
-    def _visibility(
+    def visibility(
         self, ids: Sequence[int], tokens: Sequence[Token]
-    ) -> dict[int, tuple[list[int], list[Token], np.ndarray]]:
+    ) -> dict[int, tuple[list[int], list[Token], Array]]:
         """Per sequence: its rows of the batch, all its tokens, and who may see whom by ancestry.
 
         The last is ``[rows, tokens]``; a window comes on top of it.
@@ -317,14 +335,19 @@ class Driver:
             out[seq] = rows, keys, mask
         return out
 
-    def _dense(
+    def dense(
         self,
         layer: int,
         ids: Sequence[int],
         tokens: Sequence[Token],
-        q: np.ndarray,
-        seen: dict[int, tuple[list[int], list[Token], np.ndarray]],
-    ) -> np.ndarray:
+        q: Array,
+        seen: dict[int, tuple[list[int], list[Token], Array]],
+    ) -> Array:
+        """Attend in one layer as the oracle does; ``seen`` is what ``visibility`` returned.
+
+        Returns:
+            ``[n_q_heads, n_tok, v_head_dim]``.
+        """
         group = self.case.group(layer)
         out = np.empty((self.case.n_q_heads, len(ids), group.v_head_dim))
         for rows, keys, by_ancestry in seen.values():
@@ -338,7 +361,8 @@ class Driver:
             )
         return out
 
-    def _complete(self, ids: Sequence[int], tokens: Sequence[Token]) -> None:
+    def complete(self, ids: Sequence[int], tokens: Sequence[Token]) -> None:
+        """Count the tokens of a forward that went through all layers, in the oracle."""
         drafting = {s for s in ids if s in self.trees}
         histories = {s: list(h) for s, h in self.histories.items()}
         self.last_step = histories, dict(self.lengths), drafting
@@ -358,15 +382,15 @@ class Driver:
             t for t in self.histories.get(seq, []) if t.pos >= p0 and (p1 is None or t.pos < p1)
         ]
 
-    def _random(self, *shape: int) -> np.ndarray:
+    def _random(self, *shape: int) -> Array:
         return rounded(self.rng.standard_normal(shape), self.case.in_dtype)
 
 
 @contextmanager
 def open_driver(
-    adapter: Adapter, case: Case, kind: str, salt: str = "", **settings: Any
+    adapter: BackendAdapter, case: Case, kind: str, salt: str = "", **settings: Any
 ) -> Iterator[Driver]:
-    """A driver for as long as its session is open; ``settings`` replace those of the case."""
+    """Open a session and yield its driver; ``settings`` replace those of the case."""
     values = {
         "capacity": case.capacity,
         "min_chunk": case.min_chunk,
@@ -383,3 +407,43 @@ def open_driver(
         driver = Driver(adapter, case, kind, session.cache, salt)
         yield driver
         driver.agrees()
+
+
+def bytes_per_cell(case: Case) -> int:
+    """Return the bytes of one token's K and V in all layers."""
+    total = 0
+    for g in case.groups:
+        sides = (("k", g.head_dim), ("v", g.v_head_dim))
+        row = sum(row_bytes(case.kv_dtype, side, dim) for side, dim in sides)
+        total += len(g.layers) * g.n_kv_heads * row
+    return total
+
+
+def misshapen(inputs: Inputs) -> Iterator[Inputs]:
+    """Yield the same forward with one thing wrong in layer 0, for each thing that can be."""
+
+    def wider(x: Array) -> Array:
+        return np.concatenate([x, x[:, :, :1]], axis=2)
+
+    def taller(x: Array) -> Array:
+        return np.concatenate([x, x[:1]], axis=0)
+
+    def longer(x: Array) -> Array:
+        return np.concatenate([x, x[:, :1]], axis=1)
+
+    q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
+    for wrong_q, wrong_k, wrong_v in (
+        (q, taller(k), v),
+        (q, k, taller(v)),
+        (q, taller(k), taller(v)),
+        (q, wider(k), v),
+        (q, k, wider(v)),
+        (wider(q), k, v),
+        (q, k, longer(v)),
+        (longer(q), k, v),
+        (q[None], k[None], v[None]),
+        (q[0], k[0], v[0]),
+    ):
+        yield Inputs([wrong_q], [wrong_k], [wrong_v])
+    if k.shape[0] > 1:
+        yield Inputs([np.concatenate([q, q[:1]], axis=0)], [k], [v])

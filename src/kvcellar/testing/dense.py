@@ -9,21 +9,25 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
 
 SIGNIFICANT_BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
 
 
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+def rounded(values: Array, dtype: str) -> Array:
     """float32 with the values that ``dtype`` can hold, to nearest even (normal range only)."""
     fraction, exponent = np.frexp(values.astype(np.float64))
     step = 2.0 ** SIGNIFICANT_BITS[dtype]
     return np.ldexp(np.rint(fraction * step) / step, exponent).astype(np.float32)
 
 
-def stored(values: np.ndarray, kv_dtype: str, side: str) -> np.ndarray:
-    """What a pool of ``kv_dtype`` gives back of K or V rows ``[..., dim]``: float32.
+def stored(values: Array, kv_dtype: str, side: str) -> Array:
+    """Return what a pool of ``kv_dtype`` gives back of K or V rows ``[..., dim]``, in float32.
 
     Written down from the definition, with none of kvcellar's arithmetic.
     """
@@ -56,8 +60,8 @@ def bits_and_group(kv_dtype: str, side: str, dim: int) -> tuple[int, int]:
     return bits, (asked or fitting or [dim])[0]
 
 
-def _quantised(groups: np.ndarray, n_most: int) -> np.ndarray:
-    """What is given back of ``[n, size]`` numbers, n groups of them; one with a NaN is all NaN."""
+def _quantised(groups: Array, n_most: int) -> Array:
+    """Quantise n groups ``[n, size]`` and return their values; a group with a NaN is all NaN."""
     f32 = np.float32
     numbers = groups.astype(f32)
     low, high = numbers.min(axis=1, keepdims=True), numbers.max(axis=1, keepdims=True)
@@ -66,19 +70,21 @@ def _quantised(groups: np.ndarray, n_most: int) -> np.ndarray:
     scale = (span * f32(1 / n_most)).astype(np.float16)
     inverse = f32(1) / np.where(scale == 0, 1, scale).astype(f32)
     steps = np.clip(np.rint((numbers - bias.astype(f32)) * inverse), 0, n_most)
-    return bias.astype(float) + scale.astype(float) * steps
+    values: Array = bias.astype(float) + scale.astype(float) * steps
+    return values
 
 
 @functools.cache
-def walsh(dim: int) -> np.ndarray:
-    """The rotation of a row as a matrix: by the parity of the common bits of two indices."""
+def walsh(dim: int) -> Array:
+    """Return the matrix that rotates a row: signs by the parity of two indices' common bits."""
     size = dim & -dim
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
-    return np.kron(np.eye(dim // size), np.array(signs)) / np.sqrt(size)
+    matrix: Array = np.kron(np.eye(dim // size), np.array(signs)) / np.sqrt(size)
+    return matrix
 
 
-def turned(rows: np.ndarray) -> np.ndarray:
-    """``rows @ walsh``, added up in the order that decides its float32 rounding."""
+def turned(rows: Array) -> Array:
+    """Return ``rows @ walsh``, added up in the order that decides its float32 rounding."""
     dim = rows.shape[-1]
     out = rows.astype(np.float32)
     half = 1
@@ -98,8 +104,8 @@ class Token:
     """
 
     pos: int
-    k: list[np.ndarray] = field(default_factory=list)
-    v: list[np.ndarray] = field(default_factory=list)
+    k: list[Array] = field(default_factory=list)
+    v: list[Array] = field(default_factory=list)
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Tree:
     is_pending: bool = True
 
     def ancestors(self, node: int) -> set[int]:
-        """The node itself and everything between it and the history."""
+        """Return a node and all nodes between it and the history."""
         above: set[int] = set()
         while node >= 0:
             above.add(node)
@@ -121,14 +127,14 @@ class Tree:
 
 
 def attend_dense(
-    q: np.ndarray,
+    q: Array,
     keys: list[Token],
-    mask: np.ndarray,
+    mask: Array,
     layer: int,
     scale: float,
     softcap: float | None,
-    sinks: np.ndarray | None,
-) -> np.ndarray:
+    sinks: Array | None,
+) -> Array:
     """Attention of ``q [n_q_heads, n, head_dim]`` over all of ``keys``, in float64.
 
     A query that sees a token of NaN gets NaN, one that does not is none the worse.
@@ -160,6 +166,6 @@ def attend_dense(
         logits = np.concatenate([logits, extra], axis=2)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    out = weights[:, :, : len(keys)] @ v
+    out: Array = weights[:, :, : len(keys)] @ v
     out[:, mask[:, is_nan].any(axis=1)] = np.nan
     return out

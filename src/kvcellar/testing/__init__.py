@@ -1,0 +1,28 @@
+"""The conformance suite for backends, to be run by pytest: ``pip install 'kvcellar[testing]'``.
+
+::
+
+    from kvcellar.testing import ConformanceSuite, NumpyAdapter
+
+    class TestMyBackend(ConformanceSuite):
+        adapter = NumpyAdapter("mine")
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "kvcellar.testing.driver", "kvcellar.testing.walks", "kvcellar.testing.suite"
+)
+
+from kvcellar.testing.adapter import BackendAdapter, NumpyAdapter  # noqa: E402
+from kvcellar.testing.cases import CASES, Case, cases_named  # noqa: E402
+from kvcellar.testing.conformance import ConformanceSuite  # noqa: E402
+
+__all__ = [
+    "CASES",
+    "BackendAdapter",
+    "Case",
+    "ConformanceSuite",
+    "NumpyAdapter",
+    "cases_named",
+]

@@ -1,0 +1,1 @@
+"""The scenarios of the conformance suite, one module for each subject."""

@@ -1,0 +1,42 @@
+"""What all scenarios share: the adapter, and the cases that each of them runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+
+from kvcellar.testing.adapter import BackendAdapter
+
+
+class Scenarios:
+    """Tests of one backend.
+
+    A test that takes ``case`` runs in every case of the adapter, one that takes ``windowed`` in
+    those with a sliding window, one that takes ``walked`` in those that random walks go through.
+    ``kind`` is the session that it opens: with trees in every second case, without in all.
+    """
+
+    adapter: ClassVar[BackendAdapter]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give a test its cases and kinds of session, by the names of its arguments."""
+        wanted = set(metafunc.fixturenames)
+        case = next((name for name in ("windowed", "walked") if name in wanted), "case")
+        cases = list(self.adapter.walked if case == "walked" else self.adapter.cases)
+        if case == "windowed":
+            cases = [c for c in cases if c.has_window]
+        if {case, "kind"} <= wanted:
+            pairs = [(c, "seq") for c in cases] + [(c, "tree") for c in cases[::2]]
+            ids = [f"{c.name}-{kind}" for c, kind in pairs]
+            metafunc.parametrize((case, "kind"), pairs, ids=ids)
+        elif case in wanted:
+            metafunc.parametrize(case, cases, ids=[c.name for c in cases])
+        elif "kind" in wanted:
+            metafunc.parametrize("kind", ["seq", "tree"])
+
+    @pytest.fixture(autouse=True)
+    def _settings(self) -> Iterator[None]:
+        with self.adapter.settings():
+            yield
