@@ -7,7 +7,7 @@ a wrong mask or a wrong position anywhere changes the history and with it every 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from kvcellar.bookkeeping import (
     SeqBookkeeping,
     TreeBookkeeping,
 )
-from kvcellar.engine.speculate import Ask, Draft
+from kvcellar.engine.speculate import Draft, DraftRequest
+from kvcellar.history import History
 from kvcellar.registry import CacheSession
 from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams, make_config
 
@@ -90,6 +91,13 @@ def logits_of(history: Sequence[int], vocab_size: int, params: ModelCacheParams)
 def _hashed(seen: Sequence[tuple[int, ...]], vocab_size: int) -> np.ndarray:
     seed = zlib.crc32(repr([tuple(int(t) for t in tokens) for tokens in seen]).encode())
     return np.random.default_rng(seed).normal(0, 2, vocab_size).astype(np.float32)
+
+
+def wanted(
+    request_id: int, tokens: Iterable[int], limit: int, n_nodes: int = 0, min_reach: float = 0.0
+) -> DraftRequest:
+    """What a drafter is asked for a sequence of these tokens."""
+    return DraftRequest(request_id, History(tokens), limit, n_nodes, min_reach)
 
 
 class HashRunner:
@@ -179,13 +187,13 @@ class GuessTrees:
     def __init__(self, params: ModelCacheParams, vocab_size: int, seed: int = 0) -> None:
         self.params, self.vocab_size, self.seed = params, vocab_size, seed
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+    def propose(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         return [self._tree(ask) for ask in asks]
 
     def ended(self, request_id: int) -> None:
         pass
 
-    def _tree(self, ask: Ask) -> Draft:
+    def _tree(self, ask: DraftRequest) -> Draft:
         rng = np.random.default_rng([self.seed, len(ask.tokens), ask.tokens[-1]])
         tokens: list[int] = []
         parents: list[int] = []
@@ -206,7 +214,7 @@ class GuessTrees:
             level = [b for b in below if b[0] in likely or rng.random() < 0.3]
         return Draft(tuple(tokens), "tree", tuple(parents))
 
-    def _is_right(self, tokens: list[int], path: list[int]) -> bool:
+    def _is_right(self, tokens: History, path: list[int]) -> bool:
         before = [*tokens, *path[:-1]]
         return bool(logits_of(before, self.vocab_size, self.params).argmax() == path[-1])
 

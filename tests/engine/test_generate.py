@@ -19,6 +19,7 @@ from kvcellar.engine import (
     sample,
 )
 from kvcellar.errors import ConfigError, PromptError, UnknownCacheError
+from kvcellar.history import History
 from tests.engine.fakes import FULL_PARAMS, PARAMS, ByteTokenizer, HashRunner, logits_of, make_cache
 
 VOCAB = ByteTokenizer.vocab_size
@@ -32,7 +33,7 @@ def tokens_of_the_oracle(
     prompt: list[int], params: SamplingParams, vocab_size: int = VOCAB
 ) -> list[int]:
     """No cache at all: the logits of each step from the whole history."""
-    state = SamplingState(params, vocab_size, prompt)
+    state = SamplingState(params, vocab_size, History(prompt))
     tokens: list[int] = []
     assert params.max_tokens is not None
     for _ in range(params.max_tokens):

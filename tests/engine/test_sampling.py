@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvcellar.engine.sampling import SamplingParams, SamplingState, sample
 from kvcellar.errors import ConfigError, ModelError
+from kvcellar.history import History
 
 VOCAB = 12
 
@@ -185,7 +186,7 @@ def test_a_row_is_sampled_alike_in_every_batch(
     rows: list[tuple[list[float], SamplingParams, int]],
 ) -> None:
     def state_of(params: SamplingParams, n_before: int) -> SamplingState:
-        state = SamplingState(params, VOCAB, prompt_ids=[1, 2])
+        state = SamplingState(params, VOCAB, History([1, 2]))
         for i in range(n_before):
             state.record(i % 3)
         return state
@@ -208,7 +209,7 @@ def test_a_row_is_sampled_alike_in_every_batch(
 def test_penalties_and_bias_are_those_of_the_slow_oracle(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
 ) -> None:
-    state = SamplingState(params, VOCAB, prompt)
+    state = SamplingState(params, VOCAB, History(prompt))
     for token_id in output:
         state.record(token_id)
     adjusted = np.array(logits, dtype=np.float32)
@@ -292,7 +293,7 @@ def test_sampling_changes_nothing_until_it_is_recorded() -> None:
     state = SamplingState(
         SamplingParams(temperature=1.0, seed=4, repetition_penalty=2.0, logit_bias={3: 1.0}),
         50,
-        [7],
+        History([7]),
     )
     first = sample(logits, [state])
     assert sample(logits, [state]) == first

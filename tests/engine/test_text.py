@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcellar.engine.text import REPLACEMENT, Detokenizer, StopMatcher, TextStream
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
 from tests.engine.fakes import ByteTokenizer
 
 TEXT = st.text(
@@ -48,7 +49,7 @@ def pieces(draw: st.DrawFn, source: st.SearchStrategy[bytes]) -> list[bytes]:
 
 
 def stream_of(tokenizer: Any, ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, context)
+    detokenizer = Detokenizer(tokenizer, History(context))
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 

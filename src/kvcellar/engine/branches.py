@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,14 @@ from kvcellar.engine.generate import (
     prefill,
     stopped_by_text,
 )
-from kvcellar.engine.sampling import SamplingParams, SamplingState, sample
+from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import ConfigError
 from kvcellar.types import CacheConfig, CacheUsage
 
 if TYPE_CHECKING:
-    from kvcellar.models.runner import Runner
+    from kvcellar.models.runner import FloatArray, Runner
 
 __all__ = ["Branch", "BranchReport", "branch", "bytes_per_cell"]
 
@@ -99,7 +99,7 @@ def branch(
     runner: Runner,
     cache: SeqCache,
     tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
+    prompt_ids: Iterable[int],
     params: SamplingParams,
     n_branches: int,
     *,
@@ -139,56 +139,30 @@ def branch(
     prompt = check_prompt(
         prompt_ids, runner.vocab_size, trunk, n_reserved=n_branches * (params.max_tokens - 1)
     )
-    branches = [Branch(seq_id) for seq_id in range(1, n_branches + 1)]
-    states = [
-        SamplingState(_params_of(index, params), runner.vocab_size, prompt, eos_token_ids)
+    growing = [
+        _Growing(
+            Branch(1 + index),
+            SamplingState(_params_of(index, params), runner.vocab_size, prompt, eos_token_ids),
+            TextStream(tokenizer, params.stop, context=prompt),
+            eos_token_ids,
+        )
         for index in range(n_branches)
     ]
-    streams = [TextStream(tokenizer, params.stop, context=prompt) for _ in branches]
-
     started = time.perf_counter()
     logits = prefill(runner, trunk, prompt, prefill_chunk, on_prefill)
     prefilled = time.perf_counter()
-    for one in branches:
-        cache.seq_cp(trunk.seq_id, one.seq_id)
+    for one in growing:
+        cache.seq_cp(trunk.seq_id, one.branch.seq_id)
     forked = time.perf_counter()
-
-    logits = np.repeat(logits, n_branches, axis=0)
-    live = list(range(n_branches))
-    logprob_sums = [0.0] * n_branches
-    n_forwards = 0
-    while True:
-        for index, choice in zip(live, sample(logits, [states[i] for i in live]), strict=True):
-            one, state, stream = branches[index], states[index], streams[index]
-            state.record(choice.token_id)
-            one.token_ids.append(choice.token_id)
-            logprob_sums[index] += choice.logprob or 0.0
-            one.finish = finish_of(choice.token_id, state, eos_token_ids)
-            if is_shown(one.finish):
-                stream.push(choice.token_id)
-                one.finish = stopped_by_text(stream) or one.finish
-        if on_step is not None:
-            on_step(max(state.n_sampled for state in states), params.max_tokens)
-        live = [index for index in live if branches[index].finish is None]
-        if not live:
-            break
-        positions = cache.begin_step([branches[index].seq_id for index in live])
-        tokens = [branches[index].token_ids[-1] for index in live]
-        logits = runner.forward(tokens, positions, rows=range(len(live)))
-        n_forwards += 1
+    n_forwards = _decode(runner, cache, growing, logits, on_step)
     finished = time.perf_counter()
-
-    for one, stream, logprob_sum in zip(branches, streams, logprob_sums, strict=True):
-        stream.flush()
-        one.text = stream.text
-        one.mean_logprob = logprob_sum / len(one.token_ids)
-        one.cells, one.shared_cells = cache.seq_usage(one.seq_id)
+    branches = tuple(one.end(cache) for one in growing)
     best = max(range(n_branches), key=lambda index: branches[index].mean_logprob)
     usage = cache.usage()
     cache.seq_keep(branches[best].seq_id)
     return BranchReport(
         prompt_tokens=len(prompt),
-        branches=tuple(branches),
+        branches=branches,
         best=best,
         n_forwards=n_forwards,
         prefill_s=prefilled - started,
@@ -199,12 +173,75 @@ def branch(
     )
 
 
+@dataclass(slots=True)
+class _Growing:
+    """A branch that goes on."""
+
+    branch: Branch
+    state: SamplingState
+    stream: TextStream
+    eos_token_ids: Collection[int]
+    logprob_sum: float = 0.0
+
+    def take(self, choice: Choice) -> None:
+        """Add a token; the branch has a finish if it ends with it."""
+        one = self.branch
+        self.state.record(choice.token_id)
+        one.token_ids.append(choice.token_id)
+        self.logprob_sum += choice.logprob or 0.0
+        one.finish = finish_of(choice.token_id, self.state, self.eos_token_ids)
+        if is_shown(one.finish):
+            self.stream.push(choice.token_id)
+            one.finish = stopped_by_text(self.stream) or one.finish
+
+    def end(self, cache: SeqCache) -> Branch:
+        """Return the branch with its text, its mean and the cells that it holds."""
+        one = self.branch
+        self.stream.flush()
+        one.text = self.stream.text
+        one.mean_logprob = self.logprob_sum / len(one.token_ids)
+        one.cells, one.shared_cells = cache.seq_usage(one.seq_id)
+        return one
+
+
+def _decode(
+    runner: Runner,
+    cache: SeqCache,
+    growing: list[_Growing],
+    logits: FloatArray,
+    on_step: StepFn | None,
+) -> int:
+    """Sample until all branches have ended, from the logits behind the prompt ``[1, vocab]``.
+
+    Returns:
+        The number of forwards.
+    """
+    logits = np.repeat(logits, len(growing), axis=0)
+    states = [one.state for one in growing]
+    live = growing
+    n_forwards = 0
+    while True:
+        for one, choice in zip(live, sample(logits, [each.state for each in live]), strict=True):
+            one.take(choice)
+        if on_step is not None:
+            most = states[0].params.max_tokens
+            assert most is not None, "branches are bounded"
+            on_step(max(state.n_sampled for state in states), most)
+        live = [one for one in live if one.branch.finish is None]
+        if not live:
+            return n_forwards
+        positions = cache.begin_step([one.branch.seq_id for one in live])
+        tokens = [one.branch.token_ids[-1] for one in live]
+        logits = runner.forward(tokens, positions, rows=range(len(live)))
+        n_forwards += 1
+
+
 def bytes_per_cell(config: CacheConfig) -> int:
-    """Bytes of one token's K and V in all layers that keep it."""
+    """Return the bytes of one token's K and V in all layers that keep it."""
     return sum(group.cell_bytes(config.kv) for group in config.params.groups)
 
 
 def _params_of(index: int, params: SamplingParams) -> SamplingParams:
-    """The settings of one branch: a seed of its own, and the log probability of its tokens."""
+    """Return one branch's settings: a seed of its own, and log probabilities of its tokens."""
     seed = None if params.seed is None else params.seed + index
     return replace(params, seed=seed, logprobs=params.logprobs or 0)

@@ -17,8 +17,9 @@ from kvcellar.engine.sampling import SamplingParams
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import Tokenizer
 from kvcellar.errors import ModelError, RewindError
+from kvcellar.history import History
 from kvcellar.models.prompts import ChatTokenizer as PromptTokenizer
-from kvcellar.models.prompts import common_prefix, encode, render
+from kvcellar.models.prompts import encode, render
 from kvcellar.valid import valid_json, valid_text
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def encode_chat(
     *,
     control_tokens_in_text: bool = False,
 ) -> list[int]:
-    """The tokens of a chat that awaits an answer.
+    """Return the tokens of a chat that awaits an answer.
 
     Args:
         tokenizer: of the model.
@@ -57,9 +58,9 @@ def encode_chat(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Where a turn began: what ``undo`` goes back to."""
+    """State at the beginning of a turn, to which ``undo`` goes back."""
 
-    tokens: list[int]
+    tokens: History
     n_messages: int
 
 
@@ -82,7 +83,7 @@ class Conversation:
         prefill_chunk: int = 512,
         control_tokens_in_text: bool = False,
     ) -> None:
-        """An empty conversation; what the cache held of the sequence is forgotten.
+        """Begin a conversation; what the cache held of the sequence is forgotten.
 
         Raises:
             ModelError: the model has no chat template.
@@ -102,25 +103,25 @@ class Conversation:
         if system is not None:
             self._opening.append({"role": "system", "content": valid_text(system)})
         self.messages: list[Message] = []
-        self.tokens: list[int] = []
+        self.tokens = History()
         self._turns: list[_Turn] = []
         self.reset()
 
     @property
     def n_turns(self) -> int:
-        """User messages so far."""
+        """Number of user messages so far."""
         return len(self._turns)
 
     @property
     def cached_tokens(self) -> int:
-        """How many of the tokens the cache holds."""
+        """Tokens that the cache holds."""
         return self._sequence.length
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
         self._sequence.cut(0)
         self.messages = list(self._opening)
-        self.tokens = []
+        self.tokens = History()
         self._turns = []
 
     def undo(self) -> str | None:
@@ -134,7 +135,7 @@ class Conversation:
         turn = self._turns.pop()
         said = self.messages[turn.n_messages]["content"]
         del self.messages[turn.n_messages :]
-        n_common = common_prefix(turn.tokens, self.tokens)
+        n_common = turn.tokens.common_prefix(self.tokens)
         self.tokens = turn.tokens
         self._cut_cache(n_common)
         return said
@@ -142,7 +143,7 @@ class Conversation:
     def say(
         self, text: str, params: SamplingParams, on_prefill: PrefillFn | None = None
     ) -> Iterator[GeneratedToken | Generation]:
-        """The user says something; iterate over the answer as over ``generate``.
+        """Let the user say something; iterate over the answer as over ``generate``.
 
         An answer that is given up half-way stays as far as it came.
 
@@ -151,12 +152,13 @@ class Conversation:
             ModelError: the template refuses the message; raised likewise.
         """
         user = {"role": "user", "content": valid_text(text)}
-        tokens = encode_chat(
+        ids = encode_chat(
             self._tokenizer,
             [*self.messages, user],
             control_tokens_in_text=self._control_tokens_in_text,
         )
-        self._cut_cache(common_prefix(self.tokens, tokens))
+        tokens = History(ids)
+        self._cut_cache(self.tokens.common_prefix(tokens))
         events = generate(
             self._runner,
             self._sequence.cache,
@@ -176,7 +178,7 @@ class Conversation:
 
     @staticmethod
     def _follow(
-        events: Iterator[GeneratedToken | Generation], tokens: list[int], answer: Message
+        events: Iterator[GeneratedToken | Generation], tokens: History, answer: Message
     ) -> Iterator[GeneratedToken | Generation]:
         for event in events:
             if isinstance(event, GeneratedToken):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = ["LATER", "NO_DRAFT", "Draft"]
@@ -33,12 +33,12 @@ class Draft:
         assert not self.beliefs or len(self.beliefs) == len(self.tokens), "a belief per guess"
 
     def __len__(self) -> int:
-        """Guesses in all."""
+        """Return the number of guesses."""
         return len(self.tokens)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each guess follows the one before."""
+        """True if each guess follows the one before."""
         n = len(self.parents)
         return not n or (self.parents[-1] == n - 2 and self.parents == tuple(range(-1, n - 1)))
 
@@ -51,11 +51,11 @@ class Draft:
         return max(depths, default=0)
 
     def children(self, node: int) -> Iterator[int]:
-        """The guesses that follow a guess, or the sequence itself (-1)."""
+        """Return the guesses that follow a guess, or the sequence itself (-1)."""
         return (i for i, parent in enumerate(self.parents) if parent == node)
 
-    def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The path of guesses that say the same as ``tokens``, as far as there is one."""
+    def follow(self, tokens: Iterable[int]) -> list[int]:
+        """Return the path of guesses that say the same as ``tokens``, as far as there is one."""
         path: list[int] = []
         for token in tokens:
             above = path[-1] if path else -1
@@ -66,11 +66,11 @@ class Draft:
         return path
 
     def first(self, n: int) -> Draft:
-        """The first ``n`` guesses; none is without the one that it follows."""
+        """Return the first ``n`` guesses; none is without the one that it follows."""
         return self if n >= len(self) else self.keep(range(n))
 
     def keep(self, nodes: Sequence[int]) -> Draft:
-        """Some of the guesses, in ascending order, each with the one that it follows."""
+        """Return some of the guesses, in ascending order, each with the one that it follows."""
         if not nodes:
             return NO_DRAFT
         new = {-1: -1} | {node: i for i, node in enumerate(nodes)}

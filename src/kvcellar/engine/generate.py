@@ -6,18 +6,19 @@ It is what a faster engine is compared with, so it has no batch, no queue and no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvcellar.cache import Cache
-from kvcellar.checks import whole, wholes
+from kvcellar.checks import whole
 from kvcellar.engine.sampling import SamplingParams, SamplingState, TokenLogprob, sample
 from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import PromptError
+from kvcellar.history import History
 from kvcellar.models.runner import step_limit
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How it ended: the last item of ``generate``.
+    """The last item of ``generate``: what came, and why it ended.
 
     Attributes:
         text: the texts of all tokens, joined; no part of a stop text is in it.
@@ -129,7 +130,7 @@ def generate(
     runner: Runner,
     cache: Cache,
     tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
+    prompt_ids: Iterable[int],
     params: SamplingParams = _GREEDY,
     *,
     eos_token_ids: Collection[int] = (),
@@ -173,7 +174,7 @@ def generate(
 def _generate(
     runner: Runner,
     sequence: OneSequence,
-    prompt: list[int],
+    prompt: History,
     state: SamplingState,
     stream: TextStream,
     eos_token_ids: Collection[int],
@@ -229,9 +230,9 @@ def last(events: Iterable[GeneratedToken | Generation]) -> Generation:
 
 
 def check_prompt(
-    prompt_ids: Sequence[int], vocab_size: int, sequence: OneSequence, n_reserved: int = 0
-) -> list[int]:
-    """The prompt, if it can go on from what the sequence holds, and fits.
+    prompt_ids: Iterable[int], vocab_size: int, sequence: OneSequence, n_reserved: int = 0
+) -> History:
+    """Return the prompt, if it can go on from what the sequence holds, and fits.
 
     Args:
         prompt_ids: the whole history.
@@ -242,10 +243,10 @@ def check_prompt(
     Raises:
         PromptError: see ``generate``.
     """
-    prompt = wholes(prompt_ids, "prompt_ids", PromptError)
-    if not prompt:
+    prompt = History(prompt_ids)
+    if not len(prompt):
         raise PromptError("the prompt has no tokens; give at least one, such as the model's BOS")
-    low, high = min(prompt), max(prompt)
+    low, high = prompt.tokens.min(), prompt.tokens.max()
     if low < 0 or high >= vocab_size:
         raise PromptError(
             f"the prompt holds token id {low if low < 0 else high} and the model has ids 0 to "
@@ -275,7 +276,7 @@ def check_prompt(
 def prefill(
     runner: Runner,
     sequence: OneSequence,
-    prompt: list[int],
+    prompt: History,
     chunk: int = 512,
     on_prefill: PrefillFn | None = None,
 ) -> FloatArray:
@@ -301,7 +302,7 @@ def prefill(
 
 
 def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int]) -> Finish | None:
-    """Whether a sequence ends with this token, which is recorded already; None to go on."""
+    """Return why a sequence ends with this token, which is recorded already; None to go on."""
     params = state.params
     if token_id in params.stop_token_ids:
         return Finish("stop", "stop_token", f"stop token {token_id}")
@@ -313,7 +314,7 @@ def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int
 
 
 def out_of_tokens(state: SamplingState) -> Finish | None:
-    """Whether a sequence has all the tokens that it may have; None to go on."""
+    """Return the end of a sequence that has all the tokens it may have; None to go on."""
     most = state.params.max_tokens
     if most is None or state.n_sampled < most:
         return None
@@ -321,12 +322,12 @@ def out_of_tokens(state: SamplingState) -> Finish | None:
 
 
 def is_shown(finish: Finish | None) -> bool:
-    """Whether the token that was sampled last, and ended the sequence or not, is text."""
+    """Return true if the token that was sampled last is text, and no end of it."""
     return finish is None or finish.cause in ("guide", "max_tokens", "context_full")
 
 
 def stopped_by_text(stream: TextStream) -> Finish | None:
-    """Whether the text so far holds a stop text; None to go on."""
+    """Return the end of a text that holds a stop text; None to go on."""
     if stream.matched_stop is None:
         return None
     stop = stream.matched_stop
@@ -334,7 +335,7 @@ def stopped_by_text(stream: TextStream) -> Finish | None:
 
 
 def full(sequence: OneSequence) -> Finish | None:
-    """Whether one more token has no cell; None to go on."""
+    """Return the end of a sequence whose next token has no cell; None to go on."""
     if sequence.can_extend(1):
         return None
     cache = sequence.cache

@@ -21,13 +21,13 @@ class Mailbox(Generic[T]):
     __slots__ = ("_items", "_reader", "_writer")
 
     def __init__(self) -> None:
-        """Empty."""
+        """Create an empty mailbox."""
         self._items: deque[T] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Items that wait."""
+        """Return the number of items that wait."""
         return len(self._items)
 
     def put(self, item: T) -> None:

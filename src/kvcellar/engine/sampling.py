@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.errors import ConfigError, ModelError
+from kvcellar.history import History
 
 __all__ = [
     "DEFAULTABLE",
@@ -59,11 +60,11 @@ class Guide(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow: the sequence ends."""
+        """True if nothing can follow: the sequence ends."""
         ...
 
     def allowed(self) -> NDArray[np.bool_]:
-        """``[vocab]``: which tokens may come next; at least one. The same until ``accept``."""
+        """Return ``[vocab]``, true for each token that may come next; the same until ``accept``."""
         ...
 
     @property
@@ -76,19 +77,19 @@ class Guide(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """The sequence goes on with a token, which was allowed."""
+        """Go on with a token, which was allowed."""
         ...
 
     def fork(self) -> Guide:
-        """A copy that goes on by itself."""
+        """Return a copy that goes on by itself."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence is sampled, and when it ends.
+    """Settings of one sequence: how it is sampled, and when it ends.
 
-    Applied in this order: penalties and ``logit_bias``, ``guide``, temperature, ``top_k``,
+    They apply in this order: penalties and ``logit_bias``, ``guide``, temperature, ``top_k``,
     ``top_p``, ``min_p``. Tokens that tie at the edge of a cut all stay.
 
     Attributes:
@@ -179,7 +180,7 @@ class SamplingParams:
             raise ConfigError(f"stop holds texts of at least one character, got {self.stop!r}")
 
     def for_model(self, defaults: Mapping[str, float]) -> SamplingParams:
-        """The settings with a model's own defaults for those that nobody asked for.
+        """Return the settings with a model's own defaults for those that were not asked for.
 
         A model that names a temperature says how it wants to be sampled: of what it leaves out
         nothing is cut off, whatever is usual here.
@@ -204,12 +205,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """True if the most likely token is taken."""
         return self.temperature < _COLDEST or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on which tokens the sequence holds."""
+        """True if the logits depend on which tokens the sequence holds."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -249,15 +250,15 @@ class SamplingState:
         self,
         params: SamplingParams,
         vocab_size: int,
-        prompt_ids: Iterable[int] = (),
+        prompt: History | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        """A sequence that has sampled nothing yet.
+        """Create the state of a sequence that has sampled nothing yet.
 
         Args:
             params: its settings.
             vocab_size: columns of the logits.
-            prompt_ids: what it holds already; only a repetition penalty looks at them.
+            prompt: what it holds already; only a repetition penalty looks at them.
             eos_token_ids: tokens with which the model ends a text; for ``min_tokens``.
 
         Raises:
@@ -286,10 +287,11 @@ class SamplingState:
         if params.has_penalties:
             self._counts = np.zeros(vocab_size, dtype=np.int32)
             self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
-            self._in_prompt[np.fromiter(prompt_ids, dtype=np.int64)] = True
+            if prompt is not None:
+                self._in_prompt[prompt.tokens] = True
 
     def fork(self) -> SamplingState:
-        """A copy that goes on by itself, with the same random draws."""
+        """Return a copy that goes on by itself, with the same random draws."""
         if not self.params.is_greedy:  # so that copies seldom have to find their place
             self._draw_up_to(self.n_sampled + _DRAWS // 2)
         other = copy.copy(self)
@@ -301,7 +303,7 @@ class SamplingState:
         return other
 
     def record(self, token_id: int) -> None:
-        """The sequence goes on with ``token_id``."""
+        """Go on with ``token_id``."""
         self.n_sampled += 1
         if self._counts is not None:
             self._counts[token_id] += 1
@@ -310,11 +312,11 @@ class SamplingState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the guide lets nothing follow."""
+        """True if the guide lets nothing follow."""
         return self._guide is not None and self._guide.is_complete
 
     def draw(self) -> float:
-        """The random number in [0, 1) for the next token; the same until ``record``."""
+        """Return the random number in [0, 1) for the next token; the same until ``record``."""
         self._draw_up_to(self.n_sampled)
         return float(self._draws[self.n_sampled])
 
@@ -328,7 +330,7 @@ class SamplingState:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether ``adjust`` does anything."""
+        """True if ``adjust`` changes anything."""
         is_guided = self._guide is not None
         is_counted = self._counts is not None
         return is_guided or is_counted or self._bias_ids.size > 0 or self._must_go_on
@@ -394,7 +396,7 @@ def sample(logits: NDArray[Any], states: Sequence[SamplingState]) -> list[Choice
 
 
 def _best(logits: FloatArray) -> FloatArray:
-    """The highest logit of each row.
+    """Return the highest logit of each row.
 
     Raises:
         ModelError: one is no number.
@@ -410,7 +412,7 @@ def _best(logits: FloatArray) -> FloatArray:
 
 
 def _together(logit: np.float32, others: FloatArray, params: SamplingParams) -> np.float32:
-    """The logit of a token that stands for others too: as likely to be chosen as all of them."""
+    """Return the logit of a token that stands for others: as likely chosen as all of them."""
     best = max(logit, others.max(initial=-np.inf))
     if params.is_greedy or not math.isfinite(best):
         return np.float32(best)
@@ -456,7 +458,7 @@ def _draw(logits: FloatArray, states: list[SamplingState]) -> list[int]:
 
 
 def _edge(scaled: FloatArray, weights: FloatArray, params: SamplingParams) -> float:
-    """The lowest scaled logit that stays; the highest is 0."""
+    """Return the lowest scaled logit that stays; the highest is 0."""
     edge = -math.inf
     if 0 < params.top_k < scaled.size:
         at = scaled.size - params.top_k
@@ -472,7 +474,7 @@ def _edge(scaled: FloatArray, weights: FloatArray, params: SamplingParams) -> fl
 
 
 def _with_logprobs(logits: FloatArray, token_id: int, best: float, wanted: int | None) -> Choice:
-    """The choice, with log probabilities of the model itself where they are wanted."""
+    """Return the choice, with the model's own log probabilities where they are wanted."""
     if wanted is None:
         return Choice(token_id)
     shifted = logits.astype(np.float64) - best

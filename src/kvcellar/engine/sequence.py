@@ -9,10 +9,10 @@ __all__ = ["OneSequence"]
 
 
 class OneSequence:
-    """What a cache holds of one sequence, whether it is a contiguous, sequence or tree cache."""
+    """One sequence of a cache, which may be a contiguous, sequence or tree cache."""
 
     def __init__(self, cache: Cache, seq_id: int = 0) -> None:
-        """A view; nothing is claimed.
+        """View a sequence of a cache; nothing is claimed.
 
         Raises:
             UnknownCacheError: the cache has neither face, or a contiguous one is asked for another
@@ -40,7 +40,7 @@ class OneSequence:
         return self._single.length
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit."""
+        """Return true if ``n`` more tokens fit."""
         return self.cache.can_extend(n)
 
     def begin(self, n: int) -> list[int]:

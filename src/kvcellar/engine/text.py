@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
 
 __all__ = ["Detokenizer", "StopMatcher", "TextStream", "Tokenizer"]
 
@@ -36,7 +37,7 @@ class Tokenizer(Protocol):
         skip_special_tokens: bool = ...,
         clean_up_tokenization_spaces: bool = ...,
     ) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         ...
 
 
@@ -51,10 +52,11 @@ class Detokenizer:
     some decoders drop the space of a first token, so none is ever decoded as the first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        """Nothing yet, behind the tokens of ``context``, whose text is not repeated."""
+    def __init__(self, tokenizer: Tokenizer, context: History | None = None) -> None:
+        """Begin behind the tokens of ``context``, whose text is not repeated."""
         self._tokenizer = tokenizer
-        self._window = self._clean_tail(list(context))
+        end = [] if context is None else context[-LONGEST_HELD:].tolist()
+        self._window = self._clean_tail(end)
         self._whole = len(self._window)  # tokens of the window that end between characters
         self._shown = len(self._decode(self._window).rstrip(REPLACEMENT))
 
@@ -72,16 +74,16 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, where the last tokens ended inside a character. Call it once, at the end."""
+        """Return the rest, where the tokens end inside a character. Call it once, at the end."""
         text = self._decode(self._window)
         piece = text[self._shown :]
         self._shown = len(text)
         return piece
 
     def _cut_at_piece(self, piece: str) -> None:
-        """All is shown: keep the tokens of the last piece alone, if they have text by themselves.
+        """Keep the tokens of the last piece alone, if they have text of their own; all is shown.
 
-        A space does not where a first token's space is dropped; it stays behind what was before.
+        A space has none where a first token's space is dropped; it stays behind what was before.
         """
         alone = self._decode(self._window[self._whole :])
         if alone:
@@ -92,19 +94,19 @@ class Detokenizer:
             del self._window[self._whole :]
 
     def _cut_inside(self, n_unshown: int) -> None:
-        """Bytes that are no characters, on and on: keep what the last few tokens need."""
+        """Keep what the last few tokens need, where bytes that are no characters go on and on."""
         tail = self._window[-LONGEST_HELD:]
         shown = len(self._decode(tail)) - n_unshown
         if shown >= MAX_HELD:
             self._window, self._shown, self._whole = tail, shown, 0
 
     def _clean_tail(self, ids: list[int]) -> list[int]:
-        """The fewest last tokens that have text and do not begin inside a character."""
-        for n in range(1, min(len(ids), LONGEST_HELD) + 1):
+        """Return the fewest last tokens that have text and do not begin inside a character."""
+        for n in range(1, len(ids) + 1):
             text = self._decode(ids[-n:])
             if text and not text.startswith(REPLACEMENT):
                 return ids[-n:]
-        return ids[-LONGEST_HELD:]
+        return ids
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -120,7 +122,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Nothing seen yet."""
+        """Create a matcher that has seen nothing."""
         if not all(stops):
             raise ConfigError(f"a stop text has at least one character, got {list(stops)!r}")
         self._nodes = _automaton(tuple(stops)) if stops else ()
@@ -147,7 +149,7 @@ class StopMatcher:
         return text[:n_sure]
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows it."""
+        """Return what was held back, now that nothing follows it."""
         held, self._held = self._held, ""
         return held
 
@@ -170,7 +172,7 @@ class _Node:
 
 
 def _follow(nodes: Sequence[_Node], at: int, char: str) -> int:
-    """The node of the longest beginning that a node's text with one more character ends with."""
+    """Return the node of the longest beginning that a node's text and a character end with."""
     while at and char not in nodes[at].nexts:
         at = nodes[at].shorter
     return nodes[at].nexts.get(char, 0)
@@ -178,7 +180,7 @@ def _follow(nodes: Sequence[_Node], at: int, char: str) -> int:
 
 @lru_cache(maxsize=16)
 def _automaton(stops: tuple[str, ...]) -> tuple[_Node, ...]:
-    """All beginnings of the stop texts, after Aho and Corasick; the first is the empty one."""
+    """Return all beginnings of the stop texts, the empty one first (Aho and Corasick)."""
     nodes = [_Node(0)]
     for stop in stops:
         at = 0
@@ -202,9 +204,9 @@ class TextStream:
     """Tokens in, text for the reader out: a :class:`Detokenizer` and a :class:`StopMatcher`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: Sequence[int] = ()
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: History | None = None
     ) -> None:
-        """See the two classes."""
+        """Begin behind the tokens of ``context``; end before the first of ``stops``."""
         self._detokenizer = Detokenizer(tokenizer, context)
         self._matcher = StopMatcher(stops)
         self._pieces: list[str] = []
@@ -224,7 +226,7 @@ class TextStream:
         return self._keep(self._matcher.push(self._detokenizer.push(token_id)))
 
     def flush(self) -> str:
-        """The rest. Call it once, after the last token."""
+        """Return the rest. Call it once, after the last token."""
         piece = self._matcher.push(self._detokenizer.flush())
         return self._keep(piece + self._matcher.flush())
 

@@ -61,7 +61,7 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
 
 
 def _rule(backend: Any) -> Callable[[str], bytes] | None:
-    """How an entry of the vocabulary becomes bytes; None where the decoder is not understood."""
+    """Return how an entry of the vocabulary becomes bytes; None for an unknown decoder."""
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
         return None
@@ -93,7 +93,7 @@ def _rule(backend: Any) -> Callable[[str], bytes] | None:
 
 
 def _byte_characters() -> Mapping[str, int]:
-    """The character that a byte-level vocabulary writes for each byte: itself where it shows."""
+    """Return the character that a byte-level vocabulary writes for each byte."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {

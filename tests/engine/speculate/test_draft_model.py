@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvcellar.engine import Request, SamplingParams, generate, last
 from kvcellar.engine.draft import LATER
-from kvcellar.engine.speculate import Ask, DraftModel
+from kvcellar.engine.speculate import DraftModel, DraftRequest
 from kvcellar.errors import ConfigError
 from kvcellar.types import make_config
 from tests.engine.fakes import (
@@ -20,6 +21,7 @@ from tests.engine.fakes import (
     TreeCells,
     logits_of,
     make_cache,
+    wanted,
 )
 from tests.engine.test_engine import VOCAB, make_engine, nothing_is_left, plain_loop
 
@@ -34,7 +36,7 @@ def test_its_guesses_are_what_it_would_say_itself(params):
     drafter = draft_of(params)
     tokens = [5, 6, 7]
     for truth in (3, 250, 4, 4, 9):
-        (draft,) = drafter.propose([Ask(7, tokens, 4)])
+        (draft,) = drafter.propose([wanted(7, tokens, 4)])
         said = list(tokens)
         for _ in range(4):
             said.append(int(logits_of(said, VOCAB, params).argmax()))
@@ -65,7 +67,9 @@ def test_the_same_tokens_in_fewer_steps(params, capacity):
     assert drafter._cache.n_free == drafter._cache.capacity
 
 
-def slow_tree(tokens: list[int], ask: Ask, width: int, params: Any) -> dict[Any, float]:
+def slow_tree(
+    tokens: Iterable[int], ask: DraftRequest, width: int, params: Any
+) -> dict[Any, float]:
     """Paths of guesses and what is believed of their last one, each computed from the tokens."""
     found: dict[tuple[int, ...], tuple[float, float]] = {}  # path: belief, of the whole path
     level: list[tuple[int, ...]] = [()]
@@ -92,8 +96,8 @@ def test_its_trees_hold_the_likeliest_paths_whatever_was_right_before(params):
     rng = np.random.default_rng(0)
     sequences = [[5, 6, 7], [9, 8, 7, 6]]
     n_right = 0
+    asks = [wanted(i, tokens, 4, 12) for i, tokens in enumerate(sequences)]
     for _ in range(6):
-        asks = [Ask(i, tokens, 4, 12) for i, tokens in enumerate(sequences)]
         for ask, draft in zip(asks, drafter.propose(asks), strict=True):
             paths: list[tuple[int, ...]] = []
             for token, parent in zip(draft.tokens, draft.parents, strict=True):
@@ -103,7 +107,7 @@ def test_its_trees_hold_the_likeliest_paths_whatever_was_right_before(params):
             right = paths[int(rng.integers(len(paths)))]
             n_right += len(right)
             ask.tokens.extend([*right, int(rng.integers(VOCAB))])
-    assert drafter._runner.n_tokens < sum(map(len, sequences)) + 2 * 6 * 3 * 4
+    assert drafter._runner.n_tokens < sum(len(ask.tokens) for ask in asks) + 2 * 6 * 3 * 4
     for request_id in (0, 1):
         drafter.ended(request_id)
     assert n_right > 12 and drafter._cache.n_free == drafter._cache.capacity
@@ -113,14 +117,14 @@ def test_its_trees_hold_the_likeliest_paths_whatever_was_right_before(params):
 def test_a_sequence_that_begins_as_another_does_shares_its_cells():
     drafter = draft_of(FULL_PARAMS)
     trunk = list(range(100))
-    drafter.propose([Ask(0, [*trunk, 1], 2, 8)])
+    drafter.propose([wanted(0, [*trunk, 1], 2, 8)])
     before = drafter._runner.n_tokens
-    (draft,) = drafter.propose([Ask(1, [*trunk, 2, 3], 2, 8)])
+    (draft,) = drafter.propose([wanted(1, [*trunk, 2, 3], 2, 8)])
     assert drafter._runner.n_tokens - before <= 2 + 4, "two tokens and a level"
-    (alone,) = draft_of(FULL_PARAMS).propose([Ask(1, [*trunk, 2, 3], 2, 8)])
+    (alone,) = draft_of(FULL_PARAMS).propose([wanted(1, [*trunk, 2, 3], 2, 8)])
     assert draft == alone
     drafter.ended(0)
-    assert drafter.propose([Ask(1, [*trunk, 2, 3, 4], 2)])[0]
+    assert drafter.propose([wanted(1, [*trunk, 2, 3, 4], 2)])[0]
 
 
 def test_forwards_are_no_longer_than_the_runner_takes():
@@ -128,7 +132,7 @@ def test_forwards_are_no_longer_than_the_runner_takes():
     runner = drafter._runner
     runner.max_tokens_per_step = 16
     drafter = DraftModel(runner, drafter._cache, VOCAB)
-    asks = [Ask(i, list(range(i, 30 + 9 * i)), 3, 9) for i in range(7)]
+    asks = [wanted(i, list(range(i, 30 + 9 * i)), 3, 9) for i in range(7)]
     whole = draft_of(FULL_PARAMS).propose(asks)
     assert drafter.propose(asks) == whole
     assert max(map(len, runner.forwards)) <= 16
@@ -137,7 +141,7 @@ def test_forwards_are_no_longer_than_the_runner_takes():
 def test_a_long_prompt_is_read_in_several_steps_and_holds_nobody_up():
     drafter = draft_of(FULL_PARAMS)
     tokens = np.random.default_rng(0).integers(0, 256, 1200).tolist()
-    long, short = Ask(0, tokens, 3, 9), Ask(1, [1, 2, 3], 3, 9)
+    long, short = wanted(0, tokens, 3, 9), wanted(1, [1, 2, 3], 3, 9)
     first, second = drafter.propose([long, short])
     assert first is LATER and second
     assert max(map(len, drafter._runner.forwards)) == 512
@@ -187,13 +191,13 @@ def plain_loop_of(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int,
 def test_where_nothing_was_chosen_it_is_asked_the_same_again():
     """As when a sequence had to give way before its guesses were verified."""
     drafter = draft_of(FULL_PARAMS)
-    ask = Ask(0, [1, 2, 3], 3, 8)
+    ask = wanted(0, [1, 2, 3], 3, 8)
     assert drafter.propose([ask]) == drafter.propose([ask])
 
 
 def test_what_does_not_fit_gets_no_guesses_and_the_rest_does():
     drafter = draft_of(FULL_PARAMS, capacity=60)
-    asks = [Ask(i, list(range(i, 25 + i)), 3, 8) for i in range(3)]
+    asks = [wanted(i, list(range(i, 25 + i)), 3, 8) for i in range(3)]
     drafts = drafter.propose(asks)
     assert [bool(draft) for draft in drafts] == [True, False, False]
     drafts = drafter.propose(asks[1:])

@@ -13,7 +13,7 @@ import pytest
 from kvcellar.engine import Request, SamplingParams
 from kvcellar.engine.draft import LATER
 from kvcellar.engine.engine import Engine, EngineConfig
-from kvcellar.engine.speculate import Ask, Eagle3Drafter
+from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError
 from kvcellar.types import ModelCacheParams, make_config
 from tests.engine.fakes import (
@@ -25,6 +25,7 @@ from tests.engine.fakes import (
     _seen_by_queries,
     logits_of,
     make_cache,
+    wanted,
 )
 from tests.engine.test_engine import EOS, VOCAB, nothing_is_left, plain_loop
 
@@ -150,7 +151,7 @@ def test_one_forward_per_level_whatever_the_number_of_sequences():
     for request_id in (3, 5):
         features = [[t, i] for i, t in enumerate(range(6 + request_id))]
         drafter.saw(request_id, 0, np.array(features, dtype=np.float32))
-    asks = [Ask(i, [*range(6 + i), 77], 3, 8) for i in (3, 5)]
+    asks = [wanted(i, [*range(6 + i), 77], 3, 8) for i in (3, 5)]
     drafts = drafter.propose(asks)
     assert drafter._runner.n_forwards == 3
     for ask, draft in zip(asks, drafts, strict=True):
@@ -164,14 +165,14 @@ def test_one_forward_per_level_whatever_the_number_of_sequences():
 def test_without_room_for_a_tree_it_is_a_chain():
     drafter = head_of(width=4)
     drafter.saw(1, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
-    (draft,) = drafter.propose([Ask(1, [5, 6, 7], 4)])
+    (draft,) = drafter.propose([wanted(1, [5, 6, 7], 4)])
     assert draft.is_chain and len(draft) == 4
 
 
 def test_levels_that_are_hardly_reached_are_not_guessed():
     drafter = head_of(width=1, min_reach=0.5)
     drafter.saw(1, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
-    (draft,) = drafter.propose([Ask(1, [5, 6, 7], 9)])
+    (draft,) = drafter.propose([wanted(1, [5, 6, 7], 9)])
     assert len(draft) == 7, "0.9 to the power of 7 is the first below a half"
 
 
@@ -216,7 +217,7 @@ def test_many_pairs_are_taken_in_several_steps_and_hold_nobody_up():
     features = np.array([[t, i] for i, t in enumerate(tokens)], dtype=np.float32)
     for start in range(0, 1300, 50):
         drafter.saw(4, start, features[start : start + 50])
-    long, short = Ask(4, [*tokens, 9], 2), Ask(5, [5, 6, 7], 2)
+    long, short = wanted(4, [*tokens, 9], 2), wanted(5, [5, 6, 7], 2)
     drafter.saw(5, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
     first, second = drafter.propose([long, short])
     assert first is LATER and len(second) == 2, "beside it the first 510"
@@ -230,17 +231,17 @@ def test_many_pairs_are_taken_in_several_steps_and_hold_nobody_up():
 def test_a_head_that_fails_leaves_nothing_behind():
     drafter = head_of(width=2)
     drafter.saw(1, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
-    drafter.propose([Ask(1, [5, 6, 7], 3, 6)])
+    drafter.propose([wanted(1, [5, 6, 7], 3, 6)])
     used = drafter._cache.n_free
     go_on, drafter._runner.go_on = drafter._runner.go_on, None
     drafter.saw(1, 2, np.array([[7, 2]], dtype=np.float32))
     with pytest.raises(TypeError):
-        drafter.propose([Ask(1, [5, 6, 7, 8], 3, 6)])
+        drafter.propose([wanted(1, [5, 6, 7, 8], 3, 6)])
     drafter._cache.cancel_step()
     assert drafter._cache.n_free == used - 1, "one more pair and no guesses"
     drafter._runner.go_on = go_on
     drafter.saw(1, 3, np.array([[8, 3]], dtype=np.float32))
-    (draft,) = drafter.propose([Ask(1, [5, 6, 7, 8, 9], 3, 6)])
+    (draft,) = drafter.propose([wanted(1, [5, 6, 7, 8, 9], 3, 6)])
     assert draft.depth == 3
 
 
@@ -248,13 +249,13 @@ def test_where_nothing_was_chosen_it_is_asked_the_same_again():
     """As when a sequence had to give way before its guesses were verified."""
     drafter = head_of(width=2)
     drafter.saw(1, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
-    ask = Ask(1, [5, 6, 7], 3, 6)
+    ask = wanted(1, [5, 6, 7], 3, 6)
     first = drafter.propose([ask])
     n_free = drafter._cache.n_free
     assert drafter.propose([ask]) == first and first[0].depth == 3
     assert drafter._cache.n_free == n_free
     drafter.saw(1, 2, np.array([[7, 2]], dtype=np.float32))
-    (draft,) = drafter.propose([Ask(1, [5, 6, 7, 8], 3, 6)])
+    (draft,) = drafter.propose([wanted(1, [5, 6, 7, 8], 3, 6)])
     want = logits_of([5, 6, 7, 8], VOCAB, FULL_PARAMS).argmax()
     assert want in draft.tokens[:2]
 
@@ -269,10 +270,10 @@ def test_features_that_come_once_more_are_those_that_are_known():
     drafter = head_of(width=1, rank=0)
     rows = np.array([[t, i] for i, t in enumerate((5, 6, 7, 8))], dtype=np.float32)
     drafter.saw(1, 0, rows[:3])
-    drafter.propose([Ask(1, [5, 6, 7, 8], 2)])
+    drafter.propose([wanted(1, [5, 6, 7, 8], 2)])
     drafter.saw(1, 0, rows[:2])
     drafter.saw(1, 2, rows[2:])
-    (draft,) = drafter.propose([Ask(1, [5, 6, 7, 8, 9], 2)])
+    (draft,) = drafter.propose([wanted(1, [5, 6, 7, 8, 9], 2)])
     assert draft.tokens[0] == logits_of([5, 6, 7, 8, 9], VOCAB, FULL_PARAMS).argmax()
     drafter.saw(1, 7, rows[:1])  # what lies between is not known: it begins anew
-    assert not drafter.propose([Ask(1, [5, 6, 7, 8, 9], 2)])[0]
+    assert not drafter.propose([wanted(1, [5, 6, 7, 8, 9], 2)])[0]

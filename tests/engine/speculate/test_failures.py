@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
-from kvcellar.engine.speculate import Ask, Draft, DraftModel
+from kvcellar.engine.speculate import Draft, DraftModel, DraftRequest
 from kvcellar.types import make_config
 from tests.engine.fakes import (
     FULL_PARAMS,
@@ -39,7 +39,7 @@ class Failing:
         self.asked: list[list[int]] = []
         self.gone: list[int] = []
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         self.asked.append([ask.request_id for ask in asks])
         drafts: list[Draft] = self._perhaps("propose", self.guesses.propose, asks)
         return drafts
@@ -156,7 +156,7 @@ def test_a_heads_forward_that_raises_leaves_its_cache_whole(name):
 
 def test_an_answer_that_is_too_short_is_a_failure():
     class Short(GuessTrees):
-        def propose(self, asks: list[Ask]) -> list[Draft]:
+        def propose(self, asks: list[DraftRequest]) -> list[Draft]:
             return super().propose(asks)[1:]
 
     engine = engine_of(Short(FULL_PARAMS, VOCAB))

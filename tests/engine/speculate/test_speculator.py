@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from kvcellar.engine import Request, SamplingParams
 from kvcellar.engine.draft import LATER, NO_DRAFT
-from kvcellar.engine.speculate import Ask, Draft, NgramDrafter, Speculator, StepCosts
+from kvcellar.engine.speculate import Draft, DraftRequest, NgramDrafter, Speculator, StepCosts
 from kvcellar.engine.speculate.ngram import _key, _keys
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
+from tests.engine.fakes import wanted
 from tests.engine.test_engine import make_engine, nothing_is_left, plain_loop
 
 # The n-gram drafter -------------------------------------------------------------------------------
@@ -48,12 +50,12 @@ def slow_guess(histories: list[list[int]], own: int, sizes: tuple[int, ...], lim
 def test_a_guess_is_what_followed_the_longest_known_run(steps):
     sizes = (4, 2)
     drafter = NgramDrafter(sizes)
-    histories: list[list[int]] = [[], [], [], []]
+    histories = [History() for _ in range(4)]
     known: list[list[int]] = [[], [], [], []]
     for own, new in steps:
-        histories[own] += new
+        histories[own].extend(new)
         known[own] = list(histories[own])
-        (draft,) = drafter.propose([Ask(own, histories[own], 5)])
+        (draft,) = drafter.propose([DraftRequest(own, histories[own], 5)])
         kind, found = slow_guess(known, own, sizes, 5)
         assert draft.kind == kind
         if found:
@@ -64,25 +66,25 @@ def test_a_guess_is_what_followed_the_longest_known_run(steps):
 
 def test_a_sequence_finds_what_its_siblings_and_those_before_it_said():
     drafter = NgramDrafter((3,))
-    drafter.propose([Ask(0, [1, 2, 3, 4, 5, 6], 4)])
+    drafter.propose([wanted(0, [1, 2, 3, 4, 5, 6], 4)])
     drafter.ended(0)
     tokens = [9, 9, 2, 3, 4]
-    assert drafter.propose([Ask(1, tokens, 2)]) == [Draft((5, 6), "3-gram")]
-    assert drafter.propose([Ask(1, tokens, 1)]) == [Draft((5,), "3-gram")]
+    assert drafter.propose([wanted(1, tokens, 2)]) == [Draft((5, 6), "3-gram")]
+    assert drafter.propose([wanted(1, tokens, 1)]) == [Draft((5,), "3-gram")]
 
 
 def test_what_repeats_goes_on_repeating():
     drafter = NgramDrafter((2,))
-    assert drafter.propose([Ask(0, [7, 8, 7, 8, 7, 8], 5)])[0].tokens == (7, 8, 7, 8, 7)
+    assert drafter.propose([wanted(0, [7, 8, 7, 8, 7, 8], 5)])[0].tokens == (7, 8, 7, 8, 7)
 
 
 def test_the_oldest_of_what_has_ended_is_forgotten():
     drafter = NgramDrafter((2,), max_tokens=3000)
     for i in range(20):
-        drafter.propose([Ask(i, [1000 * i + j for j in range(1000)], 4)])
+        drafter.propose([wanted(i, [1000 * i + j for j in range(1000)], 4)])
         drafter.ended(i)
-    assert drafter.propose([Ask(90, [5, 0, 1], 4)])[0].tokens == ()
-    assert drafter.propose([Ask(91, [5, 19_000, 19_001], 2)])[0].tokens == (19_002, 19_003)
+    assert drafter.propose([wanted(90, [5, 0, 1], 4)])[0].tokens == ()
+    assert drafter.propose([wanted(91, [5, 19_000, 19_001], 2)])[0].tokens == (19_002, 19_003)
     assert len(drafter._histories) <= 5
     assert len(drafter._by_size[0][1]) < 10_000
 
@@ -93,11 +95,11 @@ def test_keys_that_roll_on_are_those_of_their_runs(pieces):
     sizes = (5, 3, 1)
     tokens = np.random.default_rng(0).integers(0, 1 << 31, sum(pieces)).tolist()
     rolling, at_once = NgramDrafter(sizes), NgramDrafter(sizes)
-    said: list[int] = []
+    said = History()
     for n in pieces:
-        said += tokens[len(said) : len(said) + n]
-        rolling.propose([Ask(0, said, 4)])
-    at_once.propose([Ask(0, tokens, 4)])
+        said.extend(tokens[len(said) : len(said) + n])
+        rolling.propose([DraftRequest(0, said, 4)])
+    at_once.propose([wanted(0, tokens, 4)])
     assert rolling._by_size == at_once._by_size
     keys = rolling._of_request[0].keys
     assert [key for key, size in zip(keys, sizes, strict=True) if size <= len(tokens)] == [

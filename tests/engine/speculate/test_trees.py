@@ -12,7 +12,7 @@ from kvcellar.bookkeeping import TreeBookkeeping
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.sampling import SamplingState
-from kvcellar.engine.speculate import Ask, verify
+from kvcellar.engine.speculate import DraftRequest, verify
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.types import ModelCacheParams, make_config
 from tests.engine.fakes import (
@@ -134,7 +134,7 @@ class Known:
     def ended(self, request_id: int) -> None:
         pass
 
-    def _tree(self, ask: Ask) -> Draft:
+    def _tree(self, ask: DraftRequest) -> Draft:
         (whole,) = (p + s for p, s in self.said.items() if tuple(ask.tokens[: len(p)]) == p)
         coming = whole[len(ask.tokens) :][: ask.limit]
         tokens: list[int] = []
@@ -197,7 +197,7 @@ class Chains(Known):
     def __init__(self, said: tuple[int, ...]) -> None:
         super().__init__({(1, 2): said})
 
-    def _tree(self, ask: Ask) -> Draft:
+    def _tree(self, ask: DraftRequest) -> Draft:
         whole = (1, 2, *self.said[1, 2])
         return Draft(tuple(whole[len(ask.tokens) :][: ask.limit]), "known")
 

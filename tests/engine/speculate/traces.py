@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
-from kvcellar.engine.speculate import Ask, Draft
+from kvcellar.engine.speculate import Draft, DraftRequest
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
 NARROW = dict.fromkeys(range(3), 30.0)
@@ -89,7 +89,7 @@ class Doubtful:
         self._drafter, self._vocab = drafter, vocab
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+    def propose(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         return [
             self._doubted(ask, draft)
             for ask, draft in zip(asks, self._drafter.propose(asks), strict=True)
@@ -98,7 +98,7 @@ class Doubtful:
     def ended(self, request_id: int) -> None:
         self._drafter.ended(request_id)
 
-    def _doubted(self, ask: Ask, draft: Draft) -> Draft:
+    def _doubted(self, ask: DraftRequest, draft: Draft) -> Draft:
         if not draft or not ask.n_nodes:
             return draft
         tokens: list[int] = []

@@ -4,7 +4,7 @@ Start in ``speculator.py``.
 """
 
 from kvcellar.engine.speculate.draft_model import DraftModel
-from kvcellar.engine.speculate.drafter import Ask, Draft, Drafter, FeatureReader
+from kvcellar.engine.speculate.drafter import Draft, Drafter, DraftRequest, FeatureReader
 from kvcellar.engine.speculate.eagle3 import Eagle3Drafter
 from kvcellar.engine.speculate.ngram import NgramDrafter
 from kvcellar.engine.speculate.speculator import Speculator
@@ -12,9 +12,9 @@ from kvcellar.engine.speculate.step_costs import StepCosts
 from kvcellar.engine.speculate.verify import verify
 
 __all__ = [
-    "Ask",
     "Draft",
     "DraftModel",
+    "DraftRequest",
     "Drafter",
     "Eagle3Drafter",
     "FeatureReader",

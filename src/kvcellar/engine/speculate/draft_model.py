@@ -14,9 +14,10 @@ import numpy as np
 
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
-from kvcellar.engine.speculate.drafter import Ask
+from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
 from kvcellar.errors import CacheFullError, ConfigError
+from kvcellar.history import History
 from kvcellar.models import Runner
 from kvcellar.models.runner import FloatArray, step_limit
 from kvcellar.types import IntArray
@@ -45,7 +46,7 @@ class DraftModel:
     def __init__(
         self, runner: Runner, cache: TreeSeqCache, vocab_size: int, *, width: int = 4
     ) -> None:
-        """Nothing computed.
+        """Create a drafter that has computed nothing.
 
         Args:
             runner: the draft model, bound to the session of ``cache``.
@@ -67,14 +68,14 @@ class DraftModel:
         self._width = min(width, self._max_tokens)
         self._known: dict[int, int] = {}
         """Per request how many of its tokens are in the draft's cache."""
-        self._tokens: dict[int, list[int]] = {}
+        self._tokens: dict[int, History] = {}
         self._trees: dict[int, GrowingTree] = {}
         """Guesses that are in the draft's cache and await what is chosen."""
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The likeliest continuations: one forward for what is new, then one per further level.
+    def propose(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the likeliest continuations; ``LATER`` where more is new than one step reads.
 
-        ``LATER`` where more is new than one step reads.
+        It takes one forward for what is new, then one per further level.
         """
         for ask in asks:
             self._commit(ask)
@@ -93,17 +94,17 @@ class DraftModel:
         return [drafts[ask.request_id] for ask in asks]
 
     def ended(self, request_id: int) -> None:
-        """Free its cells."""
+        """Free the cells of a sequence, which goes on no more."""
         self._trees.pop(request_id, None)
         self._tokens.pop(request_id, None)
         self._known.pop(request_id, None)
         if self._cache.has_seq(request_id):
             self._cache.seq_rm(request_id)
 
-    def _commit(self, ask: Ask) -> None:
+    def _commit(self, ask: DraftRequest) -> None:
         """Keep the guesses that were right; drop the others, and the last token if it is held.
 
-        It is where nothing was chosen since it was asked for the last time; its logits are wanted.
+        It is held where nothing was chosen since the last time; its logits are wanted.
         """
         request_id = ask.request_id
         tree = self._trees.pop(request_id, None)
@@ -118,9 +119,9 @@ class DraftModel:
             self._cache.seq_rm(request_id, n)
             self._known[request_id] = n
 
-    def _with_room(self, asks: Sequence[Ask]) -> list[Ask]:
-        """The sequences that fit together with their guesses, others having given way."""
-        going: list[Ask] = []
+    def _with_room(self, asks: Sequence[DraftRequest]) -> list[DraftRequest]:
+        """Return the sequences that fit together with their guesses, after others gave way."""
+        going: list[DraftRequest] = []
         need = 0
         asked = {ask.request_id for ask in asks}
         for ask in asks:
@@ -137,16 +138,15 @@ class DraftModel:
                 going.append(ask)
         return going
 
-    def _share(self, ask: Ask) -> None:
+    def _share(self, ask: DraftRequest) -> None:
         """Let a new sequence begin on the cells of the one that begins most as it does."""
         if ask.request_id in self._known or len(ask.tokens) <= MIN_SHARED:
             return
-        head, best, source = ask.tokens[:MIN_SHARED], MIN_SHARED - 1, -1
+        best, source = MIN_SHARED - 1, -1
         for request_id, tokens in self._tokens.items():
             most = min(self._known[request_id], len(ask.tokens) - 1)
-            if most > best and tokens[:MIN_SHARED] == head:
-                pairs = zip(tokens[:most], ask.tokens, strict=False)
-                n = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
+            if most > best:
+                n = tokens.common_prefix(ask.tokens[:most])
                 if n > best and self._cache.can_resume(request_id, n):
                     best, source = n, request_id
         if source >= 0:
@@ -173,17 +173,17 @@ class DraftModel:
             tree for tree in trees if self._known.get(r := tree.ask.request_id, 0) < stops[r]
         ]
         while waiting:
-            parts: list[tuple[GrowingTree, list[int]]] = []
+            parts: list[tuple[GrowingTree, IntArray]] = []
             room = self._max_tokens
             for tree in waiting:
                 request_id = tree.ask.request_id
                 start = self._n_known(tree)
                 part = tree.ask.tokens[start : min(start + room, stops[request_id])]
-                if part:
+                if len(part):
                     parts.append((tree, part))
                     room -= len(part)
-            tokens = [token for _, part in parts for token in part]
-            seq_ids = [tree.ask.request_id for tree, part in parts for _ in part]
+            tokens = np.concatenate([part for _, part in parts])
+            seq_ids = [tree.ask.request_id for tree, part in parts for _ in range(len(part))]
             rows = np.cumsum([len(part) for _, part in parts]) - 1
             logits = self._forward(tokens, seq_ids, rows.tolist())
             for (tree, part), row in zip(parts, logits, strict=True):
@@ -198,21 +198,21 @@ class DraftModel:
         return [tree for tree in trees if self._n_missing(tree)]
 
     def _n_known(self, tree: GrowingTree) -> int:
-        """Tokens of its sequence that the draft has seen."""
+        """Return how many tokens of its sequence the draft has seen."""
         return self._known.get(tree.ask.request_id, 0)
 
     def _n_missing(self, tree: GrowingTree) -> int:
-        """Tokens of its sequence that it has not."""
+        """Return how many tokens of its sequence the draft has not seen."""
         return len(tree.ask.tokens) - self._n_known(tree)
 
     def _next_level(self, trees: Sequence[GrowingTree]) -> None:
-        """Every tree's last level, as many trees in one forward as it takes."""
+        """Compute every tree's last level, as many trees in one forward as it takes."""
         n = max(1, self._max_tokens // self._width)
         for first in range(0, len(trees), n):
             self._compute_level(trees[first : first + n])
 
     def _compute_level(self, trees: Sequence[GrowingTree]) -> None:
-        """One forward of every tree's last level; it gives the next."""
+        """Run one forward of every tree's last level and grow the next from it."""
         try:
             tokens, seq_ids = propose_levels(self._cache, trees)
             logits = self._forward(tokens, seq_ids, range(len(tokens)))
@@ -230,7 +230,7 @@ class DraftModel:
             start += len(level)
 
     def _forward(
-        self, tokens: Sequence[int], seq_ids: Sequence[int], rows: Sequence[int]
+        self, tokens: Sequence[int] | IntArray, seq_ids: Sequence[int], rows: Sequence[int]
     ) -> FloatArray:
         try:
             positions = self._cache.begin_step(seq_ids)
@@ -241,18 +241,18 @@ class DraftModel:
         self._cache.end_step()
         return logits
 
-    def _width_of(self, ask: Ask) -> int:
-        """Guesses per level."""
+    def _width_of(self, ask: DraftRequest) -> int:
+        """Return the number of guesses per level."""
         return self._width if ask.n_nodes else 1
 
 
 def _is_worth_more(tree: GrowingTree) -> bool:
-    """Whether a level behind the last one may be of use."""
+    """Return true if a level behind the last one may be of use."""
     return bool(tree.level) and tree.n_levels < tree.ask.limit and tree.reach >= tree.ask.min_reach
 
 
 def _likeliest(logits: FloatArray, n: int) -> tuple[IntArray, FloatArray]:
-    """The ``n`` likeliest tokens of each row ``[R, vocab]``, and their probabilities."""
+    """Return the ``n`` likeliest tokens of each row ``[R, vocab]``, and their probabilities."""
     if n == 1:
         tokens = logits.argmax(axis=1)[:, None]
     else:

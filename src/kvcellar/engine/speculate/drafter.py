@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
+from kvcellar.history import History
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["LATER", "NO_DRAFT", "Ask", "Draft", "Drafter", "FeatureReader"]
+__all__ = ["LATER", "NO_DRAFT", "Draft", "DraftRequest", "Drafter", "FeatureReader"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One sequence that could use guesses.
+class DraftRequest:
+    """What a drafter is asked for: guesses of what one sequence says next.
 
     Attributes:
         request_id: whose.
-        tokens: all that is known of it; not to be changed, and it grows by itself.
+        tokens: its history; it is not to be changed, and it grows by itself.
         limit: guesses behind each other that can be of use at most; at least 1.
         n_nodes: guesses in all, at most; 0: as many as ``limit``, and only in one chain.
         min_reach: how likely one of a level's guesses has to be right for a further level to be
@@ -28,7 +29,7 @@ class Ask:
     """
 
     request_id: int
-    tokens: list[int]
+    tokens: History
     limit: int
     n_nodes: int = 0
     min_reach: float = 0.0
@@ -38,14 +39,14 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences, which one forward of the model then verifies.
 
     Attributes:
-        is_free: whether to guess takes no time worth counting, so that it can be asked at every
-            step, if only to learn how often it is right.
+        is_free: guessing takes no time worth counting, so that it can be asked at every step, if
+            only to learn how often it is right.
     """
 
     is_free: bool
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Guesses for some sequences, at most ``limit`` deep and ``n_nodes`` in all for each.
+    def propose(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+        """Return guesses for each sequence, at most ``limit`` deep and ``n_nodes`` in all.
 
         A call is part of a step that others wait for: where there is much to read before a
         sequence's first guess, a drafter reads a part of it and answers ``LATER``.
@@ -53,13 +54,13 @@ class Drafter(Protocol):
         ...
 
     def ended(self, request_id: int) -> None:
-        """A sequence goes on no more; what was held for it alone can go."""
+        """Let go of what is held for a sequence alone, which goes on no more."""
         ...
 
 
 @runtime_checkable
 class FeatureReader(Protocol):
-    """A drafter that guesses from what the model's own layers say of the tokens before.
+    """Drafter that guesses from what the model's own layers say of the tokens before.
 
     Attributes:
         feature_layers: which of them, as ``LoadedModel.bind`` takes them.
@@ -68,7 +69,7 @@ class FeatureReader(Protocol):
     feature_layers: tuple[int, ...]
 
     def saw(self, request_id: int, start: int, features: FloatArray) -> None:
-        """The model has computed tokens of a sequence: those that count, never wrong guesses.
+        """Take the features of tokens that the model has computed, wrong guesses left out.
 
         Args:
             request_id: whose.

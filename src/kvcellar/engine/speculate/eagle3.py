@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
-from kvcellar.engine.speculate.drafter import Ask
+from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
 from kvcellar.errors import CacheFullError
 
@@ -81,7 +81,7 @@ class Eagle3Drafter:
         max_depth: int = 6,
         min_reach: float = 0.1,
     ) -> None:
-        """Nothing computed.
+        """Create a drafter that has computed nothing.
 
         Args:
             runner: the head, bound to the session of ``cache``.
@@ -112,10 +112,10 @@ class Eagle3Drafter:
         if known.n_features >= MANY_FEATURES:
             self._join(known)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The likeliest continuations: one forward for new pairs, one per further level.
+    def propose(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the likeliest continuations; ``LATER`` where a step cannot take all new pairs.
 
-        ``LATER`` where more pairs are new than one step takes.
+        It takes one forward for new pairs, and one per further level.
         """
         drafts = dict.fromkeys((ask.request_id for ask in asks), NO_DRAFT)
         growing: list[GrowingTree] = []
@@ -132,15 +132,17 @@ class Eagle3Drafter:
         return [drafts[ask.request_id] for ask in asks]
 
     def ended(self, request_id: int) -> None:
-        """Free its cells."""
+        """Free the cells of a sequence, which goes on no more."""
         self._known.pop(request_id, None)
         if self._cache.has_seq(request_id):
             self._cache.seq_rm(request_id)
 
-    def _caught_up(self, asks: Sequence[Ask], drafts: dict[int, Draft]) -> list[Ask]:
-        """Those whose new pairs are few enough for this step; of the first other a part is taken.
+    def _caught_up(
+        self, asks: Sequence[DraftRequest], drafts: dict[int, Draft]
+    ) -> list[DraftRequest]:
+        """Return the requests whose new pairs are few enough for this step, the fewest first.
 
-        Those with the fewest go first. The others' drafts are ``LATER``.
+        Of the first other one a part is taken. The others' drafts are ``LATER``.
         """
         for ask in asks:
             known = self._known[ask.request_id]
@@ -186,12 +188,12 @@ class Eagle3Drafter:
         tree.grow(above, guesses.tokens[rows], guesses.beliefs[rows], width)
 
     def _is_worth_more(self, tree: GrowingTree) -> bool:
-        """Whether a level behind the last one may be of use."""
+        """Return true if a level behind the last one may be of use."""
         most = min(tree.ask.limit, self._max_depth)
         return tree.n_levels < most and tree.reach >= max(self._min_reach, tree.ask.min_reach)
 
     def _read(self, trees: Sequence[GrowingTree]) -> Guesses:
-        """Take all pairs that are new; what the head says behind the last of each sequence."""
+        """Take all pairs that are new; return what the head says behind each sequence's last."""
         tokens: list[int] = []
         seq_ids: list[int] = []
         rows: list[int] = []
@@ -199,7 +201,7 @@ class Eagle3Drafter:
         for tree in trees:
             known = self._known[tree.ask.request_id]
             at = known.first + known.n_pairs + 1
-            tokens += tree.ask.tokens[at : at + known.n_joined]
+            tokens += tree.ask.tokens[at : at + known.n_joined].tolist()
             seq_ids += [tree.ask.request_id] * known.n_joined
             rows.append(len(tokens) - 1)
             parts.append(known.joined)
@@ -220,11 +222,11 @@ class Eagle3Drafter:
         self._cache.seq_rm(request_id, known.n_pairs)
         known.joined = known.last
 
-    def _compute(self, ask: Ask, known: _Known, n: int) -> None:
+    def _compute(self, ask: DraftRequest, known: _Known, n: int) -> None:
         """Take the next ``n`` pairs of a sequence that has many."""
         at = known.first + known.n_pairs + 1
         positions = self._cache.begin_step([ask.request_id] * n)
-        self._runner.read(ask.tokens[at : at + n], [known.joined[:n]], positions, [], 1)
+        self._runner.read(ask.tokens[at : at + n].tolist(), [known.joined[:n]], positions, [], 1)
         known.n_pairs += n
         known.joined = known.joined[n:]
 
@@ -233,9 +235,9 @@ class Eagle3Drafter:
             known.joined = self._runner.join(known.features, known.joined)
             known.features, known.n_features = [], 0
 
-    def _with_room(self, asks: Sequence[Ask]) -> list[Ask]:
-        """The sequences that have new pairs and fit with their guesses, others giving way."""
-        going: list[Ask] = []
+    def _with_room(self, asks: Sequence[DraftRequest]) -> list[DraftRequest]:
+        """Return the sequences with new pairs that fit with their guesses; others give way."""
+        going: list[DraftRequest] = []
         need = 0
         asked = {ask.request_id for ask in asks}
         for ask in asks:

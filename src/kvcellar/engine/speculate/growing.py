@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvcellar.cache import TreeCache
 from kvcellar.engine.draft import Draft
-from kvcellar.engine.speculate.drafter import Ask
+from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.models.runner import FloatArray
 from kvcellar.types import IntArray
 
@@ -25,7 +25,7 @@ MIN_PATH = 0.01
 class GrowingTree:
     """The guesses for one sequence while they grow."""
 
-    ask: Ask
+    ask: DraftRequest
     kind: str
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class GrowingTree:
     n_levels: int = 0
 
     def grow(self, above: Sequence[int], tokens: IntArray, beliefs: FloatArray, width: int) -> None:
-        """One more level: the likeliest tokens behind some guesses.
+        """Add a level: the likeliest tokens behind some guesses.
 
         Args:
             above: the guesses, -1 for the sequence itself.
@@ -64,7 +64,7 @@ class GrowingTree:
 
     @property
     def reach(self) -> float:
-        """How likely it is held to be that one of the last level's guesses is right."""
+        """Believed probability that one of the last level's guesses is right."""
         return sum(self.paths[node] for node in self.level)
 
     @property
@@ -73,7 +73,7 @@ class GrowingTree:
         return max(self.ask.n_nodes, self.ask.limit)
 
     def draft(self) -> Draft:
-        """The likeliest of all guesses, as many as were asked for."""
+        """Return the likeliest of all guesses, as many as were asked for."""
         whole = Draft(tuple(self.tokens), self.kind, tuple(self.parents), tuple(self.beliefs))
         order = sorted(range(len(whole)), key=lambda node: (-self.paths[node], node))
         return whole.keep(sorted(order[: self.n_wanted]))

@@ -8,14 +8,15 @@ likewise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.engine.speculate.drafter import NO_DRAFT, Ask, Draft
+from kvcellar.engine.speculate.drafter import NO_DRAFT, Draft, DraftRequest
 from kvcellar.errors import ConfigError
+from kvcellar.history import History
 from kvcellar.types import IntArray
 
 __all__ = ["NgramDrafter"]
@@ -26,7 +27,7 @@ _OFFSET_BITS = 40
 
 
 @dataclass(slots=True, eq=False)
-class _History:
+class _Said:
     """The tokens of one sequence, as far as they are in the memory.
 
     Attributes:
@@ -34,11 +35,11 @@ class _History:
         tokens: all, those that are not yet in the memory too.
         n_known: how many are.
         keys: of the last run of each size, where it has so many tokens; longest first.
-        is_over: whether nothing is added any more.
+        is_over: nothing is added any more.
     """
 
     number: int
-    tokens: list[int]
+    tokens: History
     n_known: int = 0
     keys: list[int] = field(default_factory=list)
     is_over: bool = False
@@ -54,7 +55,7 @@ class NgramDrafter:
     is_free = True
 
     def __init__(self, sizes: Sequence[int] = (8, 4, 2), *, max_tokens: int = 1 << 20) -> None:
-        """Nothing remembered.
+        """Create a memory without tokens.
 
         Args:
             sizes: tokens that have to be equal, longest first; a longer match is trusted more.
@@ -75,13 +76,13 @@ class NgramDrafter:
         ]
         """Per size where each run was followed the last time, by its key; and what a token counts
         in a key that it is the first of."""
-        self._histories: dict[int, _History] = {}
-        self._of_request: dict[int, _History] = {}
+        self._histories: dict[int, _Said] = {}
+        self._of_request: dict[int, _Said] = {}
         self._n_over = 0
         self._next = 0
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """For each sequence what followed its last tokens the last time."""
+    def propose(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+        """Return for each sequence what followed its last tokens the last time."""
         histories = [self._take(ask) for ask in asks]
         return [self._guess(ask, history) for ask, history in zip(asks, histories, strict=True)]
 
@@ -90,7 +91,7 @@ class NgramDrafter:
         history = self._of_request.pop(request_id, None)
         if history is None:
             return
-        history.tokens = list(history.tokens)  # nobody adds to it any more
+        history.tokens = History(history.tokens)  # nobody adds to it any more
         history.is_over = True
         self._n_over += len(history.tokens)
         for number, old in list(self._histories.items()):
@@ -101,14 +102,14 @@ class NgramDrafter:
                 del self._histories[number]
                 self._forget(number)
 
-    def _take(self, ask: Ask) -> _History:
+    def _take(self, ask: DraftRequest) -> _Said:
         """Remember the tokens that came since the last time.
 
         A run is remembered when the token behind it is known: the last run has no follower yet.
         """
         history = self._of_request.get(ask.request_id)
         if history is None:
-            history = _History(self._next, ask.tokens)
+            history = _Said(self._next, ask.tokens)
             self._next += 1
             self._histories[history.number] = self._of_request[ask.request_id] = history
         n = len(ask.tokens)
@@ -119,8 +120,8 @@ class NgramDrafter:
         history.n_known = n
         return history
 
-    def _take_one(self, history: _History) -> None:
-        """One more token: the keys of the last runs roll on."""
+    def _take_one(self, history: _Said) -> None:
+        """Remember one more token: the keys of the last runs roll on."""
         tokens, keys = history.tokens, history.keys
         first = len(tokens) - 1
         token, place = tokens[first], (history.number << _OFFSET_BITS) + first
@@ -131,27 +132,29 @@ class NgramDrafter:
             elif size == len(tokens):
                 keys[i] = _key(tokens)
 
-    def _take_many(self, history: _History) -> None:
+    def _take_many(self, history: _Said) -> None:
         tokens, n = history.tokens, len(history.tokens)
         base = history.number << _OFFSET_BITS
         for size, seen, _ in self._by_size:
             first = max(size, history.n_known)  # positions of followers
             if n > first:
-                keys = _keys(np.asarray(tokens[first - size : n - 1], dtype=np.int64), size)
+                keys = _keys(tokens[first - size : n - 1], size)
                 seen.update(zip(keys.tolist(), range(base + first, base + n), strict=True))
-        history.keys = [_key(tokens[-size:]) for size in self.sizes]
+        end = tokens[-self.sizes[0] :].tolist()
+        history.keys = [_key(end[-size:]) for size in self.sizes]
 
-    def _guess(self, ask: Ask, history: _History) -> Draft:
+    def _guess(self, ask: DraftRequest, history: _Said) -> Draft:
         tokens = ask.tokens
+        end = tokens[-self.sizes[0] :].tolist()
         for (size, seen, _), key in zip(self._by_size, history.keys, strict=True):
             at = seen.get(key)
             if at is None or len(tokens) < size:
                 continue
             found_in = self._histories.get(at >> _OFFSET_BITS)
             first = at & ((1 << _OFFSET_BITS) - 1)
-            if found_in is None or found_in.tokens[first - size : first] != tokens[-size:]:
+            if found_in is None or found_in.tokens[first - size : first].tolist() != end[-size:]:
                 continue  # forgotten, or two runs with one key
-            found = found_in.tokens[first : first + ask.limit]
+            found = found_in.tokens[first : first + ask.limit].tolist()
             while len(found) < ask.limit and found_in.tokens is tokens:
                 # It runs into its own end: what repeats with this period goes on repeating.
                 found = (found + found)[: ask.limit]
@@ -159,7 +162,7 @@ class NgramDrafter:
         return NO_DRAFT
 
     def _forget(self, number: int) -> None:
-        """Drop what points to a history, once much does: to search all of it takes time."""
+        """Drop what points to a history, once much does: searching all of it takes time."""
         n_alive = sum(len(history.tokens) for history in self._histories.values())
         for _, seen, _ in self._by_size:
             if len(seen) > 2 * n_alive + 1024:
@@ -169,7 +172,7 @@ class NgramDrafter:
 
 
 def _keys(tokens: IntArray, size: int) -> NDArray[np.uint64]:
-    """``[len(tokens) - size + 1]``: one number per run of ``size`` tokens, ``uint64``.
+    """Return ``[len(tokens) - size + 1]`` numbers, one per run of ``size`` tokens.
 
     A polynomial in the multiplier modulo 2^64, so that the key of the next run follows from that of
     the one before (Karp and Rabin, 1987).
@@ -181,8 +184,8 @@ def _keys(tokens: IntArray, size: int) -> NDArray[np.uint64]:
     return keys
 
 
-def _key(run: Sequence[int]) -> int:
-    """``_keys`` of one run."""
+def _key(run: Iterable[int]) -> int:
+    """Return what ``_keys`` gives for one run."""
     key = 0
     for token in run:
         key = (key * _MULTIPLIER + token) & _MASK

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvcellar.engine.draft import Draft
 
-__all__ = ["Rate", "Rates"]
+__all__ = ["HitRate", "Rates"]
 
 _DECAY = 0.97
 _PRIOR = 4.0
@@ -22,19 +22,19 @@ Key = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Rate:
-    """How often guesses of one kind are right; the latest count most."""
+class HitRate:
+    """Share of guesses of one kind that are right; the latest count most."""
 
     hits: float = 0.0
     tries: float = 0.0
 
     def learn(self, is_right: bool) -> None:
-        """One more guess was compared."""
+        """Count one more guess that was compared."""
         self.hits = _DECAY * self.hits + is_right
         self.tries = _DECAY * self.tries + 1
 
     def value(self, prior: float) -> float:
-        """Between what was seen and a prior that few guesses do not outweigh."""
+        """Return a rate between what was seen and a prior that few guesses do not outweigh."""
         return (self.hits + _PRIOR * prior) / (self.tries + _PRIOR)
 
 
@@ -45,11 +45,11 @@ class Rates:
     A drafter's beliefs are taken for what guesses of such a belief were worth here.
     """
 
-    _general: dict[Key, Rate] = field(default_factory=dict)
-    _of_request: dict[int, dict[Key, Rate]] = field(default_factory=dict)
+    _general: dict[Key, HitRate] = field(default_factory=dict)
+    _of_request: dict[int, dict[Key, HitRate]] = field(default_factory=dict)
 
     def paths(self, request_id: int, draft: Draft) -> list[float]:
-        """Per guess how likely it is to be right together with all that it follows."""
+        """Return per guess how likely it is right together with all that it follows."""
         found: list[float] = []
         known: dict[Key, float] = {}
         for (key, prior), parent in zip(_keys(draft), draft.parents, strict=True):
@@ -60,7 +60,7 @@ class Rates:
         return found
 
     def learn(self, request_id: int, draft: Draft, chosen: list[int]) -> list[bool]:
-        """Compare guesses with what was sampled; per level whether one was right."""
+        """Compare guesses with what was sampled; return per level if one was right."""
         path = draft.follow(chosen)
         keys = _keys(draft)
         mine = self._of_request.setdefault(request_id, {})
@@ -72,8 +72,8 @@ class Rates:
             right = path[level] if level < len(path) else -1
             for node in children:
                 key = keys[node][0]
-                mine.setdefault(key, Rate()).learn(node == right)
-                self._general.setdefault(key, Rate()).learn(node == right)
+                mine.setdefault(key, HitRate()).learn(node == right)
+                self._general.setdefault(key, HitRate()).learn(node == right)
             levels.append(right >= 0)
             above = right
         return levels
@@ -91,7 +91,7 @@ class Rates:
 
 
 def _keys(draft: Draft) -> list[tuple[Key, float]]:
-    """Per guess under what it is counted, and what is believed of it at first."""
+    """Return per guess under what it is counted, and what is believed of it at first."""
     if draft.beliefs:
         return [((draft.kind, -1 - bisect(_EDGES, b)), b) for b in draft.beliefs]
     if draft.is_chain:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.request import Sequence
-from kvcellar.engine.speculate.drafter import Ask, Drafter, FeatureReader
-from kvcellar.engine.speculate.rates import Rate, Rates
+from kvcellar.engine.speculate.drafter import Drafter, DraftRequest, FeatureReader
+from kvcellar.engine.speculate.rates import HitRate, Rates
 from kvcellar.engine.speculate.step_costs import StepCosts, blend
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Speculator:
         drafter: who guesses.
         max_drafted: guesses per sequence and step, at most.
         is_adaptive: verify what pays; otherwise all that is guessed.
-        has_trees: whether several guesses for one token can be verified in one forward; otherwise
-            the likeliest chain is.
+        has_trees: several guesses for one token can be verified in one forward; otherwise the
+            likeliest chain is.
         clock: seconds.
         costs: what steps take.
         level_s: what it takes to guess one level for all sequences; None before the first time.
@@ -74,7 +74,7 @@ class Speculator:
     level_s: float | None = None
     n_failures: int = 0
     _rates: Rates = field(default_factory=Rates)
-    _levels: list[Rate] = field(default_factory=list)
+    _levels: list[HitRate] = field(default_factory=list)
     """Per level how often one of its guesses was right, where one of the level above was."""
     _per_level: float = 1.0
     """Guesses that were verified per level and sequence."""
@@ -88,7 +88,7 @@ class Speculator:
     _probe_s: float = 0.0
     _guessing_s: float = 0.0
     _is_probe: bool = False
-    """Whether this step's guesses were made only to learn."""
+    """This step's guesses were made only to learn."""
     _plain_s: float | None = None
     """What this step is believed to take without the guesses that it verifies only to learn."""
     _reader: FeatureReader | None = None
@@ -140,7 +140,7 @@ class Speculator:
             return
         for level, is_right in enumerate(self._rates.learn(request_id, draft, chosen)):
             if level == len(self._levels):
-                self._levels.append(Rate())
+                self._levels.append(HitRate())
             self._levels[level].learn(is_right)
 
     def saw(self, request_id: int, start: int, features: FloatArray) -> None:
@@ -154,7 +154,7 @@ class Speculator:
             self._failed((request_id,), error)
 
     def ran(self, n_tokens: int, seconds: float) -> None:
-        """A step has run, in so much time from before it was proposed for."""
+        """Count a step that has run, in so much time from before it was proposed for."""
         self._total_s += seconds
         seconds = max(0.0, seconds - self._guessing_s)
         if self._plain_s is not None:
@@ -162,7 +162,7 @@ class Speculator:
         self.costs.learn(n_tokens, seconds)
 
     def ended(self, request_id: int) -> None:
-        """A sequence goes on no more."""
+        """Forget a sequence, which goes on no more."""
         self._pending.pop(request_id, None)
         self._asked.pop(request_id, None)
         self._rates.ended(request_id)
@@ -174,7 +174,7 @@ class Speculator:
         self._without.discard(request_id)
 
     def _failed(self, request_ids: Iterable[int], error: Exception) -> None:
-        """The drafter raised: these sequences are none of its any more."""
+        """Take these sequences away from the drafter, which has raised for them."""
         if not self.n_failures:
             log.error(
                 "%s cannot guess; the requests that it was asked for go on without guesses, and "
@@ -188,7 +188,7 @@ class Speculator:
             with contextlib.suppress(Exception):
                 self.drafter.ended(request_id)
 
-    def _ask(self, sequence: Sequence, depth: int) -> Ask | None:
+    def _ask(self, sequence: Sequence, depth: int) -> DraftRequest | None:
         if sequence.request_id in self._without:
             return None
         most = sequence.request.params.max_tokens
@@ -198,10 +198,10 @@ class Speculator:
         n_nodes = self.max_drafted if self.has_trees else 0
         if depth <= 0:
             return None
-        return Ask(sequence.request_id, sequence.tokens, depth, n_nodes, self._min_reach)
+        return DraftRequest(sequence.request_id, sequence.tokens, depth, n_nodes, self._min_reach)
 
     def _depth(self, n_sequences: int, n_tokens: int) -> tuple[int, bool]:
-        """Levels of guesses worth the time to make them; and whether that is only to learn.
+        """Return how many levels are worth the time to guess them, and if that is only to learn.
 
         Where some are, they may be twice as many: how sure a drafter is of its guesses says better
         than any mean when to stop, and what a level's time is worth says how sure it has to be.
@@ -234,7 +234,7 @@ class Speculator:
         return min(PROBE_DEPTH, self.max_drafted), True
 
     def _chain(self, request_id: int, draft: Draft) -> Draft:
-        """The likeliest guess of every level, each behind the one before."""
+        """Return the likeliest guess of every level, each behind the one before."""
         if draft.is_chain:
             return draft
         paths = self._rates.paths(request_id, draft)
@@ -246,7 +246,7 @@ class Speculator:
     def _worth_it(
         self, drafts: Mapping[int, Draft], n_sequences: int, n_tokens: int
     ) -> dict[int, list[int]]:
-        """Guesses to verify per sequence, in a step that has ``n_tokens`` without them.
+        """Return the guesses to verify per sequence, in a step that has ``n_tokens`` without them.
 
         The likeliest first, of all sequences; a guess is never likelier than the one before it.
         Likely ones that do not pay by what steps have cost are verified now and then all the same:
@@ -292,13 +292,13 @@ class Speculator:
         return self._probe_s < PROBE_SHARE * self._total_s
 
     def _seconds(self, n_tokens: int, before: float) -> float:
-        """What a step with guesses takes: no less than without, whatever chance has measured."""
+        """Return what a step with guesses takes: no less than without, whatever was measured."""
         return max(before, self.costs.seconds(n_tokens) or before)
 
     def _guessed(
-        self, asks: Mapping[int, Ask], drafts: Mapping[int, Draft], seconds: float
+        self, asks: Mapping[int, DraftRequest], drafts: Mapping[int, Draft], seconds: float
     ) -> None:
-        """What guessing took. Where a drafter had to catch up first, that says little of levels."""
+        """Count what guessing took; where a drafter had to catch up, that says little of levels."""
         if self.drafter.is_free:
             return
         caught_up = {r: len(asks[r].tokens) for r, draft in drafts.items() if draft is not LATER}

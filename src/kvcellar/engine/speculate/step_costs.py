@@ -27,7 +27,7 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        """Nothing measured."""
+        """Create costs without a measurement."""
         self._sizes: list[int] = []
         self._measured: list[float] = []
         """Per size what was measured."""
@@ -35,7 +35,7 @@ class StepCosts:
         """Per size the least of what was measured of it and of all larger ones."""
 
     def learn(self, n_tokens: int, seconds: float) -> None:
-        """One more step has run."""
+        """Count one more step that has run."""
         size = _rounded(n_tokens)
         at = bisect_left(self._sizes, size)
         if at == len(self._sizes) or self._sizes[at] != size:
@@ -49,7 +49,7 @@ class StepCosts:
             least = self._believed[i] = min(least, self._measured[i])
 
     def seconds(self, n_tokens: int) -> float | None:
-        """What such a step is believed to take; None before the first step."""
+        """Return what such a step is believed to take; None before the first step."""
         if not self._sizes:
             return None
         size = _rounded(n_tokens)
@@ -65,7 +65,7 @@ class StepCosts:
 
 
 def blend(old: float, new: float, if_more: float, if_less: float) -> float:
-    """A mean that goes on, with one weight for what takes longer and one for what takes less.
+    """Move a mean towards a new value, with one weight if it is more and one if it is less.
 
     What was held up says little: more than twice the mean counts as twice, and a mean of more than
     twice what comes is given up.
@@ -77,7 +77,7 @@ def blend(old: float, new: float, if_more: float, if_less: float) -> float:
 
 
 def _rounded(n_tokens: int) -> int:
-    """The size under which a step is counted: to an eighth, above ``_EXACT``."""
+    """Return the size under which a step is counted: to an eighth, above ``_EXACT``."""
     if n_tokens <= _EXACT:
         return n_tokens
     step = 1 << (n_tokens.bit_length() - 4)
