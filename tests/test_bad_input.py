@@ -204,7 +204,7 @@ def test_whole_numbers_of_numpy_and_torch_are_taken():
     assert cache.propose(np.array([-1, 0]), np.int64(3)) == [0, 1]
     config = kv.make_config(MODEL, np.int64(64))
     assert type(config.capacity) is int
-    assert Request(np.array([1, 2])).prompt_ids == (1, 2)
+    assert Request(np.array([1, 2])).prompt_ids == [1, 2]
 
 
 # Settings -----------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_the_history_is_that_of_the_template_and_only_new_tokens_are_computed(ki
         cached = chat.cached_tokens
         runner.forwards.clear()
         result = last(chat.say(f"message {turn}", SAY))
-        assert chat.tokens[: len(before)] == before
+        assert list(chat.tokens)[: len(before)] == before
         assert result.usage.cached_tokens == cached >= len(before) - 1
         assert runner.n_tokens == len(chat.tokens) - cached - 1
         # the answer ended for want of room, so the template's end is missing
@@ -77,7 +77,7 @@ def test_an_answer_whose_text_is_read_in_other_tokens_is_computed_again() -> Non
     last(chat.say("hello", SAY))
     want = prompt_of(chat, tokenizer, "again")
     result = last(chat.say("again", SAY))
-    assert chat.tokens[: len(want)] == want
+    assert list(chat.tokens)[: len(want)] == want
     assert result.usage.cached_tokens == before
 
 
@@ -97,7 +97,7 @@ def test_a_template_that_rewrites_old_answers_is_read_as_it_writes_them() -> Non
     for turn in range(3):
         want, before = prompt_of(chat, tokenizer, f"message {turn}"), list(chat.tokens)
         result = last(chat.say(f"message {turn}", SAY))
-        assert chat.tokens[: len(want)] == want
+        assert list(chat.tokens)[: len(want)] == want
         assert result.usage.cached_tokens == max(0, len(before) - 8 + 3)
 
 
@@ -111,7 +111,9 @@ def test_a_template_that_leaves_out_old_answers_is_read_without_them() -> None:
     tokenizer.apply_chat_template = only_users  # type: ignore[method-assign,assignment]
     last(chat.say("hello", SAY))
     last(chat.say("again", SAY))
-    assert tokenizer.decode(chat.tokens[:-8]) == ("<user>hello<end>\n<user>again<end>\n<assistant>")
+    assert tokenizer.decode(list(chat.tokens)[:-8]) == (
+        "<user>hello<end>\n<user>again<end>\n<assistant>"
+    )
 
 
 def test_a_template_that_refuses_is_quoted() -> None:

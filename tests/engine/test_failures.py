@@ -20,6 +20,7 @@ from kvcellar.engine import (
     SamplingParams,
     TokenEvent,
 )
+from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Mixed
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.scheduler import Scheduler
@@ -72,8 +73,8 @@ SCHEDULE_AND_RECORD: list[tuple[type, str]] = [
     (Residency, "publish"),
     (Residency, "leave"),
     (Scheduler, "_batch"),
-    (Scheduler, "_keep_computed"),
-    (Scheduler, "fail"),
+    (Outcomes, "_keep_computed"),
+    (Outcomes, "fail"),
     (Speculator, "propose"),
     (Speculator, "learn"),
     (SeqBookkeeping, "end_step"),

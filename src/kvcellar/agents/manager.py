@@ -73,6 +73,7 @@ from kvcellar.errors import (
     UnknownAgentError,
     UnknownReferenceError,
 )
+from kvcellar.history import History
 from kvcellar.models.prompts import common_prefix, encode, render
 from kvcellar.store import DROPPED, Reference, SaveTicket, Store
 from kvcellar.valid import valid_json
@@ -1013,7 +1014,7 @@ class AgentManager:
                 )
                 turn.answer = answer
                 settings = params.for_model(host.sampling)
-                request = Request(tuple(turn.tokens), settings, priority, deadline_s)
+                request = Request(History(turn.tokens), settings, priority, deadline_s)
                 events = self._run(agent, host, turn, request, progress, on_start)
                 async with (
                     self._replacing(agent, is_all_kept=tokens is not None, messages=turn.messages),
@@ -1122,8 +1123,8 @@ class AgentManager:
         first_s: float | None = None
         try:
             if on_start is not None:
-                on_start(request.prompt_ids, back.n_cached + back.n_restored)
-            agent.expected = list(request.prompt_ids)
+                on_start(turn.tokens, back.n_cached + back.n_restored)
+            agent.expected = list(turn.tokens)
             stream = await host.service.submit(request, on_finish)
             with self._lock:
                 if not done.is_over:
@@ -1398,15 +1399,15 @@ class AgentManager:
             await self._publisher.refresh(agent)
             return replace(agent)
 
-        def publish(engine: Engine) -> tuple[int, ...] | None:
+        def publish(engine: Engine) -> History | None:
             return engine.publish(request_id)
 
         tokens = await _in_engine(host, publish)
         now = replace(agent)
-        if tokens is not None and len(tokens) > len(agent.tokens) == common_prefix(
-            agent.tokens, tokens
+        if tokens is not None and len(tokens) > len(agent.tokens) == tokens.common_prefix(
+            np.array(agent.tokens, dtype=np.int64)
         ):
-            now.tokens = tokens
+            now.tokens = tuple(tokens)
         return now
 
     async def _let_go(

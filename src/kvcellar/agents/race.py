@@ -13,6 +13,7 @@ from kvcellar.agents.costs import Costs
 from kvcellar.agents.models import ModelHost
 from kvcellar.engine import FinishEvent, HeldPrefix, Request, SamplingParams
 from kvcellar.errors import EngineClosedError
+from kvcellar.history import History
 from kvcellar.store import Loaded, Match, Store
 from kvcellar.types import IntArray
 
@@ -39,7 +40,7 @@ class Front:
             finally:
                 self._is_over.set()
 
-        request = Request(tuple(tokens.tolist()), SamplingParams(max_tokens=1, ignore_eos=True))
+        request = Request(History(tokens), SamplingParams(max_tokens=1, ignore_eos=True))
         self._request_id = host.service.submit_quietly(request, on_finish).result()
 
     def wait(self, is_cancelled: Callable[[], bool]) -> HeldPrefix:

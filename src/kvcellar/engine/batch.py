@@ -6,46 +6,50 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcellar.engine.draft import NO_DRAFT, Draft
+import numpy as np
+
+from kvcellar.engine.draft import Draft
 from kvcellar.engine.sampling import Choice
+from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
-    from kvcellar.models.runner import FloatArray
+    from kvcellar.engine.request import Sequence
 
-__all__ = ["BatchOutput", "ScheduledBatch", "ScheduledTokens", "Verdict"]
+__all__ = ["Batch", "BatchPart", "Verdict"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPart:
     """Consecutive tokens of one sequence in a batch.
 
     Attributes:
-        request_id: whose.
-        seq_id: its sequence in the cache.
-        token_ids: the tokens to compute; guesses at the end.
-        is_last: whether the sequence has caught up with them, so that a token is sampled.
-        draft: the guesses among them, to be verified.
+        sequence: whose; it stays as it is until the step is recorded.
+        known: ``[n_known]``: the tokens to compute that are no guesses, a view of its history.
+        draft: the guesses behind them, to be verified.
+        is_last: the sequence has caught up with them, so that a token is sampled.
         targets: the tokens that follow the first of them in the prompt, where their log
             probabilities are wanted; then there are no guesses.
-        n_top: the most likely tokens that come with each of them.
     """
 
-    request_id: int
-    seq_id: int
-    token_ids: tuple[int, ...]
+    sequence: Sequence
+    known: IntArray
+    draft: Draft
     is_last: bool
-    draft: Draft = NO_DRAFT
-    targets: tuple[int, ...] = ()
-    n_top: int = 0
+    targets: IntArray
 
     @property
     def n_known(self) -> int:
         """Tokens that are no guesses."""
-        return len(self.token_ids) - len(self.draft)
+        return len(self.known)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens to compute, guesses among them."""
+        return len(self.known) + len(self.draft)
 
     @property
     def is_tree(self) -> bool:
-        """Whether guesses exclude each other, so that they must not see each other."""
+        """True if guesses exclude each other, so that they must not see each other."""
         return not self.draft.is_chain
 
     @property
@@ -57,45 +61,50 @@ class ScheduledTokens:
     @property
     def n_rows(self) -> int:
         """Tokens whose logits are wanted: the last ones, or all where there are targets."""
-        if self.targets:
-            return len(self.token_ids)
+        if len(self.targets):
+            return self.n_tokens
         return 1 + len(self.draft) if self.is_last else 0
 
 
-@dataclass(frozen=True)
-class ScheduledBatch:
+@dataclass(frozen=True, eq=False)
+class Batch:
     """The flat batch of one step; its parts stand in the order of the token axis."""
 
-    parts: tuple[ScheduledTokens, ...]
+    parts: tuple[BatchPart, ...]
 
     @cached_property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> IntArray:
         """``[T]``: all tokens."""
-        return tuple(token for part in self.parts for token in part.token_ids)
+        tokens: list[IntArray | tuple[int, ...]] = []
+        for part in self.parts:
+            tokens.append(part.known)
+            if part.draft:
+                tokens.append(part.draft.tokens)
+        return np.concatenate(tokens, dtype=np.int64)
 
     @cached_property
-    def seq_ids(self) -> tuple[int, ...]:
+    def seq_ids(self) -> list[int]:
         """``[T]``: whose token each is."""
-        return tuple(part.seq_id for part in self.parts for _ in part.token_ids)
+        return [part.sequence.seq_id for part in self.parts for _ in range(part.n_tokens)]
 
     @cached_property
-    def rows(self) -> tuple[int, ...]:
-        """``[R]``: the tokens whose logits are wanted; several per part that has drafted tokens."""
+    def rows(self) -> list[int]:
+        """``[R]``: the tokens whose logits are wanted; several per part that has guesses."""
         rows: list[int] = []
         stop = 0
         for part in self.parts:
-            stop += len(part.token_ids)
+            stop += part.n_tokens
             rows.extend(range(stop - part.n_rows, stop))
-        return tuple(rows)
+        return rows
 
     @property
     def n_tokens(self) -> int:
         """Tokens in the batch."""
-        return len(self.token_ids)
+        return sum(part.n_tokens for part in self.parts)
 
 
 class Verdict(NamedTuple):
-    """What one sequence goes on with.
+    """What the sequence of one part goes on with.
 
     Attributes:
         choices: the tokens: none where it has not caught up; one, or one more than guesses were
@@ -109,16 +118,3 @@ class Verdict(NamedTuple):
     accepted: tuple[int, ...] = ()
     error: Exception | None = None
     scores: tuple[Choice, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOutput:
-    """What was chosen, part by part of the batch.
-
-    Attributes:
-        verdicts: per part what its sequence goes on with.
-        features: ``[T, n_features]`` of all tokens, where a drafter reads them.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    features: FloatArray | None = None

@@ -14,21 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvcellar.cache import SeqCache, TreeSeqCache
 from kvcellar.checks import flag, number, text, whole
-from kvcellar.engine.batch import BatchOutput, ScheduledBatch, Verdict
+from kvcellar.engine.batch import Batch
 from kvcellar.engine.cell_map import CellMap, map_cells
+from kvcellar.engine.choosing import choose
+from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Policy, make_policy
 from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.restore import HeldPrefix, Restore, hold
-from kvcellar.engine.sampling import SamplingState, sample, score
 from kvcellar.engine.scheduler import Limits, Scheduler
-from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator, verify
+from kvcellar.engine.speculate import Drafter, FeatureReader, Speculator
 from kvcellar.engine.stats import EngineStats, StepTimes, take_stats
-from kvcellar.errors import ConfigError, EngineFailedError, ModelError
+from kvcellar.errors import ConfigError, EngineFailedError
+from kvcellar.history import History
 from kvcellar.models.runner import FeatureRunner, step_limit
 from kvcellar.prefix import PrefixIndex, make_index
 from kvcellar.types import IntArray
@@ -118,7 +118,7 @@ class Engine:
         max_positions: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """An engine without requests."""
+        """Create an engine without requests."""
         self.config = config or EngineConfig()
         self.runner = runner
         self.cache = cache
@@ -134,26 +134,28 @@ class Engine:
         policy: Policy = make_policy(
             self.config.policy, self.config.delay_factor, self.config.max_prefill_beside
         )
+        residency = Residency(cache, self.index)
+        speculator = None
+        if drafter is not None:
+            speculator = Speculator(
+                drafter,
+                _most_guesses(cache, self.config.max_drafted),
+                is_adaptive=not self.config.verify_all_drafts,
+                has_trees=self._trees is not None,
+                clock=clock,
+            )
+        self.outcomes = Outcomes(residency, eos_token_ids, max_positions, speculator)
         self.scheduler = Scheduler(
-            Residency(cache, self.index),
+            residency,
             policy,
             Limits(
                 step_limit(runner, self.config.max_num_batched_tokens),
                 self.config.max_num_seqs,
                 max_positions,
             ),
+            self.outcomes,
             tokenizer,
             runner.vocab_size,
-            eos_token_ids,
-            None
-            if drafter is None
-            else Speculator(
-                drafter,
-                _most_guesses(cache, self.config.max_drafted),
-                is_adaptive=not self.config.verify_all_drafts,
-                has_trees=self._trees is not None,
-                clock=clock,
-            ),
         )
         self._teller = _teller(runner) if isinstance(drafter, FeatureReader) else None
         self._times = StepTimes()
@@ -177,14 +179,17 @@ class Engine:
         with self._stopped_by_errors():
             return self.scheduler.cancel(request_id)
 
-    def publish(self, request_id: int) -> tuple[int, ...] | None:
-        """Let others share what a request has computed so far; its tokens. None: unknown."""
+    def publish(self, request_id: int) -> History | None:
+        """Let others share what a request has computed so far; return its tokens.
+
+        None: it is unknown.
+        """
         with self._stopped_by_errors():
             return self.scheduler.publish(request_id)
 
     @property
     def is_idle(self) -> bool:
-        """Whether ``step`` has nothing to do and nothing to tell."""
+        """True if ``step`` has nothing to do and nothing to tell."""
         return self.scheduler.is_idle
 
     @property
@@ -215,21 +220,22 @@ class Engine:
         try:
             batch = self.scheduler.schedule(started)
             if batch is None:
-                return self.scheduler.events()
+                return self.outcomes.events()
             try:
                 positions = self._claim(batch)
                 logits, features = self._forward(batch, positions)
-                output = _sample(batch, logits, features, self.scheduler.states_of(batch))
+                verdicts = choose(batch, logits)
             except Exception as error:
                 self.cache.cancel_step()
-                return self.scheduler.fail(batch, error)
+                self.outcomes.fail(batch, error)
+                return self.outcomes.events()
             self.cache.end_step()
             now = self._clock()
             self._times.add(now - started)
-            return self.scheduler.record(batch, output, started, now)
+            return self.scheduler.record(batch, verdicts, features, started, now)
         except Exception as error:
             self._stop(error)
-            return self.scheduler.events()
+            return self.outcomes.events()
 
     def _stop(self, error: Exception) -> None:
         """End every request with an error after which the books may be wrong; take no more."""
@@ -237,7 +243,7 @@ class Engine:
         self._failure = error
         failure = self.failure
         assert failure is not None
-        self.scheduler.abandon(failure)
+        self.outcomes.abandon(failure)
 
     @contextmanager
     def _stopped_by_errors(self) -> Iterator[None]:
@@ -254,18 +260,16 @@ class Engine:
             assert failure is not None
             raise failure from error
 
-    def _claim(self, batch: ScheduledBatch) -> list[int]:
-        """Claim the batch's cells, those of guesses too; the position of every token."""
+    def _claim(self, batch: Batch) -> list[int]:
+        """Claim the batch's cells, those of guesses too; return the position of every token."""
         for part in batch.parts:
             if part.is_tree:
                 assert self._trees is not None, "without trees guesses are in one chain"
-                self._trees.propose(part.parents, part.seq_id)
+                self._trees.propose(part.parents, part.sequence.seq_id)
         return self.cache.begin_step(batch.seq_ids)
 
-    def _forward(
-        self, batch: ScheduledBatch, positions: list[int]
-    ) -> tuple[FloatArray, FloatArray | None]:
-        """Logits of the wanted rows, and features of all where the drafter reads them."""
+    def _forward(self, batch: Batch, positions: list[int]) -> tuple[FloatArray, FloatArray | None]:
+        """Return logits of the wanted rows, and features of all where the drafter reads them."""
         if self._teller is None:
             return self.runner.forward(batch.token_ids, positions, batch.rows), None
         return self._teller.forward_with_features(batch.token_ids, positions, batch.rows)
@@ -357,81 +361,18 @@ class Engine:
                     return event
 
     def stats(self) -> EngineStats:
-        """All counts at this moment."""
+        """Return all counts at this moment."""
         return take_stats(self.scheduler, self._times)
 
 
 def _most_guesses(cache: SeqCache, wanted: int) -> int:
-    """Guesses that can be taken back: behind a sliding window no more than its slack."""
+    """Return how many guesses can be taken back: behind a window no more than its slack."""
     has_window = any(group.window is not None for group in cache.config.params.groups)
     return min(wanted, cache.config.window_slack) if has_window else wanted
 
 
-def _sample(
-    batch: ScheduledBatch,
-    logits: FloatArray,
-    features: FloatArray | None,
-    states: list[SamplingState],
-) -> BatchOutput:
-    """Choose tokens for every part that has caught up; verify guesses on the way.
-
-    Where a sequence's logits are no numbers, or its grammar raises, its verdict has the error.
-    """
-    state_of = iter(states)
-    plain: list[tuple[int, int, SamplingState]] = []  # part, row, state
-    verdicts = [Verdict()] * len(batch.parts)
-    row = 0
-    for i, part in enumerate(batch.parts):
-        if part.is_last:
-            state = next(state_of)
-            if part.draft:
-                try:
-                    verdicts[i] = verify(logits[row : row + part.n_rows], part.draft, state)
-                except Exception as error:
-                    verdicts[i] = Verdict(error=error)
-            else:
-                plain.append((i, row + part.n_rows - 1, state))
-        row += part.n_rows
-    if plain:
-        rows = np.asarray([r for _, r, _ in plain])
-        wanted = logits if len(plain) == len(logits) else logits[rows]
-        try:
-            choices = sample(wanted, [state for *_, state in plain])
-        except Exception:  # somebody's: the others' choices are the same without it
-            for i, r, state in plain:
-                verdicts[i] = _sample_one(logits[r], state)
-        else:
-            for (i, _, _), choice in zip(plain, choices, strict=True):
-                verdicts[i] = Verdict((choice,))
-    return BatchOutput(_scored(batch, logits, verdicts), features)
-
-
-def _scored(
-    batch: ScheduledBatch, logits: FloatArray, verdicts: list[Verdict]
-) -> tuple[Verdict, ...]:
-    """The verdicts, with the log probabilities of prompts' tokens where they are wanted."""
-    row = 0
-    for i, part in enumerate(batch.parts):
-        if part.targets and verdicts[i].error is None:
-            try:
-                scores = score(logits[row : row + part.n_rows], part.targets, part.n_top)
-                verdicts[i] = verdicts[i]._replace(scores=scores)
-            except ModelError as error:
-                verdicts[i] = Verdict(error=error)
-        row += part.n_rows
-    return tuple(verdicts)
-
-
-def _sample_one(logits: FloatArray, state: SamplingState) -> Verdict:
-    """Choose one sequence's token, or say why none can be chosen."""
-    try:
-        return Verdict((sample(logits[None], [state])[0],))
-    except Exception as error:
-        return Verdict(error=error)
-
-
 def _teller(runner: Runner) -> FeatureRunner:
-    """The runner, which tells features.
+    """Return the runner, which tells features.
 
     Raises:
         ConfigError: it does not.

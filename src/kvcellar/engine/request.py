@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, what it is told, and what the engine remembers meanwhile."""
+"""Requests to the engine, the events that answer them, and the sequence between the two."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from kvcellar.checks import number, seen, whole, wholes
+from kvcellar.checks import number, seen, whole
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
 from kvcellar.engine.text import TextStream
-from kvcellar.errors import ConfigError, PromptError
+from kvcellar.errors import ConfigError
+from kvcellar.history import History
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -32,12 +31,12 @@ __all__ = [
 _GREEDY = SamplingParams()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt to continue.
 
     Attributes:
-        prompt_ids: the tokens.
+        prompt_ids: the tokens; any iterable of whole numbers is made a history.
         params: how to sample and when to end.
         priority: higher goes first; equals go in the order they came.
         deadline_s: longest time to wait before the first compute; None for any.
@@ -46,7 +45,7 @@ class Request:
             :class:`PromptEvent`. All of the prompt is computed for it, whatever the cache has.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: History
     params: SamplingParams = _GREEDY
     priority: int = 0
     deadline_s: float | None = None
@@ -57,8 +56,7 @@ class Request:
             raise ConfigError(
                 f"prompt_logprobs must be 0 or more, or None, got {self.prompt_logprobs}"
             )
-        ids = tuple(wholes(self.prompt_ids, "prompt_ids", PromptError))
-        object.__setattr__(self, "prompt_ids", ids)
+        object.__setattr__(self, "prompt_ids", History(self.prompt_ids))
         if not isinstance(self.params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams, got {seen(self.params)}")
         whole(self.priority, "priority")
@@ -114,7 +112,7 @@ Event = PromptEvent | TokenEvent | FinishEvent
 
 
 class Status(enum.Enum):
-    """Where a sequence is."""
+    """State of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -131,7 +129,7 @@ class Sequence:
 
     request_id: int
     request: Request
-    tokens: list[int]
+    tokens: History
     n_prompt: int
     state: SamplingState
     stream: TextStream | None
@@ -154,37 +152,29 @@ class Sequence:
     """Of the prompt's tokens from the second on, where they are asked for, as far as it is read."""
     publish_at: set[int] = field(default_factory=set)
     """Lengths at which others wait to share what this sequence has computed by then."""
-    _array: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-
-    def token_array(self) -> IntArray:
-        """All tokens as an array; those that were seen before are not converted again."""
-        if len(self._array) < len(self.tokens):
-            fresh = np.asarray(self.tokens[len(self._array) :], dtype=np.int64)
-            self._array = np.concatenate([self._array, fresh])
-        return self._array
 
     @property
     def reusable(self) -> IntArray:
-        """The leading tokens whose KV may come from elsewhere: the last one's logits are needed.
+        """Leading tokens whose KV may come from elsewhere; the last one's logits are needed.
 
         Where the prompt's log probabilities are asked for, only what has them already.
         """
         n = len(self.tokens) - 1
         if self.request.prompt_logprobs is not None and len(self.scores) < self.n_prompt - 1:
             n = len(self.scores)
-        return self.token_array()[:n]
+        return self.tokens[:n]
 
     @property
     def is_sampled(self) -> bool:
-        """Whether any token is wanted behind the prompt."""
+        """True if any token is wanted behind the prompt."""
         return self.request.params.max_tokens != 0
 
-    def unscored(self, n_tokens: int) -> tuple[int, ...]:
-        """Tokens of the prompt that follow the next ``n_tokens`` to compute, if it is scored."""
+    def unscored(self, n_tokens: int) -> IntArray:
+        """Return the prompt's tokens that follow the next ``n_tokens``, if they are scored."""
         if self.request.prompt_logprobs is None:
-            return ()
+            return self.tokens[:0]
         first = self.n_computed + 1
-        return tuple(self.tokens[first : min(first + n_tokens, self.n_prompt)])
+        return self.tokens[first : min(first + n_tokens, self.n_prompt)]
 
     @property
     def n_left(self) -> int:
@@ -193,12 +183,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the last sampled token is left to compute."""
+        """True if only the last sampled token is left to compute."""
         return self.n_left == 1 and len(self.tokens) > self.n_prompt
 
     @property
-    def sampled(self) -> list[int]:
-        """The tokens that were sampled."""
+    def sampled(self) -> IntArray:
+        """Tokens that were sampled."""
         return self.tokens[self.n_prompt :]
 
     @property

@@ -34,7 +34,7 @@ class Holder(Protocol):
     """Something that knows cells by their numbers from one step to another."""
 
     def relocate(self, moved: Relocation) -> None:
-        """The cells have moved."""
+        """Take note that cells have moved."""
         ...
 
 
@@ -89,7 +89,7 @@ class Residency:
     # In ----------------------------------------------------------------------------------------
 
     def n_reusable(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that the cache holds already; a hint, nothing is locked."""
+        """Return how many of a waiting sequence's tokens the cache holds; nothing is locked."""
         return self.index.match_prefix(sequence.reusable).length
 
     def enter(self, sequence: Sequence) -> None:
@@ -112,11 +112,11 @@ class Residency:
         self.cache.expect(sequence.seq_id, sequence.n_prompt + n_answer)
 
     def take_seq_id(self) -> int:
-        """An id that no sequence has."""
+        """Return an id that no sequence has."""
         return self._free_seq_ids.pop() if self._free_seq_ids else next(self._seq_ids)
 
     def give_seq_id(self, seq_id: int) -> None:
-        """The sequence of that id holds nothing any more."""
+        """Take back an id, whose sequence holds nothing any more."""
         self._free_seq_ids.append(seq_id)
 
     # Out ---------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Residency:
         if not n:
             return
         tables = self.cache.seq_table(sequence.seq_id, n)
-        inserted = self.index.insert_prefix(sequence.token_array()[:n], tables)
+        inserted = self.index.insert_prefix(sequence.tokens[:n], tables)
         self.cache.retain_cells(inserted.adopted)
         self.index.lock_handle(inserted.handle)
         if sequence.handle is not None:
@@ -167,13 +167,16 @@ class Residency:
         sequence.seq_id, sequence.handle, sequence.n_computed = -1, None, 0
 
     def demote(self, tokens: IntArray) -> None:
-        """What only this history needs goes first when cells are short; nothing goes now."""
+        """Evict first, when cells are short, what only this history needs; nothing goes now."""
         self.index.demote(self.index.match_prefix(tokens).handle)
 
     def drop(self, tokens: IntArray, keep: int = 0) -> int:
-        """Free what only this history needs, down to its first ``keep`` tokens; how many tokens.
+        """Free what only this history needs, down to its first ``keep`` tokens.
 
         What others share, and what a running sequence stands on, stays.
+
+        Returns:
+            The number of tokens that were freed.
         """
         dropped = self.index.drop_path(self.index.match_prefix(tokens).handle, keep)
         self.cache.release_cells(dropped.cells)

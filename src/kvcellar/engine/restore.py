@@ -58,7 +58,7 @@ class HeldPrefix:
         self._residency.holders.add(self)
 
     def relocate(self, moved: Relocation) -> None:
-        """The cells have moved."""
+        """Take note that cells have moved."""
         self.tables = relocated(self.tables, moved)
 
     def release(self) -> None:
@@ -147,7 +147,7 @@ class Restore:
         cache.write_rows(group_cells, rows)
 
     def read(self, group_cells: Sequence[IntArray]) -> Any:
-        """The rows in cells of ``tables``, as ``RowCache.read_rows`` gives them."""
+        """Return the rows in cells of ``tables``, as ``RowCache.read_rows`` gives them."""
         cache = self.residency.cache
         assert isinstance(cache, RowCache) and not self._is_over
         return cache.read_rows(group_cells)
@@ -200,7 +200,7 @@ class Restore:
         return self.residency.cache.block_size
 
     def can_compute_again(self, position: int) -> bool:
-        """Whether all that the token at a position attends to is here."""
+        """Return true if all that the token at a position attends to is here."""
         if position % self.block_size:
             return False  # a block is shared whole
         groups = self.residency.cache.config.params.groups
@@ -219,13 +219,13 @@ class Restore:
         return here
 
     def stand_on(self, held: HeldPrefix) -> None:
-        """What comes before ``first`` was computed meanwhile, and is protected by ``held``."""
+        """Stand on what was computed meanwhile before ``first``, which ``held`` protects."""
         self._held.release()
         self._held = held
 
     @property
     def has_beginning(self) -> bool:
-        """Whether all of what comes before ``first`` is there."""
+        """True if all of what comes before ``first`` is there."""
         return self._held.n_tokens >= self.first
 
     def publish(self, n_tokens: int) -> HeldPrefix:

@@ -43,11 +43,11 @@ class EventStream:
     _is_done: bool = False
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        """The stream itself."""
+        """Return the stream itself."""
         return self
 
     async def __anext__(self) -> Event:
-        """The next event."""
+        """Return the next event, as soon as there is one."""
         if self._is_done:
             raise StopAsyncIteration
         event = await self._events.get()
@@ -61,7 +61,7 @@ class EventStream:
                 await self._service.cancel(self.request_id)
 
     async def __aenter__(self) -> EventStream:
-        """The stream itself."""
+        """Return the stream itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -111,7 +111,7 @@ class EngineService:
         self._thread.start()
 
     def __enter__(self) -> EngineService:
-        """The service itself."""
+        """Return the service itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -206,7 +206,7 @@ class EngineService:
         return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
 
     async def stats(self) -> EngineStats:
-        """The engine's counts, between two steps."""
+        """Return the engine's counts, between two steps."""
         return await asyncio.wrap_future(self._call(self._engine.stats))
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class EngineService:
             if failure is None:
                 for request_id in {*self._listeners, *self._hooks}:
                     self._engine.cancel(request_id)
-            self._tell(self._engine.scheduler.events())
+            self._tell(self._engine.outcomes.events())
         except Exception as error:
             log.error("requests could not be ended in order", exc_info=error)
         self._tell(

@@ -19,21 +19,21 @@ RECENT = 256
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long steps take."""
+    """Times of steps."""
 
     n_steps: int = 0
     total_s: float = 0.0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, seconds: float) -> None:
-        """One more step."""
+        """Count one more step."""
         self.n_steps += 1
         self.total_s += seconds
         self.recent_s.append(seconds)
 
     @property
     def median_s(self) -> float:
-        """The middle one of the recent steps; 0 where there are none."""
+        """Median of the recent steps; 0 where there are none."""
         return sorted(self.recent_s)[len(self.recent_s) // 2] if self.recent_s else 0.0
 
 
@@ -98,9 +98,9 @@ class EngineStats:
 
 
 def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
-    """All counts at this moment."""
-    speculator = scheduler.speculator
-    counts, moves = scheduler.counts, scheduler.residency.counts
+    """Return all counts at this moment."""
+    speculator = scheduler.outcomes.speculator
+    counts, moves = scheduler.outcomes.counts, scheduler.residency.counts
     usage = scheduler.residency.cache.usage()
     sizes = scheduler.residency.index.size_info()
     free = min(group.free for group in usage.groups)

@@ -18,6 +18,7 @@ from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError
+from kvcellar.history import History
 from kvcellar.server.asking import (
     READS_AGENT,
     ignored_of,
@@ -201,7 +202,7 @@ async def _plain(
     wanted = len(choice.prompt) + (params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
     asked = EngineRequest(
-        choice.prompt,
+        History(choice.prompt),
         params.for_model(host.sampling),
         deadline_s=service.config.wait_s,
         prompt_logprobs=body.logprobs if body.echo else None,
