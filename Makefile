@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Without a terminal pip stays quiet; errors are shown in any case.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help demo serve test check lint types imports docs kernel-check kernel-check-amx kernel-check-avx512 kernel-check-arm clients bench wheel clean
+.PHONY: help demo serve test quick check lint types imports docs kernel-check kernel-check-amx kernel-check-avx512 kernel-check-arm clients bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -18,7 +20,11 @@ serve: $(VENV)/.server ## Set up, then serve the bundled model: OpenAI, Anthropi
 
 test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
-	KVCELLAR_ARTEFACTS=build/viewer OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
+
+quick: $(VENV)/.dev ## Lint, and the tests of what is ours alone: no kernel, no runtime but torch, nothing slow
+	@$(MAKE) --no-print-directory lint imports
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow and not kernel and not mlx and not executorch and not browser"
 
 check: lint types imports docs ## What needs no test run
 

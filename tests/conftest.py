@@ -12,9 +12,20 @@ settings.register_profile(
     stateful_step_count=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("quick", settings.get_profile("local"), max_examples=15)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("local"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
+
+RUNTIMES = ("kernel", "mlx", "executorch")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test with each runtime that its file, class, name or parameters name."""
+    words = item.nodeid.lower()
+    for runtime in RUNTIMES:
+        if runtime in words:
+            item.add_marker(runtime)
 
 
 @pytest.fixture

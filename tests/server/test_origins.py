@@ -148,6 +148,7 @@ class _Blank(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 def test_a_browser_lets_an_allowed_page_use_the_api_and_no_other(tmp_path):
     """Two pages on ports of their own; one of them is allowed."""

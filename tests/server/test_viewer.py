@@ -27,9 +27,10 @@ FLAGS = [
 SHORT = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 ARTEFACTS = os.environ.get("KVCELLAR_ARTEFACTS")
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium is installed, so there is no browser to look with"
-)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed to look with"),
+]
 
 
 @pytest.fixture(scope="module")
