@@ -45,10 +45,11 @@ class History:
 
     Invariants:
       - tokens ``[0, n)`` of a buffer are never written again;
-      - only the history that made a buffer writes behind its own ``n`` tokens.
+      - only the history that made a buffer writes behind its own ``n`` tokens;
+      - whoever appends has the buffer in place before it counts the token.
     """
 
-    __slots__ = ("_buffer", "_is_owner", "_n")
+    __slots__ = ("_buffer", "_is_owner", "_n", "_view")
     __hash__ = None  # type: ignore[assignment]  # it grows
 
     def __init__(self, tokens: Iterable[int] | History | TokenArray = ()) -> None:
@@ -60,11 +61,11 @@ class History:
         if isinstance(tokens, History):
             self._n: int = tokens._n
             self._buffer: TokenArray = tokens._buffer
+            self._view: TokenArray = tokens._view
             self._is_owner = False
         else:
-            self._buffer = _as_array(tokens)
+            self._take(_as_array(tokens))
             self._n = len(self._buffer)
-            self._is_owner = True
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -77,7 +78,7 @@ class History:
     def __getitem__(self, at: SupportsIndex | slice) -> int | TokenArray:
         """Return a token, or a read-only view of some."""
         if isinstance(at, slice):
-            return self.tokens[at]
+            return self._view[: self._n][at]
         index = at.__index__()
         if not -self._n <= index < self._n:
             raise IndexError(f"token {index} of a history of {self._n}")
@@ -105,10 +106,7 @@ class History:
     @property
     def tokens(self) -> TokenArray:
         """Read-only view of all tokens, ``[len(self)]``."""
-        n = self._n  # first: whoever appends replaces the buffer before it counts
-        view = self._buffer[:n]
-        view.flags.writeable = False
-        return view
+        return self._view[: self._n]
 
     def append(self, token: int) -> None:
         """Add one token at the end.
@@ -117,7 +115,8 @@ class History:
             PromptError: it is no whole number of 64 bits; nothing was added.
         """
         n = self._n
-        self._reserve(n + 1)
+        if not self._is_owner or n == len(self._buffer):
+            self._reserve(n + 1)
         try:
             self._buffer[n] = token if type(token) is int else whole(token, "a token", PromptError)
         except OverflowError:
@@ -160,7 +159,13 @@ class History:
             return
         fresh = np.empty(max(_LEAST_ROOM, n + n // 2), dtype=np.int64)
         fresh[: self._n] = self._buffer[: self._n]
-        self._buffer, self._is_owner = fresh, True
+        self._take(fresh)
+
+    def _take(self, buffer: TokenArray) -> None:
+        """Keep tokens in an array that nobody else writes to."""
+        view = buffer.view()
+        view.flags.writeable = False
+        self._buffer, self._view, self._is_owner = buffer, view, True
 
 
 def _as_array(tokens: Iterable[int] | TokenArray) -> TokenArray:

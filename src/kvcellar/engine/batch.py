@@ -1,8 +1,8 @@
-"""What one step runs, and what came out of it: immutable values."""
+"""What one step runs, and what came out of it. Nothing changes these once they are made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "BatchPart", "Verdict"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class BatchPart:
     """Consecutive tokens of one sequence in a batch.
 
@@ -29,6 +29,9 @@ class BatchPart:
         is_last: the sequence has caught up with them, so that a token is sampled.
         targets: the tokens that follow the first of them in the prompt, where their log
             probabilities are wanted; then there are no guesses.
+        n_known: tokens that are no guesses.
+        n_tokens: tokens to compute, guesses among them.
+        n_rows: tokens whose logits are wanted: the last ones, or all where there are targets.
     """
 
     sequence: Sequence
@@ -36,16 +39,17 @@ class BatchPart:
     draft: Draft
     is_last: bool
     targets: IntArray
+    n_known: int = field(init=False)
+    n_tokens: int = field(init=False)
+    n_rows: int = field(init=False)
 
-    @property
-    def n_known(self) -> int:
-        """Tokens that are no guesses."""
-        return len(self.known)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens to compute, guesses among them."""
-        return len(self.known) + len(self.draft)
+    def __post_init__(self) -> None:
+        n_guesses = len(self.draft)
+        self.n_known = len(self.known)
+        self.n_tokens = self.n_known + n_guesses
+        self.n_rows = (1 + n_guesses) * self.is_last
+        if len(self.targets):
+            self.n_rows = self.n_tokens
 
     @property
     def is_tree(self) -> bool:
@@ -57,13 +61,6 @@ class BatchPart:
         """Per token the index of the one before it, -1 for the sequence: what a cache proposes."""
         last = self.n_known - 1
         return (*range(-1, last), *(last + 1 + parent for parent in self.draft.parents))
-
-    @property
-    def n_rows(self) -> int:
-        """Tokens whose logits are wanted: the last ones, or all where there are targets."""
-        if len(self.targets):
-            return self.n_tokens
-        return 1 + len(self.draft) if self.is_last else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +75,7 @@ class Batch:
         tokens: list[IntArray | tuple[int, ...]] = []
         for part in self.parts:
             tokens.append(part.known)
-            if part.draft:
+            if part.n_tokens > part.n_known:
                 tokens.append(part.draft.tokens)
         return np.concatenate(tokens, dtype=np.int64)
 

@@ -28,15 +28,27 @@ def choose(batch: Batch, logits: FloatArray) -> list[Verdict]:
     plain: list[tuple[int, int]] = []  # part, row
     row = 0
     for i, part in enumerate(batch.parts):
-        if part.is_last and part.draft:
-            verdicts[i] = _verified(part, logits[row : row + part.n_rows])
-        elif part.is_last:
-            plain.append((i, row + part.n_rows - 1))
-        row += part.n_rows
+        rows = slice(row, row + part.n_rows)
+        row = rows.stop
+        if len(part.targets):
+            verdicts[i] = _scored(part, logits[rows])
+        if part.is_last and not verdicts[i].error:
+            if part.draft:
+                verdicts[i] = _verified(part, logits[rows])
+            else:
+                plain.append((i, row - 1))
     if plain:
         _choose_plain(batch, logits, plain, verdicts)
-    _add_scores(batch, logits, verdicts)
     return verdicts
+
+
+def _scored(part: BatchPart, logits: FloatArray) -> Verdict:
+    """Return the log probabilities of a prompt's tokens, or why there are none."""
+    n_top = part.sequence.request.prompt_logprobs or 0
+    try:
+        return Verdict(scores=score(logits, part.targets.tolist(), n_top))
+    except ModelError as error:
+        return Verdict(error=error)
 
 
 def _verified(part: BatchPart, logits: FloatArray) -> Verdict:
@@ -65,23 +77,10 @@ def _choose_plain(
     except Exception:  # somebody's: the others' choices are the same without it
         for (i, row), state in zip(plain, states, strict=True):
             try:
-                verdicts[i] = Verdict(tuple(sample(logits[row][None], [state])))
+                (choice,) = sample(logits[row][None], [state])
+                verdicts[i] = verdicts[i]._replace(choices=(choice,))
             except Exception as error:
                 verdicts[i] = Verdict(error=error)
     else:
         for (i, _), choice in zip(plain, choices, strict=True):
-            verdicts[i] = Verdict((choice,))
-
-
-def _add_scores(batch: Batch, logits: FloatArray, verdicts: list[Verdict]) -> None:
-    """Add the log probabilities of prompts' tokens where they are wanted."""
-    row = 0
-    for i, part in enumerate(batch.parts):
-        if len(part.targets) and verdicts[i].error is None:
-            n_top = part.sequence.request.prompt_logprobs or 0
-            try:
-                scores = score(logits[row : row + part.n_rows], part.targets.tolist(), n_top)
-                verdicts[i] = verdicts[i]._replace(scores=scores)
-            except ModelError as error:
-                verdicts[i] = Verdict(error=error)
-        row += part.n_rows
+            verdicts[i] = verdicts[i]._replace(choices=(choice,))

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from kvcellar.checks import number, seen, whole
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _GREEDY = SamplingParams()
+_NONE: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +175,7 @@ class Sequence:
     def unscored(self, n_tokens: int) -> IntArray:
         """Return the prompt's tokens that follow the next ``n_tokens``, if they are scored."""
         if self.request.prompt_logprobs is None:
-            return self.tokens[:0]
+            return _NONE
         first = self.n_computed + 1
         return self.tokens[first : min(first + n_tokens, self.n_prompt)]
 

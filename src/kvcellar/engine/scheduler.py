@@ -285,8 +285,9 @@ class Scheduler:
         parts: list[BatchPart] = []
         n_scored = max(1, SCORED_BYTES // (4 * self.vocab_size))
         for sequence, allotted in allotments:
-            at = sequence.n_computed
-            n = min([allotted, *(stop - at for stop in sequence.publish_at if stop > at)])
+            at, n = sequence.n_computed, allotted
+            for stop in sequence.publish_at:
+                n = min(n, stop - at) if stop > at else n
             if len(sequence.unscored(n)):
                 n = min(n, n_scored)
                 n_scored -= n
