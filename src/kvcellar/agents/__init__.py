@@ -6,11 +6,12 @@ Start in ``manager.py``.
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.history import Message, TemplateReport, check_template
+from kvcellar.agents.host import ModelHost, check_host, open_host
 from kvcellar.agents.joining import Joined, n_system_of
 from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
-from kvcellar.agents.models import ModelHost, ModelRegistry, check_host, open_host
+from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.places import Place
 from kvcellar.agents.records import AgentInfo, Turn, checked_id
 from kvcellar.agents.residence import BroughtBack

@@ -33,10 +33,11 @@ from kvcellar.agents.checking import check_said
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.durable import stored_state
 from kvcellar.agents.history import Message, what_changed
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.joining import Joined, continues, join
 from kvcellar.agents.lengths import Size, refuse_bytes, refuse_text, size_of
 from kvcellar.agents.misses import Miss, miss_beside
-from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.places import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import (

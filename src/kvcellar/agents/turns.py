@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.agents.history import Message, Prefixes, Spoken, plan_messages
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.misses import Miss, explain
-from kvcellar.agents.models import ModelHost, model_notes
+from kvcellar.agents.models import model_notes
 from kvcellar.agents.records import Agent, Turn
 from kvcellar.agents.residence import MIN_GAIN, BroughtBack
 from kvcellar.agents.volatile import RuleChange
