@@ -132,7 +132,7 @@ def test_a_host_with_a_draft_model_keeps_both_caches_inside_the_limit(models):
         ends = host.service.run(lambda e: [e.generate(request) for request in requests]).result()
         assert all(len(end.token_ids) == 9 for end in ends)
         engine = host.engine
-        drafter: Any = engine.scheduler.speculator.drafter
+        drafter: Any = engine.outcomes.speculator.drafter
         budgets = [cache.config.budget for cache in (engine.cache, drafter._cache)]
         assert budgets[0] is not budgets[1]
         assert all(0 < budget.held_bytes <= budget.kv_bytes for budget in budgets)
