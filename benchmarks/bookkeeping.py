@@ -45,12 +45,12 @@ class Case(NamedTuple):
 
 
 def tokens(n: int, seed: int) -> Any:
-    """Return ``[n]`` token ids."""
+    """``[n]`` token ids."""
     return np.random.default_rng(seed).integers(0, 150_000, n)
 
 
 def full_manager(size: int) -> BlockManager:
-    """Create blocks for ``size`` tokens and a little more; all hold content, and all are free."""
+    """Blocks for ``size`` tokens and a little more; all hold content, and all are free."""
     blocks = BlockManager(size // BLOCK + 2 * N_BLOCKS, BLOCK)
     prompt = tokens(blocks.n_blocks * BLOCK, 1)
     blocks.allocate(0, prompt)
@@ -60,7 +60,7 @@ def full_manager(size: int) -> BlockManager:
 
 
 def allocation(size: int) -> Case:
-    """Measure a new prompt that takes blocks with the content of others."""
+    """A new prompt takes blocks that hold the content of others."""
     blocks = full_manager(size)
     base = tokens(N_BLOCKS * BLOCK, 2)
     prompt = base
@@ -75,7 +75,7 @@ def allocation(size: int) -> Case:
 
 
 def append(size: int) -> Case:
-    """Measure a sequence that decodes: room for a token, then the token."""
+    """A sequence decodes: room for a token, then the token."""
     blocks = full_manager(size)
     prompt = tokens(BLOCK, 2)
     blocks.allocate(1, prompt)
@@ -90,7 +90,7 @@ def append(size: int) -> Case:
 
 
 def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
-    """Store histories of 100 tokens, ``size`` in all; return how to store another as well."""
+    """Histories of 100 tokens, ``size`` tokens in all, and how to store another."""
     index = RadixIndex()
     stored = tokens(size + LONG, 3).reshape(-1, HISTORY)
 
@@ -106,7 +106,7 @@ def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
 
 
 def match(size: int) -> Case:
-    """Measure the match of a prompt of 100k tokens that is stored."""
+    """A prompt of 100k tokens that is stored."""
     index, _ = full_index(size)
     prompt = tokens(LONG, 4)
     index.insert_prefix(prompt, [np.arange(LONG)])
@@ -115,14 +115,14 @@ def match(size: int) -> Case:
 
 
 def eviction(size: int) -> Case:
-    """Measure how the least recently used history of 100 tokens goes."""
+    """The least recently used history of 100 tokens goes."""
     index, store = full_index(size)
     n = size // HISTORY
     return Case(lambda i: index.evict(HISTORY), lambda i: store(n + i), 1)
 
 
 def fork(size: int) -> Case:
-    """Measure a second owner for every cell of a sequence of 100k tokens."""
+    """A second owner for every cell of a sequence of 100k tokens."""
     pool = CellPool(LONG + size)
     pool.claim(0, 0, LONG)
     for seq_id in range(1, 9):
@@ -141,7 +141,7 @@ OPERATIONS: dict[str, Callable[[int], Case]] = {
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keep the garbage collector from running inside."""
+    """The collector waits outside."""
     gc.collect()
     gc.disable()
     try:
@@ -151,7 +151,7 @@ def no_gc() -> Iterator[None]:
 
 
 def times_us(make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]:
-    """Return microseconds per operation and round, by size; sizes take turns in every round."""
+    """Microseconds per operation and round, by size; the sizes take turns in every round."""
     cases = {str(size): make(size) for size in SIZES}
     times: dict[str, list[float]] = {size: [] for size in cases}
     with no_gc():
@@ -167,7 +167,7 @@ def times_us(make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Measure every operation beside every number of tokens."""
+    """Every operation beside every number of tokens."""
     result: dict[str, Any] = {}
     by_size: dict[str, dict[str, float]] = {}
     growth: dict[str, float] = {}

@@ -21,7 +21,7 @@ from typing import Any
 
 from harness import run
 
-from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, TurnEnd, open_host
+from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, open_host
 from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.engine import SamplingParams
 from kvcellar.models.loading import DEMO_FOLDER
@@ -43,16 +43,16 @@ class Always(Costs):
     """Whatever is stored is loaded: here it is asked what that takes, not whether it pays."""
 
     def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
-        """Return 0: to load is free."""
+        """Free."""
         return Estimate(0.0, None)
 
     def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
-        """Return an endless patience."""
+        """Endless."""
         return None
 
 
 def make_model(folder: Path) -> int:
-    """Save a model with random weights and the bundled tokenizer; return its parameters."""
+    """Save a checkpoint with random weights and the bundled model's tokenizer; its parameters."""
     import torch
     import transformers
 
@@ -77,7 +77,7 @@ def forget_files(folder: Path) -> list[Path]:
 
 
 def read_plainly(files: list[Path]) -> tuple[int, float]:
-    """Return (bytes, seconds) of reading files one after the other and doing nothing else."""
+    """(bytes, seconds) of reading files one after the other, and doing nothing with them."""
     started, n_bytes = time.perf_counter(), 0
     buffer = bytearray(1 << 24)
     for path in files:
@@ -89,16 +89,16 @@ def read_plainly(files: list[Path]) -> tuple[int, float]:
 
 @contextmanager
 def agents_of(folder: Path, host: ModelHost, warm_bytes: int) -> Iterator[AgentManager]:
-    """Open a manager over the folder; the model stays loaded in between."""
+    """A manager over the folder; the model stays loaded in between."""
     config = StoreConfig(warm_bytes=warm_bytes, queue_bytes=4 << 30)
     with Store(folder, config) as store:
         yield AgentManager(store, ModelRegistry(lambda _: host), default_model=host.name)
 
 
 async def turn(agents: AgentManager, agent_id: str, tokens: list[int]) -> tuple[float, TurnEnd]:
-    """Take a turn; return the seconds to the first token, and the end."""
+    """Seconds to the first token, and the end of the turn."""
     started, first = time.perf_counter(), 0.0
-    async for event in agents.generate(agent_id, tokens=tokens, params=ONE):
+    async for event in agents.turns.generate(Turn(agent_id, tokens=tokens, params=ONE)):
         if isinstance(event, TurnEnd):
             return first, event
         first = first or time.perf_counter() - started
@@ -108,20 +108,20 @@ async def turn(agents: AgentManager, agent_id: str, tokens: list[int]) -> tuple[
 async def once(
     agents: AgentManager, agent_id: str, n: int, prompt: list[int] | None
 ) -> tuple[float, TurnEnd]:
-    """Measure a turn, from empty cells and back to them."""
+    """One measured turn, from empty cells and back to them."""
     if prompt is not None:
-        await agents.create(agent_id)
+        await agents.lifecycle.create(agent_id)
         first, end = await turn(agents, agent_id, prompt)
     else:
         first, end = await turn(agents, agent_id, [7])
         assert end.usage.restored_tokens >= n - 1, end.usage
-        await agents.rewind(agent_id, turn=1)
-    await agents.pause(agent_id)
+        await agents.lifecycle.rewind(agent_id, turn=1)
+    await agents.sleep.pause(agent_id)
     return first, end
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Measure all lengths and cases."""
+    """All lengths, all cases."""
     lengths = [512, 2048, 4096] if quick else [512, 1024, 2048, 4096, 8192, 16384]
     n_rounds = 3 if quick else 5
     with tempfile.TemporaryDirectory(prefix="kvcellar-restore-") as name:
@@ -142,7 +142,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
 
 
 def measure_one(folder: Path, host: ModelHost, n: int, n_rounds: int) -> dict[str, Any]:
-    """Measure one length."""
+    """One length."""
     prompt = [(i * 7919 + n) % 8000 for i in range(n)]
     first: dict[str, list[float]] = {"recomputed": [], "warm": [], "cold": []}
     said: set[tuple[int, ...]] = set()

@@ -21,7 +21,7 @@ from typing import Any
 from harness import run
 from restore import agents_of, make_model, turn
 
-from kvcellar.agents import AgentManager, ModelHost, TurnEnd, open_host
+from kvcellar.agents import AgentManager, ModelHost, Turn, TurnEnd, open_host
 from kvcellar.agents.costs import START_S_PER_BYTE
 from kvcellar.engine import SamplingParams
 from kvcellar.store import Store
@@ -31,26 +31,26 @@ ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
 
 @contextmanager
 def without_store() -> Iterator[None]:
-    """Have managers save nothing and find nothing meanwhile, as if there were no store."""
-    from kvcellar.agents import manager, publishing
+    """Managers save nothing and find nothing meanwhile, as if there were no store."""
+    from kvcellar.agents import publishing, turn
     from kvcellar.agents.residence import BroughtBack
 
     async def nothing(*_: Any, **__: Any) -> BroughtBack:
         return BroughtBack(0)
 
-    bring, publish = manager.bring_back, publishing.Publisher._publish
-    manager.bring_back = nothing
+    bring, publish = turn.bring_back, publishing.Publisher._publish
+    turn.bring_back = nothing
     publishing.Publisher._publish = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        manager.bring_back = bring
+        turn.bring_back = bring
         publishing.Publisher._publish = publish  # type: ignore[method-assign]
 
 
 @contextmanager
 def slow_disk(seconds_per_block: float) -> Iterator[None]:
-    """Have every block take so much longer to load."""
+    """Every block takes so much longer to load."""
     load = Store.load
 
     def slow(self: Store, *args: Any) -> Iterator[Any]:
@@ -66,27 +66,27 @@ def slow_disk(seconds_per_block: float) -> Iterator[None]:
 
 
 async def talk(agents: AgentManager, agent_id: str, seed: int, n_turns: int) -> float:
-    """Return the seconds of a conversation, from its first prompt to its last token."""
-    await agents.create(agent_id)
+    """Seconds of a conversation, from its first prompt to its last token."""
+    await agents.lifecycle.create(agent_id)
     started = time.perf_counter()
     for i in range(n_turns):
         tokens = [(seed * 131 + i * 977 + j * 31) % 8000 for j in range(64)]
-        async for event in agents.generate(agent_id, tokens=tokens, params=ANSWER):
+        async for event in agents.turns.generate(Turn(agent_id, tokens=tokens, params=ANSWER)):
             if isinstance(event, TurnEnd):
                 break
     return time.perf_counter() - started
 
 
 async def come_back(agents: AgentManager, agent_id: str) -> tuple[float, TurnEnd]:
-    """Return the seconds to the first token on a history that is in no cell; go back to there."""
+    """Seconds to the first token of a turn on a history that is in no cell; back to there."""
     first, end = await turn(agents, agent_id, [7])
-    await agents.rewind(agent_id, turn=1)
-    await agents.pause(agent_id)
+    await agents.lifecycle.rewind(agent_id, turn=1)
+    await agents.sleep.pause(agent_id)
     return first, end
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Measure all kinds of turns."""
+    """All kinds of turns."""
     n, n_rounds, n_turns = (1024, 3, 5) if quick else (4096, 5, 12)
     with tempfile.TemporaryDirectory(prefix="kvcellar-tiers-") as name:
         root = Path(name)
@@ -102,7 +102,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
 
 
 def measure_talk(folder: Path, host: ModelHost, n_rounds: int, n_turns: int) -> float:
-    """Measure saving beside the next turn, over not saving."""
+    """Saving beside the next turn, over not saving."""
     ratios = []
     with agents_of(folder, host, 1 << 30) as agents:
         for i in range(n_rounds + 1):
@@ -118,13 +118,13 @@ def measure_talk(folder: Path, host: ModelHost, n_rounds: int, n_turns: int) -> 
 
 
 def measure_return(folder: Path, host: ModelHost, n: int, n_rounds: int) -> dict[str, float]:
-    """Measure how an agent comes back, from the disk as it is and from a very slow one."""
+    """An agent that comes back, from a disk as it is and from one that is slower than computing."""
     prompt = [(i * 7919 + n) % 8000 for i in range(n)]
     ratios: dict[str, list[float]] = {"good": [], "slow_first": [], "slow_known": []}
     with agents_of(folder, host, 0) as agents:
-        asyncio.run(agents.create("a"))
+        asyncio.run(agents.lifecycle.create("a"))
         asyncio.run(turn(agents, "a", prompt))
-        asyncio.run(agents.pause("a"))
+        asyncio.run(agents.sleep.pause("a"))
         with without_store():
             asyncio.run(come_back(agents, "a"))  # to warm up
         for _ in range(n_rounds):

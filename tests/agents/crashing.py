@@ -44,23 +44,23 @@ def slow_down(folder: Folder) -> None:
 
 async def talk(agents: Any, seed: int, when: str) -> None:
     rng = np.random.default_rng(seed)
-    known = {info.agent_id for info in agents.list()}
+    known = {info.agent_id for info in agents.directory.infos()}
     for name in set(NAMES) - known:
-        await agents.create(name)
+        await agents.lifecycle.create(name)
     agents.store.flush()
     if when == "acknowledged":
         slow_down(agents.store._folder)
     print("open\n", end="", flush=True)
     while True:
         name = NAMES[int(rng.integers(len(NAMES)))]
-        i = (await agents.describe(name)).n_turns
+        i = (await agents.directory.describe(name)).n_turns
         print(f"begin {name} {i + 1}\n", end="", flush=True)
         end = await turn(agents, name, tokens=new_tokens(name, i))
         if when == "acknowledged":
             print(f"done {name} {i + 1}\n", end="", flush=True)
             continue
         if rng.random() < 0.3:
-            await agents.pause(name)
+            await agents.sleep.pause(name)
         if end.save is None or end.save.wait() != "published":
             print("failed", end, flush=True)
             return

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, TurnEnd
+from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, check_template
 from kvcellar.agents.costs import Costs, Estimate
-from kvcellar.agents.history import check_template
 from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
 from kvcellar.store import Layout, ModelKey, Store, StoreConfig
 from kvcellar.types import make_config
@@ -130,13 +129,19 @@ async def turn(agents: AgentManager, agent_id: str, text: Any = None, **more: An
     """One turn to its end."""
     more.setdefault("params", GREEDY)
     sampled = []
-    async for event in agents.generate(agent_id, text, **more):
+    async for event in agents.turns.generate(Turn(agent_id, text, **more)):
         if isinstance(event, TokenEvent):
             sampled.append(event.token.token_id)
         else:
             assert tuple(sampled) == event.finish.token_ids, event.finish
             return event
     raise AssertionError("a turn ends with a TurnEnd")
+
+
+def continued(agents: AgentManager, messages: Sequence[Any]) -> str | None:
+    """The agent whose whole history a conversation continues."""
+    place = agents.lookup.place_of(messages, model="hash")
+    return place.agent_id if place is not None and place.is_end else None
 
 
 def run(coroutine: Any) -> Any:
@@ -154,7 +159,7 @@ def oracle(history: Sequence[int], n: int, params: Any = PARAMS) -> list[int]:
 
 
 def tokens_of(agents: AgentManager, agent_id: str) -> tuple[int, ...]:
-    return agents._agent(agent_id).tokens
+    return agents.directory.agent(agent_id).tokens
 
 
 def engine_of(agents: AgentManager) -> Any:

@@ -35,7 +35,7 @@ def loader(folder: str, backend: str, **options: Any) -> Any:
 def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: Any) -> None:
     folder = str(make_checkpoint(family, tmp_path / family))
     with manager(tmp_path / "one", loader(folder, "torch")) as agents:
-        run(agents.create("a", model=folder))
+        run(agents.lifecycle.create("a", model=folder))
         for said in SAID:
             run(turn(agents, "a", tokens=said, params=GREEDY))
         want = tokens_of(agents, "a")
@@ -43,7 +43,7 @@ def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: A
         backend = ("torch", "mlx")[i % 2]
         with manager(tmp_path / "two", loader(folder, backend)) as agents:
             if not i:
-                run(agents.create("a", model=folder))
+                run(agents.lifecycle.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
             end = run(turn(agents, "a", tokens=said, params=GREEDY))
             if i:
@@ -56,10 +56,10 @@ def test_rows_that_another_backend_wrote_are_read_bit_for_bit(kv_dtype: str, tmp
     for writer, reader in (("mlx", "torch"), ("torch", "mlx")):
         path = tmp_path / writer
         with manager(path, loader("demo", writer, kv_dtype=kv_dtype)) as agents:
-            run(agents.create("a", model="demo"))
+            run(agents.lifecycle.create("a", model="demo"))
             run(turn(agents, "a", tokens=list(range(5, 305)), params=GREEDY))
             want = tokens_of_all(held_rows_of(agents, "demo"))
         with manager(path, loader("demo", reader, kv_dtype=kv_dtype)) as agents:
-            back = run(agents.resume("a"))
+            back = run(agents.sleep.resume("a"))
             assert back.n_restored == len(tokens_of(agents, "a")) - 1
             assert tokens_of_all(held_rows_of(agents, "demo")) == want

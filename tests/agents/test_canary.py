@@ -66,7 +66,7 @@ def test_rows_that_were_saved_wrong_are_used_without_a_canary_and_found_with_one
         folder = tmp_path / verify
         with manager(folder, load, config) as agents, monkeypatch.context() as patch:
             misread(patch, 15)  # the last row of each block and window state that is long enough
-            run(agents.create("a"))
+            run(agents.lifecycle.create("a"))
             run(turn(agents, "a", tokens=prompt))
         with manager(folder, load, config, verify=verify) as agents:
             before = tokens_of(agents, "a")
@@ -100,7 +100,7 @@ def test_every_family_agrees_with_what_it_saved(family, tmp_path):
     for i in range(2):
         with manager(tmp_path / "store", load, verify="canary") as agents:
             if not i:
-                run(agents.create("a", model=folder))
+                run(agents.lifecycle.create("a", model=folder))
             end = run(turn(agents, "a", "One thing, and another. " * 6, params=GREEDY))
             if i:
                 assert end.usage.restored_tokens
@@ -116,10 +116,10 @@ def test_stored_types_agree_within_their_rounding(kv_dtype, tmp_path):
     for i in range(2):
         with manager(tmp_path, load, verify="canary") as agents:
             if not i:
-                run(agents.create("a", model="demo"))
+                run(agents.lifecycle.create("a", model="demo"))
             run(turn(agents, "a", "def first(items):\n    return items[0]\n" * 30, params=GREEDY))
-            run(agents.pause("a"))
-            back = run(agents.resume("a"))
+            run(agents.sleep.pause("a"))
+            back = run(agents.sleep.resume("a"))
             assert back.n_restored == len(tokens_of(agents, "a")) - 1
             assert back.n_verified >= 2 and not back.trouble
 
@@ -137,7 +137,7 @@ def test_a_model_whose_weights_changed_under_the_same_name_is_found_out(tmp_path
         return load_one
 
     with manager(tmp_path, load(False)) as agents:
-        run(agents.create("a", model="demo"))
+        run(agents.lifecycle.create("a", model="demo"))
         run(turn(agents, "a", tokens=list(range(5, 305)), params=GREEDY))
     with manager(tmp_path, load(True), verify="canary") as agents:
         end = run(turn(agents, "a", tokens=[7], params=GREEDY))
@@ -147,10 +147,10 @@ def test_a_model_whose_weights_changed_under_the_same_name_is_found_out(tmp_path
 
 def test_what_a_canary_computes_leaves_nothing_behind(tmp_path):
     with manager(tmp_path, verify="canary") as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=list(range(100))))
-        run(agents.pause("a"))
-        run(agents.resume("a"))
+        run(agents.sleep.pause("a"))
+        run(agents.sleep.resume("a"))
         nothing_is_held(agents)
 
 

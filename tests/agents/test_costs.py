@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents import residence
+from kvcellar.agents import Turn, residence
 from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.engine import Restore
 from kvcellar.store import Store, StoreConfig
@@ -36,11 +36,11 @@ def load(name: str) -> Any:
 
 def test_what_is_slower_to_load_than_to_compute_is_computed(tmp_path):
     with manager(tmp_path, load) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=[1] * 300))
         host = agents.models.host("hash")
         for prefill, is_restored in ((1e-9, False), (1.0, True)):
-            run(agents.pause("a"))
+            run(agents.sleep.pause("a"))
             before = tokens_of(agents, "a")
             host.costs.prefill_s_per_token = prefill
             end = run(turn(agents, "a", tokens=[2]))
@@ -66,9 +66,9 @@ def test_a_restore_that_turns_out_slow_is_given_up_while_it_waits(tmp_path, monk
             yield loaded
 
     with manager(tmp_path, load) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=[1] * 600))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
         monkeypatch.setattr(Store, "load", stuck)
         host = agents.models.host("hash")
         host.costs.prefill_s_per_token = 0.01  # 6 s for what never comes
@@ -117,9 +117,9 @@ def test_a_store_that_fails_costs_time_and_no_turn(tmp_path, monkeypatch, verb):
         raise OSError("the disk is gone")
 
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=[1] * 100))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
         before = tokens_of(agents, "a")
         monkeypatch.setattr(Store, verb, broken)
         end = run(turn(agents, "a", tokens=[2]))
@@ -132,10 +132,10 @@ def test_a_store_that_fails_costs_time_and_no_turn(tmp_path, monkeypatch, verb):
 def test_rows_that_went_through_8_bits_are_said_to_have(tmp_path):
     config = StoreConfig(warm_bytes=0, cold_precision="int8")
     with manager(tmp_path, config=config) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=[1] * 100))
-        run(agents.pause("a"))
-        assert run(agents.resume("a")).is_exact is False
+        run(agents.sleep.pause("a"))
+        assert run(agents.sleep.resume("a")).is_exact is False
 
 
 @pytest.mark.parametrize("is_freed", [True, False])
@@ -153,10 +153,10 @@ def test_a_restore_waits_for_cells_as_long_as_it_pays(tmp_path, monkeypatch, is_
         return make_host(name, capacity=200, params=FULL_PARAMS)
 
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         await turn(agents, "a", tokens=[1] * 100)
-        await agents.pause("a")
-        await agents.create("b")
+        await agents.sleep.pause("a")
+        await agents.lifecycle.create("b")
         host = agents.models.host("hash")
         step = host.engine.step
 
@@ -169,7 +169,7 @@ def test_a_restore_waits_for_cells_as_long_as_it_pays(tmp_path, monkeypatch, is_
             return []
 
         host.engine.step = held_step
-        events = agents.generate("b", tokens=[2] * 110, params=GREEDY)
+        events = agents.turns.generate(Turn("b", tokens=[2] * 110, params=GREEDY))
         await anext(events)  # it runs
         before = tokens_of(agents, "a")
         task = asyncio.ensure_future(turn(agents, "a", tokens=[3]))
@@ -210,9 +210,9 @@ def load_balanced(params: Any) -> Any:
 @pytest.mark.parametrize("verify", ["checksum", "canary"])
 def test_the_beginning_is_computed_while_the_end_is_loaded(tmp_path, params, verify):
     with manager(tmp_path, load_balanced(params), verify=verify) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=[(7 * i) % 250 for i in range(600)]))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
         before = tokens_of(agents, "a")
         end = run(turn(agents, "a", tokens=[2]))
         n, n_computed = len(before) - 1, 304
@@ -222,7 +222,7 @@ def test_the_beginning_is_computed_while_the_end_is_loaded(tmp_path, params, ver
         assert end.usage.miss.tokens_lost == n_computed
         assert list(tokens_of(agents, "a")[-6:]) == oracle([*before, 2], 6, params)
         nothing_is_held(agents)
-        run(agents.delete("a"))
+        run(agents.lifecycle.delete("a"))
         cache = engine_of(agents).cache
         assert cache.n_free == cache.capacity
 
@@ -232,9 +232,9 @@ def test_a_beginning_that_cannot_be_computed_costs_the_restore_and_no_turn(
     tmp_path, monkeypatch, params
 ):
     with manager(tmp_path, load_balanced(params)) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=[(7 * i) % 250 for i in range(600)]))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
         before = tokens_of(agents, "a")
         host = agents.models.host("hash")
         forward, n_calls = host.engine.runner.forward, 0
@@ -263,9 +263,9 @@ def test_a_caller_that_leaves_during_a_restore_leaves_nothing_behind(tmp_path, m
             yield loaded
 
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         await turn(agents, "a", tokens=[1] * 600)
-        await agents.pause("a")
+        await agents.sleep.pause("a")
         before = tokens_of(agents, "a")
         with monkeypatch.context() as patch:
             patch.setattr(Store, "load", stuck)

@@ -78,7 +78,7 @@ def test_agents_that_were_killed_go_on_as_if_they_had_not_been():
                 continue
             with manager(folder, config=CONFIG) as agents:
                 for agent_id in NAMES:
-                    n = run(agents.describe(agent_id)).n_turns
+                    n = run(agents.directory.describe(agent_id)).n_turns
                     assert done[agent_id] <= n <= begun[agent_id]
                     want = states_of(agent_id, n + 1)
                     assert tokens_of(agents, agent_id) == want[n]

@@ -56,7 +56,7 @@ def test_every_acknowledged_turn_is_there_after_a_kill() -> None:
                 }
             with manager(folder, config=CONFIG) as agents:
                 for agent_id in NAMES:
-                    n = run(agents.describe(agent_id)).n_turns
+                    n = run(agents.directory.describe(agent_id)).n_turns
                     assert done[agent_id] <= n <= begun[agent_id]
                     assert tokens_of(agents, agent_id) == states_of(agent_id, n)[n]
                     n_behind += published[agent_id] < len(tokens_of(agents, agent_id))
@@ -65,7 +65,7 @@ def test_every_acknowledged_turn_is_there_after_a_kill() -> None:
         assert n_behind > N_KILLS / 4, "the saves were fast enough, so nothing was shown"
         with manager(folder, config=CONFIG) as agents:
             for agent_id in NAMES:
-                n = run(agents.describe(agent_id)).n_turns
+                n = run(agents.directory.describe(agent_id)).n_turns
                 run(turn(agents, agent_id, tokens=new_tokens(agent_id, n)))
                 assert tokens_of(agents, agent_id) == states_of(agent_id, n + 1)[n + 1]
 
@@ -86,17 +86,17 @@ class Held:
 
 
 def conversation_of(agents: Any, agent_id: str) -> list[Any]:
-    return list(agents.conversation(agent_id))
+    return list(agents.directory.conversation(agent_id))
 
 
 def test_a_turn_is_durable_before_its_end_is_told_whatever_waits_to_be_written(
     tmp_path: Path,
 ) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("a", system="Be kind."))
+        run(agents.lifecycle.create("a", system="Be kind."))
         run(turn(agents, "a", "first"))
         run(turn(agents, "a", "second"))
-        run(agents.rewind("a", turn=1))
+        run(agents.lifecycle.rewind("a", turn=1))
         agents.store.flush()
         held = Held(agents.store)
         for text in ("third", "fourth"):
@@ -105,9 +105,9 @@ def test_a_turn_is_durable_before_its_end_is_told_whatever_waits_to_be_written(
         with manager(tmp_path) as others:  # as after a kill: nothing of it is published
             assert len(others.store.get(others.store.reference_names()[0]).tokens) < len(want[0])
             assert (tokens_of(others, "a"), conversation_of(others, "a")) == want
-            info = run(others.describe("a"))
+            info = run(others.directory.describe("a"))
             assert info.n_turns == 3 and info.n_stored < info.n_tokens
-            assert [turn.stop for turn in others.turns("a")][-1] == info.n_tokens
+            assert [turn.stop for turn in others.directory.turns("a")][-1] == info.n_tokens
             end = run(turn(others, "a", "fifth"))
             assert end.usage.prompt_tokens > len(want[0])
             assert tokens_of(others, "a")[: len(want[0]) - 1] == want[0][:-1]
@@ -116,14 +116,14 @@ def test_a_turn_is_durable_before_its_end_is_told_whatever_waits_to_be_written(
 
 def test_an_agent_that_was_never_published_is_there_from_the_journal_alone(tmp_path: Path) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", "one"))
         run(turn(agents, "a", "two"))
         want = tokens_of(agents, "a"), conversation_of(agents, "a")
-        agent = agents._agent("a")
+        agent = agents.directory.agent("a")
         agent.mark = None
         agent.advance()
-        run(agents._publisher.make_durable(agent))
+        run(agents.sleep.publisher.make_durable(agent))
         name = agent.name
     with Store(tmp_path) as store:
         entries = store.recorded(name)
@@ -132,19 +132,19 @@ def test_an_agent_that_was_never_published_is_there_from_the_journal_alone(tmp_p
         store.record(name, *entries[-1])
     with manager(tmp_path) as agents:
         assert (tokens_of(agents, "a"), conversation_of(agents, "a")) == want
-        assert agents.list()[0].n_stored == 0
+        assert run(agents.directory.listed())[0].n_stored == 0
         run(turn(agents, "a", "three"))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
     with Store(tmp_path) as store:
         assert store.get(name).n_stored
 
 
 def test_what_is_published_is_let_go_of(tmp_path: Path) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         for i in range(20):
             run(turn(agents, "a", f"turn {i}"))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
         (name,) = agents.store.reference_names()
     with Store(tmp_path) as store:
         assert not store.recorded(name)
@@ -154,16 +154,16 @@ def test_what_is_published_is_let_go_of(tmp_path: Path) -> None:
 
 def test_a_deleted_agent_does_not_come_back(tmp_path: Path) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", "one"))
         held = Held(agents.store)
         run(turn(agents, "a", "two"))
         held.go.set()
-        run(agents.delete("a"))
+        run(agents.lifecycle.delete("a"))
     with manager(tmp_path) as agents:
-        assert agents.list() == []
-        run(agents.create("a"))
-        assert run(agents.describe("a")).n_turns == 0
+        assert run(agents.directory.listed()) == []
+        run(agents.lifecycle.create("a"))
+        assert run(agents.directory.describe("a")).n_turns == 0
 
 
 @pytest.mark.parametrize("damage", ["entry", "file", "garbage"])
@@ -171,12 +171,12 @@ def test_a_damaged_journal_costs_what_it_alone_said_and_says_so(
     damage: str, tmp_path: Path
 ) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
-        run(agents.create("b"))
+        run(agents.lifecycle.create("a"))
+        run(agents.lifecycle.create("b"))
         run(turn(agents, "a", "one"))
         agents.store.flush()
         published = tokens_of(agents, "a")
-        agent = agents._agent("a")
+        agent = agents.directory.agent("a")
         serial = agent.serial
     with Store(tmp_path) as store:
         store.record(agent.name, serial + 1, b"x" * 500)
@@ -188,7 +188,7 @@ def test_a_damaged_journal_costs_what_it_alone_said_and_says_so(
         data[100:] = bytes(len(data) - 100)
         journal.write_bytes(data)
     with manager(tmp_path) as agents:
-        assert {info.agent_id for info in agents.list()} == {"a", "b"}
+        assert {info.agent_id for info in run(agents.directory.listed())} == {"a", "b"}
         assert tokens_of(agents, "a") == published
         assert "journal_damaged" in [event.kind for event in agents.store.take_events()]
         run(turn(agents, "a", "two"))
@@ -200,7 +200,7 @@ def test_a_damaged_journal_costs_what_it_alone_said_and_says_so(
 
 def test_a_turn_that_cannot_be_recorded_says_so(tmp_path: Path, monkeypatch: Any) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
 
         def full(*_: Any) -> None:
             raise sqlite3.OperationalError("database or disk is full")
@@ -236,6 +236,6 @@ def test_entries_that_come_at_one_time_are_written_together(tmp_path: Path) -> N
 
 def test_an_unnamed_first_turn_is_not_recorded(tmp_path: Path) -> None:
     with manager(tmp_path) as agents:
-        run(agents.create("chat-1", is_passing=True))
+        run(agents.lifecycle.create("chat-1", is_passing=True))
         run(turn(agents, "chat-1", "one", params=GREEDY))
         assert not agents.store.recorded_serials()

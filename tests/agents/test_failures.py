@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.agents import ModelRegistry
+from kvcellar.agents import ModelRegistry, Turn
 from kvcellar.agents.race import Ahead, Front
 from kvcellar.engine import SamplingParams
 from kvcellar.engine.residency import Residency
@@ -29,9 +29,9 @@ def raises(*_: Any, **__: Any) -> Any:
 def test_an_engine_that_stops_in_a_turn_keeps_every_agents_history(tmp_path, monkeypatch):
     async def main(agents: Any) -> dict[str, tuple[int, ...]]:
         for name in ("a", "b"):
-            await agents.create(name)
+            await agents.lifecycle.create(name)
             await turn(agents, name, tokens=[1, 2, ord(name)])
-        stream = agents.generate("a", tokens=[7, 8], params=ENDLESS)
+        stream = agents.turns.generate(Turn("a", tokens=[7, 8], params=ENDLESS))
         first = await anext(stream)
         monkeypatch.setattr(Residency, "make_room_for", raises)
         end = None
@@ -50,7 +50,7 @@ def test_an_engine_that_stops_in_a_turn_keeps_every_agents_history(tmp_path, mon
 
     async def again(agents: Any) -> None:
         for name, tokens in said.items():
-            await agents.resume(name)
+            await agents.sleep.resume(name)
             assert tokens_of(agents, name) == tokens
             end = await turn(agents, name, tokens=[4])
             assert list(end.finish.token_ids) == oracle([*tokens, 4], 6)
@@ -62,12 +62,12 @@ def test_an_engine_that_stops_in_a_turn_keeps_every_agents_history(tmp_path, mon
 def test_one_agent_that_cannot_be_saved_keeps_no_other_from_being_saved(tmp_path):
     async def main(agents: Any) -> None:
         for name in ("a", "b", "c"):
-            await agents.create(name)
+            await agents.lifecycle.create(name)
             await turn(agents, name, tokens=[1, 2, ord(name)])
 
     with manager(tmp_path) as agents:
         run(main(agents))
-        complete = agents._publisher.complete
+        complete = agents.sleep.publisher.complete
         seen = []
 
         def sometimes(agent: Any, host: Any) -> None:
@@ -76,7 +76,7 @@ def test_one_agent_that_cannot_be_saved_keeps_no_other_from_being_saved(tmp_path
                 raises()
             complete(agent, host)
 
-        agents._publisher.complete = sometimes
+        agents.sleep.publisher.complete = sometimes
     assert sorted(seen) == ["a", "b", "c"]
 
 

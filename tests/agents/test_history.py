@@ -11,6 +11,7 @@ from kvcellar.engine import SamplingParams
 from tests.agents.fakes import (
     FULL_PARAMS,
     ByteTokenizer,
+    continued,
     make_host,
     manager,
     run,
@@ -69,14 +70,14 @@ async def say(agents: Any, messages: Any, tools: Any = None) -> Any:
     assert tokens_of(agents, "a")[: -len(end.finish.token_ids)] == want
     assert end.usage.prompt_tokens == len(want)
     n_same = min(common(before, want), max(0, len(before) - 1))
-    n_others = len(agents.list()) - 1  # what they have in common is reused, too
+    n_others = len(agents.directory.infos()) - 1  # what they have in common is reused, too
     assert n_same <= end.usage.cached_tokens <= (len(want) if n_others else n_same)
-    assert list(agents.conversation("a"))[:-1] == messages
+    assert list(agents.directory.conversation("a"))[:-1] == messages
     return end
 
 
 async def three_turns(agents: Any) -> list[dict[str, Any]]:
-    await agents.create("a")
+    await agents.lifecycle.create("a")
     messages = [SYSTEM]
     for i in range(3):
         messages.append(user(f"question {i}"))
@@ -92,15 +93,15 @@ def test_a_turn_reads_what_the_template_makes_of_what_was_sent(tmp_path, tokeniz
 
     with manager(tmp_path, load) as agents:
         messages = run(three_turns(agents))
-        assert agents.list()[0].n_turns == 3
-        miss = agents.why("a")
+        assert agents.directory.infos()[0].n_turns == 3
+        miss = agents.directory.why("a")
         assert (miss and miss.cause) == (None if tokenizer is ByteTokenizer else "template")
         messages.append(user("and now?"))
         end = run(say(agents, messages))
         messages.append({"role": "assistant", "content": end.finish.text})
     with manager(tmp_path, load) as agents:  # also after a restart
-        assert agents.identify(messages=[*messages, user("?")]) == "a"
-        assert agents.list()[0].n_turns == 4
+        assert continued(agents, [*messages, user("?")]) == "a"
+        assert agents.directory.infos()[0].n_turns == 4
         run(say(agents, [*messages, user("?")]))
 
 
@@ -112,12 +113,12 @@ def test_an_answer_that_comes_back_otherwise_is_found_and_read_as_it_came(tmp_pa
             "content": "<think>new</think>" + messages[2]["content"],
         }
         messages.append(user("and now?"))
-        assert agents.identify(messages=messages) == "a"
+        assert continued(agents, messages) == "a"
         end = run(turn(agents, "a", messages=messages))
         assert end.usage.miss.cause == "echoed"
         assert tokens_of(agents, "a")[: end.usage.prompt_tokens] == prompt_of(agents, messages)
-        assert agents.conversation("a")[2] == messages[2]
-        assert agents.list()[0].n_turns == 4
+        assert agents.directory.conversation("a")[2] == messages[2]
+        assert agents.directory.infos()[0].n_turns == 4
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer, Forgetful])
@@ -131,17 +132,17 @@ def test_going_back_to_a_turn_keeps_its_messages_whatever_the_template_made_of_t
     with manager(tmp_path, load) as agents:
         messages = run(three_turns(agents))
         tokens = tokens_of(agents, "a")
-        run(agents.fork("a", "b", turn=-back))
-        run(agents.rewind("a", turn=-back))
+        run(agents.lifecycle.fork("a", "b", turn=-back))
+        run(agents.lifecycle.rewind("a", turn=-back))
         kept = messages[: -2 * back]
         for name in "ab":
-            assert list(agents.conversation(name)) == kept
-            assert len(agents.turns(name)) == 3 - back
+            assert list(agents.directory.conversation(name)) == kept
+            assert len(agents.directory.turns(name)) == 3 - back
             now = tokens_of(agents, name)
             assert now == tokens[: len(now)]
             assert prompt_of(agents, [*kept, user("x")])[: len(now) - 1] == now[:-1]
         run(say(agents, [*kept, user("another way")]))
-        assert agents.list()[-1].n_turns == 4 - back
+        assert agents.directory.infos()[-1].n_turns == 4 - back
 
 
 def test_the_model_reads_the_date_and_the_header_that_were_sent(tmp_path):
@@ -154,7 +155,7 @@ def test_the_model_reads_the_date_and_the_header_that_were_sent(tmp_path):
         end = run(say(agents, [other, *messages[1:], user("next")]))
         assert end.usage.miss.cause == "system" and end.usage.rules == ()
         spaced = [{**m, "content": f" {m['content']}"} for m in messages]
-        assert agents.identify(messages=[*spaced, user("?")]) is None
+        assert continued(agents, [*spaced, user("?")]) is None
 
 
 def test_the_header_line_of_claude_code_is_left_out_and_reported(tmp_path):
@@ -170,14 +171,14 @@ def test_the_header_line_of_claude_code_is_left_out_and_reported(tmp_path):
         (change,) = end.usage.rules
         assert (change.rule, change.message) == ("billing-header", 0)
         assert "cch=1" in change.before and change.after.startswith("You help.")
-        assert agents.conversation("a")[0] == SYSTEM
+        assert agents.directory.conversation("a")[0] == SYSTEM
         # in the middle of a text it is what somebody wrote
         inside = {"role": "system", "content": "Look:\n" + sent("2")["content"]}
         assert run(turn(agents, "a", messages=[inside, user("q")])).usage.rules == ()
     with manager(tmp_path / "none", rules=()) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", messages=[sent("1"), user("q")]))
-        assert agents.conversation("a")[0] == sent("1")
+        assert agents.directory.conversation("a")[0] == sent("1")
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -189,9 +190,9 @@ def test_a_rule_applies_where_it_was_switched_on_and_says_what_it_changed(tmp_pa
         if not is_on and rule == "billing-header":
             rules.remove("header")  # which would find this line, too
         with manager(tmp_path / str(is_on), load, rules=rules) as agents:
-            run(agents.create("a"))
+            run(agents.lifecycle.create("a"))
             run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=tools))
-            own, before = list(agents.conversation("a")), tokens_of(agents, "a")
+            own, before = list(agents.directory.conversation("a")), tokens_of(agents, "a")
             system, now = dict(SYSTEM), tools
             if rule == "date":
                 system["content"] = system["content"].replace("03-01", "03-02")
@@ -216,13 +217,13 @@ def test_tool_definitions_are_read_in_the_order_in_which_they_were_sent(tmp_path
     tools = [{"name": "b", "x": 1, "y": {"p": 1, "q": 2}}, {"name": "a"}]
     again = [{"name": "a"}, {"y": {"q": 2, "p": 1}, "x": 1, "name": "b"}]
     with manager(tmp_path, load) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         for sent in (tools, again):
             run(say(agents, [SYSTEM, user("q")], sent))
     with manager(tmp_path / "sorted", load, rules=("tool-order",)) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=tools))
-        n_prompt = agents.turns("a")[0].n_prompt
+        n_prompt = agents.directory.turns("a")[0].n_prompt
         end = run(turn(agents, "a", messages=[SYSTEM, user("q")], tools=again))
         assert end.usage.cached_tokens == n_prompt - 1
         assert "tool-order" in {change.rule for change in end.usage.rules}
@@ -242,7 +243,7 @@ def test_what_was_lost_is_explained_with_both_texts(tmp_path, cause, change):
         before = tokens_of(agents, "a")
         end = run(turn(agents, "a", messages=[*change(messages), user("next")]))
         miss = end.usage.miss
-        assert miss == agents.why("a")
+        assert miss == agents.directory.why("a")
         after = tokens_of(agents, "a")
         assert miss.cause == cause
         assert before[: miss.position] == after[: miss.position]
@@ -250,7 +251,7 @@ def test_what_was_lost_is_explained_with_both_texts(tmp_path, cause, change):
         assert miss.tokens_lost == len(before) - 1 - miss.position
         assert miss.was != miss.became and miss.advice
     with manager(tmp_path) as agents:
-        assert agents.why("a") == miss
+        assert agents.directory.why("a") == miss
 
 
 def test_an_answer_that_is_read_in_other_tokens_than_it_was_said_in_is_called_so(tmp_path):
@@ -265,17 +266,17 @@ def test_an_answer_that_is_read_in_other_tokens_than_it_was_said_in_is_called_so
             return super().decode(token_ids, **more).lower()
 
     with manager(tmp_path, lambda name: make_host(name, tokenizer=Pairs())) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", "question"))
         end = run(turn(agents, "a", "another"))
         assert end.usage.miss.cause == "retokenised"
-        assert agents.list()[0].n_turns == 2
+        assert agents.directory.infos()[0].n_turns == 2
 
 
 def test_kv_that_is_nowhere_any_more_is_said_to_be_evicted(tmp_path):
     with manager(tmp_path) as agents:
         run(three_turns(agents))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
     for file in (tmp_path / "blocks").rglob("*.safetensors"):
         file.unlink()
     with manager(tmp_path) as agents:
@@ -303,9 +304,9 @@ def test_a_line_that_is_not_about_the_date_is_not_taken_for_it(tmp_path):
     one = {"role": "system", "content": "The contract ends on 2026-03-01."}
     two = {"role": "system", "content": "The contract ends on 2027-03-01."}
     with manager(tmp_path, rules=("date",)) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", messages=[one, user("q")]))
-        own = list(agents.conversation("a"))
+        own = list(agents.directory.conversation("a"))
         end = run(turn(agents, "a", messages=[two, *own[1:], user("n")]))
         assert end.usage.miss.cause == "system"
 
@@ -317,7 +318,7 @@ def test_an_answer_that_the_model_ended_itself_is_not_ended_twice(tmp_path):
         return host
 
     with manager(tmp_path, ends_at_once) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         for text in ("one", "two", "three"):
             end = run(turn(agents, "a", text, params=SamplingParams(max_tokens=4)))
             assert end.finish.reason == "stop"
@@ -336,13 +337,13 @@ def test_one_changed_character_of_the_template_is_the_templates_fault(tmp_path):
             return str(super().apply_chat_template(*args, **more)).replace("assistant", "assistanT")
 
     with manager(tmp_path) as agents:
-        run(agents.create("a", system="You write verse. " * 9))
+        run(agents.lifecycle.create("a", system="You write verse. " * 9))
         run(turn(agents, "a", "One. " * 9))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
         n = len(tokens_of(agents, "a"))
     with manager(tmp_path, lambda name: make_host(name, tokenizer=Other())) as agents:
         end = run(turn(agents, "a", "Two."))
-        assert [info.agent_id for info in agents.list()] == ["a"]
+        assert [info.agent_id for info in agents.directory.infos()] == ["a"]
         assert end.usage.miss is not None and end.usage.miss.cause == "template"
         assert end.usage.miss.tokens_lost < n and end.usage.cached_tokens > 100
-        assert len(agents.conversation("a")) == 5
+        assert len(agents.directory.conversation("a")) == 5

@@ -28,7 +28,7 @@ def test_agents_of_a_model_that_was_swapped_out_come_back_with_it(tmp_path):
             for i in range(3):
                 for model in ("one", "two"):
                     if not i:
-                        await agents.create(f"of-{model}", model=model)
+                        await agents.lifecycle.create(f"of-{model}", model=model)
                     before = len(tokens_of(agents, f"of-{model}"))
                     end = await turn(agents, f"of-{model}", "some words to say " * 3)
                     check(agents, end, FULL_PARAMS)
@@ -100,27 +100,34 @@ def test_an_idle_model_goes_after_its_time_and_a_used_one_stays():
 
 def test_another_model_reads_the_conversation_anew_says_so_and_keeps_the_old(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a", model="one")
+        await agents.lifecycle.create("a", model="one")
         await turn(agents, "a", "hello on one")
         old = tokens_of(agents, "a")
         end = await turn(agents, "a", "hello on two", model="two")
         assert end.usage.miss.cause == "other model"
         assert end.usage.miss.tokens_lost == len(old)
         assert any("is read anew by 'two'" in note for note in end.usage.notes)
-        said = [m["content"] for m in agents.conversation("a", "two") if m["role"] == "user"]
+        said = [
+            m["content"] for m in agents.directory.conversation("a", "two") if m["role"] == "user"
+        ]
         assert said == ["hello on one", "hello on two"], "nothing that was said is lost"
-        assert agents.conversation("a", "two")[:2] == agents.conversation("a", "one")
-        assert [(i.agent_id, i.model) for i in agents.list()] == [("a", "one"), ("a", "two")]
+        assert agents.directory.conversation("a", "two")[:2] == agents.directory.conversation(
+            "a", "one"
+        )
+        assert [(i.agent_id, i.model) for i in agents.directory.infos()] == [
+            ("a", "one"),
+            ("a", "two"),
+        ]
         end = await turn(agents, "a", "and again", model="two")
         assert end.usage.miss is None
         end = await turn(agents, "a", "back", model="one")
-        assert agents._agent("a", "one").tokens[: len(old)] == old
+        assert agents.directory.agent("a", "one").tokens[: len(old)] == old
         assert end.usage.cached_tokens == len(old) - 1
 
     with manager(tmp_path, load) as agents:
         run(main(agents))
     with manager(tmp_path, load) as agents:
-        assert len(agents.list()) == 2
+        assert len(agents.directory.infos()) == 2
 
 
 def test_a_waiting_agent_is_the_first_to_go_and_comes_back(tmp_path):
@@ -129,14 +136,14 @@ def test_a_waiting_agent_is_the_first_to_go_and_comes_back(tmp_path):
 
     async def main(agents: Any) -> None:
         for name in ("waits", "idles"):
-            await agents.create(name)
+            await agents.lifecycle.create(name)
             await turn(agents, name, tokens=[ord(name[0])] * 200)
-        await agents.wait("idles")  # was used last, and waits
-        assert (await agents.describe("idles")).state == "waiting"
-        await agents.create("big")
+        await agents.sleep.wait("idles")  # was used last, and waits
+        assert (await agents.directory.describe("idles")).state == "waiting"
+        await agents.lifecycle.create("big")
         await turn(agents, "big", tokens=[9] * 350)
-        assert (await agents.describe("waits")).n_cached == 205
-        assert (await agents.describe("idles")).n_cached < 205
+        assert (await agents.directory.describe("waits")).n_cached == 205
+        assert (await agents.directory.describe("idles")).n_cached < 205
         end = await turn(agents, "idles", tokens=[1])
         assert end.usage.cached_tokens == 205 and end.usage.restored_tokens > 0
         assert end.usage.miss is None
@@ -154,7 +161,7 @@ def test_an_agent_that_generates_is_never_the_victim(tmp_path):
 
     async def main(agents: Any) -> None:
         for name in ("busy", "idle", "new"):
-            await agents.create(name)
+            await agents.lifecycle.create(name)
         await turn(agents, "idle", tokens=[3] * 150)
         long = SamplingParams(max_tokens=100, ignore_eos=True)
         busy = asyncio.ensure_future(turn(agents, "busy", tokens=[4] * 150, params=long))
@@ -164,7 +171,7 @@ def test_an_agent_that_generates_is_never_the_victim(tmp_path):
         assert list(end.finish.token_ids) == oracle([4] * 150, 100, FULL_PARAMS)
         engine = agents.models.host("hash").engine
         assert engine.stats().preemptions == 0
-        assert (await agents.describe("idle")).n_cached < 155
+        assert (await agents.directory.describe("idle")).n_cached < 155
 
     with manager(tmp_path, small) as agents:
         run(main(agents))
@@ -172,15 +179,15 @@ def test_an_agent_that_generates_is_never_the_victim(tmp_path):
 
 def test_a_finished_sub_agent_leaves_its_private_cells_at_once(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         await turn(agents, "a", tokens=[3] * 100)
-        await agents.fork("a", "sub")
+        await agents.lifecycle.fork("a", "sub")
         await turn(agents, "sub", tokens=[4] * 100)
         cache = agents.models.host("hash").engine.cache
-        info = await agents.finish("sub")
+        info = await agents.lifecycle.finish("sub")
         assert info.state == "finished"
         assert cache.usage().groups[0].live <= 106
-        assert (await agents.describe("a")).n_cached >= 105
+        assert (await agents.directory.describe("a")).n_cached >= 105
         end = await turn(agents, "sub", tokens=[5])
         assert end.usage.cached_tokens == info.n_tokens - 1
         check(agents, end, FULL_PARAMS)

@@ -21,32 +21,32 @@ GOOD = ("a", "A9", "_a", "poet.2", "resp_0f", "chat-1a", "a..b", "a" * 128)
 @pytest.mark.parametrize("bad", BAD)
 def test_a_name_is_letters_digits_dots_underscores_and_dashes(bad, tmp_path):
     with manager(tmp_path / "store") as agents:
-        run(agents.create("good"))
+        run(agents.lifecycle.create("good"))
         with pytest.raises(AgentNameError, match="cannot name an agent; choose 1 to 128 letters"):
-            run(agents.create(bad))
+            run(agents.lifecycle.create(bad))
         with pytest.raises(AgentNameError):
-            run(agents.fork("good", bad))
-        run(agents.export("good", tmp_path / "file"))
+            run(agents.lifecycle.fork("good", bad))
+        run(agents.sleep.export("good", tmp_path / "file"))
         with pytest.raises(AgentNameError):
-            run(agents.import_file(tmp_path / "file", bad))
-        assert [info.agent_id for info in agents.list()] == ["good"]
+            run(agents.sleep.import_file(tmp_path / "file", bad))
+        assert [info.agent_id for info in run(agents.directory.listed())] == ["good"]
         assert len(agents.store.reference_names()) == 1
 
 
 @pytest.mark.parametrize("good", GOOD)
 def test_good_names_are_taken(good, tmp_path):
     with manager(tmp_path) as agents:
-        assert run(agents.create(good)).agent_id == good
-        fork = run(agents.fork(good)).agent_id
+        assert run(agents.lifecycle.create(good)).agent_id == good
+        fork = run(agents.lifecycle.fork(good)).agent_id
         assert fork.startswith(good[:100]) and len(fork) <= 128
 
 
 def store_odd(agents: Any, agent_id: str) -> None:
     """As an earlier version stored it, which let every printable text be a name."""
-    run(agents.create("even"))
+    run(agents.lifecycle.create("even"))
     run(turn(agents, "even", "Hello"))
     agents.store.flush()
-    even = agents._agent("even")
+    even = agents.directory.agent("even")
     odd = Agent(agent_id, even.model, even.key)
     odd.take(agents.store.get(even.name))
     agents.store.fork(even.name, odd.name, metadata=odd.metadata())
@@ -57,23 +57,23 @@ def test_an_odd_name_that_is_stored_is_still_listed_forked_and_deleted(odd, tmp_
     with manager(tmp_path) as agents:
         store_odd(agents, odd)
     with manager(tmp_path) as agents:
-        assert {info.agent_id for info in agents.list()} == {"even", odd}
+        assert {info.agent_id for info in run(agents.directory.listed())} == {"even", odd}
         assert tokens_of(agents, odd) == tokens_of(agents, "even")
-        fork = run(agents.fork(odd)).agent_id
+        fork = run(agents.lifecycle.fork(odd)).agent_id
         assert fork.startswith(derived_id(odd, "-")) and tokens_of(agents, fork)
-        run(agents.delete(odd))
-        assert {info.agent_id for info in agents.list()} == {"even", fork}
+        run(agents.lifecycle.delete(odd))
+        assert {info.agent_id for info in run(agents.directory.listed())} == {"even", fork}
 
 
 def test_a_file_does_not_bring_an_odd_name(tmp_path):
     with manager(tmp_path / "old") as agents:
         store_odd(agents, "../etc")
-        run(agents.export("../etc", tmp_path / "file"))
+        run(agents.sleep.export("../etc", tmp_path / "file"))
     with manager(tmp_path / "new") as agents:
         with pytest.raises(AgentNameError, match="cannot name an agent"):
-            run(agents.import_file(tmp_path / "file"))
-        assert agents.store.reference_names() == [] and agents.list() == []
-        assert run(agents.import_file(tmp_path / "file", "etc")).agent_id == "etc"
+            run(agents.sleep.import_file(tmp_path / "file"))
+        assert agents.store.reference_names() == [] and run(agents.directory.listed()) == []
+        assert run(agents.sleep.import_file(tmp_path / "file", "etc")).agent_id == "etc"
 
 
 def broken(*_: Any, **__: Any) -> Any:
@@ -85,28 +85,28 @@ def test_an_agent_that_cannot_be_saved_is_not_made(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(agents.store, "save", broken)
             with pytest.raises(StoreError, match="the disk is gone"):
-                run(agents.create("poet", system="You write verse."))
-            assert agents.list() == []
+                run(agents.lifecycle.create("poet", system="You write verse."))
+            assert run(agents.directory.listed()) == []
             with pytest.raises(UnknownAgentError):
-                run(agents.describe("poet"))
-        assert run(agents.create("poet")).n_messages == 0
+                run(agents.directory.describe("poet"))
+        assert run(agents.lifecycle.create("poet")).n_messages == 0
 
 
 @pytest.mark.parametrize("is_in_cache", [True, False])
 def test_a_fork_that_cannot_be_saved_is_not_made(is_in_cache, tmp_path, monkeypatch):
     with manager(tmp_path) as agents:
-        run(agents.create("poet"))
+        run(agents.lifecycle.create("poet"))
         run(turn(agents, "poet", "Hello"))
     with manager(tmp_path) as agents:
         if is_in_cache:
-            run(agents.resume("poet"))
+            run(agents.sleep.resume("poet"))
         with monkeypatch.context() as patch:
             for verb in ("save", "fork"):
                 patch.setattr(agents.store, verb, broken)
             with pytest.raises(StoreError):
-                run(agents.fork("poet", "other"))
-            assert [info.agent_id for info in agents.list()] == ["poet"]
-        assert tokens_of(agents, run(agents.fork("poet", "other")).agent_id)
+                run(agents.lifecycle.fork("poet", "other"))
+            assert [info.agent_id for info in run(agents.directory.listed())] == ["poet"]
+        assert tokens_of(agents, run(agents.lifecycle.fork("poet", "other")).agent_id)
 
 
 def test_an_agent_whose_write_fails_later_is_not_made_either(tmp_path, monkeypatch):
@@ -115,31 +115,31 @@ def test_an_agent_whose_write_fails_later_is_not_made_either(tmp_path, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(agents.store._cold, "put_reference", broken)
             with pytest.raises(StoreError, match=r"could not be saved: .*the disk is gone"):
-                run(agents.create("poet"))
-            assert agents.list() == []
-        run(agents.create("poet"))
+                run(agents.lifecycle.create("poet"))
+            assert run(agents.directory.listed()) == []
+        run(agents.lifecycle.create("poet"))
 
 
 def test_an_import_that_cannot_be_published_is_not_known(tmp_path, monkeypatch):
     with manager(tmp_path / "a") as agents:
-        run(agents.create("poet"))
-        run(agents.export("poet", tmp_path / "file"))
+        run(agents.lifecycle.create("poet"))
+        run(agents.sleep.export("poet", tmp_path / "file"))
     with manager(tmp_path / "b") as agents:
         with monkeypatch.context() as patch:
             patch.setattr(agents.store._cold, "put_reference", broken)
             with pytest.raises(StoreError):
-                run(agents.import_file(tmp_path / "file"))
-        assert agents.list() == [] and agents.store.reference_names() == []
-        assert run(agents.import_file(tmp_path / "file")).agent_id == "poet"
+                run(agents.sleep.import_file(tmp_path / "file"))
+        assert run(agents.directory.listed()) == [] and agents.store.reference_names() == []
+        assert run(agents.sleep.import_file(tmp_path / "file")).agent_id == "poet"
 
 
 def test_of_two_that_make_one_name_at_once_one_is_refused(tmp_path):
     async def both(agents: Any) -> list[Any]:
-        makers = [agents.create("twin", system=system) for system in ("One.", "Two.")]
+        makers = [agents.lifecycle.create("twin", system=system) for system in ("One.", "Two.")]
         return await asyncio.gather(*makers, return_exceptions=True)
 
     with manager(tmp_path) as agents:
         ends = run(both(agents))
         assert sorted(isinstance(end, AgentError) for end in ends) == [False, True]
         (winner,) = (i for i, end in enumerate(ends) if not isinstance(end, AgentError))
-        assert agents.conversation("twin")[0]["content"] == ("One.", "Two.")[winner]
+        assert agents.directory.conversation("twin")[0]["content"] == ("One.", "Two.")[winner]

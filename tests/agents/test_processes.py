@@ -15,50 +15,51 @@ from tests.agents.fakes import manager, run, tokens_of, turn
 
 def test_a_turn_of_another_process_is_seen_before_the_next_one_here(tmp_path):
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
-        run(ours.create("a"))
+        run(ours.lifecycle.create("a"))
         run(turn(ours, "a", "Hello"))
         ours.store.flush()
         run(turn(theirs, "a", "And?"))
         theirs.store.flush()
-        info = run(ours.describe("a"))
+        info = run(ours.directory.describe("a"))
         assert (info.n_turns, info.n_messages) == (2, 4)
-        assert ours.conversation("a") == theirs.conversation("a")
+        assert ours.directory.conversation("a") == theirs.directory.conversation("a")
         assert tokens_of(ours, "a") == tokens_of(theirs, "a")
         run(turn(ours, "a", "So?"))
         ours.store.flush()
-        assert [i.n_turns for i in theirs.list()] == [3]
+        assert [i.n_turns for i in run(theirs.directory.listed())] == [3]
 
 
 def test_what_another_process_made_and_deleted_is_seen(tmp_path):
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
-        run(theirs.create("a"))
-        run(theirs.create("b"))
-        assert [i.agent_id for i in run(ours.listed())] == ["a", "b"]
-        run(theirs.delete("a"))
-        assert [i.agent_id for i in run(ours.listed())] == ["b"]
+        run(theirs.lifecycle.create("a"))
+        run(theirs.lifecycle.create("b"))
+        assert [i.agent_id for i in run(ours.directory.listed())] == ["a", "b"]
+        run(theirs.lifecycle.delete("a"))
+        assert [i.agent_id for i in run(ours.directory.listed())] == ["b"]
         with pytest.raises(UnknownAgentError):
-            run(ours.describe("a"))
-        run(theirs.create("a", system="Another."))
-        assert ours.conversation("a") == theirs.conversation("a")
+            run(ours.directory.describe("a"))
+        run(theirs.lifecycle.create("a", system="Another."))
+        run(ours.directory.refresh())
+        assert ours.directory.conversation("a") == theirs.directory.conversation("a")
 
 
 def test_one_that_was_made_again_elsewhere_is_the_new_one(tmp_path):
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
-        run(ours.create("a"))
+        run(ours.lifecycle.create("a"))
         for _ in range(3):
             run(turn(ours, "a", "Hello"))
         ours.store.flush()
-        run(theirs.delete("a"))
-        run(theirs.create("a", system="Another."))
-        assert [i.n_messages for i in run(ours.listed())] == [1]
-        assert ours.conversation("a")[0]["content"] == "Another."
+        run(theirs.lifecycle.delete("a"))
+        run(theirs.lifecycle.create("a", system="Another."))
+        assert [i.n_messages for i in run(ours.directory.listed())] == [1]
+        assert ours.directory.conversation("a")[0]["content"] == "Another."
 
 
 def test_what_was_not_saved_yet_here_is_not_taken_for_deleted(tmp_path):
     with manager(tmp_path) as ours:
-        run(ours.create("passing", is_passing=True))
+        run(ours.lifecycle.create("passing", is_passing=True))
         run(turn(ours, "passing", "Hello"))
-        assert [i.n_turns for i in run(ours.listed())] == [1]
+        assert [i.n_turns for i in run(ours.directory.listed())] == [1]
 
 
 def test_looking_does_not_keep_the_event_loop(tmp_path, monkeypatch):
@@ -73,7 +74,7 @@ def test_looking_does_not_keep_the_event_loop(tmp_path, monkeypatch):
         await waiting
 
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
-        run(ours.create("a"))
+        run(ours.lifecycle.create("a"))
         run(turn(ours, "a", "Hello"))
         ours.store.flush()
         ask = ours.store._cold.ask
@@ -83,10 +84,10 @@ def test_looking_does_not_keep_the_event_loop(tmp_path, monkeypatch):
             return ask(question)
 
         for verb in (
-            ours.listed,
-            lambda: ours.describe("a"),
+            ours.directory.listed,
+            lambda: ours.directory.describe("a"),
             lambda: turn(ours, "a", "So?"),
-            lambda: ours.rewind("a", turn=1),
+            lambda: ours.lifecycle.rewind("a", turn=1),
         ):
             run(turn(theirs, "a", "And?"))
             theirs.store.flush()
@@ -101,27 +102,27 @@ def test_kv_that_is_saved_late_does_not_bring_back_an_older_history(tmp_path, mo
     """Our engine rests after another process has published its turn."""
     monkeypatch.setattr(service_module, "REST_S", 3600.0)
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
-        run(ours.create("a"))
+        run(ours.lifecycle.create("a"))
         run(turn(ours, "a", "Hello"))
         ours.store.flush()
         run(turn(theirs, "a", "And?"))
-        run(theirs.pause("a"))
+        run(theirs.sleep.pause("a"))
         host = ours.models.host("hash")
-        agent = ours._agent("a")
-        host.service.run(lambda e: ours._publisher.between_steps(e, agent, True)).result()
+        agent = ours.directory.agent("a")
+        host.service.run(lambda e: ours.sleep.publisher.between_steps(e, agent, True)).result()
         ours.store.flush()
         published = ours.store.get(agent.name)
         assert len(published.metadata["turns"]) == 2
         assert published.n_stored == len(published.tokens) - 1
-        assert [info.n_turns for info in run(ours.listed())] == [2]
+        assert [info.n_turns for info in run(ours.directory.listed())] == [2]
 
 
 def test_a_turn_of_another_process_is_seen_while_a_save_of_ours_waits(tmp_path, monkeypatch):
     with manager(tmp_path) as ours, manager(tmp_path) as theirs:
-        run(ours.create("a"))
+        run(ours.lifecycle.create("a"))
         run(turn(ours, "a", "Hello"))
         ours.store.flush()
         run(turn(theirs, "a", "And?"))
         theirs.store.flush()
-        monkeypatch.setattr(ours._publisher, "revision_of", lambda agent: None)
-        assert [info.n_turns for info in run(ours.listed())] == [2]
+        monkeypatch.setattr(ours.sleep.publisher, "revision_of", lambda agent: None)
+        assert [info.n_turns for info in run(ours.directory.listed())] == [2]

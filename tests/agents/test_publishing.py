@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents import publishing
+from kvcellar.agents import Turn, publishing
 from kvcellar.agents.records import key_of
 from kvcellar.engine import SamplingParams
 from kvcellar.engine import service as service_module
@@ -44,7 +44,7 @@ def rest(agents: Any, monkeypatch: Any) -> None:
 def stored(agents: Any, agent_id: str = "a") -> tuple[tuple[int, ...], int]:
     """The tokens of an agent's reference, and how many of them have KV in the store."""
     agents.store.flush()
-    ref = agents.store.get(agents._agent(agent_id).name)
+    ref = agents.store.get(agents.directory.agent(agent_id).name)
     return tuple(ref.tokens.tolist()), ref.n_stored
 
 
@@ -52,19 +52,19 @@ def test_a_short_turn_is_published_at_once_and_its_kv_when_the_engine_rests(
     tmp_path, monkeypatch, never_rests
 ):
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         end = run(turn(agents, "a", tokens=SHORT))
         assert end.save.wait() == "published"
         history = tokens_of(agents, "a")
         assert stored(agents) == (history, 0)
         rest(agents, monkeypatch)
         assert stored(agents) == (history, len(history) - 1)
-        assert run(agents.describe("a")).n_stored == len(history) - 1
+        assert run(agents.directory.describe("a")).n_stored == len(history) - 1
 
 
 def test_kv_that_fills_a_block_is_taken_with_its_turn(tmp_path, never_rests):
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=list(range(BLOCK_TOKENS))))
         n = stored(agents)[1]
         assert n == len(tokens_of(agents, "a")) - 1
@@ -75,7 +75,7 @@ def test_kv_that_fills_a_block_is_taken_with_its_turn(tmp_path, never_rests):
 def test_kv_does_not_wait_for_rest_for_ever(tmp_path, monkeypatch, never_rests):
     monkeypatch.setattr(publishing, "REST_EVERY_S", 0.0)
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=SHORT))
         history = tokens_of(agents, "a")
         assert stored(agents) == (history, len(history) - 1)
@@ -83,7 +83,7 @@ def test_kv_does_not_wait_for_rest_for_ever(tmp_path, monkeypatch, never_rests):
 
 def test_kv_that_waited_is_taken_when_the_model_goes(tmp_path, never_rests):
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=SHORT))
         history = tokens_of(agents, "a")
     with manager(tmp_path) as agents:
@@ -95,10 +95,10 @@ def test_an_agent_that_is_gone_is_not_saved_when_the_engine_rests(
     verb, tmp_path, monkeypatch, never_rests
 ):
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=SHORT))
-        name = agents._agent("a").name
-        run(getattr(agents, verb)("a"))
+        name = agents.directory.agent("a").name
+        run(getattr(agents.lifecycle, verb)("a"))
         rest(agents, monkeypatch)
         assert not agents.store.has_reference(name)
 
@@ -107,19 +107,21 @@ def test_an_agent_that_went_back_stays_there_when_the_engine_rests(
     tmp_path, monkeypatch, never_rests
 ):
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=SHORT))
         history = tokens_of(agents, "a")
         run(turn(agents, "a", tokens=SHORT))
-        run(agents.rewind("a", turn=1))
+        run(agents.lifecycle.rewind("a", turn=1))
         rest(agents, monkeypatch)
         assert stored(agents)[0] == history == tokens_of(agents, "a")
 
 
 def test_all_of_a_turn_that_was_interrupted_is_taken_at_once(tmp_path, never_rests):
     async def leave(agents: Any) -> None:
-        await agents.create("a")
-        async with contextlib.aclosing(agents.generate("a", tokens=SHORT, params=LONG)) as events:
+        await agents.lifecycle.create("a")
+        async with contextlib.aclosing(
+            agents.turns.generate(Turn("a", tokens=SHORT, params=LONG))
+        ) as events:
             async for _ in events:
                 break
 
@@ -133,12 +135,12 @@ def test_all_of_a_turn_that_was_interrupted_is_taken_at_once(tmp_path, never_res
 
 def test_what_waits_is_exported_too(tmp_path, never_rests):
     with manager(tmp_path / "one") as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=SHORT))
         history = tokens_of(agents, "a")
-        run(agents.export("a", tmp_path / "a.kv"))
+        run(agents.sleep.export("a", tmp_path / "a.kv"))
     with manager(tmp_path / "two") as agents:
-        run(agents.import_file(tmp_path / "a.kv"))
+        run(agents.sleep.import_file(tmp_path / "a.kv"))
         assert stored(agents) == (history, len(history) - 1)
 
 
@@ -150,11 +152,11 @@ def test_a_stored_agent_of_a_model_with_soft_capping_is_still_the_models(tmp_pat
         return replace(host, key=ModelKey("capped", Layout(groups, "float32", BLOCK_TOKENS)))
 
     with manager(tmp_path, load) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", tokens=SHORT))
     with manager(tmp_path, load) as agents:
         run(turn(agents, "a", tokens=SHORT))
         key = agents.models.host("hash").key
-        assert key_of(agents.store.get(agents._agent("a").name)) == key
+        assert key_of(agents.store.get(agents.directory.agent("a").name)) == key
         assert key != ModelKey("another", key.layout)
-        assert run(agents.describe("a")).n_cached  # it is looked for in the model's cache
+        assert run(agents.directory.describe("a")).n_cached  # it is looked for in the model's cache

@@ -22,21 +22,21 @@ def test_eight_forks_of_a_4k_trunk_take_no_more_than_a_tenth_on_top(tmp_path, mo
     torch.set_num_threads(1)
 
     async def main(agents: Any) -> None:
-        await agents.create("trunk", model="demo")
+        await agents.lifecycle.create("trunk", model="demo")
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         await turn(agents, "trunk", tokens=[5 + i % 900 for i in range(4096)], params=params)
         cache = agents.models.host("demo").engine.cache
         agents.store.flush()
         cells, size = cache.usage().groups[0].live, disk_bytes(tmp_path / "store")
         for i in range(8):
-            await agents.fork("trunk", f"fork-{i}")
+            await agents.lifecycle.fork("trunk", f"fork-{i}")
         for i in range(8):
-            assert (await agents.describe(f"fork-{i}")).n_cached == 4096
+            assert (await agents.directory.describe(f"fork-{i}")).n_cached == 4096
         agents.store.flush()
         assert cache.usage().groups[0].live <= 1.1 * cells
         assert disk_bytes(tmp_path / "store") <= 1.1 * size
         for i in range(8):
-            await agents.pause(f"fork-{i}")
+            await agents.sleep.pause(f"fork-{i}")
         assert disk_bytes(tmp_path / "store") <= 1.1 * size
 
     try:
@@ -44,6 +44,6 @@ def test_eight_forks_of_a_4k_trunk_take_no_more_than_a_tenth_on_top(tmp_path, mo
             run(main(agents))
         with manager(tmp_path / "store", lambda name: open_host(name, capacity=6000)) as agents:
             for i in range(2):  # also those that were made and never spoke
-                assert run(agents.resume(f"fork-{i}")).n_restored == 4096 * (not i)
+                assert run(agents.sleep.resume(f"fork-{i}")).n_restored == 4096 * (not i)
     finally:
         torch.set_num_threads(before)

@@ -48,7 +48,7 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
     said = [list(text.encode()) for text in ("The first thing. " * 4, "And another.", "Then?")]
 
     with manager(tmp_path / "one", load) as agents:
-        run(agents.create("a", model=folder))
+        run(agents.lifecycle.create("a", model=folder))
         for part in said:
             run(turn(agents, "a", tokens=part, params=GREEDY))
         want = tokens_of(agents, "a")
@@ -56,7 +56,7 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
     for i, part in enumerate(said):
         with manager(tmp_path / "two", load) as agents:
             if not i:
-                run(agents.create("a", model=folder))
+                run(agents.lifecycle.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
             end = run(turn(agents, "a", tokens=part, params=GREEDY))
             if i:
@@ -71,7 +71,7 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
 def held_rows_of(agents: Any, model: str) -> Any:
     """The bytes of the agent's rows in the cache."""
     host = agents.models.host(model)
-    tokens = agents._agent("a").token_array()
+    tokens = agents.directory.agent("a").token_array()
 
     def read(engine: Any) -> Any:
         held = engine.hold(tokens)
@@ -99,22 +99,22 @@ def test_rows_of_every_type_come_back_bit_for_bit(kv_dtype, tmp_path):
         return open_host("demo", capacity=1024, kv_dtype=kv_dtype, config=CONFIG)
 
     with manager(tmp_path, load) as agents:
-        run(agents.create("a", model="demo"))
+        run(agents.lifecycle.create("a", model="demo"))
         run(turn(agents, "a", tokens=list(range(5, 305)), params=GREEDY))
         want = held_rows_of(agents, "demo")
-        run(agents.pause("a"))
-        back = run(agents.resume("a"))
+        run(agents.sleep.pause("a"))
+        back = run(agents.sleep.resume("a"))
         assert back.n_restored == len(tokens_of(agents, "a")) - 1
         assert tokens_of_all(held_rows_of(agents, "demo")) == tokens_of_all(want)
         before = tokens_of(agents, "a")
         # Twice: first it comes together with the last token of before, and bits depend on that.
         for _ in range(2):
-            run(agents.rewind("a", position=len(before)))
+            run(agents.lifecycle.rewind("a", position=len(before)))
             run(turn(agents, "a", tokens=[7], params=GREEDY))
         warm = tokens_of(agents, "a")[len(before) :]
     with manager(tmp_path, load) as agents:
-        run(agents.rewind("a", position=len(before)))
-        run(agents.resume("a"))
+        run(agents.lifecycle.rewind("a", position=len(before)))
+        run(agents.sleep.resume("a"))
         run(turn(agents, "a", tokens=[7], params=GREEDY))
         assert tokens_of(agents, "a")[len(before) :] == warm
 

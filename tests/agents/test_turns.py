@@ -8,8 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.agents import Turn
 from kvcellar.errors import AgentError, PromptError, UnknownAgentError
-from tests.agents.fakes import FULL_PARAMS, PARAMS, make_host, manager, oracle, run, tokens_of, turn
+from tests.agents.fakes import (
+    FULL_PARAMS,
+    PARAMS,
+    continued,
+    make_host,
+    manager,
+    oracle,
+    run,
+    tokens_of,
+    turn,
+)
 
 
 def check(agents: Any, end: Any, params: Any = PARAMS) -> None:
@@ -21,7 +32,7 @@ def check(agents: Any, end: Any, params: Any = PARAMS) -> None:
 
 def test_a_history_grows_turn_by_turn_and_each_turn_computes_only_what_is_new(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a", system="Be brief.")
+        await agents.lifecycle.create("a", system="Be brief.")
         before = 0
         for i in range(4):
             end = await turn(agents, "a", f"question {i}")
@@ -30,7 +41,7 @@ def test_a_history_grows_turn_by_turn_and_each_turn_computes_only_what_is_new(tm
                 assert end.usage.cached_tokens >= before - 1
                 assert end.usage.miss is None
             before = len(tokens_of(agents, "a"))
-        assert agents.list()[0].n_turns == 4
+        assert agents.directory.infos()[0].n_turns == 4
 
     with manager(tmp_path) as agents:
         run(main(agents))
@@ -47,7 +58,7 @@ def test_an_agent_outlives_the_process(tmp_path, params):
         return end
 
     with manager(tmp_path, load) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(talk(agents, "x" * 100))
         before = tokens_of(agents, "a")
     for i in range(3):
@@ -61,17 +72,19 @@ def test_an_agent_outlives_the_process(tmp_path, params):
 
 def test_pause_frees_the_cells_and_resume_brings_them_back(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         await turn(agents, "a", "y" * 90)
-        info = await agents.describe("a")
+        info = await agents.directory.describe("a")
         assert info.n_cached == info.n_tokens - 1
-        info = await agents.pause("a")
+        info = await agents.sleep.pause("a")
         assert (info.state, info.n_cached) == ("paused", 0)
-        assert (await agents.describe("a")).n_cached == 0
+        assert (await agents.directory.describe("a")).n_cached == 0
         cache = agents.models.host("hash").engine.cache
         assert cache.usage().groups[0].live == 0
-        back = await agents.resume("a")
-        assert back.n_restored == info.n_tokens - 1 == (await agents.describe("a")).n_cached
+        back = await agents.sleep.resume("a")
+        assert (
+            back.n_restored == info.n_tokens - 1 == (await agents.directory.describe("a")).n_cached
+        )
         end = await turn(agents, "a", "more")
         assert end.usage.cached_tokens == info.n_tokens - 1
         check(agents, end)
@@ -82,12 +95,12 @@ def test_pause_frees_the_cells_and_resume_brings_them_back(tmp_path):
 
 def test_forks_share_cells_and_differ_afterwards(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("trunk")
+        await agents.lifecycle.create("trunk")
         await turn(agents, "trunk", "t" * 200)
         cache = agents.models.host("hash").engine.cache
         live = cache.usage().groups[0].live
         for i in range(8):
-            await agents.fork("trunk", f"f{i}")
+            await agents.lifecycle.fork("trunk", f"f{i}")
         assert cache.usage().groups[0].live == live
         ends = await asyncio.gather(*(turn(agents, f"f{i}", f"way {i}") for i in range(8)))
         n = len(tokens_of(agents, "trunk"))
@@ -95,36 +108,36 @@ def test_forks_share_cells_and_differ_afterwards(tmp_path):
             assert end.agent_id == f"f{i}"
             assert end.usage.cached_tokens >= n - 1
             check(agents, end)
-            info = await agents.describe(f"f{i}")
+            info = await agents.directory.describe(f"f{i}")
             assert (info.parent, info.parent_position) == ("trunk", n)
         check(agents, await turn(agents, "trunk", "on"))
 
     with manager(tmp_path) as agents:
         run(main(agents))
     with manager(tmp_path) as agents:  # the lineage, too, is found again
-        assert {info.parent for info in agents.list()} == {None, "trunk"}
-        gone = run(agents.keep("f3"))
+        assert {info.parent for info in agents.directory.infos()} == {None, "trunk"}
+        gone = run(agents.lifecycle.keep("f3"))
         assert sorted(gone) == sorted(f"f{i}" for i in range(8) if i != 3)
-        assert sorted(info.agent_id for info in agents.list()) == ["f3", "trunk"]
+        assert sorted(info.agent_id for info in agents.directory.infos()) == ["f3", "trunk"]
 
 
 def test_a_fork_while_the_parent_generates_shares_what_there_is_by_now(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("p")
+        await agents.lifecycle.create("p")
         from kvcellar.engine import SamplingParams, TokenEvent
 
         long = SamplingParams(max_tokens=40, ignore_eos=True)
         n = 0
-        async for event in agents.generate("p", "z" * 60, params=long):
+        async for event in agents.turns.generate(Turn("p", "z" * 60, params=long)):
             if isinstance(event, TokenEvent):
                 n += 1
                 if n == 10:
-                    info = await agents.fork("p", "c")
+                    info = await agents.lifecycle.fork("p", "c")
                     assert info.n_tokens > 60 + 9
                     child = asyncio.ensure_future(turn(agents, "c", tokens=[5]))
                     await asyncio.sleep(0)
         end = await child
-        at = agents._agent("c").parent_position
+        at = agents.directory.agent("c").parent_position
         assert tokens_of(agents, "c")[:at] == tokens_of(agents, "p")[:at]
         assert end.usage.cached_tokens >= at - 1
         check(agents, end)
@@ -136,7 +149,7 @@ def test_a_fork_while_the_parent_generates_shares_what_there_is_by_now(tmp_path)
 @pytest.mark.parametrize("restart", [False, True])
 def test_rewind_goes_back_to_a_turn_or_a_token(tmp_path, restart):
     async def build(agents: Any) -> list[tuple[int, ...]]:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         states = []
         for i in range(3):
             await turn(agents, "a", f"turn {i} " * 5)
@@ -144,18 +157,18 @@ def test_rewind_goes_back_to_a_turn_or_a_token(tmp_path, restart):
         return states
 
     async def main(agents: Any, states: Any) -> None:
-        info = await agents.rewind("a", turn=-1)
+        info = await agents.lifecycle.rewind("a", turn=-1)
         assert tokens_of(agents, "a") == states[1] and info.n_messages == 4
         end = await turn(agents, "a", "another way")
         check(agents, end)
         assert end.usage.cached_tokens >= len(states[1]) - 1
-        await agents.rewind("a", position=len(states[0]) - 2)  # inside of an answer
+        await agents.lifecycle.rewind("a", position=len(states[0]) - 2)  # inside of an answer
         end = await turn(agents, "a", "and another")
         check(agents, end)
         assert tokens_of(agents, "a")[: len(states[0]) - 2] == states[0][:-2]
-        assert [m["role"] for m in agents.conversation("a")] == ["user", "assistant"] * 2
+        assert [m["role"] for m in agents.directory.conversation("a")] == ["user", "assistant"] * 2
         with pytest.raises(AgentError, match="no position"):
-            await agents.rewind("a", position=10**6)
+            await agents.lifecycle.rewind("a", position=10**6)
 
     with manager(tmp_path) as agents:
         states = run(build(agents))
@@ -168,12 +181,12 @@ def test_rewind_goes_back_to_a_turn_or_a_token(tmp_path, restart):
 
 def test_turns_of_one_agent_wait_for_each_other(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         ends = await asyncio.gather(*(turn(agents, "a", f"n{i}") for i in range(5)))
         assert len({end.finish.token_ids for end in ends}) > 1
-        said = [m["content"] for m in agents.conversation("a") if m["role"] == "user"]
+        said = [m["content"] for m in agents.directory.conversation("a") if m["role"] == "user"]
         assert said == [f"n{i}" for i in range(5)]
-        assert agents.list()[0].n_turns == 5
+        assert agents.directory.infos()[0].n_turns == 5
 
     with manager(tmp_path) as agents:
         run(main(agents))
@@ -183,9 +196,9 @@ def test_leaving_a_turn_keeps_what_was_sampled_by_then(tmp_path):
     async def main(agents: Any) -> None:
         from kvcellar.engine import SamplingParams
 
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         long = SamplingParams(max_tokens=300, ignore_eos=True)
-        events = agents.generate("a", "q", params=long)
+        events = agents.turns.generate(Turn("a", "q", params=long))
         for _ in range(3):
             await anext(events)
         await events.aclose()
@@ -201,40 +214,40 @@ def test_leaving_a_turn_keeps_what_was_sampled_by_then(tmp_path):
 
 def test_delete_frees_its_own_cells_and_leaves_what_others_share(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         await turn(agents, "a", "s" * 80)
-        await agents.fork("a", "b")
+        await agents.lifecycle.fork("a", "b")
         await turn(agents, "b", "b" * 50)
         cache = agents.models.host("hash").engine.cache
         n = len(tokens_of(agents, "a"))
-        await agents.delete("b")
+        await agents.lifecycle.delete("b")
         assert n - 1 <= cache.usage().groups[0].live <= n
         end = await turn(agents, "a", "on")
         assert end.usage.cached_tokens >= n - 1
         check(agents, end)
-        await agents.delete("a")
+        await agents.lifecycle.delete("a")
         assert cache.usage().groups[0].live == 0
-        assert agents.list() == []
+        assert agents.directory.infos() == []
         with pytest.raises(UnknownAgentError, match="no agent 'a'"):
             await turn(agents, "a", "on")
 
     with manager(tmp_path) as agents:
         run(main(agents))
-        assert agents.forget_dropped() == 2
+        assert agents.dropped.forget_all() == 2
         assert agents.store.references() == []
 
 
 def test_export_and_import_bring_an_agent_to_another_store(tmp_path):
     with manager(tmp_path / "one") as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         run(turn(agents, "a", "e" * 70))
         before = tokens_of(agents, "a")
-        assert run(agents.export("a", tmp_path / "file.kv")) > 1000
+        assert run(agents.sleep.export("a", tmp_path / "file.kv")) > 1000
     with manager(tmp_path / "two") as agents:
-        run(agents.import_file(tmp_path / "file.kv"))
+        run(agents.sleep.import_file(tmp_path / "file.kv"))
         with pytest.raises(AgentError, match="already"):
-            run(agents.import_file(tmp_path / "file.kv"))
-        info = run(agents.import_file(tmp_path / "file.kv", "b"))
+            run(agents.sleep.import_file(tmp_path / "file.kv"))
+        info = run(agents.sleep.import_file(tmp_path / "file.kv", "b"))
         assert info.agent_id == "b" and tokens_of(agents, "b") == before
         for name in "ab":
             end = run(turn(agents, name, f"hello {name}"))
@@ -244,7 +257,7 @@ def test_export_and_import_bring_an_agent_to_another_store(tmp_path):
 
 def test_a_turn_that_cannot_be_changes_nothing(tmp_path):
     async def main(agents: Any) -> None:
-        await agents.create("a")
+        await agents.lifecycle.create("a")
         await turn(agents, "a", "hello")
         before = tokens_of(agents, "a")
         for wrong in ({"tokens": []}, {"tokens": [10**6]}, {"text": "x" * 5000}, {}):
@@ -252,7 +265,7 @@ def test_a_turn_that_cannot_be_changes_nothing(tmp_path):
                 await turn(agents, "a", **wrong)
             assert tokens_of(agents, "a") == before
         with pytest.raises(AgentError, match="already"):
-            await agents.create("a")
+            await agents.lifecycle.create("a")
         check(agents, await turn(agents, "a", "still here"))
 
     with manager(tmp_path) as agents:
@@ -264,16 +277,13 @@ def test_two_sub_agents_with_the_same_system_prompt_never_collide(tmp_path):
 
     async def main(agents: Any) -> None:
         for name in ("one", "two"):
-            await agents.create(name)
+            await agents.lifecycle.create(name)
             await turn(agents, name, messages=[system, {"role": "user", "content": name}])
         for name in ("one", "two"):
-            own = list(agents.conversation(name))
-            assert agents.identify(messages=[*own, {"role": "user", "content": "x"}]) == name
-            assert agents.identify(tokens=[*tokens_of(agents, name), 1]) == name
+            own = list(agents.directory.conversation(name))
+            assert continued(agents, [*own, {"role": "user", "content": "x"}]) == name
         fresh = [system, {"role": "user", "content": "three"}]
-        assert agents.identify(messages=fresh) is None
-        n = 250
-        assert agents.identify(tokens=tokens_of(agents, "one")[:n]) is None
+        assert continued(agents, fresh) is None
 
     with manager(tmp_path) as agents:
         run(main(agents))
@@ -292,20 +302,20 @@ def test_whatever_agents_do_their_tokens_are_those_of_the_plain_loop(tmp_path):
         kind = rng.integers(9)
         if kind == 0 or not names:
             names.append(f"n{len(names)}")
-            await agents.create(names[-1])
+            await agents.lifecycle.create(names[-1])
         name = names[int(rng.integers(len(names)))]
         n = len(tokens_of(agents, name))
         if kind == 1 and n:
             names.append(f"n{len(names)}")
-            await agents.fork(name, names[-1], position=int(rng.integers(1, n + 1)))
+            await agents.lifecycle.fork(name, names[-1], position=int(rng.integers(1, n + 1)))
         elif kind == 2 and n:
-            await agents.rewind(name, position=int(rng.integers(1, n + 1)))
+            await agents.lifecycle.rewind(name, position=int(rng.integers(1, n + 1)))
         elif kind == 3:
-            await agents.pause(name)
+            await agents.sleep.pause(name)
         elif kind == 4:
-            await agents.resume(name)
+            await agents.sleep.resume(name)
         elif kind == 5:
-            await agents.wait(name)
+            await agents.sleep.wait(name)
         elif n < 300:
             some = rng.integers(0, 250, int(rng.integers(1, 60))).tolist()
             check(agents, await turn(agents, name, tokens=some))
@@ -328,13 +338,13 @@ def test_where_a_block_is_gone_a_window_model_goes_back_to_the_nearest_turn_and_
     tmp_path,
 ):
     with manager(tmp_path) as agents:
-        run(agents.create("a"))
+        run(agents.lifecycle.create("a"))
         lengths = []
         for i in range(4):
             run(turn(agents, "a", tokens=[i + 1] * 50))
             lengths.append(len(tokens_of(agents, "a")) - 1)
-        run(agents.pause("a"))
-        blocks = agents.store.get("a@" + agents._agent("a").name.rpartition("@")[2]).blocks
+        run(agents.sleep.pause("a"))
+        blocks = agents.store.get("a@" + agents.directory.agent("a").name.rpartition("@")[2]).blocks
     gone = blocks[-3].hex()  # of 16 tokens each: between the last two turns' ends
     (found,) = [p for p in (tmp_path / "blocks").rglob("*") if gone in p.name]
     found.unlink()
@@ -348,37 +358,37 @@ def test_where_a_block_is_gone_a_window_model_goes_back_to_the_nearest_turn_and_
 
 def test_what_another_process_said_is_taken_over_before_the_next_turn(tmp_path):
     with manager(tmp_path) as one, manager(tmp_path) as two:
-        run(one.create("a"))
+        run(one.lifecycle.create("a"))
         for i in range(3):
             for agents in (one, two):
                 end = run(turn(agents, "a", tokens=[i + 1] * 30))
                 check(agents, end)
                 agents.store.flush()
-        assert len(tokens_of(two, "a")) == 6 * 36 and two.list()[0].n_turns == 6
+        assert len(tokens_of(two, "a")) == 6 * 36 and two.directory.infos()[0].n_turns == 6
         assert end.usage.cached_tokens == 5 * 36 - 1
-        run(one.delete("a"))
-        assert one.list() == []
+        run(one.lifecycle.delete("a"))
+        assert one.directory.infos() == []
 
 
 def test_a_deleted_parent_is_told_from_a_later_agent_of_its_name(tmp_path):
     async def begin(agents: Any) -> None:
-        await agents.create("p")
+        await agents.lifecycle.create("p")
         await turn(agents, "p", tokens=list(range(40)))
-        await agents.fork("p", "old-1")
-        await agents.fork("p", "old-2")
-        await agents.fork("old-2", "grandchild")
-        assert not any(info.is_parent_gone for info in agents.list())
-        await agents.delete("p")
-        await agents.create("p")
+        await agents.lifecycle.fork("p", "old-1")
+        await agents.lifecycle.fork("p", "old-2")
+        await agents.lifecycle.fork("old-2", "grandchild")
+        assert not any(info.is_parent_gone for info in agents.directory.infos())
+        await agents.lifecycle.delete("p")
+        await agents.lifecycle.create("p")
         await turn(agents, "p", tokens=[9] * 40)
-        await agents.fork("p", "new-1")
+        await agents.lifecycle.fork("p", "new-1")
 
     with manager(tmp_path) as agents:
         run(begin(agents))
         agents.store.flush()
     with manager(tmp_path) as agents:
-        gone = {info.agent_id for info in agents.list() if info.is_parent_gone}
+        gone = {info.agent_id for info in agents.directory.infos() if info.is_parent_gone}
         assert gone == {"old-1", "old-2"}
-        assert run(agents.describe("old-1")).parent == "p"
-        assert set(run(agents.keep("old-1"))) == {"old-2", "grandchild"}
-        assert {info.agent_id for info in agents.list()} == {"old-1", "p", "new-1"}
+        assert run(agents.directory.describe("old-1")).parent == "p"
+        assert set(run(agents.lifecycle.keep("old-1"))) == {"old-2", "grandchild"}
+        assert {info.agent_id for info in agents.directory.infos()} == {"old-1", "p", "new-1"}

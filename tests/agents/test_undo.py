@@ -19,43 +19,47 @@ def talk(agents: Any, agent_id: str, *texts: str) -> None:
 
 
 def state_of(agents: Any, agent_id: str) -> Any:
-    return tokens_of(agents, agent_id), agents.conversation(agent_id), agents.turns(agent_id)
+    return (
+        tokens_of(agents, agent_id),
+        agents.directory.conversation(agent_id),
+        agents.directory.turns(agent_id),
+    )
 
 
 def ids(agents: Any) -> list[str]:
-    return sorted(info.agent_id for info in agents.list())
+    return sorted(info.agent_id for info in agents.directory.infos())
 
 
 @pytest.fixture
 def poet(tmp_path):
     with manager(tmp_path / "store") as agents:
-        run(agents.create("poet", system="You write verse."))
+        run(agents.lifecycle.create("poet", system="You write verse."))
         talk(agents, "poet", "One. " * 9, "Two. " * 9)
         yield agents
 
 
 def test_a_deleted_agent_comes_back_as_it_was(poet):
-    before, info = state_of(poet, "poet"), run(poet.describe("poet"))
-    run(poet.fork("poet", "child", turn=1))
-    run(poet.delete("poet"))
+    before, info = state_of(poet, "poet"), run(poet.directory.describe("poet"))
+    run(poet.lifecycle.fork("poet", "child", turn=1))
+    run(poet.lifecycle.delete("poet"))
     assert ids(poet) == ["child"]
-    (back,) = run(poet.undo("poet"))
+    (back,) = run(poet.dropped.undo("poet"))
     assert back.agent_id == "poet" and state_of(poet, "poet") == before
     assert (back.created_s, back.n_turns) == (info.created_s, 2)
-    assert not run(poet.describe("child")).is_parent_gone, "its children know it again"
+    assert not run(poet.directory.describe("child")).is_parent_gone, "its children know it again"
     with pytest.raises(AgentError, match="nothing of agent 'poet' can be brought back"):
-        run(poet.undo("poet"))
+        run(poet.dropped.undo("poet"))
     run(turn(poet, "poet", "Three."))
     nothing_is_held(poet)
 
 
 def test_its_kv_comes_back_too(poet):
-    run(poet.pause("poet"))
+    run(poet.sleep.pause("poet"))
     n = len(tokens_of(poet, "poet"))
-    run(poet.delete("poet"))
+    run(poet.lifecycle.delete("poet"))
     poet.store.gc()
-    run(poet.undo("poet"))
-    assert run(poet.resume("poet")).n_restored == n - 1
+    run(poet.dropped.undo("poet"))
+    assert run(poet.sleep.resume("poet")).n_restored == n - 1
 
 
 def test_each_rewind_is_undone_in_turn(poet):
@@ -63,65 +67,67 @@ def test_each_rewind_is_undone_in_turn(poet):
     states = []
     for _ in range(3):
         states.append(state_of(poet, "poet"))
-        run(poet.rewind("poet", turn=-1))
+        run(poet.lifecycle.rewind("poet", turn=-1))
     for state in reversed(states):
-        (back,) = run(poet.undo("poet"))
+        (back,) = run(poet.dropped.undo("poet"))
         assert back.agent_id == "poet" and state_of(poet, "poet") == state
     run(turn(poet, "poet", "Four."))
 
 
 def test_a_rewind_into_an_answer_is_undone(poet):
     before = state_of(poet, "poet")
-    run(poet.rewind("poet", position=len(before[0]) - 2))
-    run(poet.undo("poet"))
+    run(poet.lifecycle.rewind("poet", position=len(before[0]) - 2))
+    run(poet.dropped.undo("poet"))
     assert state_of(poet, "poet") == before
 
 
 def test_a_rewind_to_where_it_is_drops_nothing(poet):
-    run(poet.rewind("poet", position=len(tokens_of(poet, "poet"))))
-    assert poet.dropped() == []
+    run(poet.lifecycle.rewind("poet", position=len(tokens_of(poet, "poet"))))
+    assert poet.dropped.listed() == []
 
 
 def test_what_was_dropped_before_it_went_on_comes_back_beside_it(poet):
     before = state_of(poet, "poet")
-    run(poet.rewind("poet", turn=1))
+    run(poet.lifecycle.rewind("poet", turn=1))
     talk(poet, "poet", "Else. " * 9)
     now = state_of(poet, "poet")
-    (back,) = run(poet.undo("poet"))
+    (back,) = run(poet.dropped.undo("poet"))
     assert back.agent_id == "poet.2" and state_of(poet, "poet.2") == before
     assert state_of(poet, "poet") == now
 
 
 def test_a_deleted_agent_whose_name_is_taken_comes_back_under_another(poet):
     before = state_of(poet, "poet")
-    run(poet.delete("poet"))
-    run(poet.create("poet", system="Another."))
-    (back,) = run(poet.undo("poet"))
+    run(poet.lifecycle.delete("poet"))
+    run(poet.lifecycle.create("poet", system="Another."))
+    (back,) = run(poet.dropped.undo("poet"))
     assert back.agent_id == "poet.2" and state_of(poet, "poet.2") == before
-    assert poet.conversation("poet")[0]["content"] == "Another."
+    assert poet.directory.conversation("poet")[0]["content"] == "Another."
 
 
 def test_all_that_a_keep_deleted_comes_back_with_one_undo(poet):
     for name in ("a", "b", "c"):
-        run(poet.fork("poet", name))
+        run(poet.lifecycle.fork("poet", name))
     talk(poet, "b", "Of b.")
-    run(poet.fork("b", "b-child"))
+    run(poet.lifecycle.fork("b", "b-child"))
     before = {name: state_of(poet, name) for name in ("b", "b-child", "c")}
-    assert sorted(run(poet.keep("a"))) == sorted(before)
+    assert sorted(run(poet.lifecycle.keep("a"))) == sorted(before)
     assert ids(poet) == ["a", "poet"]
-    assert sorted(info.agent_id for info in run(poet.undo("a"))) == sorted(before)
+    assert sorted(info.agent_id for info in run(poet.dropped.undo("a"))) == sorted(before)
     assert {name: state_of(poet, name) for name in before} == before
-    assert run(poet.describe("b-child")).parent == "b"
-    run(poet.keep("a"))
-    assert [info.agent_id for info in run(poet.undo("c"))] == ["c"], "one of them, by its own name"
+    assert run(poet.directory.describe("b-child")).parent == "b"
+    run(poet.lifecycle.keep("a"))
+    assert [info.agent_id for info in run(poet.dropped.undo("c"))] == ["c"], (
+        "one of them, by its own name"
+    )
 
 
 def test_a_history_that_a_whole_conversation_replaced_comes_back(poet):
     """The library does what it is told; the routes never ask it to."""
     before = state_of(poet, "poet")
     run(turn(poet, "poet", messages=[{"role": "user", "content": "Else."}]))
-    assert len(poet.conversation("poet")) == 2
-    (back,) = run(poet.undo("poet"))
+    assert len(poet.directory.conversation("poet")) == 2
+    (back,) = run(poet.dropped.undo("poet"))
     assert back.agent_id == "poet.2" and state_of(poet, "poet.2") == before
 
 
@@ -129,15 +135,15 @@ def test_tokens_that_a_message_would_drop_come_back(poet):
     run(turn(poet, "poet", tokens=[1, 2, 3]))
     before = state_of(poet, "poet")
     talk(poet, "poet", "Three.")
-    (back,) = run(poet.undo("poet"))
+    (back,) = run(poet.dropped.undo("poet"))
     assert state_of(poet, back.agent_id) == before
 
 
 def test_a_turn_that_drops_nothing_leaves_nothing_to_undo(poet):
-    messages = [*poet.conversation("poet"), {"role": "user", "content": "On."}]
+    messages = [*poet.directory.conversation("poet"), {"role": "user", "content": "On."}]
     run(turn(poet, "poet", messages=messages))
     run(turn(poet, "poet", tokens=[1]))
-    assert poet.dropped() == []
+    assert poet.dropped.listed() == []
 
 
 def test_a_turn_that_never_was_leaves_nothing_to_undo(poet):
@@ -147,79 +153,81 @@ def test_a_turn_that_never_was_leaves_nothing_to_undo(poet):
     with pytest.raises(AgentError, match="not today"):
         other = [{"role": "user", "content": "Else."}]
         run(turn(poet, "poet", messages=other, on_start=refuse))
-    assert poet.dropped() == []
+    assert poet.dropped.listed() == []
 
 
 def test_it_survives_a_restart(tmp_path):
     with manager(tmp_path) as agents:
-        run(agents.create("poet"))
+        run(agents.lifecycle.create("poet"))
         talk(agents, "poet", "One.")
         before = state_of(agents, "poet")
-        run(agents.delete("poet"))
+        run(agents.lifecycle.delete("poet"))
     with manager(tmp_path) as agents:
-        assert agents.list() == [] and [one.verb for one in agents.dropped()] == ["delete"]
-        run(agents.undo("poet"))
+        assert agents.directory.infos() == [] and [one.verb for one in agents.dropped.listed()] == [
+            "delete"
+        ]
+        run(agents.dropped.undo("poet"))
         assert state_of(agents, "poet") == before
-        assert agents.dropped() == []
+        assert agents.dropped.listed() == []
 
 
 def test_nobody_and_nothing_are_told_apart(poet):
     with pytest.raises(UnknownAgentError):
-        run(poet.undo("nobody"))
+        run(poet.dropped.undo("nobody"))
     with pytest.raises(AgentError, match="nothing was dropped"):
-        run(poet.undo("poet"))
+        run(poet.dropped.undo("poet"))
 
 
 def test_what_is_deleted_for_ever_does_not_come_back(poet):
-    run(poet.rewind("poet", turn=1))
-    assert poet.forget_dropped() == 1
-    run(poet.delete("poet", is_final=True))
+    run(poet.lifecycle.rewind("poet", turn=1))
+    assert poet.dropped.forget_all() == 1
+    run(poet.lifecycle.delete("poet", is_final=True))
     assert poet.store.reference_names() == []
     with pytest.raises(UnknownAgentError):
-        run(poet.undo("poet"))
+        run(poet.dropped.undo("poet"))
 
 
 def test_an_agent_without_a_word_is_not_kept(poet):
-    run(poet.create("empty"))
-    run(poet.delete("empty"))
-    assert poet.dropped() == []
+    run(poet.lifecycle.create("empty"))
+    run(poet.lifecycle.delete("empty"))
+    assert poet.dropped.listed() == []
 
 
 def test_their_number_and_age_are_bounded(poet, monkeypatch):
     monkeypatch.setattr(dropped_module, "MOST", 3)
     for i in range(5):
-        run(poet.create(f"a{i}", system="x"))
-        run(poet.delete(f"a{i}"))
-    assert [one.agent_id for one in poet.dropped()] == ["a2", "a3", "a4"]
+        run(poet.lifecycle.create(f"a{i}", system="x"))
+        run(poet.lifecycle.delete(f"a{i}"))
+    assert [one.agent_id for one in poet.dropped.listed()] == ["a2", "a3", "a4"]
     monkeypatch.setattr(dropped_module, "MAX_AGE_S", 0.0)
-    run(poet.create("last", system="x"))
-    run(poet.delete("last"))
-    assert poet.dropped() == []
+    run(poet.lifecycle.create("last", system="x"))
+    run(poet.lifecycle.delete("last"))
+    assert poet.dropped.listed() == []
 
 
 def test_they_are_the_first_to_go_where_the_store_needs_room(tmp_path):
     config = replace(SMALL, cold_bytes=1 << 20)
     with manager(tmp_path, config=config) as agents:
-        run(agents.create("living"))
+        run(agents.lifecycle.create("living"))
         run(turn(agents, "living", tokens=range(200)))
-        run(agents.create("doomed"))
+        run(agents.lifecycle.create("doomed"))
         run(turn(agents, "doomed", tokens=range(50, 250)))
-        run(agents.pause("living"))
-        run(agents.pause("doomed"))
-        run(agents.delete("doomed"))
-        assert [one.agent_id for one in agents.dropped()] == ["doomed"]
-        stored = run(agents.describe("living")).n_stored
+        run(agents.sleep.pause("living"))
+        run(agents.sleep.pause("doomed"))
+        run(agents.lifecycle.delete("doomed"))
+        assert [one.agent_id for one in agents.dropped.listed()] == ["doomed"]
+        stored = run(agents.directory.describe("living")).n_stored
         free = agents.store.stats().cold
         agents.store._cold.limit_bytes = free.size_bytes  # full to the brim
-        run(agents.create("newcomer"))
+        run(agents.lifecycle.create("newcomer"))
         run(turn(agents, "newcomer", tokens=range(50, 120)))
-        run(agents.pause("newcomer"))
-        assert agents.dropped() == []
+        run(agents.sleep.pause("newcomer"))
+        assert agents.dropped.listed() == []
         with pytest.raises(UnknownAgentError):
-            run(agents.undo("doomed"))
-        assert run(agents.describe("living")).n_stored == stored
+            run(agents.dropped.undo("doomed"))
+        assert run(agents.directory.describe("living")).n_stored == stored
         agents.store.flush()
-        ref = agents.store.get(agents._agent("living").name)
+        ref = agents.store.get(agents.directory.agent("living").name)
         assert not ref.is_evicted and ref.n_stored == stored
         assert any("cannot be brought back" in e.detail for e in agents.store.take_events())
 
@@ -233,27 +241,27 @@ def test_a_full_store_deletes_without_keeping_and_does_not_rewind_without(poet, 
         patch.setattr(poet.store, "save", broken)
         patch.setattr(poet.store, "fork", broken)
         with pytest.raises(StoreError):
-            run(poet.rewind("poet", turn=1))
+            run(poet.lifecycle.rewind("poet", turn=1))
         assert state_of(poet, "poet") == before
-        run(poet.delete("poet"))
-    assert ids(poet) == [] and poet.dropped() == []
+        run(poet.lifecycle.delete("poet"))
+    assert ids(poet) == [] and poet.dropped.listed() == []
 
 
 def test_dropped_states_are_no_agents(poet, tmp_path):
-    run(poet.delete("poet"))
-    assert poet.list() == [] and run(poet.listed()) == []
+    run(poet.lifecycle.delete("poet"))
+    assert poet.directory.infos() == [] and run(poet.directory.listed()) == []
     (name,) = poet.store.reference_names()
     assert name.startswith(DROPPED)
     with pytest.raises(UnknownAgentError):
-        run(poet.describe(name))
+        run(poet.directory.describe(name))
 
 
 def test_one_that_is_damaged_hides_no_other(poet):
     for name in ("a", "b"):
-        run(poet.create(name, system="x"))
-        run(poet.delete(name))
+        run(poet.lifecycle.create(name, system="x"))
+        run(poet.lifecycle.delete(name))
     poet.store.flush()
-    first = poet.dropped()[0].name
+    first = poet.dropped.listed()[0].name
     poet.store.update_metadata(first, {"kvcellar_agent": 1, "dropped": 5})
-    assert [one.agent_id for one in poet.dropped()] == ["b"]
-    assert [info.agent_id for info in run(poet.undo("b"))] == ["b"]
+    assert [one.agent_id for one in poet.dropped.listed()] == ["b"]
+    assert [info.agent_id for info in run(poet.dropped.undo("b"))] == ["b"]

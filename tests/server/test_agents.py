@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvcellar.agents import Turn
 from kvcellar.agents.records import Agent
 from kvcellar.engine import SamplingParams
 from tests.server.live import serving
@@ -94,7 +95,9 @@ def test_it_is_said_why_something_was_computed_again(live):
     async def turn(messages):
         """Of the library, which does what it is told."""
         params = SamplingParams(max_tokens=6)
-        async for _ in live.service.agents.generate("changed", messages=messages, params=params):
+        async for _ in live.service.agents.turns.generate(
+            Turn("changed", messages=messages, params=params)
+        ):
             pass
 
     messages = [{"role": "system", "content": "First. " * 20}, {"role": "user", "content": "Q?"}]
@@ -134,7 +137,7 @@ def test_an_id_never_becomes_a_path(live, tmp_path):
 def test_an_odd_name_of_before_is_listed_and_can_be_deleted(live):
     make(live, "even")
     agents = live.service.agents
-    even = agents._agent("even")
+    even = agents.directory.agent("even")
     odd = Agent("../odd name", even.model, even.key)
     odd.take(agents.store.get(even.name))
     agents.store.fork(even.name, odd.name, metadata=odd.metadata())

@@ -385,7 +385,7 @@ def test_some_tools_may_be_allowed_of_all_that_are_told(live):
 def test_what_other_tools_did_in_earlier_turns_is_told_as_text(live, said):
     items = [item("user", "Hi"), item("assistant", "So."), *said, item("user", "Go on")]
     answer = live.post(RESPONSES, body_of(RESPONSES, items, tools=CODEX_TOOLS, store=True))
-    told = str(live.service.agents.conversation(answer["id"]))
+    told = str(live.service.agents.directory.conversation(answer["id"]))
     for one in said:
         assert f"[{one['type']}" in told
     assert "base64" not in told
@@ -414,7 +414,9 @@ def test_what_anthropics_tools_did_in_earlier_turns_is_told_as_text(live):
         {"role": "user", "content": [{"type": "text", "text": "Go on"}]},
     ]
     answer = live.post(MESSAGES, body_of(MESSAGES, messages))
-    told = str(live.service.agents.conversation(answer["kvcellar"]["agent_id"])[1]["content"])
+    told = str(
+        live.service.agents.directory.conversation(answer["kvcellar"]["agent_id"])[1]["content"]
+    )
     assert told.startswith("Let me look.") and "kv" in told and "unavailable" in told
     for block in blocks[1:]:
         assert f"[{block['type']}" in told
@@ -432,7 +434,7 @@ def test_calls_of_tools_that_take_text_are_told_as_text_in_chats(live):
         {"role": "tool", "tool_call_id": "c", "content": "Done."},
     ]
     answer = live.post(CHAT, body_of(CHAT, messages))
-    told = live.service.agents.conversation(answer["kvcellar"]["agent_id"])
+    told = live.service.agents.directory.conversation(answer["kvcellar"]["agent_id"])
     assert told[1]["content"] == "[custom_tool_call patch: *** Begin]"
     assert told[2]["content"] == "[custom_tool_call_output patch: Done.]"
 

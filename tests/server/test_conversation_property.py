@@ -235,7 +235,7 @@ def check(live: Live, folder: Any, talk: Talk, step: Step, is_on: bool) -> None:
     before = live.engine() if live.service.models.hosts() else None
     text, n_prompt, n_cached, n_said, agent_id = ask(live, talk, step)
     assert n_prompt == counted
-    agent = live.service.agents._agent(agent_id)
+    agent = live.service.agents.directory.agent(agent_id)
     n = agent.turns[-1].n_prompt
     tokens, said = list(agent.tokens[:n]), list(agent.tokens[n:])
     assert (len(tokens), len(said)) == (n_prompt, n_said)
@@ -254,7 +254,7 @@ def check(live: Live, folder: Any, talk: Talk, step: Step, is_on: bool) -> None:
         now = live.engine()
         assert now.computed_tokens - before.computed_tokens == n_prompt - n_cached + n_said - 1
     assert said == cold_answer(folder, tokens)
-    miss = live.service.agents.why(agent_id)
+    miss = live.service.agents.directory.why(agent_id)
     if is_on and talk.agent is not None and step.protocol != "responses":
         assert miss is None or miss.cause in (
             "template",

@@ -90,11 +90,10 @@ def counts(live):
         "active": live.service.n_active,
         "running": stats.running,
         "waiting": stats.waiting,
-        "kept": stats.kept,
         "live cells": stats.live_cells,
         "locked tokens": stats.protected_tokens,
         "taken conversations": len(live.service.conversations._taken),
-        "busy agents": sum(a.gate.is_taken for a in live.service.agents._agents.values()),
+        "busy agents": sum(a.gate.is_taken for a in live.service.agents.directory.agents()),
         "tasks": live.run(tasks()),
         "threads": threading.active_count(),
     }

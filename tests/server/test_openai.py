@@ -200,7 +200,7 @@ def test_tools_are_read_in_the_order_in_which_they_were_sent(client, live):
     for tools in ([WEATHER, TIME], [TIME, WEATHER]):
         answer = ask(client, [{"role": "user", "content": "Order?"}], tools=tools)
         agent = answer.model_extra["kvcellar"]["agent_id"]
-        system = live.service.agents.conversation(agent)[0]["content"]
+        system = live.service.agents.directory.conversation(agent)[0]["content"]
         first, second = (system.index(tool["function"]["name"]) for tool in tools)
         assert first < second
 

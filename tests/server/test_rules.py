@@ -30,7 +30,7 @@ def chat(live, asked):
     answer = live.post("/v1/chat/completions", asked)
     assert answer["usage"]["prompt_tokens"] == counted(live, asked)
     agent = answer["kvcellar"]["agent_id"]
-    return answer, [m["content"] for m in live.service.agents.conversation(agent)]
+    return answer, [m["content"] for m in live.service.agents.directory.conversation(agent)]
 
 
 def test_dates_spaces_and_headers_are_read_as_they_were_sent(live):
@@ -87,7 +87,7 @@ def test_text_is_no_control_token_unless_the_user_wants_it(live, tmp_path):
     def controls(server):
         answer, _ = chat(server, asked)
         (host,) = server.service.models.hosts()
-        agent = server.service.agents._agent(answer["kvcellar"]["agent_id"])
+        agent = server.service.agents.directory.agent(answer["kvcellar"]["agent_id"])
         prompt = agent.tokens[: agent.turns[-1].n_prompt]
         return sum(i in host.tokenizer.all_special_ids for i in prompt)
 

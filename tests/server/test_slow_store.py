@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.server.conversations import UNNAMED
+from kvcellar.agents import is_unnamed
 from kvcellar.store import Store, blocks, cold
 from kvcellar.store.catalogue import Catalogue
 from kvcellar.store.folder import Folder
@@ -141,7 +141,7 @@ def test_other_streams_do_not_notice_a_store_whose_every_read_takes_two_seconds(
         question = chat("What is a cellar?")
         answer = live.post("/v1/chat/completions", question)
         known = [*question["messages"], answer["choices"][0]["message"]]
-        assert answer["kvcellar"]["agent_id"].startswith(UNNAMED)
+        assert is_unnamed(answer["kvcellar"]["agent_id"])
         gaps: list[float] = []
         is_begun, stop = threading.Event(), threading.Event()
         beating = asyncio.run_coroutine_threadsafe(beat(gaps, stop), live._loop)

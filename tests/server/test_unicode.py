@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from kvcellar.agents import Turn
 from kvcellar.engine import SamplingParams, encode_chat
 
 BAD = r"a \ud83d b"
@@ -127,11 +128,11 @@ def test_the_library_reads_half_a_pair_as_the_server_does(live):
     assert tokens == encode_chat(host.tokenizer, [{"role": "user", "content": "a \ufffd b"}])
 
     async def turn():
-        made = await live.service.agents.create(system=half)
+        made = await live.service.agents.lifecycle.create(system=half)
         params = SamplingParams(max_tokens=2)
-        async for _ in live.service.agents.generate(made.agent_id, half, params=params):
+        async for _ in live.service.agents.turns.generate(Turn(made.agent_id, half, params=params)):
             pass
-        return live.service.agents.conversation(made.agent_id)
+        return live.service.agents.directory.conversation(made.agent_id)
 
     messages = live.run(asyncio.wait_for(turn(), 60))
     assert [m["content"] for m in messages[:2]] == ["a \ufffd b", "a \ufffd b"]

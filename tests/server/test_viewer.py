@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from kvcellar.agents import Turn
 from kvcellar.engine import SamplingParams
 from tests.server.live import PATIENCE_S, serving
 
@@ -202,7 +203,9 @@ def test_it_is_said_what_was_computed_again(open_page, shown):
     async def turn(system):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "Q?"}]
         params = SamplingParams(max_tokens=6)
-        async for _ in shown.service.agents.generate("misser", messages=messages, params=params):
+        async for _ in shown.service.agents.turns.generate(
+            Turn("misser", messages=messages, params=params)
+        ):
             pass
 
     for system in ("Old words. " * 20, "New words. " * 20):

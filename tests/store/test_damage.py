@@ -67,12 +67,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damage")
     with manager(folder / "store") as agents:
         for name in "ab":
-            run(agents.create(name, system="Be kind."))
+            run(agents.lifecycle.create(name, system="Be kind."))
             run(turn(agents, name, f"hello {name}"))
-            run(agents.rewind(name, turn=1))
+            run(agents.lifecycle.rewind(name, turn=1))
             run(turn(agents, name, "and again"))
-            run(agents.pause(name))
-        run(agents.export("a", folder / "a.kv"))
+            run(agents.sleep.pause(name))
+        run(agents.sleep.export("a", folder / "a.kv"))
     forget_previous(folder / "store")
     return folder
 
@@ -89,13 +89,13 @@ def test_an_export_that_says_what_cannot_be_is_refused_and_nothing_is_published(
 ) -> None:
     forge_export(folder / "a.kv", IMPOSSIBLE[what])
     with manager(folder / "store") as agents:
-        run(agents.delete("a"))
+        run(agents.lifecycle.delete("a"))
         agents.store.flush()
         before = sorted(path.name for path in (folder / "store" / "references").iterdir())
         with pytest.raises((StoreError, AgentError)):
-            run(agents.import_file(folder / "a.kv"))
+            run(agents.sleep.import_file(folder / "a.kv"))
         assert before == sorted(p.name for p in (folder / "store" / "references").iterdir())
-        assert {info.agent_id for info in agents.list()} == {"b"}
+        assert {info.agent_id for info in run(agents.directory.listed())} == {"b"}
 
 
 @pytest.mark.parametrize("what", [w for w in IMPOSSIBLE if "named ../etc" not in w])
@@ -105,20 +105,20 @@ def test_a_damaged_reference_is_listed_as_damaged_and_the_rest_goes_on(
     path = reference_of(folder / "store", "a")
     forge(path, IMPOSSIBLE[what])
     with manager(folder / "store") as agents:
-        states = {info.agent_id: info.state for info in agents.list()}
+        states = {info.agent_id: info.state for info in run(agents.directory.listed())}
         assert states.pop("b") == "paused"
         assert list(states.values()) == ["damaged"], states
-        (info,) = [info for info in agents.list() if info.state == "damaged"]
+        (info,) = [info for info in run(agents.directory.listed()) if info.state == "damaged"]
         assert info.damage
         assert run(turn(agents, "b", "on")).finish.token_ids
-        run(agents.create("c"))
+        run(agents.lifecycle.create("c"))
         assert run(turn(agents, "c", "new")).finish.token_ids
         agents.store.gc()
         if "name" not in what:
             with pytest.raises(KVCellarError, match="cannot be read"):
                 run(turn(agents, "a", "on"))
             with pytest.raises(AgentError, match="already"):
-                run(agents.create("a"))
+                run(agents.lifecycle.create("a"))
 
 
 @pytest.mark.parametrize("what", [w for w in IMPOSSIBLE if "named ../etc" not in w])
@@ -136,23 +136,23 @@ def test_verify_puts_a_damaged_reference_away(what: str, folder: Path) -> None:
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)["n_references"] == 1
     with manager(folder / "store") as agents:
-        assert [info.agent_id for info in agents.list()] == ["b"]
+        assert [info.agent_id for info in run(agents.directory.listed())] == ["b"]
     path.write_bytes(good)
     with manager(folder / "store") as agents:
-        assert {info.agent_id for info in agents.list()} == {"a", "b"}
+        assert {info.agent_id for info in run(agents.directory.listed())} == {"a", "b"}
 
 
 def test_verify_gives_an_agent_the_state_before_that_can_be_read(folder: Path) -> None:
     with manager(folder / "store") as agents:
-        n = run(agents.describe("a")).n_turns
+        n = run(agents.directory.describe("a")).n_turns
         run(turn(agents, "a", "one more"))
-        run(agents.pause("a"))
+        run(agents.sleep.pause("a"))
     path = reference_of(folder / "store", "a")
     forge(path, about(messages=[5]))
     said = CliRunner().invoke(app, ["store", "verify", "--store", str(folder / "store")])
     assert said.exit_code == 1
     with manager(folder / "store") as agents:
-        info = run(agents.describe("a"))
+        info = run(agents.directory.describe("a"))
         assert info.state != "damaged" and info.n_turns >= n
 
 
@@ -160,10 +160,10 @@ def test_turns_that_speak_of_more_messages_than_there_are_harm_nobody(folder: Pa
     turns = [[0, 1, 2, 10**6, "stop"], [2, 3, 4, 10**6, "stop"]]
     forge(reference_of(folder / "store", "a"), about(turns=turns))
     with manager(folder / "store") as agents:
-        assert {info.agent_id for info in agents.list()} == {"a", "b"}
-        assert agents.place_of([{"role": "user", "content": "x"}], model="hash") is None
+        assert {info.agent_id for info in run(agents.directory.listed())} == {"a", "b"}
+        assert agents.lookup.place_of([{"role": "user", "content": "x"}], model="hash") is None
         run(turn(agents, "a", "on"))
-        run(agents.rewind("a", turn=1))
+        run(agents.lifecycle.rewind("a", turn=1))
 
 
 def test_the_list_of_agents_says_which_is_damaged_and_why(folder: Path) -> None:
@@ -186,22 +186,22 @@ def test_whatever_a_reference_says_the_others_are_untouched(seed: int, folder: P
         path.write_bytes(good)
         forge(path, random_change(rng))
         with manager(folder / "store") as agents:
-            infos = {info.agent_id: info for info in agents.list()}
+            infos = {info.agent_id: info for info in run(agents.directory.listed())}
             assert infos["b"].state == "paused"
             for name in [name for name in infos if name != "b"]:
                 try:
-                    run(agents.describe(name))
+                    run(agents.directory.describe(name))
                     run(turn(agents, name, "on"))
-                    run(agents.rewind(name, turn=0))
+                    run(agents.lifecycle.rewind(name, turn=0))
                 except KVCellarError:
                     pass
-            assert agents.place_of([{"role": "user", "content": "x"}], model="hash") is None
+            assert agents.lookup.place_of([{"role": "user", "content": "x"}], model="hash") is None
             agents.store.gc()
             (folder / "a.kv").write_bytes(export)
             forge_export(folder / "a.kv", random_change(rng))
             with contextlib.suppress(KVCellarError):
-                run(agents.import_file(folder / "a.kv", f"new-{seed}-{i}"))
-            assert {info.agent_id for info in agents.list()} >= {"b"}
+                run(agents.sleep.import_file(folder / "a.kv", f"new-{seed}-{i}"))
+            assert {info.agent_id for info in run(agents.directory.listed())} >= {"b"}
         if i % 5 == 0:
             said = check.invoke(app, ["store", "verify", "--store", str(folder / "store")])
             assert said.exit_code in (0, 1) and said.exception.__class__ is not KeyError, said

@@ -1,20 +1,22 @@
 """Agents that outlive the process: the engine and the store, joined.
 
-Start in ``manager.py``.
+Start in ``manager.py`` for what there is, in ``turn.py`` for what a turn does.
 """
 
+from kvcellar.agents.accounting import AgentUsage, TurnEnd
+from kvcellar.agents.conversation import Message
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.gate import Gate
-from kvcellar.agents.history import Message, TemplateReport, check_template
-from kvcellar.agents.host import ModelHost, check_host, open_host
 from kvcellar.agents.joining import Joined, n_system_of
-from kvcellar.agents.manager import AgentManager, AgentUsage, TurnEnd
+from kvcellar.agents.manager import AgentManager
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
-from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.models import ModelHost, ModelRegistry, check_host, open_host
 from kvcellar.agents.places import Place
-from kvcellar.agents.records import AgentInfo, Turn, checked_id
+from kvcellar.agents.planning import Turn
+from kvcellar.agents.records import AgentInfo, TurnRecord, checked_id, is_unnamed, unnamed_id
 from kvcellar.agents.residence import BroughtBack
+from kvcellar.agents.templates import TemplateReport, check_template
 from kvcellar.agents.volatile import DEFAULT_RULES, RULES, RuleChange
 
 __all__ = [
@@ -39,11 +41,14 @@ __all__ = [
     "TemplateReport",
     "Turn",
     "TurnEnd",
+    "TurnRecord",
     "check_host",
     "check_template",
     "checked_id",
     "choose_capacity",
+    "is_unnamed",
     "n_system_of",
     "open_host",
     "planned_context",
+    "unnamed_id",
 ]

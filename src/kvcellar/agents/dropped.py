@@ -6,29 +6,21 @@ blocks with whoever has them, survives a restart, and is the first to go where t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from kvcellar.agents.gate import Gate
-from kvcellar.agents.marks import next_serial
-from kvcellar.agents.records import Agent
-from kvcellar.errors import StoreError, UnknownReferenceError
+from kvcellar.agents.directory import Directory
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import Agent, AgentInfo, derived_id
+from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Store
 
-__all__ = [
-    "MAX_AGE_S",
-    "MOST",
-    "Dropped",
-    "as_dropped",
-    "brought_back",
-    "forget",
-    "forget_old",
-    "read_all",
-]
+__all__ = ["MAX_AGE_S", "MOST", "Dropped", "DroppedStates"]
 
 MOST = 100
 """States that are kept in one store; the oldest go."""
@@ -66,39 +58,116 @@ class Dropped:
     name: str
 
 
-def as_dropped(agent: Agent, verb: str, by: str, act: str) -> Agent:
-    """Make the agent that a dropped state is saved as."""
-    now = time.time_ns()
-    said = {"id": agent.agent_id, "verb": verb, "by": by, "act": act, "at_s": now / 1e9}
-    name = f"{DROPPED}{now:020d}-{uuid.uuid4().hex[:8]}"
-    return _copied(agent, agent_id=name, dropped=said)
+@dataclass(frozen=True, slots=True, eq=False)
+class DroppedStates:
+    """Saves what is dropped, and brings it back.
+
+    Attributes:
+        store: where it is kept.
+        directory: who there is.
+        publisher: saves agents.
+    """
+
+    store: Store
+    directory: Directory
+    publisher: Publisher
+
+    def listed(self) -> Sequence[Dropped]:
+        """List what can be brought back, the oldest first. Waits for the store: for threads."""
+        return [about for about, _ in _read_all(self.store)]
+
+    def forget_all(self) -> int:
+        """Delete all that could be brought back; returns how many. For threads."""
+        return _forget(self.store, _names(self.store))
+
+    async def forget(self, name: str) -> None:
+        """Delete one state, by the name of its history in the store."""
+        await asyncio.to_thread(_forget, self.store, [name])
+
+    async def drop(self, agent: Agent, verb: str, by: str, act: str) -> str | None:
+        """Save what an agent has before it is dropped; returns its name. Within the agent's gate.
+
+        Args:
+            agent: whose state it is; None is returned where it has said nothing.
+            verb: what drops it: ``rewind``, ``delete``, ``keep`` or ``replace``.
+            by: id of the agent that the verb is for.
+            act: the same for all that one verb drops.
+
+        Raises:
+            StoreError: it cannot be saved; nothing was changed.
+        """
+        if not agent.tokens and not agent.messages:
+            return None
+        now = time.time_ns()
+        said = {"id": agent.agent_id, "verb": verb, "by": by, "act": act, "at_s": now / 1e9}
+        state = agent.copied(f"{DROPPED}{now:020d}-{uuid.uuid4().hex[:8]}", dropped=said)
+        try:
+            await self.publisher.publish(state, self.directory.host_of(agent))
+        finally:
+            await self.publisher.settled(state)
+        await asyncio.to_thread(_forget_old, self.store)
+        return state.name
+
+    async def undo(self, agent_id: str) -> Sequence[AgentInfo]:
+        """Bring back what was dropped of an agent last, or by a ``keep`` of it.
+
+        A deleted agent is there again, under its name. One that went back has its turns again.
+        Where the agent has gone on since, or another has its name, what was dropped comes back as
+        an agent of another name: nothing is replaced. Each call goes one step further back.
+
+        Returns:
+            The agents that are there again, or longer than they were.
+
+        Raises:
+            UnknownAgentError: there is none of that name, and none was dropped.
+            AgentError: nothing of it was dropped that the store still has.
+            StoreError: it cannot be saved; what was dropped can still be brought back.
+        """
+        states = await asyncio.to_thread(_read_all, self.store)
+        mine = [one for one in states if agent_id in (one[0].agent_id, one[0].by)]
+        if not mine:
+            await self.directory.find(agent_id)
+            raise AgentError(
+                f"nothing of agent {agent_id!r} can be brought back: nothing was dropped by "
+                f"rewind, keep, delete or a replaced history, or the store needed the room"
+            )
+        last, _ = mine[-1]
+        is_whole_act = last.by == agent_id
+        mine = [one for one in mine if is_whole_act and one[0].act == last.act] or mine[-1:]
+        found = []
+        for about, state in mine:
+            found.append(await self._bring_back(state, about.agent_id))
+            await self.forget(about.name)
+        return found
+
+    async def _bring_back(self, state: Agent, agent_id: str) -> AgentInfo:
+        await self.directory.refresh()
+        back = state.copied(agent_id, dropped=None)
+        host = self.directory.host_of(back)
+        current = self.directory.named(back.name)
+        if current is None:
+            with contextlib.suppress(NameTakenError):  # by somebody else, just now
+                await self.directory.register(back, host)
+                return back.info()
+        elif current.created_s == back.created_s:
+            async with current.gate:
+                await self.publisher.refresh(current)
+                if current.is_beginning_of(back):
+                    current.take_history(back)
+                    await self.publisher.save(current, host)
+                    await self.publisher.make_durable(current)
+                    return current.info()
+        back.created_s = time.time()
+        for number in itertools.count(2):
+            back.agent_id = derived_id(agent_id, f".{number}")
+            if not await self.directory.has(back.agent_id):
+                with contextlib.suppress(NameTakenError):
+                    await self.directory.register(back, host)
+                    return back.info()
+        raise AssertionError("there is always another number")
 
 
-def brought_back(state: Agent, agent_id: str) -> Agent:
-    """Make an agent of a dropped state again."""
-    return _copied(state, agent_id=agent_id, dropped=None)
-
-
-def _copied(agent: Agent, **changes: Any) -> Agent:
-    """Copy what an agent has said, without what is known of its place in the store."""
-    return replace(
-        agent,
-        revision=0,
-        n_stored=0,
-        serial=next_serial(agent.serial),
-        n_changes=0,
-        mark=None,
-        gate=Gate(),
-        request_id=None,
-        expected=[],
-        is_waiting=False,
-        is_paused=False,
-        is_passing=False,
-        **changes,
-    )
-
-
-def read_all(store: Store) -> list[tuple[Dropped, Agent]]:
+def _read_all(store: Store) -> list[tuple[Dropped, Agent]]:
     """Read all dropped states, the oldest first; one that is damaged is left out. For threads."""
     found = []
     for name in _names(store):
@@ -121,18 +190,18 @@ def _read(name: str, state: Agent) -> Dropped | None:
     return Dropped(agent_id, state.model, verb, by, act, float(at_s), *counts, name)
 
 
-def forget_old(store: Store) -> None:
+def _forget_old(store: Store) -> None:
     """Delete the states that are too old, and the oldest of too many. For threads."""
     names = _names(store)
     oldest = int((time.time() - MAX_AGE_S) * 1e9)
     too_old = [name for name in names if name < f"{DROPPED}{oldest:020d}"]
-    forget(store, {*too_old, *names[:-MOST]})
+    _forget(store, {*too_old, *names[:-MOST]})
 
 
-def forget(store: Store, names: Sequence[str] | set[str] | None = None) -> int:
-    """Delete dropped states, all where none are named; returns how many. For threads."""
+def _forget(store: Store, names: Iterable[str]) -> int:
+    """Delete dropped states; returns how many there were. For threads."""
     n = 0
-    for name in _names(store) if names is None else names:
+    for name in names:
         with contextlib.suppress(UnknownReferenceError):
             store.delete(name)
             n += 1
@@ -140,5 +209,5 @@ def forget(store: Store, names: Sequence[str] | set[str] | None = None) -> int:
 
 
 def _names(store: Store) -> list[str]:
-    """Names of all dropped states, which begin with when; the oldest first."""
+    """Return the names of all dropped states, which begin with when; the oldest first."""
     return sorted(name for name in store.reference_names() if name.startswith(DROPPED))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcellar.agents.history import Message
-    from kvcellar.agents.records import Agent, Turn
+    from kvcellar.agents.conversation import Message
+    from kvcellar.agents.records import Agent, TurnRecord
 
 __all__ = ["Mark", "next_serial"]
 
@@ -36,7 +36,7 @@ class Mark:
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     stops: tuple[int | None, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnRecord, ...]
     tools: list[dict[str, Any]] | None
     token_hash: Any = None
     message_hash: Any = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcellar.agents.history import AgentTokenizer
+from kvcellar.agents.conversation import AgentTokenizer
 from kvcellar.models.prompts import common_prefix
 
 __all__ = ["CAUSES", "Miss", "explain", "miss_beside"]

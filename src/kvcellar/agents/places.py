@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents.history import Message
+from kvcellar.agents.conversation import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 

@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from kvcellar.agents.checking import checked_facts, key_of
 from kvcellar.agents.durable import entry_of, stored_state
-from kvcellar.agents.host import ModelHost
 from kvcellar.agents.marks import Mark
+from kvcellar.agents.models import ModelHost
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import save_history
 from kvcellar.engine import Engine
@@ -21,8 +19,6 @@ from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
 
 __all__ = ["Publisher"]
-
-T = TypeVar("T")
 
 REST_EVERY_S = 5.0
 """How long the KV of short turns may wait for the engine to rest."""
@@ -112,7 +108,7 @@ class Publisher:
         """Publish the agent's state; None where that is done already, without a write of rows."""
         if host is not None:
             with contextlib.suppress(EngineClosedError):
-                ticket = await _in_engine(host, lambda e: self.between_steps(e, agent, False))
+                ticket = await host.between_steps(lambda e: self.between_steps(e, agent, False))
                 if ticket is not None:
                     return ticket
         await self.settled(agent)
@@ -272,7 +268,3 @@ class Publisher:
             ticket = self._without_cells(agent)
         if ticket is not None:
             ticket.wait()
-
-
-async def _in_engine(host: ModelHost, function: Callable[[Engine], T]) -> T:
-    return await asyncio.wrap_future(host.service.run(function))

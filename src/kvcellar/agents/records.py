@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, field
+import uuid
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
+from kvcellar.agents.conversation import Message
 from kvcellar.agents.gate import Gate
-from kvcellar.agents.history import Message
 from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
 from kvcellar.errors import AgentError, AgentNameError
@@ -22,20 +23,25 @@ from kvcellar.types import IntArray
 __all__ = [
     "Agent",
     "AgentInfo",
-    "Turn",
+    "TurnRecord",
     "checked_id",
     "damaged_info",
     "derived_id",
+    "is_made_up",
+    "is_unnamed",
     "model_tag",
     "reference_name",
+    "unnamed_id",
 ]
 
 MAX_ID_CHARS = 128
 _ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+_UNNAMED = "chat-"
+_MADE_UP = re.compile("chat-[0-9a-f]{12}|resp_[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnRecord:
     """One turn of an agent, as token counts of its history.
 
     Attributes:
@@ -108,7 +114,7 @@ class Agent:
     tokens: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
     tools: list[dict[str, Any]] | None = None
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[TurnRecord, ...] = ()
     parent: str | None = None
     parent_position: int | None = None
     parent_created_s: float | None = None
@@ -195,6 +201,43 @@ class Agent:
             miss=self.miss,
         )
 
+    def copied(self, agent_id: str, **changes: Any) -> Agent:
+        """Copy what the agent has said to one of another name, which no store has yet."""
+        return replace(
+            self,
+            agent_id=agent_id,
+            revision=0,
+            n_stored=0,
+            serial=next_serial(self.serial),
+            n_changes=0,
+            mark=None,
+            gate=Gate(),
+            request_id=None,
+            expected=[],
+            is_waiting=False,
+            is_paused=False,
+            is_passing=False,
+            **changes,
+        )
+
+    def forked(self, agent_id: str, position: int, n_turns: int | None) -> Agent:
+        """Copy the agent's beginning, as ``cut`` leaves it, to a child of another name."""
+        child = self.copied(
+            agent_id,
+            parent=self.name,
+            parent_position=position,
+            parent_created_s=self.created_s,
+            created_s=time.time(),
+            used_s=time.time(),
+            is_finished=False,
+            miss=None,
+            branch_of=None,
+            beside=None,
+            is_rewound=False,
+        )
+        child.cut(position, n_turns)
+        return child
+
     def is_beginning_of(self, other: Agent) -> bool:
         """Whether the other has all that this one has said, of an answer that was cut its part."""
         n, messages = len(self.tokens), self.messages
@@ -247,7 +290,7 @@ class Agent:
         """A number of turns from the beginning, given likewise or from the end where negative."""
         return turn if turn is None or turn >= 0 else len(self.turns) + turn
 
-    def turns_with_ends(self) -> list[tuple[Turn, int]]:
+    def turns_with_ends(self) -> list[tuple[TurnRecord, int]]:
         """The turns, each with the messages up to its end; as many as before it for raw tokens."""
         n = len(self.messages)
         ends = [*(min(turn.n_messages, n) for turn in self.turns[1:]), n]
@@ -278,7 +321,7 @@ class Agent:
             cut, end = turns[len(whole)]
             if cut.n_prompt < position < cut.stop and end > cut.n_messages:
                 self.messages = (*self.messages[: end - 1], {"role": "assistant", "content": None})
-                whole.append(Turn(cut.start, cut.n_prompt, position, cut.n_messages, "cut"))
+                whole.append(TurnRecord(cut.start, cut.n_prompt, position, cut.n_messages, "cut"))
             else:
                 self.messages = self.messages[: cut.n_messages]
         self.turns = tuple(whole)
@@ -322,7 +365,7 @@ class Agent:
         self.tokens = tuple(ref.tokens.tolist())
         self.messages = tuple(value["messages"])
         self.tools = value["tools"]
-        self.turns = tuple(Turn(*turn) for turn in value["turns"])
+        self.turns = tuple(TurnRecord(*turn) for turn in value["turns"])
         self.parent, self.parent_position = ref.parent, ref.parent_position
         self.parent_created_s = value.get("parent_created_s")
         self.branch_of = value.get("branch_of")
@@ -403,6 +446,21 @@ def checked_id(agent_id: str) -> str:
             f"and . _ -, the first a letter, a digit or _"
         )
     return agent_id
+
+
+def unnamed_id() -> str:
+    """Make up the id of a conversation that nobody named."""
+    return f"{_UNNAMED}{uuid.uuid4().hex[:12]}"
+
+
+def is_unnamed(agent_id: str) -> bool:
+    """Tell whether ``unnamed_id`` made an id; ``chat-bot`` is a name that a person gave."""
+    return is_made_up(agent_id) and agent_id.startswith(_UNNAMED)
+
+
+def is_made_up(agent_id: str) -> bool:
+    """Tell whether an id was made up for a conversation or a response; no person gave it."""
+    return _MADE_UP.fullmatch(agent_id) is not None
 
 
 def derived_id(agent_id: str, end: str) -> str:

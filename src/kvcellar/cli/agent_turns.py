@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,12 +50,12 @@ def generate_command(
     """
     params = sampling.params()
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
-    settings = replace(loading.options_for(), speculate=speculate)
+    settings = loading.loading() | {"speculate": speculate}
     with opened_agents(
         store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
-        if is_new and agent_id not in {info.agent_id for info in agents.list()}:
-            asyncio.run(agents.create(agent_id, model=full_path(model)))
+        if is_new and agent_id not in {info.agent_id for info in agents.directory.infos()}:
+            asyncio.run(agents.lifecycle.create(agent_id, model=full_path(model)))
         turn = _turn(agents, agent_id, said, params, full_path(model), is_quiet=as_json)
         end = asyncio.run(turn)
     _show_end(end, as_json)
@@ -81,16 +81,16 @@ def chat_command(
     message.
     """
     params = sampling.params()
-    settings = replace(loading.options_for(), speculate=speculate)
+    settings = loading.loading() | {"speculate": speculate}
     with opened_agents(
         store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
-        if agent_id not in {info.agent_id for info in agents.list()}:
-            asyncio.run(agents.create(agent_id, model=full_path(model), system=system))
+        if agent_id not in {info.agent_id for info in agents.directory.infos()}:
+            asyncio.run(agents.lifecycle.create(agent_id, model=full_path(model), system=system))
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         for line in _lines(is_interactive):
             if line == "/undo":
-                asyncio.run(agents.rewind(agent_id, turn=-1))
+                asyncio.run(agents.lifecycle.rewind(agent_id, turn=-1))
                 print_note("took back the last turn")
             elif line in ("/quit", "/exit"):
                 break
@@ -133,9 +133,12 @@ async def _turn(
     *,
     is_quiet: bool,
 ) -> TurnEnd:
+    from kvcellar.agents import Turn
+
     end = None
     with progress_bar("reading") as report:
-        events = agents.generate(agent_id, text, params=params, model=model, progress=report)
+        turn = Turn(agent_id, text, params=params, model=model, progress=report)
+        events = agents.turns.generate(turn)
         async with contextlib.aclosing(events):
             async for event in events:
                 if not isinstance(event, TokenEvent):

@@ -119,15 +119,15 @@ def create_command(
     loading: ModelOptions,
 ) -> None:
     """Make an agent without a history."""
-    with opened_agents(store, loading.options_for()) as agents:
-        info = asyncio.run(agents.create(agent_id, model=full_path(model), system=system))
+    with opened_agents(store, loading.loading()) as agents:
+        info = asyncio.run(agents.lifecycle.create(agent_id, model=full_path(model), system=system))
     show_agent(info, as_json)
 
 
 def list_command(store: Folder = None, as_json: AsJson = False) -> None:
     """List all agents, the one that was used last at the end."""
     with opened_agents(store) as agents:
-        infos = agents.list()
+        infos = agents.directory.infos()
     if as_json:
         write(json.dumps([agent_object(info) for info in infos]) + "\n")
         return
@@ -146,8 +146,8 @@ def list_command(store: Folder = None, as_json: AsJson = False) -> None:
 def show_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
     """Show one agent: its history, its lineage, its conversation."""
     with opened_agents(store) as agents:
-        info = asyncio.run(agents.describe(agent_id))
-        messages = agents.conversation(agent_id)
+        info = asyncio.run(agents.directory.describe(agent_id))
+        messages = agents.directory.conversation(agent_id)
     if as_json:
         write(json.dumps(agent_object(info) | {"messages": messages}, ensure_ascii=False) + "\n")
         return
@@ -159,7 +159,7 @@ def show_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
 def why_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
     """Say what the last turn had to compute again, and why."""
     with opened_agents(store) as agents:
-        miss, said = agents.why(agent_id), agents.why_not(agent_id)
+        miss, said = agents.directory.why(agent_id), agents.directory.why_not(agent_id)
     if as_json:
         write(json.dumps(None if miss is None else miss_object(miss), ensure_ascii=False) + "\n")
     elif miss is None:
@@ -184,7 +184,7 @@ def fork_command(
 ) -> None:
     """Make an agent that shares the beginning of another; no KV is copied."""
     with opened_agents(store) as agents:
-        info = asyncio.run(agents.fork(agent_id, new_id, position=position, turn=turn))
+        info = asyncio.run(agents.lifecycle.fork(agent_id, new_id, position=position, turn=turn))
     show_agent(info, as_json)
 
 
@@ -199,7 +199,7 @@ def rewind_command(
     with opened_agents(store) as agents:
         if position is None and turn is None:
             turn = -1
-        info = asyncio.run(agents.rewind(agent_id, position=position, turn=turn))
+        info = asyncio.run(agents.lifecycle.rewind(agent_id, position=position, turn=turn))
     show_agent(info, as_json)
     if not as_json:
         print_note(f"`kvcellar agents undo {agent_id}` brings back what was dropped")
@@ -208,7 +208,7 @@ def rewind_command(
 def keep_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
     """Keep this branch and delete its siblings, with all that was forked from them."""
     with opened_agents(store) as agents:
-        gone = list(asyncio.run(agents.keep(agent_id)))
+        gone = list(asyncio.run(agents.lifecycle.keep(agent_id)))
     if as_json:
         write(json.dumps({"id": agent_id, "deleted": gone}) + "\n")
     else:
@@ -220,7 +220,7 @@ def keep_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
 def pause_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = False) -> None:
     """Have all of an agent on disk and none of it in memory."""
     with opened_agents(store) as agents, progress_bar("saving") as report:
-        info = asyncio.run(agents.pause(agent_id, progress=report))
+        info = asyncio.run(agents.sleep.pause(agent_id, progress=report))
     show_agent(info, as_json)
 
 
@@ -234,11 +234,11 @@ def resume_command(
 ) -> None:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
     with opened_agents(
-        store, loading.options_for(), memory=loading.memory, agent_id=agent_id, verify=verify
+        store, loading.loading(), memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
         with progress_bar("loading") as report:
-            back = asyncio.run(agents.resume(agent_id, progress=report))
-        info = asyncio.run(agents.describe(agent_id))
+            back = asyncio.run(agents.sleep.resume(agent_id, progress=report))
+        info = asyncio.run(agents.directory.describe(agent_id))
     if back.trouble:
         print_warning(back.trouble)
     if as_json:
@@ -266,7 +266,7 @@ def export_command(
 ) -> None:
     """Write an agent with its KV to one file."""
     with opened_agents(store) as agents, progress_bar("exporting") as report:
-        size = asyncio.run(agents.export(agent_id, file, progress=report))
+        size = asyncio.run(agents.sleep.export(agent_id, file, progress=report))
     if as_json:
         write(json.dumps({"id": agent_id, "file": str(file), "size_bytes": size}) + "\n")
     else:
@@ -281,7 +281,7 @@ def import_command(
 ) -> None:
     """Take in an agent from a file; all of it is verified first."""
     with opened_agents(store) as agents, progress_bar("verifying") as report:
-        info = asyncio.run(agents.import_file(file, new_id, progress=report))
+        info = asyncio.run(agents.sleep.import_file(file, new_id, progress=report))
     show_agent(info, as_json)
 
 
@@ -295,7 +295,7 @@ def delete_command(
 ) -> None:
     """Forget an agent; what others share with it stays. Undo brings it back for some time."""
     with opened_agents(store) as agents:
-        asyncio.run(agents.delete(agent_id, is_final=is_final))
+        asyncio.run(agents.lifecycle.delete(agent_id, is_final=is_final))
     write(json.dumps({"deleted": [agent_id]}) + "\n" if as_json else f"deleted {agent_id}\n")
     if not (is_final or as_json):
         print_note(f"`kvcellar agents undo {agent_id}` brings it back")
@@ -309,7 +309,7 @@ def undo_command(agent_id: AgentId, store: Folder = None, as_json: AsJson = Fals
     days.
     """
     with opened_agents(store) as agents:
-        back = asyncio.run(agents.undo(agent_id))
+        back = asyncio.run(agents.dropped.undo(agent_id))
     if as_json:
         write(json.dumps([agent_object(info) for info in back]) + "\n")
         return
@@ -327,10 +327,10 @@ def dropped_command(
     """List what undo can bring back, the latest at the end."""
     with opened_agents(store) as agents:
         if is_emptied:
-            n = agents.forget_dropped()
+            n = agents.dropped.forget_all()
             write(json.dumps({"deleted": n}) + "\n" if as_json else f"deleted {n} states\n")
             return
-        states = agents.dropped()
+        states = agents.dropped.listed()
     if as_json:
         write(json.dumps([asdict(state) for state in states]) + "\n")
         return

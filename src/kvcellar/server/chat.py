@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from kvcellar.agents import AgentUsage, ModelHost, TurnEnd, n_system_of
+from kvcellar.agents import AgentUsage, ModelHost, Turn, TurnEnd, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.engine import SamplingParams, TokenEvent
@@ -210,7 +210,7 @@ async def answer(service: Service, ask: Ask) -> AsyncGenerator[ChatEvent, None]:
 
     Raises:
         ApiError: it is refused, before its first event.
-        KVCellarError: as ``AgentManager.generate``.
+        KVCellarError: as ``Turns.generate``.
     """
     name = service.models.resolve(ask.model)
     with service.admitted():
@@ -237,9 +237,9 @@ async def _lent(service: Service, host: ModelHost, ask: Ask) -> list[dict[str, A
     name, has_own = ask.whose.name, bool(n_system_of(ask.messages))
     if name is None or has_own or not ask.tools.given or _knows_calls(host):
         return []
-    if not await service.agents.has(name):
+    if not await service.agents.directory.has(name):
         return []
-    known = without_tools(service.agents.conversation(name))
+    known = without_tools(service.agents.directory.conversation(name))
     return known[: n_system_of(known)]
 
 
@@ -326,16 +326,18 @@ async def _events(
     cost = size_of(plan.messages, plan.tools).cost if ask.pins else 0
     cost += OTHER_BYTES if ask.pins else 0
     pinned = await service.agents.work.run(cost, _beginning, service, host, plan, ask)
-    turn = service.agents.generate(
-        seat.agent_id,
-        messages=plan.messages,
-        tools=tools,
-        params=replace(ask.params, guide=plan.guide if plan.held and plan.held.begin else None),
-        model=host.name,
-        deadline_s=service.config.wait_s,
-        answer=keep,
-        on_start=on_start,
-        is_continuing=seat.is_continuing,
+    turn = service.agents.turns.generate(
+        Turn(
+            seat.agent_id,
+            messages=plan.messages,
+            tools=tools,
+            params=replace(ask.params, guide=plan.guide if plan.held and plan.held.begin else None),
+            model=host.name,
+            deadline_s=service.config.wait_s,
+            answer=keep,
+            on_start=on_start,
+            is_continuing=seat.is_continuing,
+        )
     )
     started_s, last_s, n_seen = time.perf_counter(), None, 0
     async with contextlib.aclosing(turn):
@@ -442,7 +444,7 @@ def _beginning(service: Service, host: ModelHost, plan: _Plan, ask: Ask) -> Sequ
         return None
     n += len(plan.messages) - len(ask.messages)  # a message for the tools came in front
     with contextlib.suppress(ModelError):
-        return service.agents.prompt_of(host, plan.messages[:n], plan.tools, is_asking=False)
+        return service.agents.turns.prompt_of(host, plan.messages[:n], plan.tools, is_asking=False)
     return ()
 
 
@@ -476,7 +478,7 @@ async def count_tokens(service: Service, ask: Ask) -> int:
             tools = _tools_of_turn(tools, is_appended=meant.is_appended)
 
         def count() -> int:
-            return len(service.agents.prompt_of(host, messages, tools, agent_id=agent_id))
+            return len(service.agents.turns.prompt_of(host, messages, tools, agent_id=agent_id))
 
         return await work.run(size_of(messages, tools).cost + OTHER_BYTES, count)
 

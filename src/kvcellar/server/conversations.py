@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents import AgentManager, Gate, Joined, checked_id
-from kvcellar.agents.lengths import size_of
+from kvcellar.agents import AgentManager, Gate, Joined, checked_id, is_unnamed, unnamed_id
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
 __all__ = ["Conversations", "Seat", "Whose"]
-
-UNNAMED = "chat-"
-"""How the ids of conversations begin that nobody named."""
 
 MAX_SESSIONS = 4096
 """Session ids of clients whose last agent is remembered."""
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-def is_unnamed(agent_id: str) -> bool:
-    """Whether an id is one that was made up here; ``chat-bot`` is a name that a person gave."""
-    return re.fullmatch(UNNAMED + "[0-9a-f]{12}", agent_id) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,7 @@ class Conversations:
         """
         if whose.own_id is not None:
             await self._make(whose.own_id, model)
-            await self._agents.expect(whose.own_id, messages, model=model)
+            await self._agents.lookup.expect(whose.own_id, messages, model=model)
             yield Seat(whose.own_id, messages)
         elif whose.name is not None:
             async with self._named(whose.name, whose.may_create, messages, model) as seat:
@@ -131,8 +120,8 @@ class Conversations:
         """
         if whose.name is None:
             return None
-        if await self._agents.has(whose.name):
-            return await self._agents.join(whose.name, messages, model=model)
+        if await self._agents.directory.has(whose.name):
+            return await self._agents.lookup.join(whose.name, messages, model=model)
         if whose.may_create:
             checked_id(whose.name)
             return None
@@ -148,14 +137,14 @@ class Conversations:
         agent_id = name
         while True:
             async with self._alone(agent_id):
-                if agent_id == name and not await self._agents.has(name):
+                if agent_id == name and not await self._agents.directory.has(name):
                     if not may_create:
                         raise await self._unknown(name)
                     is_new = await self._make(name, model)
                 if not messages:
                     seat = Seat(agent_id, messages, is_new)
                 else:
-                    joined = await self._agents.join(name, messages, model=model)
+                    joined = await self._agents.lookup.join(name, messages, model=model)
                     if not joined.is_continuing:
                         break
                     if joined.agent_id != agent_id:  # a branch: as soon as it is free
@@ -170,7 +159,7 @@ class Conversations:
                     if is_new and not seat.has_answered:
                         await self._forget_unused(name, 0)
                 return
-        info = await self._agents.branch(name, joined, model=model)
+        info = await self._agents.lifecycle.branch(name, joined, model=model)
         agent_id = info.agent_id
         async with self._alone(agent_id):
             notice = _notice(name, agent_id, is_appended=False)
@@ -184,7 +173,7 @@ class Conversations:
     async def _unknown(self, name: str) -> UnknownAgentError:
         """Say that there is none of that name, and the way out."""
         try:
-            await self._agents.describe(name)
+            await self._agents.directory.describe(name)
         except UnknownAgentError as error:
             return UnknownAgentError(
                 f"{error}; make it with POST /v1/agents, or send the header X-Agent-Create: true "
@@ -194,12 +183,12 @@ class Conversations:
 
     async def _make(self, agent_id: str, model: str) -> bool:
         """Make an agent where there is none of that name; whether that was done."""
-        if await self._agents.has(agent_id):
+        if await self._agents.directory.has(agent_id):
             return False
         try:
-            await self._agents.create(agent_id, model=model)
+            await self._agents.lifecycle.create(agent_id, model=model)
         except AgentError:
-            if await self._agents.has(agent_id):  # another request made it meanwhile
+            if await self._agents.directory.has(agent_id):  # another request made it meanwhile
                 return False
             raise
         return True
@@ -207,8 +196,8 @@ class Conversations:
     async def _forget_unused(self, agent_id: str, n_turns: int) -> None:
         """Forget an agent that was made for a turn that never was."""
         with contextlib.suppress(UnknownAgentError):
-            if len(self._agents.turns(agent_id)) <= n_turns:
-                await self._agents.forget(agent_id)
+            if len(self._agents.directory.turns(agent_id)) <= n_turns:
+                await self._agents.lifecycle.forget(agent_id)
 
     @asynccontextmanager
     async def _alone(self, agent_id: str) -> AsyncIterator[None]:
@@ -254,12 +243,8 @@ class Conversations:
         session: str | None,
     ) -> Seat:
         await self._prune()
-        await self._agents.refresh()
         likely = None if session is None else self._sessions.get(session)
-        cost = size_of(messages, tools).cost
-        place = await self._agents.work.run(
-            cost, self._agents.place_of, messages, tools, model=model, likely=likely
-        )
+        place = await self._agents.lookup.place(messages, tools, model=model, likely=likely)
         if place is not None:
             is_own = is_unnamed(place.agent_id)
             is_taken = place.is_busy or place.agent_id in self._taken
@@ -268,39 +253,43 @@ class Conversations:
                 return Seat(place.agent_id, messages)
             new_id = self._new_id()
             with contextlib.suppress(KVCellarError):  # it changed, or went, meanwhile
-                await self._agents.fork(
+                await self._agents.lifecycle.fork(
                     place.agent_id,
                     new_id,
                     turn=place.n_turns,
                     model=place.model,
                     is_passing=True,
                 )
-                await self._agents.expect(new_id, messages, model=model, likely=place.agent_id)
+                await self._agents.lookup.expect(
+                    new_id, messages, model=model, likely=place.agent_id
+                )
                 return Seat(new_id, messages, is_new=True)
             self._taken.discard(new_id)
         new_id = self._new_id()
         try:
-            await self._agents.create(new_id, model=model, is_passing=True)
+            await self._agents.lifecycle.create(new_id, model=model, is_passing=True)
         except BaseException:
             self._taken.discard(new_id)
             raise
-        await self._agents.expect(new_id, messages, model=model)
+        await self._agents.lookup.expect(new_id, messages, model=model)
         return Seat(new_id, messages, is_new=True)
 
     def _new_id(self) -> str:
-        new_id = f"{UNNAMED}{uuid.uuid4().hex[:12]}"
+        new_id = unnamed_id()
         self._taken.add(new_id)
         return new_id
 
     async def _prune(self) -> None:
         """Forget the unnamed that were silent longest."""
-        silent = [name for name in self._agents.silent(is_unnamed) if name not in self._taken]
+        silent = [
+            name for name in self._agents.directory.silent(is_unnamed) if name not in self._taken
+        ]
         for name in silent[: max(0, len(silent) - self._max_unnamed)]:
             await self._forget(name)
 
     async def _forget(self, agent_id: str) -> None:
         with contextlib.suppress(UnknownAgentError):
-            await self._agents.forget(agent_id)
+            await self._agents.lifecycle.forget(agent_id)
 
 
 def _notice(name: str, agent_id: str, *, is_appended: bool) -> str | None:

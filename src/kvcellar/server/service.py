@@ -138,7 +138,7 @@ class Service:
         stats = await self.stats_of(host)
         holders = [
             {"agent": info.agent_id, "tokens": info.n_tokens}
-            for info in await self.agents.listed()
+            for info in await self.agents.directory.listed()
             if info.model == host.name and info.state == "generating"
         ]
         free = stats.free_cells if stats else 0

@@ -32,7 +32,6 @@ AROUND = 10
 _COUNTED = (
     "waiting",
     "running",
-    "kept",
     "requests",
     "finished",
     "prompt_tokens",
@@ -54,11 +53,11 @@ Owned = Sequence[tuple[str, tuple[int, ...], int | None]]
 
 async def take_snapshot(service: Service) -> dict[str, Any]:
     """All models' caches, the agents, the store."""
-    infos = await service.agents.listed()
+    infos = await service.agents.directory.listed()
     models = []
     for host in service.models.hosts():
         mine = [info for info in infos if info.model == host.name]
-        owned = service.agents.histories(host.name)
+        owned = service.agents.directory.histories(host.name)
         try:
             call = host.service.run(partial(_look, owned))
             cells, stats = await asyncio.wrap_future(call)
@@ -144,7 +143,7 @@ def _agent(service: Service, info: AgentInfo) -> dict[str, Any]:
     value = agent_as_json(service, info)
     if info.parent is not None and info.parent_position is not None:
         try:
-            before, behind = service.agents.text_around(
+            before, behind = service.agents.directory.text_around(
                 info.agent_id, info.parent_position, AROUND, info.model
             )
         except UnknownAgentError:

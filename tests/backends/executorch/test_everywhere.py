@@ -87,14 +87,14 @@ def test_a_snapshot_restores_under_every_backend(exported, checkpoint, tmp_path)
         return load
 
     with manager(tmp_path / "one", host("torch")) as agents:
-        run(agents.create("a", model=folder))
+        run(agents.lifecycle.create("a", model=folder))
         for one in said:
             run(turn(agents, "a", tokens=one, params=GREEDY))
         want = tokens_of(agents, "a")
     for i, (one, backend) in enumerate(zip(said, backends, strict=True)):
         with manager(tmp_path / "two", host(backend)) as agents:
             if not i:
-                run(agents.create("a", model=folder))
+                run(agents.lifecycle.create("a", model=folder))
             before = len(tokens_of(agents, "a"))
             end = run(turn(agents, "a", tokens=one, params=GREEDY))
             if i:

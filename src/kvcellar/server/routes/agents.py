@@ -15,7 +15,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from kvcellar.agents import Dropped, TurnEnd, checked_id
+from kvcellar.agents import Dropped, Turn, TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
 from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
@@ -48,9 +48,9 @@ async def list_agents(request: Request, dropped: bool = False) -> dict[str, Any]
     """All agents, the one that was used last at the end; or what ``undo`` can bring back."""
     service = service_of(request)
     if dropped:
-        states = await asyncio.to_thread(service.agents.dropped)
+        states = await asyncio.to_thread(service.agents.dropped.listed)
         return {"object": "list", "data": [_dropped_as_json(service, state) for state in states]}
-    found = [agent_as_json(service, info) for info in await service.agents.listed()]
+    found = [agent_as_json(service, info) for info in await service.agents.directory.listed()]
     return {"object": "list", "data": found}
 
 
@@ -58,7 +58,7 @@ async def list_agents(request: Request, dropped: bool = False) -> dict[str, Any]
 async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
     """A new agent without a history."""
     service = service_of(request)
-    info = await service.agents.create(
+    info = await service.agents.lifecycle.create(
         body.id,
         model=service.models.resolve(body.model),
         system=body.system,
@@ -79,7 +79,7 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
             async for piece in request.stream():
                 await asyncio.to_thread(out.write, piece)
         try:
-            info = await service.agents.import_file(file, id)
+            info = await service.agents.sleep.import_file(file, id)
         except StoreError as error:
             said = str(error).replace(str(file), "the body")
             raise ApiError(400, said, "invalid_export") from error
@@ -90,13 +90,13 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
 async def why(request: Request, agent_id: str) -> dict[str, Any]:
     """What the last turn had to compute again, and why; ``miss`` is null where nothing was."""
     agents = service_of(request).agents
-    await agents.refresh()
-    miss = agents.why(agent_id)
+    await agents.directory.refresh()
+    miss = agents.directory.why(agent_id)
     said = None if miss is None else {**miss.as_json(), "advice": miss.advice}
     return {
         "id": agent_id,
         "miss": said,
-        "said": agents.why_not(agent_id) if miss is None else miss.advice,
+        "said": agents.directory.why_not(agent_id) if miss is None else miss.advice,
     }
 
 
@@ -107,7 +107,9 @@ async def fork_agent(
     """A new agent that shares the beginning of this one; no KV is copied."""
     service = service_of(request)
     body = body or ForkRequest.model_validate({})
-    info = await service.agents.fork(agent_id, body.id, position=body.position, turn=body.turn)
+    info = await service.agents.lifecycle.fork(
+        agent_id, body.id, position=body.position, turn=body.turn
+    )
     return agent_as_json(service, info)
 
 
@@ -119,14 +121,14 @@ async def rewind_agent(
     service = service_of(request)
     body = body or RewindRequest.model_validate({})
     turn = -1 if body.position is None and body.turn is None else body.turn
-    info = await service.agents.rewind(agent_id, position=body.position, turn=turn)
+    info = await service.agents.lifecycle.rewind(agent_id, position=body.position, turn=turn)
     return agent_as_json(service, info)
 
 
 @router.post("/{agent_id}/keep")
 async def keep_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """Keep this branch and delete its siblings, with all that was forked from them."""
-    gone = list(await service_of(request).agents.keep(agent_id))
+    gone = list(await service_of(request).agents.lifecycle.keep(agent_id))
     return {"id": agent_id, "deleted": gone}
 
 
@@ -137,7 +139,7 @@ async def undo(request: Request, agent_id: str) -> dict[str, Any]:
     Where the agent has gone on since, it comes back as an agent of another name.
     """
     service = service_of(request)
-    back = await service.agents.undo(agent_id)
+    back = await service.agents.dropped.undo(agent_id)
     return {"id": agent_id, "restored": [agent_as_json(service, info) for info in back]}
 
 
@@ -145,15 +147,15 @@ async def undo(request: Request, agent_id: str) -> dict[str, Any]:
 async def pause_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """Have all of an agent on disk, and in memory only what others share."""
     service = service_of(request)
-    return agent_as_json(service, await service.agents.pause(agent_id))
+    return agent_as_json(service, await service.agents.sleep.pause(agent_id))
 
 
 @router.post("/{agent_id}/resume")
 async def resume_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
     service = service_of(request)
-    back = await service.agents.resume(agent_id)
-    info = await service.agents.describe(agent_id)
+    back = await service.agents.sleep.resume(agent_id)
+    info = await service.agents.directory.describe(agent_id)
     return {
         **agent_as_json(service, info),
         "restored_tokens": back.n_restored,
@@ -167,14 +169,14 @@ async def resume_agent(request: Request, agent_id: str) -> dict[str, Any]:
 async def wait_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """The agent waits for a tool: its cells are the first to go where memory is short."""
     service = service_of(request)
-    return agent_as_json(service, await service.agents.wait(agent_id))
+    return agent_as_json(service, await service.agents.sleep.wait(agent_id))
 
 
 @router.post("/{agent_id}/finish")
 async def finish_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """A sub-agent is done: its cells are free at once; its history stays stored."""
     service = service_of(request)
-    return agent_as_json(service, await service.agents.finish(agent_id))
+    return agent_as_json(service, await service.agents.lifecycle.finish(agent_id))
 
 
 @router.get("/{agent_id}/export", response_class=FileResponse)
@@ -184,7 +186,7 @@ async def export_agent(request: Request, agent_id: str) -> Response:
     folder = tempfile.TemporaryDirectory(prefix="kvcellar-export-")
     file = Path(folder.name) / "agent"
     try:
-        await service.agents.export(agent_id, file)
+        await service.agents.sleep.export(agent_id, file)
     except BaseException:
         folder.cleanup()
         raise
@@ -203,18 +205,18 @@ async def export_agent(request: Request, agent_id: str) -> Response:
 async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
     """One agent: its state, how much of it is in the cache, its conversation and turns."""
     service = service_of(request)
-    info = await service.agents.describe(agent_id)
+    info = await service.agents.directory.describe(agent_id)
     return {
         **agent_as_json(service, info),
-        "messages": without_tools(service.agents.conversation(agent_id)),
-        "turns": [dataclasses.asdict(turn) for turn in service.agents.turns(agent_id)],
+        "messages": without_tools(service.agents.directory.conversation(agent_id)),
+        "turns": [dataclasses.asdict(turn) for turn in service.agents.directory.turns(agent_id)],
     }
 
 
 @router.delete("/{agent_id:path}")
 async def delete_agent(request: Request, agent_id: str, forever: bool = False) -> dict[str, Any]:
     """Forget an agent; what others share with it stays. ``undo`` brings it back, unless forever."""
-    await service_of(request).agents.delete(agent_id, is_final=forever)
+    await service_of(request).agents.lifecycle.delete(agent_id, is_final=forever)
     return {"id": agent_id, "deleted": True}
 
 
@@ -222,7 +224,7 @@ async def delete_agent(request: Request, agent_id: str, forever: bool = False) -
 async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Response:
     """One turn of an agent."""
     service = service_of(request)
-    info = await service.agents.describe(agent_id)
+    info = await service.agents.directory.describe(agent_id)
     events = _events(service, agent_id, info.model, body)
     if body.stream:
         return await sse(request, Stream(_frames(request, service, events)), error_event="error")
@@ -253,7 +255,7 @@ async def _events(
     params = sampling_of(body, max_tokens=body.max_tokens or service.config.max_tokens)
     with service.admitted():
         async with service.models.registry.use(model) as host:
-            turn = service.agents.generate(
+            turn = Turn(
                 agent_id,
                 body.text,
                 tokens=body.tokens,
@@ -263,8 +265,9 @@ async def _events(
                 deadline_s=service.config.wait_s,
                 on_start=lambda tokens, n_cached: service.check_fits(host, tokens),
             )
-            async with contextlib.aclosing(turn):
-                async for event in turn:
+            events = service.agents.turns.generate(turn)
+            async with contextlib.aclosing(events):
+                async for event in events:
                     if isinstance(event, TurnEnd):
                         error = event.finish.error
                         if isinstance(error, DeadlineError):

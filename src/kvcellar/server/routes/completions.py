@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.agents import ModelHost, TurnEnd
+from kvcellar.agents import ModelHost, Turn, TurnEnd
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
@@ -241,13 +241,15 @@ async def _of_agent(
         choice.n_prompt = len(tokens)
 
     async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
-        turn = service.agents.generate(
-            seat.agent_id,
-            tokens=choice.prompt,
-            params=params,
-            model=host.name,
-            deadline_s=service.config.wait_s,
-            on_start=on_start,
+        turn = service.agents.turns.generate(
+            Turn(
+                seat.agent_id,
+                tokens=choice.prompt,
+                params=params,
+                model=host.name,
+                deadline_s=service.config.wait_s,
+                on_start=on_start,
+            )
         )
         async with contextlib.aclosing(turn):
             async for event in turn:

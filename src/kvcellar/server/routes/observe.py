@@ -62,7 +62,7 @@ async def metrics(request: Request) -> Response:
             engines.append((host.name, stats))
     stored = await asyncio.to_thread(service.store.stats)
     gauges = [
-        ("agents", "Agents that are known.", float(len(await service.agents.listed()))),
+        ("agents", "Agents that are known.", float(len(await service.agents.directory.listed()))),
         ("pinned_tokens", "Tokens that clients asked to keep.", float(service.pins.n_tokens)),
         ("model_loads", "Models that were loaded.", float(service.models.n_loads)),
         ("resident_bytes", "Main memory of the process.", float(resident_bytes())),

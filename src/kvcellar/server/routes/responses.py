@@ -221,7 +221,7 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
         raise _unknown(response_id)
     is_found = await service.responses.delete(response_id)
     try:
-        await service.agents.delete(response_id, is_final=True)  # as the API promises
+        await service.agents.lifecycle.delete(response_id, is_final=True)  # as the API promises
     except UnknownAgentError:
         if not is_found:
             raise _unknown(response_id) from None
@@ -267,7 +267,7 @@ async def _events(
     finally:
         if whose.own_id is not None and not is_done:
             with contextlib.suppress(UnknownAgentError):
-                await service.agents.forget(whose.own_id)
+                await service.agents.lifecycle.forget(whose.own_id)
 
 
 def _ask(service: Service, draft: _Draft, before: list[dict[str, Any]]) -> Ask:
@@ -377,11 +377,11 @@ async def _begin(
     if previous is not None:
         with contextlib.suppress(UnknownAgentError, AgentError):
             position = previous.n_tokens
-            await service.agents.fork(
+            await service.agents.lifecycle.fork(
                 previous.agent_id, agent_id, position=position, is_passing=True
             )
             return
-    await service.agents.create(agent_id, model=model, is_passing=True)
+    await service.agents.lifecycle.create(agent_id, model=model, is_passing=True)
 
 
 async def _stored(service: Service, response_id: str) -> StoredResponse:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvcellar.agents.lengths import refuse_text
 from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
-from kvcellar.errors import ModelError, PromptError, TemplateLimitError
+from kvcellar.errors import ModelError, PromptError
 from kvcellar.models.prompts import ChatTokenizer, common_prefix, encode, render
 
 __all__ = [
@@ -21,8 +21,6 @@ __all__ = [
     "Message",
     "Prefixes",
     "Spoken",
-    "TemplateReport",
-    "check_template",
     "plan_messages",
     "what_changed",
 ]
@@ -190,122 +188,3 @@ def what_changed(
 
 def _said(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value}
-
-
-# Templates ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateReport:
-    """Whether a chat template leaves old turns as they were.
-
-    Attributes:
-        findings: what it changes, in words, with both texts; empty where it changes nothing.
-    """
-
-    findings: tuple[str, ...]
-
-    @property
-    def is_prefix_stable(self) -> bool:
-        """Whether a conversation that goes on begins with the same text."""
-        return not self.findings
-
-
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look something up.",
-            "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
-        },
-    }
-]
-
-
-def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
-    """Render a few conversations turn by turn and say where an earlier turn comes out differently.
-
-    Each turn is rendered anew, so such a template costs the reuse of what it changes, and nothing
-    else.
-    """
-    user = {"role": "user", "content": "One?"}
-    more = {"role": "user", "content": "Two?"}
-    plain = {"role": "assistant", "content": "Yes."}
-    cases: list[tuple[str, list[Message], Message, list[Message], str]] = [
-        ("an answer", [user], plain, [more], "Yes."),
-        (
-            "an answer behind a system message",
-            [{"role": "system", "content": "Be brief."}, user],
-            plain,
-            [more],
-            "Yes.",
-        ),
-        (
-            "an answer with thoughts",
-            [user],
-            {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."},
-            [more],
-            "<think>\nHm.\n</think>\n\nYes.",
-        ),
-        (
-            "an answer with spaces around it",
-            [user],
-            {"role": "assistant", "content": " Yes.\n"},
-            [more],
-            " Yes.\n",
-        ),
-    ]
-    findings = []
-    for what, before, answer, after, said in cases:
-        try:
-            first = render(tokenizer, before).text
-            second = render(tokenizer, [*before, answer, *after]).text
-        except TemplateLimitError as error:
-            return TemplateReport((str(error),))  # the next one would take as long
-        except ModelError as error:
-            if what == "an answer":
-                findings.append(str(error))
-            continue
-        expected = first + said
-        if not second.startswith(expected):
-            at = _differs_at(expected, second)
-            findings.append(
-                f"{what} comes out differently in the next turn, from character {at} on: it was "
-                f"{_around(expected, at)!r} and becomes {_around(second, at)!r}"
-            )
-    findings += _check_tools(tokenizer, user)
-    return TemplateReport(tuple(findings))
-
-
-def _check_tools(tokenizer: AgentTokenizer, user: Message) -> list[str]:
-    """Tool results are appended to what was there."""
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "look", "arguments": {"what": "it"}}}
-        ],
-    }
-    result = {"role": "tool", "name": "look", "content": "Seen."}
-    try:
-        first = render(tokenizer, [user, call], _TOOLS, is_asking=False).text
-        second = render(tokenizer, [user, call, result], _TOOLS).text
-    except (ModelError, TypeError):
-        return []  # a template without tools
-    at = _differs_at(first, second)
-    if at == len(first) or not first[at:].strip():
-        return []
-    return [
-        f"a tool's result changes the turn before it, from character {at} on: it was "
-        f"{_around(first, at)!r} and becomes {_around(second, at)!r}"
-    ]
-
-
-def _differs_at(a: str, b: str) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
-
-
-def _around(text: str, at: int) -> str:
-    return text[max(0, at - 20) : at + 20]

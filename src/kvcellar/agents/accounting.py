@@ -1,0 +1,182 @@
+"""What a turn took, and what it lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvcellar.agents.conversation import what_changed
+from kvcellar.agents.misses import Miss, explain, miss_beside
+from kvcellar.agents.models import ModelHost
+from kvcellar.agents.planning import Turn
+from kvcellar.agents.records import Agent
+from kvcellar.agents.residence import MIN_GAIN, BroughtBack
+from kvcellar.agents.volatile import RuleChange, match_key
+from kvcellar.engine import FinishEvent
+from kvcellar.models.prompts import common_prefix
+from kvcellar.store import SaveTicket
+
+__all__ = ["AgentUsage", "TurnEnd", "miss_of", "usage_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentUsage:
+    """What a turn took. Tokens are tokens of the prompt unless said otherwise.
+
+    Attributes:
+        prompt_tokens: all of them: the history and what is new.
+        cached_tokens: those that were not computed: in the cache already, or restored.
+        restored_tokens: of these, those that came from the store.
+        restored_from: of these, how many from which tier (``warm``: RAM, ``cold``: disk).
+        completion_tokens: tokens that were sampled.
+        restore_s: seconds spent on loading.
+        time_to_first_token_s: from the turn's beginning, loading included; None without a token.
+        drafted_tokens: guesses that were verified.
+        accepted_tokens: guesses that were right.
+        miss: reuse that was lost, and why; None where nothing was.
+        notes: what else there is to know: another model, a template that rewrites old turns.
+        rules: what rules changed of what was sent.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    restored_tokens: int
+    restored_from: Mapping[str, int]
+    completion_tokens: int
+    restore_s: float
+    time_to_first_token_s: float | None
+    drafted_tokens: int
+    accepted_tokens: int
+    miss: Miss | None
+    notes: tuple[str, ...]
+    rules: tuple[RuleChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A turn has ended; nothing follows.
+
+    Attributes:
+        agent_id: whose.
+        finish: how, as the engine says it.
+        usage: what it took.
+        save: what becomes of the state after it; None where nothing was saved.
+    """
+
+    agent_id: str
+    finish: FinishEvent
+    usage: AgentUsage
+    save: SaveTicket | None
+
+
+def miss_of(
+    turn: Turn,
+    agent: Agent,
+    host: ModelHost,
+    event: FinishEvent,
+    back: BroughtBack,
+    rules: Collection[str],
+) -> Miss | None:
+    """Return what a turn computed although that had been computed before; None: nothing.
+
+    Args:
+        turn: as it was planned.
+        agent: whose; as it was before the turn.
+        host: who answered.
+        event: the end of the answer.
+        back: what was in the cache when it began.
+        rules: names of rules for volatile text that apply.
+    """
+    miss = turn.miss or _miss_of_own(turn, agent, host, event, back)
+    if miss is None and agent.beside is not None and event.usage is not None:
+        return _miss_beside(turn, agent.beside, host, event.usage.cached_tokens, rules)
+    return miss
+
+
+def _miss_of_own(
+    turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent, back: BroughtBack
+) -> Miss | None:
+    """Return what was lost against the agent's own history."""
+    before = agent.tokens
+    n_same = common_prefix(before, turn.prompt)
+    # The last token of a history was sampled and never computed: it is no loss.
+    n_lost = len(before) - 1 - n_same
+    if n_lost > 0:
+        return explain(
+            turn.changed or "edited", n_lost, n_same, before, turn.prompt, host.tokenizer
+        )
+    reusable = min(n_same, len(before) - 1, len(turn.prompt) - 1)
+    n_cached = reusable
+    if event.usage is not None:
+        n_cached = event.usage.cached_tokens - back.n_computed
+    n_lost = reusable - n_cached
+    if n_lost < host.engine.cache.block_size:  # a block that is not full is not shared
+        return None
+    cause = "evicted"
+    if back.is_recomputed or back.n_computed:
+        cause = "recomputed"
+    elif host.key.layout.window_groups and n_cached:
+        cause = "window"
+    elif n_lost < MIN_GAIN:  # so few are not loaded, whoever has them
+        cause = "recomputed"
+    return explain(cause, n_lost, n_cached, before, turn.prompt, host.tokenizer)
+
+
+def _miss_beside(
+    turn: Turn, other: Agent, host: ModelHost, n_cached: int, rules: Collection[str]
+) -> Miss | None:
+    """Return what a conversation's first turn lost against the agent that it came close to."""
+    if other.key != host.key or turn.spoken is None:
+        return None
+    messages = turn.spoken.messages
+    pairs = zip(other.messages, messages, strict=False)
+    keys = ((match_key(a, rules), match_key(b, rules)) for a, b in pairs)
+    n_known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], keys))
+    cause = what_changed(other.messages, messages, n_known, rules)
+    if (turn.spoken.tools or None) != (other.tools or None):
+        cause = "tools"
+    return miss_beside(other.tokens, turn.prompt, n_cached, cause or "edited", host.tokenizer)
+
+
+def usage_of(
+    turn: Turn, agent: Agent, event: FinishEvent, back: BroughtBack, first_s: float | None
+) -> AgentUsage:
+    """Sum up what a turn took.
+
+    Args:
+        turn: as it was planned.
+        agent: whose; as it is after the turn.
+        event: the end of the answer.
+        back: what was in the cache when it began.
+        first_s: seconds to its first token; None without one.
+    """
+    usage = event.usage
+    return AgentUsage(
+        prompt_tokens=len(turn.prompt),
+        cached_tokens=usage.cached_tokens - back.n_computed if usage is not None else 0,
+        restored_tokens=back.n_restored,
+        restored_from=dict(back.tiers) if back.n_restored else {},
+        completion_tokens=len(event.token_ids),
+        restore_s=back.load_s,
+        time_to_first_token_s=first_s,
+        drafted_tokens=usage.drafted_tokens if usage is not None else 0,
+        accepted_tokens=usage.accepted_tokens if usage is not None else 0,
+        miss=agent.miss,
+        notes=(*agent.notes, *_notes_of(back)),
+        rules=() if turn.spoken is None else turn.spoken.changes,
+    )
+
+
+def _notes_of(back: BroughtBack) -> list[str]:
+    """Say what there is to know of a restore."""
+    notes = [back.trouble] if back.trouble else []
+    if back.n_verified is not None:
+        notes.append(
+            f"{back.n_verified} restored rows were computed again and agree"
+            if back.n_verified
+            else "no restored row could be computed again: their windows are not stored"
+        )
+    if not back.is_exact:
+        notes.append("the KV that was restored had been stored in 8 bits")
+    return notes

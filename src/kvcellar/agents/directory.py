@@ -1,0 +1,324 @@
+"""Who there is: all agents by name, those of other processes included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from kvcellar.agents.conversation import Message
+from kvcellar.agents.misses import Miss
+from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.news import News, NewsReader
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import (
+    Agent,
+    AgentInfo,
+    TurnRecord,
+    damaged_info,
+    is_made_up,
+    model_tag,
+    reference_name,
+)
+from kvcellar.engine import Engine
+from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
+from kvcellar.store import Store
+
+__all__ = ["Directory", "name_taken"]
+
+
+class Directory:
+    """All agents of one store. For any event loop and thread.
+
+    What is asked without ``await`` is answered by what is known here, at once; ``refresh`` and the
+    verbs that are awaited ask the store too, in a thread.
+    """
+
+    def __init__(self, store: Store, models: ModelRegistry, publisher: Publisher) -> None:
+        """Find the agents that earlier processes left in the store."""
+        self._store = store
+        self._models = models
+        self._publisher = publisher
+        self._reader = NewsReader(store, publisher)
+        self._lock = threading.Lock()
+        self._agents: dict[str, Agent] = {}
+        self._claimed: set[str] = set()
+        """Names of agents that are being made."""
+        self._damaged: dict[str, AgentInfo] = {}
+        self._learn(self._reader.read([]))
+
+    # For everybody -----------------------------------------------------------------------------
+
+    async def listed(self) -> Sequence[AgentInfo]:
+        """Return all agents as ``infos`` does, after asking the store."""
+        await self.refresh()
+        return self.infos()
+
+    def infos(self) -> Sequence[AgentInfo]:
+        """Return all agents that are known here, the least recently used first.
+
+        Before them come those that are damaged.
+        """
+        with self._lock:
+            agents = sorted(self._agents.values(), key=lambda agent: agent.used_s)
+        return [*self._damaged.values(), *(self.info_of(agent) for agent in agents)]
+
+    async def refresh(self) -> None:
+        """Take over what other processes have published, or deleted, of agents in no turn here."""
+        agents = self.agents()
+        self._learn(await asyncio.to_thread(self._reader.read, agents))
+
+    async def has(self, agent_id: str) -> bool:
+        """Return whether there is an agent of that name, with any model."""
+        if self.known(agent_id) is None:
+            await self.refresh()
+        return self.known(agent_id) is not None
+
+    async def describe(self, agent_id: str, model: str | None = None) -> AgentInfo:
+        """Describe one agent, and how much of it is in the cache.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        await self.refresh()
+        agent = await self.find(agent_id, model)
+        host = self.host_of(agent)
+        if host is None:
+            return self.info_of(agent, 0)
+        tokens = agent.token_array()
+
+        def count(engine: Engine) -> int:
+            n = engine.match(tokens)
+            if agent.is_waiting:  # to look is not to use
+                engine.demote(tokens)
+            return n
+
+        return self.info_of(agent, await host.between_steps(count))
+
+    def silent(self, is_meant: Callable[[str], bool]) -> Sequence[str]:
+        """Return ids that are meant, of agents in no turn; longest silent first."""
+        found = [a for a in self.agents() if is_meant(a.agent_id) and not a.gate.is_taken]
+        return [agent.agent_id for agent in sorted(found, key=lambda agent: agent.used_s)]
+
+    def conversation(self, agent_id: str, model: str | None = None) -> Sequence[Message]:
+        """Return the messages of an agent, oldest first.
+
+        Raises:
+            UnknownAgentError: none of that name is known here.
+        """
+        return self.agent(agent_id, model).messages
+
+    def turns(self, agent_id: str, model: str | None = None) -> Sequence[TurnRecord]:
+        """Return the turns of an agent, oldest first.
+
+        Raises:
+            UnknownAgentError: none of that name is known here.
+        """
+        return self.agent(agent_id, model).turns
+
+    def why(self, agent_id: str, model: str | None = None) -> Miss | None:
+        """Return what the last turn had to compute again, and why; None where nothing was lost.
+
+        Raises:
+            UnknownAgentError: none of that name is known here.
+        """
+        return self.agent(agent_id, model).miss
+
+    def why_not(self, agent_id: str, model: str | None = None) -> str:
+        """Say in a sentence what there is to say where ``why`` is None.
+
+        Raises:
+            UnknownAgentError: none of that name is known here.
+        """
+        agent = self.agent(agent_id, model)
+        n = len(agent.turns)
+        if agent.is_rewound:
+            left = f"it has {n} turn{'s' * (n > 1)} left" if n else "it has no turn left"
+            return f"agent {agent_id!r} went back since its last turn; {left}, and nothing is lost"
+        if not n:
+            return f"agent {agent_id!r} has taken no turn yet, so nothing was lost"
+        if n == 1 and agent.parent is None:
+            return "nothing was lost: it was the first turn, and there was no history to reuse"
+        return "nothing was lost: the last turn reused all of the history"
+
+    def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
+        """Return (id, tokens, request that runs for it) of the agents of a model in memory."""
+        host = self._models.host(model)
+        key = None if host is None else host.key
+        return [
+            (a.agent_id, tuple(a.expected) or a.tokens, a.request_id)
+            for a in self.agents(model)
+            if a.key == key
+        ]
+
+    def text_around(
+        self, agent_id: str, position: int, n_tokens: int = 12, model: str | None = None
+    ) -> tuple[str, str]:
+        """Return the text before and behind a place in an agent's history, a few tokens each.
+
+        Both are empty where the agent's model is not in memory.
+
+        Raises:
+            UnknownAgentError: none of that name is known here.
+        """
+        agent = self.agent(agent_id, model)
+        host = self.host_of(agent)
+        if host is None or host.tokenizer is None:
+            return "", ""
+        decode = host.tokenizer.decode
+        before = agent.tokens[max(0, position - n_tokens) : position]
+        behind = agent.tokens[position : position + n_tokens]
+        return decode(list(before)), decode(list(behind))
+
+    # For those who work with agents ------------------------------------------------------------
+
+    def agents(self, model: str | None = None) -> list[Agent]:
+        """Return all agents that are known here, of one model or of any."""
+        with self._lock:
+            return [agent for agent in self._agents.values() if model in (None, agent.model)]
+
+    def known(self, agent_id: str, model: str | None = None) -> Agent | None:
+        """Return the agent of that name; of several models', the one that was used last."""
+        found = [agent for agent in self.agents(model) if agent.agent_id == agent_id]
+        return max(found, key=lambda agent: agent.used_s, default=None)
+
+    def named(self, name: str) -> Agent | None:
+        """Return the agent whose history has that name in the store."""
+        with self._lock:
+            return self._agents.get(name)
+
+    def agent(self, agent_id: str, model: str | None = None) -> Agent:
+        """Return the agent of that name, as ``known`` does.
+
+        Raises:
+            UnknownAgentError: none of that name is known here.
+        """
+        return self.known(agent_id, model) or self._nobody(agent_id, model)
+
+    async def find(self, agent_id: str, model: str | None = None) -> Agent:
+        """Return the agent of that name, after asking the store where none is known.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        if self.known(agent_id, model) is None:
+            await self.refresh()
+        return self.agent(agent_id, model)
+
+    def host_of(self, agent: Agent) -> ModelHost | None:
+        """Return the host in whose cache the agent may be; None: its model is not in memory."""
+        host = self._models.host(agent.model)
+        return host if host is not None and host.key == agent.key else None
+
+    def info_of(self, agent: Agent, n_cached: int | None = None) -> AgentInfo:
+        """Describe an agent to others, and whether its parent is still there."""
+        info = agent.info(n_cached)
+        if agent.parent is None:
+            return info
+        parent = self.named(agent.parent)
+        return replace(info, is_parent_gone=parent is None or not agent.is_child_of(parent))
+
+    async def register(self, agent: Agent, host: ModelHost | None) -> None:
+        """Make a new agent known, once its state is saved: a save that fails leaves no name behind.
+
+        Raises:
+            NameTakenError: the name is taken; nothing was changed.
+            StoreError: it cannot be saved; nothing was changed.
+        """
+        await self.refresh()
+        with self.claimed_name(agent):
+            if await asyncio.to_thread(self._store.has_reference, agent.name):
+                raise name_taken(agent)
+            if not agent.is_passing:
+                try:
+                    await self._publisher.publish(agent, host)
+                except BaseException:
+                    await self._publisher.settled(agent)
+                    raise
+            self.add(agent)
+
+    @contextlib.contextmanager
+    def claimed_name(self, agent: Agent) -> Iterator[None]:
+        """Keep an agent's name for it while it is made; nobody sees an agent of that name yet.
+
+        Raises:
+            NameTakenError: another has it.
+        """
+        with self._lock:
+            if agent.name in self._agents or agent.name in self._claimed:
+                raise name_taken(agent)
+            self._claimed.add(agent.name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed.discard(agent.name)
+
+    def add(self, agent: Agent) -> None:
+        """Make an agent known whose name is claimed for it."""
+        with self._lock:
+            self._agents[agent.name] = agent
+
+    def remove(self, agent: Agent) -> None:
+        """Forget an agent."""
+        with self._lock:
+            self._agents.pop(agent.name, None)
+
+    def on_model(self, agent: Agent, host: ModelHost) -> Agent:
+        """Return the agent of the same name on this model; a fresh one where there is none yet."""
+        name = reference_name(agent.agent_id, model_tag(host.key))
+        with self._lock:
+            if name in self._agents:
+                return self._agents[name]
+            fresh = Agent(agent.agent_id, host.name, host.key)
+            fresh.notes = (
+                f"agent {agent.agent_id!r} belongs to model {agent.model!r} as it was; its "
+                f"conversation is read anew by {host.name!r}, and its {len(agent.tokens)} tokens "
+                f"there are kept",
+            )
+            fresh.messages = tuple({**m, "content": m.get("content") or ""} for m in agent.messages)
+            fresh.tools = agent.tools
+            fresh.miss = Miss("other model", len(agent.tokens), 0)
+            self._agents[name] = fresh
+            return fresh
+
+    # Inside ------------------------------------------------------------------------------------
+
+    def _nobody(self, agent_id: str, model: str | None) -> NoReturn:
+        for info in self._damaged.values():
+            if info.agent_id == agent_id:
+                raise AgentError(
+                    f"agent {agent_id!r} cannot be read: {info.damage}; `kvcellar store verify` "
+                    f"puts it away"
+                )
+        names = sorted({a.agent_id for a in self.agents() if not is_made_up(a.agent_id)})
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        of = "" if model is None else f" with model {model!r}"
+        raise UnknownAgentError(f"no agent {agent_id!r}{of}; there are: {shown or 'none'}")
+
+    def _learn(self, news: News) -> None:
+        """Take over what was read, unless it has changed here meanwhile."""
+        with self._lock:
+            self._damaged = {name: damaged_info(name, why) for name, why in news.damaged.items()}
+            for agent in news.found:
+                if agent.name not in self._claimed:
+                    self._agents.setdefault(agent.name, agent)
+            for agent, revision, ref in news.changed:
+                if not agent.gate.is_taken and self._publisher.revision_of(agent) == revision:
+                    agent.take(ref)
+            for agent, revision in news.gone:
+                is_same = self._agents.get(agent.name) is agent
+                is_still = is_same and self._publisher.revision_of(agent) == revision
+                if is_still and not agent.gate.is_taken:
+                    del self._agents[agent.name]
+
+
+def name_taken(agent: Agent) -> NameTakenError:
+    """Return the refusal of a name that an agent has already."""
+    return NameTakenError(
+        f"there is an agent {agent.agent_id!r} with model {agent.model!r} already; choose another "
+        f"name, or delete it"
+    )

@@ -1,0 +1,52 @@
+"""Cells that only one agent needs: freed at once, or the first to go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcellar.agents.directory import Directory
+from kvcellar.agents.records import Agent
+from kvcellar.errors import EngineClosedError
+from kvcellar.models.prompts import common_prefix
+
+__all__ = ["demote_cells", "free_cells"]
+
+
+async def free_cells(
+    directory: Directory, agent: Agent, tokens: Sequence[int] | None = None, keep: int = 0
+) -> None:
+    """Free the cells that no other agent needs: of an agent's history, or of one that it had.
+
+    Args:
+        directory: who the others are.
+        agent: whose.
+        tokens: the history; None: the agent's own.
+        keep: leading tokens that stay.
+    """
+    host = directory.host_of(agent)
+    if host is None:
+        return
+    tokens = agent.tokens if tokens is None else tokens
+    array = np.array(tokens, dtype=np.int64)
+    shared = [
+        common_prefix(tokens, other.expected or other.tokens)
+        for other in directory.agents()
+        if other is not agent
+        and other.key == agent.key
+        and not other.is_paused
+        and not other.is_finished
+    ]
+    keep = max(keep, *shared) if shared else keep
+    with contextlib.suppress(EngineClosedError):
+        await host.between_steps(lambda engine: engine.drop(array, keep))
+
+
+async def demote_cells(directory: Directory, agent: Agent) -> None:
+    """Have the cells that only this agent needs go first where memory is short."""
+    host = directory.host_of(agent)
+    if host is not None:
+        tokens = agent.token_array()
+        await host.between_steps(lambda engine: engine.demote(tokens))

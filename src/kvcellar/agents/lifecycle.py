@@ -1,0 +1,309 @@
+"""How agents come, branch off, go back and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcellar.agents.directory import Directory
+from kvcellar.agents.dropped import DroppedStates
+from kvcellar.agents.freeing import free_cells
+from kvcellar.agents.joining import Joined
+from kvcellar.agents.lengths import refuse_bytes, size_of
+from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import Agent, AgentInfo, checked_id, derived_id
+from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
+from kvcellar.store import Store
+from kvcellar.valid import valid_json
+
+__all__ = ["Lifecycle"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifecycle:
+    """Makes and changes agents. Verbs that change one wait for its turn; ``fork`` does not.
+
+    Attributes:
+        store: where histories are.
+        models: who runs them.
+        directory: who there is.
+        publisher: saves agents.
+        dropped: takes what is dropped.
+        default_model: of agents that are created without one.
+    """
+
+    store: Store
+    models: ModelRegistry
+    directory: Directory
+    publisher: Publisher
+    dropped: DroppedStates
+    default_model: str
+
+    # Coming ------------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        agent_id: str | None = None,
+        *,
+        model: str | None = None,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_passing: bool = False,
+    ) -> AgentInfo:
+        """Make a new agent without a history.
+
+        Args:
+            agent_id: None: a name is made up.
+            model: None: the default.
+            system: its system message.
+            tools: definitions of its tools.
+            is_passing: save nothing of it until its second turn, or until its model goes.
+
+        Raises:
+            AgentNameError: it cannot be a name; nothing was changed.
+            NameTakenError: the name is taken with this model; nothing was changed.
+            ContextError: what is said is longer than the model's context; nothing was changed.
+            ModelError: the model cannot be loaded; nothing was changed.
+            StoreError: it cannot be saved; nothing was changed.
+        """
+        agent_id = checked_id(agent_id if agent_id is not None else f"agent-{uuid.uuid4().hex[:8]}")
+        system, tools = valid_json((system, tools))
+        async with self.models.use(model or self.default_model) as host:
+            if host.tokenizer is not None:
+                refuse_bytes(host.tokenizer, size_of(system, tools).n_bytes, host.context)
+            agent = Agent(agent_id, host.name, host.key, is_passing=is_passing)
+            if system is not None:
+                agent.messages = ({"role": "system", "content": system},)
+            if tools:
+                agent.tools = [dict(tool) for tool in tools]
+            await self.directory.register(agent, host)
+            return agent.info()
+
+    async def fork(
+        self,
+        agent_id: str,
+        new_id: str | None = None,
+        *,
+        position: int | None = None,
+        turn: int | None = None,
+        model: str | None = None,
+        is_passing: bool = False,
+        branch_of: str | None = None,
+    ) -> AgentInfo:
+        """Make an agent that shares the beginning of another; no KV is copied, here or on disk.
+
+        The other may be generating: then the new one shares what there is by now.
+
+        Args:
+            agent_id: the parent.
+            new_id: None: a name is made up.
+            position: tokens to share; None: all.
+            turn: or turns to share, from the beginning, or from the end where negative.
+            model: of the parent, where agents of that name belong to several.
+            is_passing: save nothing of it until its next turn, or until its model goes.
+            branch_of: id of the named agent whose clients are answered by the new one too.
+
+        Raises:
+            UnknownAgentError: there is no such parent.
+            AgentError: the name is taken, or cannot be one, or there is no such place; nothing was
+                changed.
+            StoreError: the new one cannot be saved; nothing was changed.
+        """
+        parent = await self.directory.find(agent_id, model)
+        if new_id is None:
+            new_id = derived_id(agent_id, f"-{uuid.uuid4().hex[:6]}")
+        host = self.directory.host_of(parent)
+        now = await self._as_it_is(parent, host)
+        at, n_turns = now.position_of(position, turn), now.turns_of(turn)
+        child = now.forked(checked_id(new_id), at, n_turns)
+        child.is_passing, child.branch_of = is_passing, branch_of
+        await self.directory.register(child, host)
+        return child.info()
+
+    async def branch(self, agent_id: str, joined: Joined, *, model: str | None = None) -> AgentInfo:
+        """Fork an agent for a conversation that does not continue it, where the two part.
+
+        Args:
+            agent_id: the named agent; the branch is called after it: ``poet.2``, ``poet.3``, ...
+            joined: what ``Lookup.join`` has found.
+            model: who will answer.
+
+        Raises:
+            UnknownAgentError: the agent is gone.
+            AgentError: its history has changed; nothing was made.
+            StoreError: the branch cannot be saved; nothing was made.
+        """
+        directory = self.directory
+        parent = directory.known(joined.agent_id, model) or await directory.find(joined.agent_id)
+        for number in itertools.count(2):
+            new_id = derived_id(agent_id, f".{number}")
+            if await directory.has(new_id):
+                continue
+            with contextlib.suppress(NameTakenError):  # by somebody else, just now
+                info = await self.fork(
+                    parent.agent_id,
+                    new_id,
+                    turn=joined.n_turns,
+                    model=parent.model,
+                    branch_of=agent_id,
+                )
+                directory.agent(new_id, parent.model).beside = replace(parent, beside=None)
+                return info
+        raise AssertionError("there is always another number")
+
+    # Going back --------------------------------------------------------------------------------
+
+    async def rewind(
+        self,
+        agent_id: str,
+        *,
+        position: int | None = None,
+        turn: int | None = None,
+        model: str | None = None,
+    ) -> AgentInfo:
+        """Go back to a place in the history; ``undo`` brings back what came behind it.
+
+        Args:
+            agent_id: whose.
+            position: tokens that stay.
+            turn: or turns that stay, from the beginning, or from the end where negative.
+            model: of the agent, where several have that name.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: there is no such place; nothing was changed.
+            StoreError: what is dropped cannot be saved; nothing was changed.
+        """
+        agent = await self.directory.find(agent_id, model)
+        async with agent.gate:
+            await self.publisher.refresh(agent)
+            before = agent.tokens
+            at, n_turns = agent.position_of(position, turn), agent.turns_of(turn)
+            if at < len(before) or (n_turns is not None and n_turns < len(agent.turns)):
+                await self.dropped.drop(agent, "rewind", agent_id, uuid.uuid4().hex)
+            agent.cut(at, n_turns)
+            agent.miss, agent.is_rewound = None, True
+            agent.advance()
+            await self.publisher.save(agent, self.directory.host_of(agent))
+            await self.publisher.make_durable(agent)
+            await free_cells(self.directory, agent, before, len(agent.tokens))
+        return agent.info()
+
+    # Going -------------------------------------------------------------------------------------
+
+    async def delete(
+        self, agent_id: str, model: str | None = None, *, is_final: bool = False
+    ) -> None:
+        """Forget an agent: its cells and its reference; what others share stays.
+
+        ``undo`` brings it back until the store needs the room, unless it is final, or the store
+        had no room to keep it.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = await self.directory.find(agent_id, model)
+        await self._delete(agent, "delete", agent_id, uuid.uuid4().hex, is_final=is_final)
+
+    async def _delete(
+        self, agent: Agent, verb: str, by: str, act: str, *, is_final: bool = False
+    ) -> None:
+        async with agent.gate:
+            if not is_final:
+                await self.publisher.refresh(agent)
+                with contextlib.suppress(StoreError):  # a store that is full gets room by it
+                    await self.dropped.drop(agent, verb, by, act)
+            await free_cells(self.directory, agent)
+            await self._remove(agent)
+
+    async def forget(self, agent_id: str, model: str | None = None) -> None:
+        """Delete an agent and leave what it computed to the cache, for whoever begins alike.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = await self.directory.find(agent_id, model)
+        async with agent.gate:
+            await self._remove(agent)
+
+    async def _remove(self, agent: Agent) -> None:
+        """Take an agent out of the directory and the store. Within its gate."""
+        self.directory.remove(agent)
+        await self.publisher.settled(agent)
+        if not agent.is_passing:
+            with contextlib.suppress(UnknownReferenceError):
+                await asyncio.to_thread(self.store.delete, agent.name)
+
+    async def keep(self, agent_id: str, model: str | None = None) -> Sequence[str]:
+        """Keep this branch and delete its siblings, with all that was forked from them.
+
+        ``undo`` of this one brings back all that it has deleted.
+
+        Returns:
+            The ids that are gone.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: one of them is generating; nothing was deleted.
+        """
+        agent = await self.directory.find(agent_id, model)
+        doomed = _beside(agent, self.directory.agents())
+        busy = [other.agent_id for other in doomed if other.gate.is_taken]
+        if busy:
+            raise AgentError(
+                f"{', '.join(busy)} are in a turn, so {agent_id!r} cannot be kept alone; end their "
+                f"turns first"
+            )
+        act = uuid.uuid4().hex
+        for other in doomed:
+            await self._delete(other, "keep", agent_id, act)
+        return [other.agent_id for other in doomed]
+
+    async def finish(self, agent_id: str, model: str | None = None) -> AgentInfo:
+        """End a sub-agent: its private cells are free at once; its history stays stored.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+        """
+        agent = await self.directory.find(agent_id, model)
+        async with agent.gate:
+            agent.is_finished, agent.is_waiting = True, False
+            await self.publisher.save(agent, self.directory.host_of(agent))
+            await free_cells(self.directory, agent)
+        return agent.info()
+
+    # Inside ------------------------------------------------------------------------------------
+
+    async def _as_it_is(self, agent: Agent, host: ModelHost | None) -> Agent:
+        """Copy an agent at this moment, the turn that it is in included."""
+        request_id = agent.request_id
+        if request_id is None or host is None:
+            await self.publisher.refresh(agent)
+            return replace(agent)
+        tokens = await host.between_steps(lambda engine: engine.publish(request_id))
+        now = replace(agent)
+        n = len(agent.tokens)
+        if tokens is not None and len(tokens) > n == tokens.common_prefix(agent.token_array()):
+            now.tokens = tuple(tokens)
+        return now
+
+
+def _beside(agent: Agent, agents: Sequence[Agent]) -> list[Agent]:
+    """Return an agent's siblings, and all that was forked from them."""
+    found = {a.name: a for a in agents if a is not agent and a.is_sibling_of(agent)}
+    while True:
+        more = {
+            a.name: a
+            for a in agents
+            if a.name not in found and any(a.is_child_of(b) for b in found.values())
+        }
+        if not more:
+            found.pop(agent.name, None)
+            return list(found.values())
+        found |= more

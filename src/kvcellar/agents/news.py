@@ -1,0 +1,114 @@
+"""What other processes have published of agents, or deleted, as far as it is not known here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvcellar.agents.durable import stored_state
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import Agent
+from kvcellar.errors import StoreError, UnknownReferenceError
+from kvcellar.store import DROPPED, Reference, Store
+
+__all__ = ["News", "NewsReader"]
+
+
+@dataclass(slots=True)
+class News:
+    """What the store has of agents that is not known here yet.
+
+    Attributes:
+        found: agents that were not known.
+        changed: an agent, its revision as it was known, and its state now.
+        gone: an agent that is stored no more, and its revision as it was known.
+        damaged: what cannot be read or used, and why.
+    """
+
+    found: list[Agent] = field(default_factory=list)
+    changed: list[tuple[Agent, int | None, Reference]] = field(default_factory=list)
+    gone: list[tuple[Agent, int]] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+
+class NewsReader:
+    """Reads a store's agents; of those that have not changed it reads nothing. For threads."""
+
+    def __init__(self, store: Store, publisher: Publisher) -> None:
+        """Create a reader that has read nothing yet."""
+        self._store = store
+        self._publisher = publisher
+        self._no_agents: dict[str, int] = {}
+        """Histories in the store that are no agents, by the revision that was looked at."""
+        self._unusable: dict[str, tuple[int, str]] = {}
+        """Agents in the store that cannot be used: the revision that was looked at, and why."""
+
+    def read(self, agents: Sequence[Agent]) -> News:
+        """Read what the store has beyond these agents; costs two queries where that is nothing.
+
+        Args:
+            agents: all that are known; those that are in a turn, or not saved yet, are left alone.
+        """
+        known = {agent.name: self._publisher.revision_of(agent) for agent in agents}
+        damaged = {
+            name: why
+            for name, why in self._store.damaged_references().items()
+            if not name.startswith(DROPPED)
+        }
+        revisions = _of_agents(self._store.revisions())
+        recorded = _of_agents(self._store.recorded_serials())
+        news = News()
+        for agent in agents:
+            if not agent.gate.is_taken and not agent.is_passing:
+                self._compare(news, agent, known[agent.name], revisions, recorded)
+        unusable: dict[str, tuple[int, str]] = {}
+        for name, revision in (dict.fromkeys(recorded, 0) | revisions).items():
+            if name not in known and self._no_agents.get(name) != revision:
+                why = self._take_in(news, name, revision)
+                if why is not None:
+                    unusable[name] = revision, why
+        self._unusable = unusable
+        news.damaged = damaged | {name: why for name, (_, why) in unusable.items()}
+        return news
+
+    def _compare(
+        self,
+        news: News,
+        agent: Agent,
+        mine: int | None,
+        revisions: Mapping[str, int],
+        recorded: Mapping[str, int],
+    ) -> None:
+        """Note whether an agent has changed in the store, or has gone from it."""
+        latest = recorded.get(agent.name, 0)
+        if agent.name not in revisions and not latest:
+            if mine and not self._store.has_reference(agent.name):
+                news.gone.append((agent, mine))
+        elif revisions.get(agent.name, mine) != mine or latest > agent.serial:
+            ref = self._publisher.news_of(agent)
+            if ref is not None:
+                news.changed.append((agent, mine, ref))
+
+    def _take_in(self, news: News, name: str, revision: int) -> str | None:
+        """Read a history that is not known here; return what is wrong with it, if anything."""
+        before = self._unusable.get(name)
+        if before is not None and before[0] == revision:
+            return before[1]
+        try:
+            found = Agent.from_reference(stored_state(self._store, name))
+        except UnknownReferenceError:
+            return None
+        except StoreError as error:
+            return str(error)
+        if found is None:
+            self._no_agents[name] = revision
+        elif found.name != name:
+            return f"it says that it is {found.name!r}"
+        else:
+            news.found.append(found)
+        return None
+
+
+def _of_agents(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Keep the histories that agents may have; none that were dropped."""
+    return {name: n for name, n in numbers.items() if "@" in name and not name.startswith(DROPPED)}

@@ -1,0 +1,217 @@
+"""A turn on its way: from what somebody says to a prompt, and into the agent's history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcellar.agents.conversation import Message, Prefixes, Spoken, plan_messages
+from kvcellar.agents.misses import Miss
+from kvcellar.agents.models import ModelHost, model_notes
+from kvcellar.agents.records import Agent, TurnRecord
+from kvcellar.agents.residence import ProgressFn
+from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
+from kvcellar.errors import PromptError
+from kvcellar.models.prompts import common_prefix
+
+__all__ = ["AnswerFn", "StartFn", "Turn", "plan_turn", "record_turn"]
+
+AnswerFn = Callable[[str], Message]
+"""From the text of an answer to the message that clients will send back for it."""
+
+StartFn = Callable[[Sequence[int], int], None]
+"""Called with a turn's tokens and how many of them the cache holds; it may refuse by raising."""
+
+_DEFAULT = SamplingParams(unset=DEFAULTABLE)
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One turn of an agent: what is said, and the prompt that it becomes. For one ``generate``.
+
+    One of ``text``, ``messages`` and ``tokens`` is given.
+
+    Attributes:
+        agent_id: whose turn.
+        text: what somebody says next.
+        messages: the whole conversation, as a client sends it back; what begins with the same
+            tokens as the history is not computed again.
+        tokens: tokens behind the history.
+        tools: definitions of tools; None: as before.
+        role: who says ``text``: ``user`` or ``tool``.
+        params: how to sample; left out: as the model wants it, or else the likeliest token.
+        priority: higher goes first.
+        model: to run on; another one than before reads the conversation anew, and its history
+            stays what it was.
+        deadline_s: longest time to wait for room; None for any.
+        is_continuing: refuse ``messages`` that do not continue the agent's history.
+        answer: from its text to the message that is kept, such as one with tool calls.
+        on_start: told what the turn is and what the cache has of it, before it is queued.
+        progress: told about a restore.
+        prompt: once planned, all tokens.
+        kept: the earlier turns that it goes on from, with their places in ``prompt``.
+        n_messages: messages of these turns.
+        changed: what keeps the history from being continued; None where nothing does.
+        spoken: the conversation as the model reads it; None for tokens.
+        miss: reuse that was lost before it began.
+    """
+
+    agent_id: str
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tokens: Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    role: str = "user"
+    params: SamplingParams = _DEFAULT
+    priority: int = 0
+    model: str | None = None
+    deadline_s: float | None = None
+    is_continuing: bool = False
+    answer: AnswerFn | None = None
+    on_start: StartFn | None = None
+    progress: ProgressFn | None = None
+    prompt: Sequence[int] = field(default=(), repr=False)
+    kept: tuple[TurnRecord, ...] = ()
+    n_messages: int = 0
+    changed: str | None = None
+    spoken: Spoken | None = field(default=None, repr=False)
+    miss: Miss | None = None
+
+    def __post_init__(self) -> None:
+        if sum(said is not None for said in (self.text, self.messages, self.tokens)) != 1:
+            raise PromptError("give one of text, messages and tokens to a turn")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is given as messages, or as text that becomes one."""
+        return self.tokens is None
+
+
+def plan_turn(
+    turn: Turn,
+    agent: Agent,
+    host: ModelHost,
+    rules: Collection[str],
+    *,
+    control_tokens_in_text: bool = False,
+) -> None:
+    """Fill in the prompt of a turn, and what kept the history from being continued.
+
+    Raises:
+        ContextError: it has many more tokens than the model's context.
+        PromptError: there is nothing to answer, or the model takes tokens alone.
+        ModelError: the template refuses the messages, or there is none.
+    """
+    if turn.tokens is not None:
+        if not turn.tokens:
+            raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
+        turn.prompt = [*agent.tokens, *map(int, turn.tokens)]
+        turn.kept, turn.n_messages = agent.turns, len(agent.messages)
+        return
+    if host.tokenizer is None:
+        raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
+    _decode_cut(agent, host)
+    messages = turn.messages
+    if messages is None:
+        messages = [*agent.messages, {"role": turn.role, "content": turn.text}]
+    said = plan_messages(
+        host.tokenizer,
+        agent.tokens,
+        agent.messages,
+        agent.tools,
+        messages,
+        turn.tools if turn.tools is not None else agent.tools,
+        rules,
+        control_tokens_in_text=control_tokens_in_text,
+        context=host.context,
+    )
+    turn.spoken, turn.prompt = said, said.tokens
+    turn.kept, turn.n_messages = _turns_within(agent, said)
+    if not turn.kept and said.messages[0].get("role") == "system":
+        turn.n_messages = 1
+    turn.changed = said.changed or _what_differs(agent, host, said.prefixes)
+
+
+def _turns_within(agent: Agent, said: Spoken) -> tuple[tuple[TurnRecord, ...], int]:
+    """Find the turns of an agent that a conversation repeats, and count their messages.
+
+    Where the template writes a turn otherwise by now, or the answer is read in other tokens than it
+    was sampled in, its place is found anew.
+    """
+    prefixes = said.prefixes
+    kept: list[tuple[TurnRecord, int]] = []
+    for turn, end in agent.turns_with_ends():
+        is_said = end > turn.n_messages
+        if end > said.n_known or (turn.stop > prefixes.n_common and not is_said):
+            break
+        kept.append((turn, end))
+    moved: list[TurnRecord] = []
+    stop = len(prefixes.tokens)
+    for turn, end in reversed(kept):  # the last ones matter most, should there be many
+        if turn.stop > prefixes.n_common:
+            stop = min(stop, prefixes.end_of(end, is_asking=False))
+            n_prompt = min(stop, prefixes.end_of(end - 1, is_asking=True))
+            start = min(turn.start, n_prompt)
+            turn = TurnRecord(start, n_prompt, stop, turn.n_messages, turn.reason)
+        moved.append(turn)
+    return tuple(reversed(moved)), kept[-1][1] if kept else 0
+
+
+def _what_differs(agent: Agent, host: ModelHost, prefixes: Prefixes) -> str | None:
+    """Say why messages that are the same have other tokens; None where they have not."""
+    at, history = prefixes.n_common, agent.tokens
+    if at >= len(history) - 1:
+        return None
+    for turn in agent.turns:
+        if turn.n_prompt <= at < turn.stop:
+            assert host.tokenizer is not None
+            n_more = 2 * (turn.stop - turn.n_prompt) + 16
+            was, now = (
+                host.tokenizer.decode(
+                    list(part), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                for part in (
+                    history[turn.n_prompt : turn.stop],
+                    prefixes.tokens[turn.n_prompt : turn.n_prompt + n_more],
+                )
+            )
+            return "retokenised" if now.startswith(was) else "template"
+    return "template"
+
+
+def _decode_cut(agent: Agent, host: ModelHost) -> None:
+    """Give an answer that was cut in its middle the text that is left of it."""
+    if agent.messages and agent.messages[-1].get("content", "") is None and agent.turns:
+        assert host.tokenizer is not None
+        part = list(agent.tokens[agent.turns[-1].n_prompt :])
+        text = host.tokenizer.decode(part, skip_special_tokens=True)
+        agent.messages = (*agent.messages[:-1], {"role": "assistant", "content": text})
+
+
+def record_turn(turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent) -> None:
+    """Take what a turn said into the agent's history.
+
+    Args:
+        turn: as it was planned.
+        agent: whose; its history is the turn's from then on.
+        host: who answered.
+        event: the end of the answer.
+    """
+    n_before = common_prefix(agent.tokens, turn.prompt)
+    agent.tokens = (*turn.prompt, *event.token_ids)
+    if turn.spoken is not None:
+        answer = {"role": "assistant", "content": event.text}
+        if turn.answer is not None:
+            answer = turn.answer(event.text)
+        agent.messages = (*turn.spoken.messages, answer)
+        agent.tools = turn.spoken.tools
+    n_prompt = len(turn.prompt)
+    now = TurnRecord(n_before, n_prompt, len(agent.tokens), turn.n_messages, event.reason)
+    agent.turns = (*turn.kept, now)
+    first = () if agent.turns[1:] else agent.notes  # what its creation had to say
+    agent.notes = (*first, *model_notes(host))
+    agent.used_s = time.time()
+    agent.is_waiting = agent.is_paused = agent.is_finished = False
+    agent.rates = host.costs.as_json()

@@ -1,0 +1,199 @@
+"""Agents out of memory and back: paused on disk, brought back into cells, written to a file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvcellar.agents.directory import Directory, name_taken
+from kvcellar.agents.freeing import demote_cells, free_cells
+from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import Agent, AgentInfo, checked_id
+from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
+from kvcellar.errors import AgentError, StoreError
+from kvcellar.store import Reference, Store
+
+__all__ = ["Sleep"]
+
+log = logging.getLogger("kvcellar.agents")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sleep:
+    """Lets go of agents' memory and takes it again. Verbs wait for the turn of their agent.
+
+    Attributes:
+        store: where agents sleep.
+        models: who runs them.
+        directory: who there is.
+        publisher: saves agents.
+        is_verified: whether a few restored rows are computed again before they are used.
+    """
+
+    store: Store
+    models: ModelRegistry
+    directory: Directory
+    publisher: Publisher
+    is_verified: bool
+
+    async def pause(
+        self, agent_id: str, model: str | None = None, *, progress: ProgressFn | None = None
+    ) -> AgentInfo:
+        """Write all of an agent to disk, then free the cells that only it needs.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            StoreError: it could not be written; its cells are still there.
+        """
+        agent = await self.directory.find(agent_id, model)
+        async with agent.gate:
+            agent.is_paused, agent.is_waiting = True, False
+            if progress is not None:
+                progress(0.1, f"saving {len(agent.tokens)} tokens")
+            host = self.directory.host_of(agent)
+            try:
+                await self.publisher.publish(agent, host, is_whole=True)
+            except BaseException:
+                agent.is_paused = False
+                raise
+            await free_cells(self.directory, agent)
+            if progress is not None:
+                progress(1.0, "saved")
+        return agent.info(0)
+
+    async def resume(
+        self, agent_id: str, model: str | None = None, *, progress: ProgressFn | None = None
+    ) -> BroughtBack:
+        """Bring an agent's KV back into cells now, before its next turn asks for it.
+
+        Returns:
+            What was there and what came.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: it was saved with another version of its model; nothing was changed.
+            ModelError: its model cannot be loaded.
+        """
+        agent = await self.directory.find(agent_id, model)
+        async with agent.gate, self.models.use(agent.model) as host:
+            await self.publisher.refresh(agent)
+            if agent.key != host.key:
+                raise AgentError(
+                    f"agent {agent.agent_id!r} was saved with another version of model "
+                    f"{agent.model!r}; its next turn reads the conversation anew, and what is "
+                    f"stored is kept"
+                )
+            back = await bring_back(
+                host,
+                self.store,
+                agent.tokens,
+                is_wanted=True,
+                is_verified=self.is_verified,
+                progress=progress,
+            )
+            released = back.release(host)
+            if released is not None:
+                await asyncio.wrap_future(released)
+            agent.is_paused = agent.is_waiting = agent.is_finished = False
+            await self.publisher.save(agent, host)
+        return back
+
+    async def wait(self, agent_id: str, model: str | None = None) -> AgentInfo:
+        """Have an agent wait for a tool: its cells are the first to go where memory is short.
+
+        Its next turn ends the wait and brings back what went.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: it is generating.
+        """
+        agent = await self.directory.find(agent_id, model)
+        if agent.request_id is not None:
+            raise AgentError(
+                f"agent {agent_id!r} is generating, so it cannot wait for a tool; end its turn"
+            )
+        agent.is_waiting = True
+        await demote_cells(self.directory, agent)
+        return agent.info()
+
+    # Files -------------------------------------------------------------------------------------
+
+    async def export(
+        self,
+        agent_id: str,
+        file: str | Path,
+        model: str | None = None,
+        *,
+        progress: ProgressFn | None = None,
+    ) -> int:
+        """Write an agent with its KV to one file; returns its bytes.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            StoreError: it cannot be saved, or the file cannot be written.
+        """
+        agent = await self.directory.find(agent_id, model)
+        async with agent.gate:
+            await self.publisher.save(agent, self.directory.host_of(agent))
+            await self.publisher.settled(agent)
+
+            def write() -> int:
+                return self.store.export_reference(agent.name, file, on_progress=progress)
+
+            return await asyncio.to_thread(write)
+
+    async def import_file(
+        self, file: str | Path, new_id: str | None = None, *, progress: ProgressFn | None = None
+    ) -> AgentInfo:
+        """Take in an agent that ``export`` wrote; all of it is verified first.
+
+        Args:
+            file: the file.
+            new_id: its name here; None: the one that it had.
+            progress: told how much is done.
+
+        Raises:
+            StoreError: the file is none, or damaged, or of no agent; nothing was changed.
+            AgentError: the name is taken, or can be none; nothing was changed.
+        """
+        claims = contextlib.ExitStack()
+
+        def adopt(ref: Reference) -> Reference:
+            """Claim its name, before anything of it is published."""
+            agent = Agent.from_reference(ref)
+            if agent is None:
+                raise StoreError(f"{file} holds a history that is no agent's; nothing changed")
+            agent.agent_id = checked_id(agent.agent_id if new_id is None else new_id)
+            claims.enter_context(self.directory.claimed_name(agent))
+            if self.store.has_reference(agent.name):
+                raise name_taken(agent)
+            return replace(ref, name=agent.name, metadata=agent.metadata())
+
+        def read() -> Agent:
+            with claims:
+                ref = self.store.import_reference(file, adopt=adopt, on_progress=progress)
+                agent = Agent.from_reference(ref)
+                assert agent is not None
+                self.directory.add(agent)
+            return agent
+
+        return (await asyncio.to_thread(read)).info()
+
+    # A model that goes -------------------------------------------------------------------------
+
+    def leave_model(self, host: ModelHost) -> None:
+        """Wait until what the agents of a model have said is on disk. For threads."""
+        for agent in self.directory.agents():
+            if agent.key != host.key:
+                continue
+            try:
+                if agent.is_passing and agent.turns:
+                    agent.is_passing = False
+                    self.publisher.in_engine(agent, host)
+                self.publisher.complete(agent, host)
+            except Exception as error:  # the others are saved all the same
+                log.error("agent %r could not be saved whole", agent.name, exc_info=error)

@@ -1,0 +1,313 @@
+"""A turn: what is new in, events out. Start here.
+
+Find what the cache and the store hold of the history, bring back what is worth it, queue the
+request, and when it has ended save what is new, in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.agents.accounting import TurnEnd, miss_of, usage_of
+from kvcellar.agents.checking import check_said
+from kvcellar.agents.directory import Directory
+from kvcellar.agents.dropped import DroppedStates
+from kvcellar.agents.joining import continues
+from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
+from kvcellar.agents.lookup import Lookup
+from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.planning import Turn, plan_turn, record_turn
+from kvcellar.agents.publishing import Publisher
+from kvcellar.agents.records import Agent
+from kvcellar.agents.residence import BroughtBack, bring_back
+from kvcellar.agents.volatile import apply_rules
+from kvcellar.agents.work import OTHER_BYTES, Work
+from kvcellar.engine import EventStream, FinishEvent, Request, TokenEvent
+from kvcellar.errors import AgentError, EngineClosedError, PromptError, StoreError
+from kvcellar.history import History
+from kvcellar.models.prompts import encode, render
+from kvcellar.store import SaveTicket, Store
+from kvcellar.valid import valid_json
+
+__all__ = ["Turns"]
+
+MOST_COUNTED = 4
+"""A conversation of so many contexts is counted to its end where somebody asks how long it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """Runs turns: one of each agent at a time, those of different agents in one batch.
+
+    Attributes:
+        store: where histories are.
+        models: who runs them.
+        directory: who there is.
+        lookup: finds whose history a conversation continues.
+        publisher: saves what a turn has said.
+        dropped: takes what a turn replaces.
+        work: threads for long texts.
+        rules: names of rules for volatile text that apply.
+        is_verified: whether a few restored rows are computed again before they are used.
+        control_tokens_in_text: whether text of messages may spell control tokens.
+    """
+
+    store: Store
+    models: ModelRegistry
+    directory: Directory
+    lookup: Lookup
+    publisher: Publisher
+    dropped: DroppedStates
+    work: Work
+    rules: Collection[str]
+    is_verified: bool
+    control_tokens_in_text: bool
+
+    async def generate(self, turn: Turn) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+        """Run one turn: what is new in, events out, the last a :class:`TurnEnd`.
+
+        Leaving the iteration ends the turn; what was sampled by then stays in the history. Turns of
+        one agent run one after the other.
+
+        Raises:
+            UnknownAgentError: there is none of that name.
+            AgentError: the messages do not continue its history, though they have to; nothing was
+                changed.
+            PromptError: there is nothing to answer, or no room for it; nothing was changed.
+            ModelError: the model cannot be loaded, or its template refuses the messages; nothing
+                was changed.
+        """
+        agent = await self.directory.find(turn.agent_id)
+        end: TurnEnd | None = None
+        async with self.models.use(turn.model or agent.model) as host:
+            agent = self.directory.on_model(agent, host)
+            async with agent.gate:
+                await self.publisher.refresh(agent)
+                await self._plan(turn, agent, host)
+                async with (
+                    self._replacing(turn, agent),
+                    contextlib.aclosing(self._run(turn, agent, host)) as events,
+                ):
+                    async for event in events:
+                        if isinstance(event, TurnEnd):
+                            end = event
+                        else:
+                            yield event
+        if end is not None:  # the agent is free for its next turn already
+            yield end
+
+    async def _plan(self, turn: Turn, agent: Agent, host: ModelHost) -> None:
+        """Fill in what a turn brings, in a thread where that is much.
+
+        Raises:
+            AgentError: it has to continue the history, and does not.
+            ContextError: it is longer than the model's context, as its bytes say.
+            PromptError, ModelError: as ``generate``.
+        """
+        cost = n_bytes = 0
+        if turn.is_chat:
+            said = agent.messages if turn.messages is None else turn.messages
+            n_bytes, cost = size_of(turn.text, said, turn.tools or agent.tools)
+            cost += OTHER_BYTES
+
+        def plan() -> None:
+            if turn.is_chat and host.tokenizer is not None:
+                refuse_bytes(host.tokenizer, n_bytes, host.context)
+            given = (turn.text, turn.messages, turn.tools)
+            turn.text, turn.messages, turn.tools = valid_json(given)
+            check_said(turn.messages, turn.tools)
+            if turn.is_continuing and not continues(agent, turn.messages or (), self.rules):
+                raise AgentError(
+                    f"the history of agent {agent.agent_id!r} was changed while this turn waited "
+                    f"for its own; nothing was changed by it; send it again"
+                )
+            plan_turn(
+                turn,
+                agent,
+                host,
+                self.rules,
+                control_tokens_in_text=self.control_tokens_in_text,
+            )
+
+        await self.work.run(cost, plan)
+
+    @contextlib.asynccontextmanager
+    async def _replacing(self, turn: Turn, agent: Agent) -> AsyncIterator[None]:
+        """Have what a turn drops of an agent's history where ``undo`` finds it."""
+        before, name = agent.turns, None
+        said = None if agent.is_passing or not before else turn.spoken
+        if said is not None and not continues(agent, said.messages, self.rules):
+            name = await self.dropped.drop(agent, "replace", agent.agent_id, uuid.uuid4().hex)
+        try:
+            yield
+        finally:
+            if name is not None and agent.turns == before:  # there was no turn
+                await self.dropped.forget(name)
+
+    async def _run(
+        self, turn: Turn, agent: Agent, host: ModelHost
+    ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+        """Bring the history back, have it answered, and save what is new."""
+        started = time.perf_counter()
+        settings = turn.params.for_model(host.sampling)
+        request = Request(History(turn.prompt), settings, turn.priority, turn.deadline_s)
+        host.costs.recall(agent.rates)
+        back = await bring_back(
+            host,
+            self.store,
+            tuple(turn.prompt[:-1]),
+            is_verified=self.is_verified,
+            progress=turn.progress,
+        )
+        if not agent.turns and agent.miss is not None:
+            turn.miss = agent.miss  # of a name that belongs to another model
+        first_s: float | None = None
+        answer = _Answer(self, turn, agent, host, back)
+        try:
+            if turn.on_start is not None:
+                turn.on_start(turn.prompt, back.n_cached + back.n_restored)
+            agent.expected = list(turn.prompt)
+            async with answer.stream(request) as stream:
+                async for event in stream:
+                    if isinstance(event, TokenEvent):
+                        if first_s is None:
+                            first_s = time.perf_counter() - started
+                            back.release(host)
+                        agent.expected.append(event.token.token_id)
+                        yield event
+                    elif isinstance(event, FinishEvent):
+                        await answer.make_durable()
+                        usage = usage_of(turn, agent, event, back, first_s)
+                        yield TurnEnd(agent.agent_id, event, usage, answer.save)
+        finally:
+            back.release(host)
+            agent.request_id = None
+            agent.expected = []
+
+    def prompt_of(
+        self,
+        host: ModelHost,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        is_asking: bool = True,
+        agent_id: str | None = None,
+    ) -> Sequence[int]:
+        """Return the tokens of a conversation, as a turn that is given it has them.
+
+        Args:
+            host: the model.
+            messages: the whole conversation.
+            tools: definitions of its tools; None: those of the agent, if one is named.
+            is_asking: end with the opening of an answer.
+            agent_id: whose history it goes on from, where that is known.
+
+        Raises:
+            ContextError: it is so much longer than the context that not all of it was counted.
+            PromptError: the model has no tokenizer.
+            ModelError: its template refuses the messages, or there is none.
+        """
+        if host.tokenizer is None:
+            raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
+        agent: Agent | None = None
+        known = self.directory.known
+        if agent_id is not None:
+            agent = known(agent_id, host.name) or known(agent_id)
+            tools = agent.tools if agent is not None and tools is None else tools
+        elif "date" in self.rules:  # what a date becomes depends on the history
+            place = self.lookup.place_of(messages, tools, model=host.name)
+            agent = known(place.agent_id, place.model) if place is not None else None
+        before = agent.messages if agent is not None else ()
+        read = apply_rules(messages, tools, self.rules, before)
+        rendered = render(
+            host.tokenizer,
+            read.messages,
+            read.tools,
+            is_asking=is_asking,
+            control_tokens_in_text=self.control_tokens_in_text,
+        )
+        refuse_text(host.tokenizer, rendered.text, host.context, times=MOST_COUNTED)
+        return encode(host.tokenizer, rendered)
+
+
+class _Answer:
+    """One request of an agent's in the engine, and what is recorded when it ends."""
+
+    def __init__(
+        self, turns: Turns, turn: Turn, agent: Agent, host: ModelHost, back: BroughtBack
+    ) -> None:
+        """Create an answer to a turn that is not queued yet."""
+        self.save: SaveTicket | None = None
+        self._turns = turns
+        self._turn = turn
+        self._agent = agent
+        self._host = host
+        self._back = back
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[EventStream]:
+        """Queue a request and give its events; at the end what it said is recorded and durable.
+
+        A reader that leaves ends it: then too the history is recorded before this returns.
+        """
+        stream = await self._host.service.submit(request, self._on_finish)
+        with self._lock:
+            if not self._is_over:
+                self._agent.request_id = stream.request_id
+        try:
+            yield stream
+        finally:
+            with contextlib.suppress(EngineClosedError):
+                await stream.cancel()
+                async for _ in stream:
+                    pass
+            await self.make_durable()
+
+    async def make_durable(self) -> None:
+        """Have what a turn said on disk before anybody is told that it has ended."""
+        try:
+            await self._turns.publisher.make_durable(self._agent)
+        except StoreError as error:
+            self._note(f"the last turn is not on disk yet: {error}")
+
+    def _on_finish(self, event: FinishEvent) -> None:
+        """Record the turn. In the engine's thread: what it computed is still in the cache."""
+        with self._lock:
+            self._is_over, self._agent.request_id = True, None
+        try:
+            self.save = self._record(event)
+        except Exception as error:  # a full or closed store must not end the engine
+            self._note(f"the last turn was not saved: {error}")
+
+    def _record(self, event: FinishEvent) -> SaveTicket | None:
+        """Take the turn into the agent's history and save it."""
+        turn, agent, host = self._turn, self._agent, self._host
+        usage = event.usage
+        if usage is not None:
+            n_computed = usage.prompt_tokens - usage.cached_tokens
+            host.costs.learn_prefill(n_computed, usage.time_to_first_token_s)
+        agent.miss = miss_of(turn, agent, host, event, self._back, self._turns.rules)
+        if not event.token_ids and event.reason in ("error", "deadline", "cancelled"):
+            return None
+        record_turn(turn, agent, host, event)
+        n_kept = agent.turns[-1].start
+        if n_kept < agent.n_stored:  # a window's state is at the end of what was stored
+            agent.n_stored = 0 if agent.key.layout.window_groups else n_kept
+        agent.beside, agent.is_rewound = None, False
+        agent.advance()
+        agent.is_passing &= len(agent.turns) < 2
+        if agent.is_passing:
+            return None
+        is_interrupted = event.reason not in ("stop", "length")
+        return self._turns.publisher.after_turn(host, agent, is_interrupted=is_interrupted)
+
+    def _note(self, said: str) -> None:
+        self._agent.notes = (*self._agent.notes, said)
