@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import median_ratio, run
 
-from kvcellar.bookkeeping.cells import CellPool
+from kvcellar.bookkeeping import CellPool, PagedBookkeeping
 from kvcellar.prefix import RadixIndex
-from kvcellar.prefix.blocks import BlockManager
+from kvcellar.types import ModelCacheParams, make_config
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONG = 100_000
@@ -49,44 +49,39 @@ def tokens(n: int, seed: int) -> Any:
     return np.random.default_rng(seed).integers(0, 150_000, n)
 
 
-def full_manager(size: int) -> BlockManager:
-    """Blocks for ``size`` tokens and a little more; all hold content, and all are free."""
-    blocks = BlockManager(size // BLOCK + 2 * N_BLOCKS, BLOCK)
-    prompt = tokens(blocks.n_blocks * BLOCK, 1)
-    blocks.allocate(0, prompt)
-    blocks.record(0, prompt)
-    blocks.deallocate(0)
-    return blocks
+def full_cache(size: int) -> PagedBookkeeping:
+    """Create blocks with ``size`` tokens of others, and room for what is timed."""
+    cache = PagedBookkeeping(make_config(ModelCacheParams(1, 1, 1), size + LONG))
+    for seq_id in range(1, 9):
+        written(cache, seq_id, size // 8)
+    return cache
+
+
+def written(cache: PagedBookkeeping, seq_id: int, n: int) -> None:
+    """Let a forward bring ``n`` tokens of a sequence."""
+    positions = cache.begin_step(np.full(n, seq_id))
+    cache.plan(0, n, positions)
+    cache.wrote(0)
+    cache.end_step()
 
 
 def allocation(size: int) -> Case:
-    """A new prompt takes blocks that hold the content of others."""
-    blocks = full_manager(size)
-    base = tokens(N_BLOCKS * BLOCK, 2)
-    prompt = base
-
-    def undo(i: int) -> None:
-        nonlocal prompt
-        blocks.record(1, prompt)
-        blocks.deallocate(1)
-        prompt = base + 200_000 * (i + 1)  # never seen before
-
-    return Case(lambda i: blocks.allocate(1, prompt), undo, N_BLOCKS)
+    """Measure a new prompt that takes blocks beside those of others."""
+    cache = full_cache(size)
+    prompt = np.zeros(N_BLOCKS * BLOCK, np.int64)
+    return Case(lambda i: cache.begin_step(prompt), lambda i: cache.cancel_step(), N_BLOCKS)
 
 
 def append(size: int) -> Case:
-    """A sequence decodes: room for a token, then the token."""
-    blocks = full_manager(size)
-    prompt = tokens(BLOCK, 2)
-    blocks.allocate(1, prompt)
-    blocks.record(1, prompt)
+    """Measure a sequence that decodes, token by token."""
+    cache = full_cache(size)
+    written(cache, 0, BLOCK)
 
     def call(i: int) -> None:
-        for token in range(N_APPENDS):
-            blocks.may_append(1)
-            blocks.record(1, [i + token])
+        for _ in range(N_APPENDS):
+            written(cache, 0, 1)
 
-    return Case(call, lambda i: blocks.truncate(1, BLOCK), N_APPENDS)
+    return Case(call, lambda i: cache.seq_rm(0, BLOCK), N_APPENDS)
 
 
 def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
