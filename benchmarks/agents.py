@@ -29,11 +29,11 @@ class Ideal:
     """Every prefix that was ever computed, as a trie of tokens."""
 
     def __init__(self) -> None:
-        """Nothing computed yet."""
+        """Create a trie of which nothing is computed yet."""
         self._root: dict[int, Any] = {}
 
     def reusable(self, tokens: list[int]) -> int:
-        """Length of the longest prefix that was computed before; the last token never counts."""
+        """Return the length of the longest known prefix; the last token never counts."""
         node, n = self._root, 0
         for token in tokens[:-1]:
             if token not in node:
@@ -42,7 +42,7 @@ class Ideal:
         return n
 
     def computed(self, tokens: list[int]) -> None:
-        """These tokens have their KV somewhere."""
+        """Remember that these tokens have their KV somewhere."""
         node = self._root
         for token in tokens:
             node = node.setdefault(token, {})
@@ -66,7 +66,7 @@ class Replay:
     """The trace on one engine."""
 
     def __init__(self, model: Any, index: str, max_tokens: int) -> None:
-        """A fresh cache and engine."""
+        """Create a fresh cache and engine."""
         self._model = model
         self._index = index
         self._params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -74,7 +74,7 @@ class Replay:
         self._ideal = Ideal()
 
     def run(self, n_rounds: int) -> Totals:
-        """The whole trace."""
+        """Run the whole trace."""
         config = kv.make_config(self._model.params, CAPACITY)
         with kv.make_seq_session("torch", config) as session:
             runner = TimedRunner(self._model.bind(session))
@@ -109,7 +109,7 @@ class Replay:
         self._turn(engine, [joined])
 
     def _turn(self, engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """All prompts at once; the ideal computes a shared prefix of theirs once."""
+        """Ask all prompts at once; the ideal computes a shared prefix of theirs once."""
         ids = [engine.submit(Request(tuple(p), self._params)) for p in prompts]
         ends = {e.request_id: e for e in engine.run() if isinstance(e, FinishEvent)}
         totals = self.totals
@@ -134,14 +134,14 @@ class TimedRunner:
     """A runner that knows how long its forwards took."""
 
     def __init__(self, runner: Any) -> None:
-        """Around a runner."""
+        """Wrap a runner."""
         self._runner = runner
         self.params = runner.params
         self.vocab_size = runner.vocab_size
         self.seconds = 0.0
 
     def forward(self, *args: Any) -> Any:
-        """As the runner's."""
+        """Run the runner's forward, and note how long it took."""
         started = time.perf_counter()
         try:
             return self._runner.forward(*args)
@@ -150,7 +150,7 @@ class TimedRunner:
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """The trace with the radix index and without any."""
+    """Run the trace with the radix index and without any."""
     model = load_model("demo")
     rounds, max_tokens = (2, 12) if quick else (5, 32)
     radix = Replay(model, "radix", max_tokens).run(rounds)

@@ -43,7 +43,7 @@ class Pools:
     """Some layers' bytes of one storage type, enough of them that caches do not hold them all."""
 
     def __init__(self, kv_dtype: str) -> None:
-        """Random rows, the same in every pool."""
+        """Create pools of random rows, the same in each."""
         side = parse_kv_dtype(kv_dtype).k
         self.size_bytes = 2 * N_KV_HEADS * LENGTH * side.row_bytes(DIM)
         shape = (N_KV_HEADS, N_CELLS)
@@ -63,7 +63,7 @@ class Pools:
         self.turn = itertools.cycle(range(len(self.pools)))
 
     def call(self, reads: Sequence[Sequence[Run]]) -> Callable[[], None]:
-        """A step of one query token for each read, on the next pool each time."""
+        """Attend one query token for each read, on the next pool each time."""
         n = len(reads)
         writes = tuple(Write(i, Run(LENGTH + i, 1)) for i in range(n))
         plan = StepPlan(
@@ -110,14 +110,14 @@ class Pools:
 
 
 def _placed(rows: torch.Tensor) -> torch.Tensor:
-    """A copy where a pool's rows would lie."""
+    """Copy a tensor to where a pool's rows would lie."""
     return memory.empty(tuple(rows.shape), rows.dtype, rows.device).copy_(rows)
 
 
 def _layout(
     kv_dtype: str, rows: torch.Tensor, affine: torch.Tensor, n_groups: int
 ) -> kernels.SideLayout:
-    """Where one side's rows lie."""
+    """Describe where one side's rows lie."""
 
     def strides(part: torch.Tensor) -> tuple[int, int]:
         return part.stride(0) * part.itemsize, part.stride(1) * part.itemsize
@@ -129,7 +129,7 @@ def _layout(
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """All ratios, against the goals."""
+    """Measure all ratios, against the goals."""
     if not kernels.is_available():
         raise SystemExit(kernels.why_not())
     rounds = 600 if quick else 2000

@@ -25,7 +25,7 @@ PROMPT = 64
 
 
 def overhead_ms(model: LoadedModel, prompts: list[tuple[int, ...]], n_steps: int) -> float:
-    """Median of what a step of all these sequences takes besides the model's arithmetic."""
+    """Return the median of what a step of them takes besides the model's arithmetic."""
     took: Counter[str] = Counter()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def overhead_ms(model: LoadedModel, prompts: list[tuple[int, ...]], n_steps: int
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Eight prompts of 64 tokens, 48 tokens each; no prefix is shared or reused."""
+    """Measure eight prompts of 64 tokens, 48 tokens each; no prefix is shared or reused."""
     model = load_model("demo")
     params = SamplingParams(max_tokens=24 if quick else 48, ignore_eos=True)
     prompts = [

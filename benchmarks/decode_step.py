@@ -29,7 +29,7 @@ class HandWritten:
     """A contiguous cache as one would write it for one model and one sequence."""
 
     def __init__(self, params: kv.ModelCacheParams, capacity: int) -> None:
-        """Zeroed tensors ``[1, n_kv_heads, capacity, head_dim]`` per layer."""
+        """Create zeroed tensors ``[1, n_kv_heads, capacity, head_dim]`` per layer."""
         shape = (1, params.n_kv_heads, capacity, params.head_dim)
         self.k = [torch.zeros(shape) for _ in range(params.n_layers)]
         self.v = [torch.zeros(shape) for _ in range(params.n_layers)]
@@ -64,7 +64,7 @@ class HandWritten:
 
 
 def single_stream(quick: bool) -> dict[str, float]:
-    """One decode step of the bundled model, ours against hand-written."""
+    """Measure a decode step of the bundled model, ours against hand-written."""
     loaded = load_model("demo")
     config = kv.make_config(loaded.params, 2 * CONTEXT)
     hand = HandWritten(loaded.params, 2 * CONTEXT)
@@ -111,7 +111,7 @@ def single_stream(quick: bool) -> dict[str, float]:
 
 
 def bookkeeping(quick: bool) -> dict[str, float]:
-    """A step of 8 decoding sequences over 32k taken cells: claim, plan for 32 layers, complete."""
+    """Measure a step of 8 sequences over 32k taken cells: claim, plan for 32 layers, complete."""
     results = {}
     window = kv.LayerGroup(tuple(range(0, 32, 2)), 8, 64, 64, window=512)
     full = kv.LayerGroup(tuple(range(1, 32, 2)), 8, 64, 64)
@@ -140,7 +140,7 @@ def bookkeeping(quick: bool) -> dict[str, float]:
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Both figures."""
+    """Measure both figures."""
     result: dict[str, Any] = single_stream(quick)
     print(f"bookkeeping of a step, {N_SEQS} sequences, {N_CELLS} cells, 32 layers:")
     result.update(bookkeeping(quick))

@@ -28,7 +28,7 @@ KEY = ModelKey("weights", Layout((LayerGroup((0,), 1, 8, 8),), "float32"))
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Histories of each length."""
+    """Measure histories of each length."""
     n_turns = 40 if quick else 200
     lengths = (1000, 20_000) if quick else (1000, 20_000, 100_000)
     with tempfile.TemporaryDirectory(prefix="kvcellar-durable-", dir=Path.cwd()) as name:
@@ -50,7 +50,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
 
 
 def measure_disk(folder: Path, n: int) -> float:
-    """Median milliseconds of a small write and its synchronisation."""
+    """Return the median milliseconds of a small write and its synchronisation."""
     fd = os.open(folder / "plain", os.O_CREAT | os.O_WRONLY, 0o600)
     times = []
     for _ in range(n):
@@ -63,7 +63,7 @@ def measure_disk(folder: Path, n: int) -> float:
 
 
 async def measure_turns(store: Store, n: int, n_turns: int) -> tuple[float, list[float]]:
-    """Milliseconds of the first turn behind so many tokens, and of those that follow."""
+    """Return milliseconds of the first turn behind so many tokens, and of those that follow."""
     publisher = Publisher(store)
     agent = Agent(f"agent-{n}", "model", KEY)
     agent.tokens = tuple(range(n))
@@ -86,7 +86,7 @@ async def measure_turns(store: Store, n: int, n_turns: int) -> tuple[float, list
 
 
 def message(i: int) -> dict[str, str]:
-    """A message of about 150 tokens."""
+    """Write a message of about 150 tokens."""
     return {"role": "assistant" if i % 2 else "user", "content": f"word {i} of it " * 60}
 
 

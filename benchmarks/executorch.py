@@ -44,7 +44,7 @@ class Decoder:
     """One model on a contiguous cache: prompts of ``CONTEXT`` tokens, then one at a time."""
 
     def __init__(self, model: LoadedModel) -> None:
-        """With a session that stays open."""
+        """Open a session that stays open."""
         config = kv.make_config(model.params, 4 * CONTEXT, "float32")
         self.session: Any = kv.make_decode_session(model.backend, config)
         self.session.__enter__()
@@ -53,12 +53,12 @@ class Decoder:
         self.shares: list[float] = []
 
     def read_prompt(self) -> None:
-        """From nothing to ``CONTEXT`` tokens."""
+        """Go from nothing to ``CONTEXT`` tokens."""
         self.session.cache.clear()
         self.runner.forward(self.prompt, range(CONTEXT))
 
     def decode(self) -> None:
-        """One more token; with ExecuTorch, note what our op took of it."""
+        """Decode one more token; with ExecuTorch, note what our op took of it."""
         cache = self.session.cache
         if cache.length >= 2 * CONTEXT:
             cache.rewind(CONTEXT)
@@ -69,7 +69,7 @@ class Decoder:
 
 
 def op_overhead_us(params: kv.ModelCacheParams, n_heads: int) -> tuple[float, float]:
-    """Microseconds of a call of the op at context 1, and of that without the attention itself."""
+    """Return microseconds of a call of the op at context 1, with and without attention itself."""
     group = params.groups[0]
     q = torch.randn(1, n_heads, 1, group.head_dim)
     k, v = (torch.randn(1, group.n_kv_heads, 1, group.head_dim) for _ in range(2))
@@ -86,7 +86,7 @@ def op_overhead_us(params: kv.ModelCacheParams, n_heads: int) -> tuple[float, fl
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Both engines in turns, then the op alone."""
+    """Measure both engines in turns, then the op alone."""
     shape = QUICK if quick else LLAMA_1B
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as temporary:
         folder = random_llama(shape, Path(temporary) / "model")

@@ -51,7 +51,7 @@ def run(
 
 
 def environment() -> dict[str, str | int]:
-    """Hardware, versions and commit."""
+    """Return hardware, versions and commit."""
     found: dict[str, str | int] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 0,
@@ -69,7 +69,7 @@ def environment() -> dict[str, str | int]:
 def alternate(
     calls: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each call, one after the other in every round, so that noise hits them alike."""
+    """Time the calls one after the other in every round, so that noise hits them alike."""
     for _ in range(warmup):
         for call in calls.values():
             call()
@@ -89,12 +89,12 @@ def alternate(
 
 
 def median_ratio(times: Mapping[str, list[float]], ours: str, base: str) -> float:
-    """Median over the rounds of ours / base: each round's pair was measured side by side."""
+    """Return the median of ours / base: each round's pair was measured side by side."""
     return statistics.median(a / b for a, b in zip(times[ours], times[base], strict=True))
 
 
 def median_ms(times: list[float]) -> float:
-    """The median in milliseconds."""
+    """Return the median in milliseconds."""
     return statistics.median(times) * 1e3
 
 

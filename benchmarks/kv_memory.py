@@ -44,7 +44,7 @@ with kv.make_seq_session("torch", kv.make_config(params, n_tokens, name)) as ses
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """16 layers, 8 KV heads, head_dim 64."""
+    """Measure a model of 16 layers, 8 KV heads and head_dim 64."""
     n_tokens = 16384 if quick else 65536
     sizes: dict[str, tuple[int, int]] = {}
     for name in KV_DTYPES:

@@ -33,7 +33,7 @@ TRUNK, BRANCHES = 3000, 4
 
 
 def make_model(n_layers: int, hidden: int) -> tuple[Any, kv.ModelCacheParams]:
-    """A Llama with random weights, wrapped; mlx-lm's caches run it as ever."""
+    """Make a Llama with random weights, wrapped; mlx-lm's caches run it as ever."""
     mx.random.seed(0)
     model = llama.Model(
         llama.ModelArgs(
@@ -47,7 +47,7 @@ def make_model(n_layers: int, hidden: int) -> tuple[Any, kv.ModelCacheParams]:
 
 
 def rows(params: Any, n: int, seed: int) -> list[tuple[Any, Any]]:
-    """Per layer random K and V of n tokens."""
+    """Return random K and V of n tokens for each layer."""
     keys = mx.random.split(mx.random.key(seed), 2 * params.n_layers)
     made = [mx.random.normal((1, N_KV_HEADS, n, DIM), key=key) for key in keys]
     mx.eval(made)
@@ -55,7 +55,7 @@ def rows(params: Any, n: int, seed: int) -> list[tuple[Any, Any]]:
 
 
 def fill_theirs(given: list[tuple[Any, Any]]) -> list[Any]:
-    """mlx-lm's caches of one history."""
+    """Fill mlx-lm's caches with one history."""
     caches = [theirs.KVCache() for _ in given]
     for cache, (k, v) in zip(caches, given, strict=True):
         cache.update_and_fetch(k, v)
@@ -64,7 +64,7 @@ def fill_theirs(given: list[tuple[Any, Any]]) -> list[Any]:
 
 
 def fill_ours(cache: Any, given: list[tuple[Any, Any]], seq_id: int | None = None) -> None:
-    """The same history in one of our caches."""
+    """Fill one of our caches with a history."""
     n = given[0][0].shape[2]
     if seq_id is not None:
         cache.begin_step([seq_id] * n)
@@ -75,7 +75,7 @@ def fill_ours(cache: Any, given: list[tuple[Any, Any]], seq_id: int | None = Non
 
 
 def one_stream(model: Any, params: Any, n: int, rounds: int) -> float:
-    """Decoded tokens per second of ours over mlx-lm's; a token's logits come to the host."""
+    """Return decoded tokens per second over mlx-lm's; a token's logits come to the host."""
     given = rows(params, 512, 1)
     said: dict[str, list[int]] = {}
     with kv.make_decode_session("mlx", kv.make_config(params, 4096)) as session:
@@ -106,7 +106,7 @@ def one_stream(model: Any, params: Any, n: int, rounds: int) -> float:
 
 
 def ragged(model: Any, params: Any, rounds: int) -> tuple[float, float]:
-    """Five agents of different lengths, a token each: (speed, memory) against the padded batch."""
+    """Decode for five agents of different lengths: (speed, memory) against the padded batch."""
     given = [rows(params, n, i) for i, n in enumerate(LENGTHS)]
     tokens = list(range(5, 5 + len(LENGTHS)))
     n_cells = sum(LENGTHS) + 64 * len(LENGTHS)
@@ -145,7 +145,7 @@ def ragged(model: Any, params: Any, rounds: int) -> tuple[float, float]:
 
 
 def fork(model: Any, params: Any, rounds: int) -> tuple[float, float]:
-    """Branches of a trunk and their first token: (speed, memory) against copies in a batch."""
+    """Fork a trunk, to the first tokens: (speed, memory) against copies in a batch."""
     given = rows(params, TRUNK, 9)
     tokens = list(range(7, 7 + BRANCHES))
     held: dict[str, int] = {}
@@ -181,7 +181,7 @@ def fork(model: Any, params: Any, rounds: int) -> tuple[float, float]:
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """One stream on a model that is mostly weights, the others on one that is mostly history."""
+    """Measure one stream on a model that is mostly weights, the others on mostly history."""
     stream = one_stream(*make_model(6, 512), 16 if quick else 64, 9 if quick else 21)
     model, params = make_model(4, 256)
     speedup, memory = ragged(model, params, 5 if quick else 15)

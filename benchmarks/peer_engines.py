@@ -37,35 +37,35 @@ class Engine(Protocol):
     """Read in a step of one token."""
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """Sequences of these lengths whose K and V nobody computed; all others are gone."""
+        """Hold sequences of these lengths whose K and V nobody computed, and no others."""
 
     def prefill(self, tokens: Sequence[int]) -> Any:
-        """From nothing to these tokens in sequence 0, and the last one's logits."""
+        """Go from nothing to these tokens in sequence 0, and return the last one's logits."""
 
     def decode(self, n: int) -> None:
-        """A token for each of the first n sequences, to its logits, and back again."""
+        """Decode a token for each of the first n sequences, to its logits, and go back again."""
 
     def branches(self, n: int, suffix: Sequence[int]) -> None:
         """Fork sequence 0 to 1, ..., n, which each read a suffix, to the first token's logits."""
 
     def decode_branches(self, n: int) -> None:
-        """A token for each of the branches, and back again."""
+        """Decode a token for each of the branches, and go back again."""
 
     def kv_bytes(self) -> int:
-        """Of the cells that hold something."""
+        """Return the bytes of the cells that hold something."""
 
     def save(self) -> None:
         """Copy sequence 0's K and V to memory of their own."""
 
     def restore(self) -> None:
-        """From nothing to what was saved in sequence 0, ready for a token."""
+        """Go from nothing to what was saved in sequence 0, ready for a token."""
 
 
 class Ours:
     """A model of kvcellar on a cache of many sequences."""
 
     def __init__(self, folder: Path, backend: str, weights: str, embedding: int) -> None:
-        """With a session of its own; K and V in bfloat16."""
+        """Open a session of its own; K and V in bfloat16."""
         model = load_model(folder, backend=backend, weights=weights)
         self.weight_bytes = model.touch_weights()
         if backend == "executorch":
@@ -148,7 +148,7 @@ class Transformers:
     """transformers' own model and cache; several sequences are a batch of equal lengths."""
 
     def __init__(self, folder: Path, is_static: bool) -> None:
-        """In bfloat16, with SDPA."""
+        """Load the model in bfloat16, with SDPA."""
         import transformers
 
         self._is_static = is_static
@@ -284,7 +284,7 @@ class LlamaCpp:
         self._lengths[seq_id] = p0
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """From a few tokens that are computed: copied as a state, shifted, and so doubled."""
+        """Compute a few tokens, and copy them as a state, shifted, and so double them."""
         self._api.llama_memory_clear(self._memory, True)
         self._lengths.clear()
         spare = 7
@@ -365,7 +365,7 @@ class Stream:
     weight_bytes = 256 << 20
 
     def __init__(self) -> None:
-        """Over memory that no core's own cache holds, in large pages, as weights are."""
+        """Take memory that no core's own cache holds, in large pages, as weights are."""
         shape = (self.weight_bytes,)
         self._memory = memory.empty(shape, torch.uint8, torch.device("cpu")).fill_(1)
 
@@ -392,11 +392,11 @@ class Remote:
         self.weight_bytes: int = self._answer()[0]
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method returns."""
+        """Call a method, and return what it returns."""
         return self._ask(method, arguments)[0]
 
     def time(self, method: str, *arguments: Any) -> float:
-        """The seconds that a method takes."""
+        """Return the seconds that a method takes."""
         return self._ask(method, arguments)[1]
 
     def _ask(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, float]:
@@ -419,7 +419,7 @@ class Remote:
 
 
 def _serve(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """One engine's process: calls in, results and seconds out, until nobody asks any more."""
+    """Run in an engine's process: calls in, results and seconds out, until nobody asks any more."""
     logging.disable(logging.WARNING)  # of packages that look for what is not here
     here = Path(__file__).parent  # where "executorch" is a benchmark
     sys.path[:] = [path for path in sys.path if Path(path) != here]
@@ -437,7 +437,7 @@ def _serve(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> N
 
 
 def left_out() -> dict[str, str]:
-    """What is not compared here -> why."""
+    """Return what is not compared here, and why."""
     found = {}
     for package, name, what in (
         ("llama-cpp-python", "llama.cpp", "pip install llama-cpp-python"),

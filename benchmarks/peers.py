@@ -44,10 +44,10 @@ ALIKE = 0.05
 
 
 class Models:
-    """The same weights in every engine's own files, made when they are first wanted and kept."""
+    """Weights in every engine's own files, made when they are first wanted and kept."""
 
     def __init__(self, shape: Mapping[str, int], folder: Path) -> None:
-        """In this folder."""
+        """Keep the files in a folder."""
         self.shape, self.folder = dict(shape), folder
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoint = folder / "checkpoint"
@@ -55,7 +55,7 @@ class Models:
             random_llama(self.shape, self.checkpoint)
 
     def gguf(self, scheme: str | None) -> Path:
-        """In float16, or quantised."""
+        """Return a GGUF file, in float16 or quantised."""
         path = self.folder / f"{scheme or 'F16'}.gguf"
         if not path.exists():
             half = path.with_suffix(".half")
@@ -69,7 +69,7 @@ class Models:
     def engines(
         self, bits: str, missing: Mapping[str, str], wanted: tuple[str, ...], quick: bool
     ) -> list[Remote]:
-        """The engines of one size of weights whose names begin as wanted, ours first."""
+        """Start the engines of one size of weights whose names begin as wanted, ours first."""
         scheme, weights, exported = BITS[bits]
         embedding = self.shape["vocab_size"] * self.shape["hidden_size"]
         given: dict[str, tuple[Any, ...]] = {
@@ -86,7 +86,7 @@ class Models:
         return found
 
     def llama_cpp(self, scheme: str | None, has_flash: bool) -> Remote:
-        """llama.cpp; without its repacked weights where these crash it on this machine.
+        """Start llama.cpp; without its repacked weights where these crash it on this machine.
 
         With its flash attention, or not: on some processors a decode step takes 2.5 times as long
         with it. It is compared by the better one.
@@ -112,7 +112,7 @@ class Models:
 def turns(
     engines: Sequence[Remote], method: str, *arguments: Any, rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of a method in each engine, as ``harness.alternate`` takes turns."""
+    """Time a method in each engine, as ``harness.alternate`` takes turns."""
     times: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for i in range(warmup + rounds):
         for engine in engines if i % 2 == 0 else list(reversed(engines)):
@@ -126,13 +126,13 @@ class Table:
     """What was measured, as lines to print and keys of the JSON object."""
 
     def __init__(self, bits: str, results: dict[str, Any]) -> None:
-        """Of one size of weights."""
+        """Create the table of one size of weights."""
         self.bits, self.results = bits, results
 
     def show(
         self, what: str, times: Mapping[str, list[float]], note: Mapping[str, str] | None = None
     ) -> None:
-        """One line per engine: milliseconds, and how many times as long as our first engine's."""
+        """Print an engine a line: milliseconds, and how many times our first engine's."""
         print(f"  {what}")
         names = [name for name in times if name != "stream"]
         for name in names:
@@ -151,7 +151,7 @@ class Table:
 
 
 def decode(engines: Sequence[Remote], table: Table, quick: bool) -> None:
-    """One token at three lengths, with the share of what the memory gives."""
+    """Measure one token at three lengths, with the share of what the memory gives."""
     stream = Remote("stream", Stream)
     for n in (128, 2048, 8192):
         for engine in engines:
@@ -174,7 +174,7 @@ def decode(engines: Sequence[Remote], table: Table, quick: bool) -> None:
 
 
 def prefill(engines: Sequence[Remote], table: Table, quick: bool) -> None:
-    """Two prompts; in 16 bits all engines have to say the same."""
+    """Measure two prompts; in 16 bits all engines have to say the same."""
     vocabulary = table.results["vocab_size"]
     words = [(i * 7919) % vocabulary for i in range(24)]
     said = {engine.name: engine.call("prefill", words) for engine in engines}
@@ -192,14 +192,14 @@ def prefill(engines: Sequence[Remote], table: Table, quick: bool) -> None:
 
 
 def four(engines: Sequence[Remote], table: Table, quick: bool) -> None:
-    """A token for each of four sequences of 1,024."""
+    """Measure a token for each of four sequences of 1,024."""
     for engine in engines:
         engine.call("fill", [1024] * 4)
     table.show("four at 1024", turns(engines, "decode", 4, rounds=5 if quick else 9))
 
 
 def trunk(engines: Sequence[Remote], table: Table, quick: bool) -> None:
-    """Four branches over a trunk of 4,096: their first tokens, a step of all, bytes."""
+    """Measure four branches of a trunk of 4,096: their first tokens, a step of all, bytes."""
     suffix = [(i * 31) % 1000 for i in range(SUFFIX)]
     engines = [engine for engine in engines if "static" not in engine.name]
     note, trunk_bytes = {}, {}
@@ -218,7 +218,7 @@ def trunk(engines: Sequence[Remote], table: Table, quick: bool) -> None:
 
 
 def restore(engines: Sequence[Remote], table: Table, quick: bool) -> None:
-    """K and V out to other memory and in again, against computing them."""
+    """Measure K and V out to other memory and in again, against computing them."""
     vocabulary = table.results["vocab_size"]
     engines = [engine for engine in engines if "static" not in engine.name]
     for n in (2048,) if quick else (2048, 8192):
@@ -239,7 +239,7 @@ def restore(engines: Sequence[Remote], table: Table, quick: bool) -> None:
 def measure(
     quick: bool, bits: list[str], part: list[str], engine: list[str], models: Path
 ) -> Mapping[str, Any]:
-    """Size by size, part by part."""
+    """Measure size by size, part by part."""
     missing = left_out()
     for name, why in missing.items():
         print(f"  left out: {name} ({why})")
@@ -262,7 +262,7 @@ def measure(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Parts of a long benchmark."""
+    """Add the options that choose parts of a long benchmark."""
     parser.add_argument(
         "--bits", action="append", choices=BITS, help="sizes of weights; by default all"
     )

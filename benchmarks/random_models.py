@@ -24,7 +24,7 @@ LLAMA_1B = {
 
 
 def random_llama(shape: dict[str, int], folder: Path) -> Path:
-    """A random model of that shape in bfloat16, with a tokenizer of a few words."""
+    """Make a random model of a shape in bfloat16, with a tokenizer of a few words."""
     config = transformers.LlamaConfig(
         **shape, max_position_embeddings=16384, tie_word_embeddings=True, dtype="bfloat16"
     )
@@ -45,7 +45,7 @@ def random_llama(shape: dict[str, int], folder: Path) -> Path:
 
 
 def write_gguf(folder: Path, to: Path) -> Path:
-    """The same weights as a GGUF file in float16, without a vocabulary: llama.cpp takes token ids.
+    """Write weights as a GGUF file in float16, without a vocabulary: llama.cpp takes token ids.
 
     Llama's K and Q are stored there in another order of each head's numbers, since llama.cpp
     rotates neighbours.
@@ -86,7 +86,7 @@ def write_gguf(folder: Path, to: Path) -> Path:
 
 
 def quantise_gguf(source: Path, to: Path, scheme: str) -> Path:
-    """llama.cpp's own quantisation: ``Q8_0`` or ``Q4_0``."""
+    """Quantise a file as llama.cpp does: ``Q8_0`` or ``Q4_0``."""
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()

@@ -91,7 +91,7 @@ def replay(post: Post, *, n_shared: int, seed: int = 1) -> Reuse:
 
 
 def shared_tokens(tokenizer: Any) -> int:
-    """Tokens that every conversation of the session begins with."""
+    """Return the tokens that every conversation of the session begins with."""
     from kvcellar.models.prompts import encode, render
     from kvcellar.server.calls import say_tools
 

@@ -43,16 +43,16 @@ class Always(Costs):
     """Whatever is stored is loaded: here it is asked what that takes, not whether it pays."""
 
     def estimate(self, match: Any, n_cached: int, stop: int) -> Estimate:
-        """Free."""
+        """Return 0: to load is free."""
         return Estimate(0.0, None)
 
     def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
-        """Endless."""
+        """Return an endless patience."""
         return None
 
 
 def make_model(folder: Path) -> int:
-    """Save a checkpoint with random weights and the bundled model's tokenizer; its parameters."""
+    """Save a model with random weights and the bundled tokenizer; return its parameters."""
     import torch
     import transformers
 
@@ -77,7 +77,7 @@ def forget_files(folder: Path) -> list[Path]:
 
 
 def read_plainly(files: list[Path]) -> tuple[int, float]:
-    """(bytes, seconds) of reading files one after the other, and doing nothing with them."""
+    """Return (bytes, seconds) of reading files one after the other and doing nothing else."""
     started, n_bytes = time.perf_counter(), 0
     buffer = bytearray(1 << 24)
     for path in files:
@@ -89,14 +89,14 @@ def read_plainly(files: list[Path]) -> tuple[int, float]:
 
 @contextmanager
 def agents_of(folder: Path, host: ModelHost, warm_bytes: int) -> Iterator[AgentManager]:
-    """A manager over the folder; the model stays loaded in between."""
+    """Open a manager over the folder; the model stays loaded in between."""
     config = StoreConfig(warm_bytes=warm_bytes, queue_bytes=4 << 30)
     with Store(folder, config) as store:
         yield AgentManager(store, ModelRegistry(lambda _: host), default_model=host.name)
 
 
 async def turn(agents: AgentManager, agent_id: str, tokens: list[int]) -> tuple[float, TurnEnd]:
-    """Seconds to the first token, and the end of the turn."""
+    """Take a turn; return the seconds to the first token, and the end."""
     started, first = time.perf_counter(), 0.0
     async for event in agents.turns.generate(Turn(agent_id, tokens=tokens, params=ONE)):
         if isinstance(event, TurnEnd):
@@ -108,7 +108,7 @@ async def turn(agents: AgentManager, agent_id: str, tokens: list[int]) -> tuple[
 async def once(
     agents: AgentManager, agent_id: str, n: int, prompt: list[int] | None
 ) -> tuple[float, TurnEnd]:
-    """One measured turn, from empty cells and back to them."""
+    """Measure a turn, from empty cells and back to them."""
     if prompt is not None:
         await agents.lifecycle.create(agent_id)
         first, end = await turn(agents, agent_id, prompt)
@@ -121,7 +121,7 @@ async def once(
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """All lengths, all cases."""
+    """Measure all lengths and cases."""
     lengths = [512, 2048, 4096] if quick else [512, 1024, 2048, 4096, 8192, 16384]
     n_rounds = 3 if quick else 5
     with tempfile.TemporaryDirectory(prefix="kvcellar-restore-") as name:
@@ -142,7 +142,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
 
 
 def measure_one(folder: Path, host: ModelHost, n: int, n_rounds: int) -> dict[str, Any]:
-    """One length."""
+    """Measure one length."""
     prompt = [(i * 7919 + n) % 8000 for i in range(n)]
     first: dict[str, list[float]] = {"recomputed": [], "warm": [], "cold": []}
     said: set[tuple[int, ...]] = set()

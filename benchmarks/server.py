@@ -36,7 +36,7 @@ class Client:
     """Asks again and again; knows the time between any two tokens, and what went wrong."""
 
     def __init__(self, port: int, seed: int) -> None:
-        """Nothing asked yet."""
+        """Create counts of nothing."""
         self._port = port
         self._chance = random.Random(seed)
         self.gaps_s: list[float] = []
@@ -97,7 +97,7 @@ class Client:
 
 
 async def load(port: int, n_clients: int, seconds: float, seed: int) -> list[Client]:
-    """So many clients for so long."""
+    """Let so many clients ask for so long."""
     clients = [Client(port, seed * 1000 + i) for i in range(n_clients)]
     until = time.perf_counter() + seconds
     await asyncio.gather(*(client.work(until) for client in clients))
@@ -106,7 +106,7 @@ async def load(port: int, n_clients: int, seconds: float, seed: int) -> list[Cli
 
 @contextmanager
 def server() -> Iterator[int]:
-    """A server in a process of its own; its port."""
+    """Start a server in a process of its own; return its port."""
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as folder:
         command = [sys.executable, "-m", "kvcellar", "serve", "--port", "0", "--store", folder]
         command += ["--capacity", str(CAPACITY)]
@@ -132,7 +132,7 @@ def server() -> Iterator[int]:
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """The load by turns, then the replay."""
+    """Measure the load by turns, then the replay."""
     rounds, alone_s, crowd_s = (2, 1.5, 3.5) if quick else (4, 8.0, 30.0)
     alone: list[Client] = []
     crowd: list[Client] = []

@@ -45,7 +45,7 @@ class Forced:
         self.params, self.vocab_size = runner.params, runner.vocab_size
 
     def forward(self, token_ids: Any, positions: Any, rows: Any = None) -> Any:
-        """As the runner's, and then the script's word."""
+        """Run the runner's forward, and then say the script's word."""
         logits = self._runner.forward(token_ids, positions, rows)
         wanted = [len(token_ids) - 1] if rows is None else rows
         for i, row in enumerate(np.asarray(wanted)):
@@ -59,7 +59,7 @@ class Forced:
 def forced(
     model: LoadedModel, prompt: list[int], script: list[int], has_drafts: bool
 ) -> Iterator[Engine]:
-    """An engine that says the script behind the prompt, with n-grams or without."""
+    """Make an engine that says the script behind the prompt, with n-grams or without."""
     make = kv.make_tree_session if has_drafts else kv.make_seq_session
     with make("torch", kv.make_config(model.params, 4096)) as session:
         runner: Any = Forced(model.bind(session), len(prompt), script)
@@ -67,7 +67,7 @@ def forced(
 
 
 def edits(model: LoadedModel, file: list[int], edited: list[int], rounds: int) -> Any:
-    """(median ratio of tokens per second with guesses to without, mismatches, the last end)."""
+    """Return (median ratio of tokens/s with guesses to without, mismatches, the last end)."""
     ratios, mismatches, end = [], 0, None
     request = Request(tuple(file), SamplingParams(max_tokens=len(edited), ignore_eos=True))
     for _ in range(rounds):
@@ -82,7 +82,7 @@ def edits(model: LoadedModel, file: list[int], edited: list[int], rounds: int) -
 
 
 def misled(model: LoadedModel, prompt: list[int], script: list[int], n_first: int) -> Any:
-    """(time per token with a drafter to that without, mismatches, the end with one).
+    """Return (time per token with a drafter to that without, mismatches, the end with one).
 
     Two engines take turns, step by step, so that whatever else the machine does hits them alike;
     the first ``n_first`` tokens, in which the drafter is found out, do not count, nor does a tenth
@@ -113,7 +113,7 @@ def misled(model: LoadedModel, prompt: list[int], script: list[int], n_first: in
 
 
 def held_out(model: LoadedModel, n_prompts: int, n_tokens: int) -> list[tuple[int, ...]]:
-    """Pieces of standard-library files that neither the bundled model nor its head has seen."""
+    """Return pieces of standard-library files that neither the bundled model nor its head saw."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
     from train_demo_model import is_heldout, library_files
 
@@ -129,7 +129,7 @@ def held_out(model: LoadedModel, n_prompts: int, n_tokens: int) -> list[tuple[in
 def with_head(
     model: LoadedModel, head: Eagle3Head, stack: ExitStack, config: EngineConfig, **shape: Any
 ) -> Engine:
-    """An engine for which the head guesses, in trees of that shape."""
+    """Make an engine for which the head guesses, in trees of a shape."""
     ours = stack.enter_context(kv.make_tree_session("torch", kv.make_config(model.params, 2048)))
     own = stack.enter_context(kv.make_tree_session("torch", kv.make_config(head.params, 2048)))
     drafter = Eagle3Drafter(head.bind(own), own.cache, **shape)
@@ -138,7 +138,7 @@ def with_head(
 
 
 def eagle3(quick: bool) -> dict[str, Any]:
-    """The head of the bundled model: tokens per forward of its trees and chains, and speed.
+    """Measure the bundled model's head: tokens per forward of its trees and chains, and speed.
 
     Tree and chain go equally deep and are verified whole, whatever that takes: the chain is the
     likeliest token after another. What pays on this machine is the adaptive engine's to find out;
@@ -197,7 +197,7 @@ def eagle3(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Editing, and text that nothing repeats in; on a model of about 100 million parameters."""
+    """Measure editing, and text that repeats nothing; on a model of some 100M parameters."""
     n_file, rounds = (120, 2) if quick else (900, 5)
     with tempfile.TemporaryDirectory(prefix="kvcellar-speculation-") as name:
         os.environ["KVCELLAR_HOME"] = name

@@ -31,7 +31,7 @@ ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
 
 @contextmanager
 def without_store() -> Iterator[None]:
-    """Managers save nothing and find nothing meanwhile, as if there were no store."""
+    """Have managers save nothing and find nothing meanwhile, as if there were no store."""
     from kvcellar.agents import publishing, turn
     from kvcellar.agents.residence import BroughtBack
 
@@ -50,7 +50,7 @@ def without_store() -> Iterator[None]:
 
 @contextmanager
 def slow_disk(seconds_per_block: float) -> Iterator[None]:
-    """Every block takes so much longer to load."""
+    """Have every block take so much longer to load."""
     load = Store.load
 
     def slow(self: Store, *args: Any) -> Iterator[Any]:
@@ -66,7 +66,7 @@ def slow_disk(seconds_per_block: float) -> Iterator[None]:
 
 
 async def talk(agents: AgentManager, agent_id: str, seed: int, n_turns: int) -> float:
-    """Seconds of a conversation, from its first prompt to its last token."""
+    """Return the seconds of a conversation, from its first prompt to its last token."""
     await agents.lifecycle.create(agent_id)
     started = time.perf_counter()
     for i in range(n_turns):
@@ -78,7 +78,7 @@ async def talk(agents: AgentManager, agent_id: str, seed: int, n_turns: int) -> 
 
 
 async def come_back(agents: AgentManager, agent_id: str) -> tuple[float, TurnEnd]:
-    """Seconds to the first token of a turn on a history that is in no cell; back to there."""
+    """Return the seconds to the first token on a history that is in no cell; go back to there."""
     first, end = await turn(agents, agent_id, [7])
     await agents.lifecycle.rewind(agent_id, turn=1)
     await agents.sleep.pause(agent_id)
@@ -86,7 +86,7 @@ async def come_back(agents: AgentManager, agent_id: str) -> tuple[float, TurnEnd
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """All kinds of turns."""
+    """Measure all kinds of turns."""
     n, n_rounds, n_turns = (1024, 3, 5) if quick else (4096, 5, 12)
     with tempfile.TemporaryDirectory(prefix="kvcellar-tiers-") as name:
         root = Path(name)
@@ -102,7 +102,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
 
 
 def measure_talk(folder: Path, host: ModelHost, n_rounds: int, n_turns: int) -> float:
-    """Saving beside the next turn, over not saving."""
+    """Measure saving beside the next turn, over not saving."""
     ratios = []
     with agents_of(folder, host, 1 << 30) as agents:
         for i in range(n_rounds + 1):
@@ -118,7 +118,7 @@ def measure_talk(folder: Path, host: ModelHost, n_rounds: int, n_turns: int) -> 
 
 
 def measure_return(folder: Path, host: ModelHost, n: int, n_rounds: int) -> dict[str, float]:
-    """An agent that comes back, from a disk as it is and from one that is slower than computing."""
+    """Measure how an agent comes back, from the disk as it is and from a very slow one."""
     prompt = [(i * 7919 + n) % 8000 for i in range(n)]
     ratios: dict[str, list[float]] = {"good": [], "slow_first": [], "slow_known": []}
     with agents_of(folder, host, 0) as agents:

@@ -47,13 +47,13 @@ def check(function: Check) -> Check:
 
 
 def params(n_layers: int = 1, window: int | None = None) -> kv.ModelCacheParams:
-    """A made-up model's facts."""
+    """Return a made-up model's facts."""
     group = kv.LayerGroup(tuple(range(n_layers)), KV_HEADS, DIM, DIM, window)
     return kv.ModelCacheParams(n_layers, KV_HEADS, DIM, groups=(group,))
 
 
 def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention of the last tokens in float64: ``[heads, n, dim]``."""
+    """Compute causal attention of the last tokens in float64: ``[heads, n, dim]``."""
     k, v = (np.repeat(x.astype(np.float64), HEADS // KV_HEADS, axis=0) for x in (k, v))
     logits = np.einsum("hnd,hld->hnl", q.astype(np.float64), k) * DIM**-0.5
     n, length = logits.shape[1:]
@@ -71,7 +71,7 @@ class Compared:
         self.histories: dict[int, list[np.ndarray]] = {}
 
     def forward(self, *batch: tuple[int, int]) -> float:
-        """``(seq_id, n_tok)`` stretches."""
+        """Run a forward of ``(seq_id, n_tok)`` stretches."""
         ids = [seq for seq, n in batch for _ in range(n)]
         at = self.cache.begin_step(ids)
         shapes = [(n, len(ids), DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -95,7 +95,7 @@ class Compared:
 
 @check
 def attention_equals_numpy(options: argparse.Namespace) -> str:
-    """Prefill, decode and forks in every float type, and packed int8, against NumPy."""
+    """Compare prefill, decode and forks in every float type, and packed int8, with NumPy."""
     worst = []
     for name, stored in [*((n, n) for n in TOLERANCES), ("float32", "int8")]:
         with kv.make_seq_session("mlx", kv.make_config(params(), 4096, stored)) as session:
@@ -115,7 +115,7 @@ def attention_equals_numpy(options: argparse.Namespace) -> str:
 
 @check
 def a_token_does_not_copy_its_pool(options: argparse.Namespace) -> str:
-    """Donation: a write takes over the pool's bytes; the peak shows a copy."""
+    """See that a write takes over the pool's bytes; the peak would show a copy."""
     n = 1 << 14 if options.quick else 1 << 18
     with kv.make_seq_session("mlx", kv.make_config(params(), n, "float16", n)) as session:
         cache = session.cache
@@ -140,7 +140,7 @@ def a_token_does_not_copy_its_pool(options: argparse.Namespace) -> str:
 
 @check
 def prefill_holds_no_matrix_of_logits(options: argparse.Namespace) -> str:
-    """The fused kernel serves prefill: queries times history is never held."""
+    """See that the fused kernel serves prefill: queries times history is never held."""
     if options.cpu:
         return "skipped: there is no fused kernel on a CPU"
     n, length = 512, 1 << 15
@@ -164,7 +164,7 @@ def prefill_holds_no_matrix_of_logits(options: argparse.Namespace) -> str:
 
 @check
 def threads_take_turns(options: argparse.Namespace) -> str:
-    """Nothing stays lazy between forwards: another thread can run the next one."""
+    """See that nothing stays lazy between forwards: another thread can run the next one."""
     model = load_model("demo", backend="mlx")
     found: list[Any] = []
     with kv.make_seq_session("mlx", kv.make_config(model.params, 256)) as session:
@@ -189,7 +189,7 @@ def threads_take_turns(options: argparse.Namespace) -> str:
 
 @check
 def half_precision_says_nearly_the_same(options: argparse.Namespace) -> str:
-    """The bundled model in float16 and bfloat16 against float32: logits and text."""
+    """Compare the bundled model in float16 and bfloat16 with float32: logits and text."""
     texts, logits = {}, {}
     for dtype in ("float32", "float16", "bfloat16"):
         model = load_model("demo", backend="mlx", dtype=dtype)
@@ -216,7 +216,7 @@ def half_precision_says_nearly_the_same(options: argparse.Namespace) -> str:
 
 @check
 def rows_come_back_bit_for_bit(options: argparse.Namespace) -> str:
-    """What leaves the cache and returns is the same bytes, in every type."""
+    """See that what leaves the cache comes back as the same bytes, in every type."""
     types = ("float32", "float16", "bfloat16", "int8", "int4")
     for stored in types:
         with kv.make_seq_session("mlx", kv.make_config(params(2), 128, stored)) as session:
@@ -237,7 +237,7 @@ def rows_come_back_bit_for_bit(options: argparse.Namespace) -> str:
 
 @check
 def the_wired_limit_is_left_alone(options: argparse.Namespace) -> str:
-    """A budget sets MLX's memory limit; what is wired stays the system's decision."""
+    """See that a budget sets MLX's memory limit and leaves to the system what is wired."""
     if options.cpu:
         return "skipped: only Metal wires memory"
     before = mx.set_wired_limit(0)
@@ -254,7 +254,7 @@ def the_wired_limit_is_left_alone(options: argparse.Namespace) -> str:
 
 @check
 def as_fast_as_mlx_lm(options: argparse.Namespace) -> str:
-    """One stream within 3% of mlx-lm; a ragged batch twice as fast in less memory."""
+    """Time one stream, within 3% of mlx-lm's, and a ragged batch, twice as fast in less memory."""
     command = [sys.executable, str(ROOT / "benchmarks" / "mlx.py"), "--json"]
     command += ["--quick"] if options.quick else []
     done = subprocess.run(command, capture_output=True, text=True)
@@ -274,7 +274,7 @@ def as_fast_as_mlx_lm(options: argparse.Namespace) -> str:
 
 @check
 def the_tests_pass(options: argparse.Namespace) -> str:
-    """The conformance suite and everything else that runs on MLX, on this device."""
+    """Run the conformance suite and all other tests of MLX on this device."""
     if options.quick:
         return "skipped: --quick"
     command = [sys.executable, "-m", "pytest", "-q", "-k", "mlx or Mlx", "tests"]

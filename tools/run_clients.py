@@ -137,7 +137,7 @@ class Client:
 
     @property
     def home(self) -> Path:
-        """Where it keeps what it keeps."""
+        """Return where it keeps what it keeps."""
         return self.folder / "home"
 
     def write(self, path: str, text: str) -> None:
@@ -147,7 +147,7 @@ class Client:
         place.write_text(text)
 
     def run(self, command: list[str]) -> str:
-        """Run it in an empty project; what it printed."""
+        """Run it in an empty project; return what it printed."""
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),
@@ -233,18 +233,18 @@ class Server:
 
     @property
     def n_lines(self) -> int:
-        """How many lines there are."""
+        """Return how many lines there are."""
         return len(self.lines)
 
     def lines_from(self, first: int) -> list[dict[str, Any]]:
-        """What the log says of requests, from a line on."""
+        """Return what the log says of requests, from a line on."""
         said = [json.loads(line) for line in self.lines[first:] if line.startswith("{")]
         return [line for line in said if "route" in line]
 
 
 @contextmanager
 def serving(model: str, folder: Path) -> Iterator[Server]:
-    """A server for as long as the block lasts."""
+    """Serve for as long as the block lasts."""
     command = [
         *(sys.executable, "-m", "kvcellar", "serve", f"local={model}", "--any-model"),
         *("--port", "0", "--store", str(folder / "store")),
@@ -306,7 +306,7 @@ class Turn:
         return _cached_tokens(self.main) / max(1, _prompt_tokens(self.main))
 
     def problems(self, output: str) -> list[str]:
-        """What is not as it should be."""
+        """Return what is not as it should be."""
         what = f"{self.client} {self.version}, turn {self.number}"
         found = [
             f"{what}: {line['method']} {line['route']} was answered {line['status']}"
@@ -323,7 +323,7 @@ class Turn:
 
 
 def _prompt_tokens(line: dict[str, Any]) -> int:
-    """All tokens of a prompt; Anthropic's protocol counts what was cached apart."""
+    """Return all tokens of a prompt; Anthropic's protocol counts what was cached apart."""
     names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
     names += ("cache_creation_input_tokens",)
     return sum(line.get(name, 0) for name in names)
@@ -334,7 +334,7 @@ def _cached_tokens(line: dict[str, Any]) -> int:
 
 
 def table(rows: list[Turn]) -> str:
-    """What was measured, as Markdown."""
+    """Write what was measured as Markdown."""
     lines = [
         "| client | version | turn | requests | prompt tokens | from cache | share | first token |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

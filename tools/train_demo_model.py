@@ -158,7 +158,7 @@ def library_files() -> Iterator[tuple[str, str]]:
 
 
 def is_heldout(relative_path: str) -> bool:
-    """Whether a file is kept for measuring the loss; depends on nothing but its path."""
+    """Return true if a file is kept for measuring the loss; nothing but its path decides."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
 
@@ -390,7 +390,7 @@ LONGEST_STEP_S = 30.0  # a step that took longer was paused: count no more than 
 
 @dataclass
 class Progressed:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     active_seconds: float = 0.0
@@ -409,7 +409,7 @@ def learning_rate_factor(progress: float) -> float:
 def make_optimizers(
     model: LlamaForCausalLM, matrix_lr: float, other_lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embeddings and the norms."""
+    """Make Muon for the matrices inside the layers, AdamW for the embeddings and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [

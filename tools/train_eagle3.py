@@ -92,7 +92,7 @@ class Target:
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Features ``[B, T, 3 * hidden]`` and logits ``[B, T, vocab]`` of windows."""
+        """Return features ``[B, T, 3 * hidden]`` and logits ``[B, T, vocab]`` of windows."""
         inner = self.model.model
         seen: dict[int, Tensor] = {}
         modules = [*inner.layers, inner.norm]
@@ -112,7 +112,7 @@ class Target:
 
 
 def continue_texts(model: LoadedModel, prompts: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Prompts ``[n, p]`` and ``count`` tokens of the model's own behind each.
+    """Put ``count`` tokens of the model's own behind each of the prompts ``[n, p]``.
 
     Every second one is greedy; the others are sampled at temperature 0.8.
     """
@@ -150,7 +150,7 @@ def continue_texts(model: LoadedModel, prompts: np.ndarray, count: int, seed: in
 def own_texts(
     model: LoadedModel, row: np.ndarray, count: int, seed: int, reporter: Reporter, batch: int = 128
 ) -> np.ndarray:
-    """``[count, PROMPT + CONTINUED]``: places in a text, gone on from by the model."""
+    """Have the model go on from places in a text: ``[count, PROMPT + CONTINUED]``."""
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, len(row) - PROMPT, count)
     found = []
@@ -164,7 +164,7 @@ def own_texts(
 def prepare_texts(
     model: LoadedModel, count: int, seed: int, reporter: Reporter
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The training files as one row of tokens, the model's own texts, and held-out greedy ones."""
+    """Return the training files as one row, the model's own texts, and held-out greedy ones."""
     files = list(library_files())
     kept = [(path, text) for path, text in files if not is_heldout(path)]
     row = encode_documents(model.tokenizer, kept, seed)
@@ -179,7 +179,7 @@ def prepare_texts(
 
 
 def make_config(target: LlamaForCausalLM, draft_vocab_size: int) -> Eagle3Config:
-    """A head of the target's own dimensions."""
+    """Describe a head of the target's own dimensions."""
     config = target.config
     return Eagle3Config(
         hidden_size=config.hidden_size,
@@ -199,7 +199,7 @@ def make_config(target: LlamaForCausalLM, draft_vocab_size: int) -> Eagle3Config
 
 @torch.no_grad()
 def make_head(target: LlamaForCausalLM, config: Eagle3Config, kept: np.ndarray) -> Eagle3Network:
-    """A head that begins as the target's last layer behind its highest feature.
+    """Make a head that begins as the target's last layer behind its highest feature.
 
     Args:
         target: the model that it will guess.
@@ -261,7 +261,7 @@ class UnrolledAttention:
 def unroll(
     head: Eagle3Network, tokens: Tensor, features: Tensor, passes: int
 ) -> list[tuple[int, Tensor]]:
-    """The head's logits, pass after pass.
+    """Yield the head's logits, pass after pass.
 
     Args:
         head: the network.
@@ -288,7 +288,7 @@ def unroll(
 def guessing_loss(
     head: Eagle3Network, tokens: Tensor, features: Tensor, wanted: Tensor, counts: Tensor
 ) -> Tensor:
-    """Cross-entropy with the target's probabilities, of all passes by weight.
+    """Return the cross-entropy with the target's probabilities, of all passes by weight.
 
     Args:
         head: the network.
@@ -310,7 +310,7 @@ def guessing_loss(
 
 
 def loss_of(head: Eagle3Network, target: Target, tokens: Tensor, guess: Any) -> Tensor:
-    """``guess`` (the loss above, or that compiled) of windows of tokens.
+    """Return ``guess`` (the loss above, or that compiled) of windows of tokens.
 
     The target's probabilities are taken among the tokens that the head can say.
     """
@@ -322,7 +322,7 @@ def loss_of(head: Eagle3Network, target: Target, tokens: Tensor, guess: Any) -> 
 
 @torch.no_grad()
 def measure(head: Eagle3Network, target: Target, windows: Tensor) -> tuple[list[float], float]:
-    """How good guesses are in the target's own greedy texts that were held out.
+    """Measure how good guesses are in the target's own greedy texts that were held out.
 
     Args:
         head: the network.
@@ -356,7 +356,7 @@ def measure(head: Eagle3Network, target: Target, windows: Tensor) -> tuple[list[
 def make_optimizers(
     head: Eagle3Network, matrix_lr: float, other_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside, AdamW for what the tokens are read from and the norms."""
+    """Make Muon for the matrices inside, AdamW for what tokens are read from and the norms."""
     matrices = [*head.midlayer.parameters(), *head.fc.parameters()]
     muon = torch.optim.Muon(
         [p for p in matrices if p.ndim == 2],

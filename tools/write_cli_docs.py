@@ -37,7 +37,7 @@ stages of long work alone, a line each. What is wrong with the input is said in 
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     root = typer.main.get_command(app)
     commands: dict[str, Any] = root.commands  # type: ignore[attr-defined]
     parts = [INTRO, f"## kvcellar\n\n{root.help}\n", table(root), code(root.epilog)]
@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def all_commands(commands: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command by its whole name; those of a group in the group's place."""
+    """Yield every command by its whole name; those of a group in the group's place."""
     for name, command in commands.items():
         inner = getattr(command, "commands", None)
         if inner is None:
@@ -58,7 +58,7 @@ def all_commands(commands: dict[str, Any], before: str = "") -> Iterator[tuple[s
 
 
 def usage(name: str, command: Any) -> str:
-    """The command with its arguments; required options are spelled out."""
+    """Return the command with its arguments; required options are spelled out."""
     words = ["kvcellar", name]
     for param in command.params:
         if param.param_type_name == "argument":
@@ -69,7 +69,7 @@ def usage(name: str, command: Any) -> str:
 
 
 def table(command: Any) -> str:
-    """Arguments and options, one per line, under the headings of the help."""
+    """Return arguments and options, one per line, under the headings of the help."""
     groups: dict[str, list[str]] = {}
     for param in command.params:
         if param.hidden:
@@ -87,7 +87,7 @@ def table(command: Any) -> str:
 
 
 def cells(param: Any) -> Iterator[str]:
-    """Name, help and default of an option."""
+    """Yield name, help and default of an option."""
     if param.param_type_name == "argument":
         yield f"`{param.metavar}`"
     else:
@@ -105,7 +105,7 @@ def cells(param: Any) -> Iterator[str]:
 
 
 def code(text: str | None) -> str:
-    """A block of code; the heading of examples is left out."""
+    """Return a block of code; the heading of examples is left out."""
     if not text:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip() not in ("", "Examples:")]

@@ -28,11 +28,11 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Where Linux says what a container may hold, of either version."""
+"""Files in which Linux says what a container may hold, version 2 and version 1."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes from ``24GB`` (24 * 10^9), ``24GiB`` (24 * 2^30), ``512MB``, or plain bytes.
+    """Read ``24GB`` (24 * 10^9), ``24GiB`` (24 * 2^30), ``512MB``, or plain bytes.
 
     Raises:
         ConfigError: no such size, or less than a byte.
@@ -52,7 +52,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Bytes for people, in powers of 1000 and four digits: ``24.00 GB``."""
+    """Write bytes for people, in powers of 1000 and four digits: ``24.00 GB``."""
     if abs(size_bytes) < 1000:
         return f"{size_bytes} B"
     size, power = float(size_bytes), 0
@@ -62,7 +62,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now; where the system does not say, its peak so far."""
+    """Return the bytes of this process in RAM now; where nothing says that, its peak so far."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         import resource
@@ -80,7 +80,7 @@ def resident_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Memory that this process could ever have: the machine's, or its container's if that is less.
+    """Return the bytes that this process could ever have: the machine's, or its container's.
 
     Raises:
         ConfigError: the system does not say.
@@ -98,7 +98,7 @@ def machine_bytes() -> int:
 
 
 class MemoryBudget:
-    """Bytes that may be held, for any number of caches. Safe to call from any thread.
+    """Bytes that may be held by any number of caches. Safe to call from any thread.
 
     Invariants:
       - ``base + reserve + held <= limit``: what is granted is inside;
@@ -106,7 +106,7 @@ class MemoryBudget:
     """
 
     def __init__(self, limit_bytes: int, *, base_bytes: int = 0, reserve_bytes: int = 0) -> None:
-        """Nothing is asked for yet.
+        """Create a budget of which nothing is asked for yet.
 
         Args:
             limit_bytes: what the whole process may hold.
@@ -136,21 +136,21 @@ class MemoryBudget:
 
     @property
     def kv_bytes(self) -> int:
-        """What all caches together may hold."""
+        """Bytes that all caches together may hold."""
         return self.limit_bytes - self.base_bytes - self.reserve_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What was asked for and not given back."""
+        """Bytes that were asked for and not given back."""
         return self._held
 
     @property
     def available_bytes(self) -> int:
-        """What could be asked for now."""
+        """Bytes that could be asked for now."""
         return self.kv_bytes - self._held
 
     def can_ask(self, n_bytes: int) -> bool:
-        """Whether ``ask`` would grant so many now."""
+        """Return true if ``ask`` would grant so many now."""
         return n_bytes <= self.available_bytes
 
     def ask(self, n_bytes: int) -> bool:
@@ -169,7 +169,7 @@ class MemoryBudget:
             self._held -= n_bytes
 
     def __repr__(self) -> str:
-        """For logs and errors."""
+        """Show all figures, for logs and errors."""
         return (
             f"MemoryBudget({format_size(self.limit_bytes)}: base {format_size(self.base_bytes)}, "
             f"reserve {format_size(self.reserve_bytes)}, KV {format_size(self._held)} of "

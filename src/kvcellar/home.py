@@ -1,4 +1,4 @@
-"""Where kvcellar keeps what is its user's, when nobody says."""
+"""The folder in which kvcellar keeps what is its user's, and files in it that are safe to open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def default_home() -> Path:
-    """The folder of all that kvcellar keeps for its user.
+    """Return the folder of all that kvcellar keeps for its user.
 
     ``KVCELLAR_HOME`` where it is set; else ``kvcellar`` in ``XDG_DATA_HOME`` where that is set;
     else in the platform's folder for user data (``~/.local/share``, on macOS

@@ -1,4 +1,4 @@
-"""How K and V are stored: the names, what a row costs, and the arithmetic of the quantised ones.
+"""Storage types of K and V: names, what a row costs, and the arithmetic of the quantised ones.
 
 Quantisation is affine, per group of consecutive numbers of a row (along head_dim), to unsigned
 integers: ``x ~ scale * q + bias``. Every backend computes it by the same float32 operations, so the
@@ -49,7 +49,7 @@ _PAIR = re.compile(r"k(\d+)v(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class SideDtype:
-    """How the rows of one side, K or V, are stored.
+    """Storage of the rows of one side, K or V.
 
     Attributes:
         name: one of ``KV_DTYPES``.
@@ -70,11 +70,11 @@ class SideDtype:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether rows are integers with scales and biases."""
+        """True if rows are integers with scales and biases."""
         return self.name not in FLOAT_KV_DTYPES
 
     def group_of(self, dim: int) -> int:
-        """Numbers per group of a row of ``dim``.
+        """Return the numbers per group of a row of ``dim``.
 
         Raises:
             ConfigError: the group size that was asked for does not divide the row.
@@ -92,21 +92,21 @@ class SideDtype:
         return self.group_size
 
     def n_groups(self, dim: int) -> int:
-        """Scales per row of ``dim`` numbers; 0 for the float types."""
+        """Return the scales per row of ``dim`` numbers; 0 for the float types."""
         return dim // self.group_of(dim) if self.is_quantised else 0
 
     def packed_bytes(self, dim: int) -> int:
-        """Bytes of the stored numbers of a row, without scales and biases."""
+        """Return the bytes of the stored numbers of a row, without scales and biases."""
         return -(-dim * self.bits // 8)
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row of ``dim`` numbers: one token, one head, one layer."""
+        """Return the bytes of a row of ``dim`` numbers: one token, one head, one layer."""
         return self.packed_bytes(dim) + AFFINE_BYTES * self.n_groups(dim)
 
 
 @dataclass(frozen=True, slots=True)
 class KvDtype:
-    """How K and V are stored.
+    """Storage of K and V.
 
     Attributes:
         k: the K side.
@@ -123,12 +123,12 @@ class KvDtype:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether one of the two is."""
+        """True if K or V is quantised."""
         return self.k.is_quantised or self.v.is_quantised
 
 
 def rotated_block(dim: int) -> int:
-    """How many numbers of a row of ``dim`` are rotated together."""
+    """Return how many numbers of a row of ``dim`` are rotated together."""
     return dim & -dim
 
 

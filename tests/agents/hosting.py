@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvcellar.agents import AgentManager, MemoryPlan, ModelHost, ModelRegistry, open_host
 from kvcellar.budget import parse_size, resident_bytes
 from kvcellar.engine import EngineConfig, SamplingParams
+from kvcellar.models import LoadOptions
 from kvcellar.registry import load_backend
 from kvcellar.store import Store, StoreConfig
 from tests.agents.fakes import Eager, turn
@@ -44,13 +46,13 @@ async def talk(agents: AgentManager, models: list[str], n_agents: int, n: int) -
 def main(folder: str, memory: str, capacity: str, n_agents: str, n: str, *models: str) -> None:
     load_backend("torch")
     plan = MemoryPlan.divide(parse_size(memory), resident_bytes())
-    settings: dict[str, Any] = {"capacity": int(capacity), "config": CONFIG}
+    asked = LoadOptions(capacity=int(capacity))
 
     def size_of(name: str) -> int:
-        return plan.size_of(name, **settings)
+        return plan.size_of(replace(asked, model=name), CONFIG)
 
     def load(name: str) -> ModelHost:
-        host = open_host(name, memory_bytes=size_of(name), **settings)
+        host = open_host(asked, model=name, memory_bytes=size_of(name), config=CONFIG)
         host.costs = Eager()  # whatever is stored is loaded
         return host
 

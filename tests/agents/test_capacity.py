@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvcellar.agents import MemoryPlan, choose_capacity, open_host, planned_cont
 from kvcellar.agents import memory as agent_memory
 from kvcellar.cli.session import bound_model
 from kvcellar.errors import ConfigError
+from kvcellar.models import LoadOptions
 from kvcellar.models.loading import DEMO_FOLDER
 
 MB = 1_000_000
@@ -44,15 +46,16 @@ def test_the_default_is_the_models_context_and_says_so(long_model):
         assert stats.cache.size_bytes == 0, "pools grow with use"
     finally:
         host.close()
-    with bound_model(long_model, dtype="float32") as bound:
+    with bound_model(LoadOptions(long_model, dtype="float32")) as bound:
         assert bound.cache.capacity == LONG
 
 
 @pytest.mark.parametrize("megabytes", [300, 800, 1200])
 def test_less_memory_gives_as_much_as_fits_of_it(long_model, megabytes):
     limit = megabytes * MB
-    chosen = choose_capacity(long_model, limit, dtype="float32")
-    host = open_host(long_model, dtype="float32", memory_bytes=limit)
+    asked = LoadOptions(long_model, dtype="float32", memory_bytes=limit)
+    chosen = choose_capacity(asked)
+    host = open_host(asked)
     try:
         assert host.engine.cache.capacity == host.context
         assert 0.97 * chosen.cells <= host.context <= chosen.cells <= LONG
@@ -63,7 +66,7 @@ def test_less_memory_gives_as_much_as_fits_of_it(long_model, megabytes):
     finally:
         host.close()
     if chosen.cells < LONG:
-        more = choose_capacity(long_model, limit + 50 * MB, dtype="float32")
+        more = choose_capacity(replace(asked, memory_bytes=limit + 50 * MB))
         assert more.cells > chosen.cells + 1000
     else:
         assert "the model's context" in chosen.why
@@ -71,12 +74,13 @@ def test_less_memory_gives_as_much_as_fits_of_it(long_model, megabytes):
 
 def test_without_a_limit_it_is_what_the_machine_allows(long_model, monkeypatch):
     monkeypatch.setattr(agent_memory, "machine_bytes", lambda: 900 * MB)
-    chosen = choose_capacity(long_model, dtype="float32")
+    asked = LoadOptions(long_model, dtype="float32")
+    chosen = choose_capacity(asked)
     assert 1024 < chosen.cells < LONG
     assert chosen.why == f"what 900.0 MB allow of the model's context of {LONG}"
-    assert planned_context(long_model, dtype="float32") == (chosen.cells, LONG)
+    assert planned_context(asked) == (chosen.cells, LONG)
     monkeypatch.setattr(agent_memory, "machine_bytes", lambda: 10 * MB)
-    assert choose_capacity(long_model, dtype="float32").cells == 512, "it is tried all the same"
+    assert choose_capacity(asked).cells == 512, "it is tried all the same"
 
 
 def test_what_is_asked_for_is_what_there_is(long_model):
@@ -86,7 +90,7 @@ def test_what_is_asked_for_is_what_there_is(long_model):
         assert str(host.capacity) == f"capacity {2 * LONG} cells: as asked"
     finally:
         host.close()
-    assert planned_context(long_model, capacity=1000) == (1000, LONG)
+    assert planned_context(LoadOptions(long_model, capacity=1000)) == (1000, LONG)
     with pytest.raises(ConfigError, match="capacity"):
         open_host(long_model, capacity=0)
 
@@ -95,14 +99,15 @@ def test_models_that_are_offered_together_share_the_memory_rather_than_take_turn
     long_model, tmp_path
 ):
     short = made(tmp_path / "short", max_position_embeddings=4096)
-    names = [long_model, short]
+    names, asked = [long_model, short], LoadOptions(dtype="float32")
     rich = MemoryPlan.divide(100_000 * MB, 100 * MB)
-    assert rich.shared_capacities(names, dtype="float32") == {long_model: None, short: None}
+    assert rich.shared_capacities(names, asked) == {long_model: None, short: None}
     poor = MemoryPlan.divide(900 * MB, 100 * MB)
-    shared = poor.shared_capacities(names, dtype="float32")
+    shared = poor.shared_capacities(names, asked)
     assert shared[short] == 4096 and 8192 <= shared[long_model] < LONG
-    sizes = [poor.size_of(n, dtype="float32", capacity=shared[n]) for n in names]
+    sizes = [poor.size_of(replace(asked, model=n, capacity=shared[n])) for n in names]
     assert sum(sizes) <= poor.models_bytes
-    assert poor.shared_capacities([long_model]) == {long_model: None}, "alone it takes what fits"
+    alone = poor.shared_capacities([long_model], LoadOptions())
+    assert alone == {long_model: None}, "alone it takes what fits"
     tiny = MemoryPlan.divide(300 * MB, 100 * MB)
-    assert tiny.shared_capacities(names, dtype="float32")[long_model] == 8192
+    assert tiny.shared_capacities(names, asked)[long_model] == 8192

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvcellar.agents import MemoryPlan, open_host
 from kvcellar.agents.memory import budgets_of_host
 from kvcellar.engine import EngineConfig, Request, SamplingParams
 from kvcellar.errors import ConfigError
+from kvcellar.models import LoadOptions
 from kvcellar.models.sizing import size_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
@@ -89,26 +91,30 @@ def test_a_limit_that_holds_no_model_is_refused_with_numbers(models):
 
 def test_whoever_guesses_for_a_model_is_counted_with_it(models):
     plan = MemoryPlan.divide(10_000 * MB, 1000 * MB)
-    alone, both = (plan.size_of(models[0], capacity=1000, speculate=s) for s in (None, models[1]))
+    asked = LoadOptions(models[0], capacity=1000)
+    alone, both, ngram = (
+        plan.size_of(replace(asked, speculate=who)) for who in (None, models[1], "ngram")
+    )
     assert alone + 1000 * 49_152 < both <= 2 * alone + 100 * MB
-    ngram = plan.size_of(models[0], capacity=1000, speculate="ngram")
     assert alone + 1_000_000 <= ngram < both
 
     limit = both - 10 * MB
-    own, draft = budgets_of_host(models[0], limit, capacity=1000, speculate=models[1])
+    guessing = replace(asked, memory_bytes=limit, speculate=models[1])
+    own, draft = budgets_of_host(guessing)
     assert draft is not None
     assert own.limit_bytes == limit and own.base_bytes > draft.limit_bytes
     assert own.base_bytes + own.reserve_bytes + own.kv_bytes == limit
     assert abs(own.kv_bytes - draft.kv_bytes) < MB, "models of one shape hold the same tokens"
-    assert budgets_of_host(models[0], limit, capacity=1000, speculate="ngram")[1] is None
+    assert budgets_of_host(replace(guessing, speculate="ngram"))[1] is None
     with pytest.raises(ConfigError, match="leaves nothing for KV"):
-        budgets_of_host(models[0], alone - 49 * MB, capacity=1000, speculate=models[1])
+        budgets_of_host(replace(guessing, memory_bytes=alone - 49 * MB))
 
 
 def test_a_head_that_guesses_for_a_model_is_counted_with_it():
     plan = MemoryPlan.divide(10_000 * MB, 1000 * MB)
-    alone, both = (plan.size_of("demo", capacity=1000, speculate=s) for s in (None, "eagle3"))
-    own, draft = budgets_of_host("demo", both - MB, capacity=1000, speculate="eagle3")
+    asked = LoadOptions("demo", capacity=1000, speculate="eagle3")
+    alone, both = (plan.size_of(one) for one in (replace(asked, speculate=None), asked))
+    own, draft = budgets_of_host(replace(asked, memory_bytes=both - MB))
     assert draft is not None and 0 < draft.base_bytes < 13 * MB < draft.limit_bytes
     assert alone + draft.base_bytes + draft.reserve_bytes < both
     assert own.base_bytes + own.reserve_bytes + own.kv_bytes == both - MB
@@ -116,20 +122,17 @@ def test_a_head_that_guesses_for_a_model_is_counted_with_it():
 
 
 def test_a_host_with_a_draft_model_keeps_both_caches_inside_the_limit(models):
-    limit = MemoryPlan.divide(10_000 * MB, 1000 * MB).size_of(
-        models[0], capacity=300, speculate=models[1]
-    )
+    asked = LoadOptions(models[0], capacity=300, speculate=models[1])
+    limit = MemoryPlan.divide(10_000 * MB, 1000 * MB).size_of(asked)
     config = EngineConfig(verify_all_drafts=True)
-    host = open_host(
-        models[0], capacity=300, memory_bytes=limit, speculate=models[1], config=config
-    )
+    host = open_host(asked, memory_bytes=limit, config=config)
     try:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         requests = [Request(tuple(range(i, 40 + i)), params) for i in range(2)]
         ends = host.service.run(lambda e: [e.generate(request) for request in requests]).result()
         assert all(len(end.token_ids) == 9 for end in ends)
         engine = host.engine
-        drafter: Any = engine.scheduler.speculator.drafter
+        drafter: Any = engine.outcomes.speculator.drafter
         budgets = [cache.config.budget for cache in (engine.cache, drafter._cache)]
         assert budgets[0] is not budgets[1]
         assert all(0 < budget.held_bytes <= budget.kv_bytes for budget in budgets)
@@ -145,7 +148,7 @@ def test_a_model_is_given_what_its_capacity_takes_or_all_there_is(models):
     assert plan.process_bytes + plan.warm_bytes + plan.queue_bytes + plan.models_bytes == (
         plan.limit_bytes
     )
-    small, large = (plan.size_of(models[0], capacity=n) for n in (1000, 2000))
+    small, large = (plan.size_of(LoadOptions(models[0], capacity=n)) for n in (1000, 2000))
     assert 1000 * 49_152 < large - small < 3 * 1000 * 49_152
     poor = MemoryPlan.divide(1500 * MB, 1000 * MB)
-    assert poor.size_of(models[0], capacity=100_000) == poor.models_bytes
+    assert poor.size_of(LoadOptions(models[0], capacity=100_000)) == poor.models_bytes

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvcellar.agents.conversation import what_changed
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.misses import Miss, explain, miss_beside
-from kvcellar.agents.models import ModelHost
 from kvcellar.agents.planning import Turn
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import MIN_GAIN, BroughtBack

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import NoReturn
 
 from kvcellar.agents.conversation import Message
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.misses import Miss
-from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.news import News, NewsReader
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import (

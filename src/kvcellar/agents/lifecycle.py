@@ -13,9 +13,10 @@ from typing import Any
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.joining import Joined
 from kvcellar.agents.lengths import refuse_bytes, size_of
-from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent, AgentInfo, checked_id, derived_id
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from kvcellar.bookkeeping.cells import MIN_RUN
 from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
@@ -14,6 +13,7 @@ from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype, parse_kv_dtype
 from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import accelerator_bytes
+from kvcellar.models.options import LoadOptions
 from kvcellar.models.sizing import size_model
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.store import BLOCK_TOKENS
@@ -91,54 +91,35 @@ class MemoryPlan:
         """For all models in memory together: weights, forwards and KV."""
         return self.limit_bytes - self.process_bytes - self.warm_bytes - self.queue_bytes
 
-    def size_of(
-        self,
-        name: str,
-        *,
-        capacity: int | None = None,
-        kv_dtype: str | None = None,
-        dtype: str | None = None,
-        weights: str | None = None,
-        config: EngineConfig | None = None,
-        speculate: str | None = None,
-        backend: str = "torch",
-        **_: object,
-    ) -> int:
-        """What a model is given, from its config: enough for ``capacity`` tokens, or all there is.
+    def size_of(self, options: LoadOptions, config: EngineConfig | None = None) -> int:
+        """Return the bytes that a model is given: enough for its capacity, or all there is.
 
-        Without a capacity it is enough for the model's context.
-
-        Takes what ``open_host`` takes; whoever guesses for the model is counted with it.
+        Without a capacity it is enough for the model's context. Whoever guesses for the model is
+        counted with it. Nothing is loaded.
 
         Raises:
             ModelError: as ``size_model``.
         """
-        context, sizes = _sizer(name, speculate, kv_dtype, dtype, weights, config, backend)
-        return min(self.models_bytes, _sum_of(sizes(capacity or context)))
+        context, sizes = _sizer(options, config)
+        return min(self.models_bytes, _sum_of(sizes(options.capacity or context)))
 
     def shared_capacities(
-        self,
-        names: Sequence[str],
-        *,
-        kv_dtype: str | None = None,
-        dtype: str | None = None,
-        weights: str | None = None,
-        config: EngineConfig | None = None,
-        speculate: str | None = None,
-        backend: str = "torch",
-        **_: object,
+        self, names: Sequence[str], options: LoadOptions, config: EngineConfig | None = None
     ) -> dict[str, int | None]:
-        """The most cells for each of several models, so that all of them stay in memory.
+        """Return the most cells for each of several models, so that all of them stay in memory.
 
         None: its whole context. Where not even ``SHARED_CONTEXT`` would fit, they have so many and
         take turns.
 
+        Args:
+            names: the models.
+            options: how each of them is loaded.
+            config: policy of each engine.
+
         Raises:
             ModelError: as ``size_model``.
         """
-        sizers = [
-            _sizer(name, speculate, kv_dtype, dtype, weights, config, backend) for name in names
-        ]
+        sizers = [_sizer(replace(options, model=name), config) for name in names]
 
         def fits(capacity: int) -> bool:
             needs = sum(_sum_of(sizes(min(context, capacity))) for context, sizes in sizers)
@@ -167,27 +148,24 @@ class _Size:
 
 
 def budgets_of_host(
-    name: str,
-    limit_bytes: int,
-    *,
-    capacity: int | None = None,
-    kv_dtype: str | None = None,
-    dtype: str | None = None,
-    weights: str | None = None,
-    config: EngineConfig | None = None,
-    speculate: str | None = None,
-    backend: str = "torch",
+    options: LoadOptions, config: EngineConfig | None = None
 ) -> tuple[MemoryBudget, MemoryBudget | None]:
-    """The budgets of one host's cache, and of the cache of a model that guesses for it, if any.
+    """Return the budgets of one host's cache, and of the cache of a model that guesses for it.
 
     A model's weights are its base, its forwards its reserve. What is left for KV is divided so that
     both caches hold the same tokens.
 
+    Args:
+        options: of the host, with ``memory_bytes``.
+        config: policy of its engine.
+
     Raises:
         ConfigError: the weights and a forward alone take more, with the numbers.
     """
-    context, sizes = _sizer(name, speculate, kv_dtype, dtype, weights, config, backend)
-    size, *others = sizes(capacity or context)
+    limit_bytes = options.memory_bytes
+    assert limit_bytes is not None, "a host without a limit has no budget"
+    context, sizes = _sizer(options, config)
+    size, *others = sizes(options.capacity or context)
     guessing = sum(other.fixed_bytes for other in others)
     left = max(0, limit_bytes - size.fixed_bytes - guessing)
     shares = [left * other.kv_bytes // (size.kv_bytes + other.kv_bytes) for other in others]
@@ -224,45 +202,30 @@ class Capacity:
 
 
 def choose_capacity(
-    name: str,
-    limit_bytes: int | None = None,
-    *,
-    kv_dtype: str | None = None,
-    dtype: str | None = None,
-    weights: str | None = None,
-    config: EngineConfig | None = None,
-    speculate: str | None = None,
-    backend: str = "torch",
-    device: str | None = None,
-    most_sequences: int = 1,
+    options: LoadOptions, config: EngineConfig | None = None, *, most_sequences: int = 1
 ) -> Capacity:
-    """The default capacity: the model's context where memory allows, else what memory allows.
+    """Return the capacity that is asked for, or else the model's context as far as memory allows.
 
-    Pools grow as they are used, so cells that nobody needs cost nothing.
+    Pools grow as they are used, so cells that nobody needs cost nothing. Without ``memory_bytes``
+    it is this machine's memory without what is left to others; an accelerator's is its own.
 
     Args:
-        name: as ``load_model`` takes it.
-        limit_bytes: what the model may hold: weights, forwards and KV. None: this machine's memory
-            without what is left to others.
-        kv_dtype: how K and V are stored; None: as the weights.
-        dtype: type of the weights in memory.
-        weights: how linear layers hold theirs.
+        options: of the model.
         config: policy of the engine.
-        speculate: who guesses.
-        backend: who runs it.
-        device: where; the memory of an accelerator is its own.
         most_sequences: of one context each.
 
     Raises:
         ModelError: as ``size_model``.
     """
-    context, sizes = _sizer(name, speculate, kv_dtype, dtype, weights, config, backend)
+    if options.capacity is not None:
+        return Capacity(options.capacity, "as asked")
+    context, sizes = _sizer(options, config)
     whole = context * most_sequences
-    has_budget = limit_bytes is not None
-    if limit_bytes is not None:
-        limit = of = limit_bytes
+    has_budget = options.memory_bytes is not None
+    if options.memory_bytes is not None:
+        limit = of = options.memory_bytes
     else:
-        own = None if backend != "torch" else accelerator_bytes(device)
+        own = accelerator_bytes(options)
         of = machine_bytes() if own is None else own
         limit = of - of // MACHINE_SHARE - (PROCESS_BYTES if own is None else 0)
     cells = most(whole, lambda n: _sum_of(sizes(n, keeps_windows=has_budget)) <= limit)
@@ -273,19 +236,16 @@ def choose_capacity(
     return Capacity(cells, f"what {format_size(of)} allow of the model's context of {context}")
 
 
-def planned_context(
-    name: str, limit_bytes: int | None = None, *, capacity: int | None = None, **loading: Any
-) -> tuple[int, int]:
-    """(the longest conversation that a model will take, what it was made for), before it is loaded.
+def planned_context(options: LoadOptions, config: EngineConfig | None = None) -> tuple[int, int]:
+    """Return the longest conversation that a model will take, and what it was made for.
 
-    Takes what ``choose_capacity`` takes.
+    Nothing is loaded.
 
     Raises:
         ModelError: as ``size_model``.
     """
-    how = {key: loading.get(key) for key in ("dtype", "weights")}
-    spec = size_model(name, backend=loading.get("backend", "torch"), **how)
-    cells = capacity or choose_capacity(name, limit_bytes, **loading).cells
+    spec = size_model(options)
+    cells = choose_capacity(options, config).cells
     return min(cells, spec.max_positions), spec.max_positions
 
 
@@ -299,29 +259,24 @@ def _sum_of(sizes: Sequence[_Size]) -> int:
 
 
 def _sizer(
-    name: str,
-    speculate: str | None,
-    kv_dtype: str | None,
-    dtype: str | None,
-    weights: str | None,
-    config: EngineConfig | None,
-    backend: str,
+    options: LoadOptions, config: EngineConfig | None
 ) -> tuple[int, Callable[..., list[_Size]]]:
-    """A model's context; and what it, and whoever guesses for it, take with so many cells."""
+    """Return a model's context; and what it, and whoever guesses for it, take with n cells."""
     config = config or EngineConfig()
-    spec = size_model(name, dtype=dtype, backend=backend, weights=weights)
+    speculate = options.speculate
+    spec = size_model(options)
     n_rows = config.max_num_seqs
     draft, n_draft_rows = None, 0
     if speculate is not None:
         n_rows = min(config.max_num_batched_tokens, n_rows * (1 + config.max_drafted))
     if speculate is not None and (head := head_of(speculate)) is not None:
-        draft, n_draft_rows = size_eagle3(head or None, name, dtype=spec.dtype), n_rows
+        draft, n_draft_rows = size_eagle3(head or None, options.model, dtype=spec.dtype), n_rows
     elif speculate is not None and speculate != NGRAM:
-        draft = size_model(speculate, dtype=dtype, backend=backend, weights=weights)
+        draft = size_model(replace(options, model=speculate))
         n_draft_rows = config.max_num_batched_tokens
 
     def sizes(capacity: int, *, keeps_windows: bool = False) -> list[_Size]:
-        found = [_size_of(spec, capacity, kv_dtype, config, n_rows, keeps_windows)]
+        found = [_size_of(spec, capacity, options.kv_dtype, config, n_rows, keeps_windows)]
         if speculate == NGRAM:
             found.append(_Size(0, 2 * capacity * NGRAM_BYTES, 0))
         elif draft is not None:

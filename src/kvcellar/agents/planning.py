@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.agents.conversation import Message, Prefixes, Spoken, plan_messages
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.misses import Miss
-from kvcellar.agents.models import ModelHost, model_notes
+from kvcellar.agents.models import model_notes
 from kvcellar.agents.records import Agent, TurnRecord
 from kvcellar.agents.residence import ProgressFn
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams

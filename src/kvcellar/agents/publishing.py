@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from kvcellar.agents.checking import checked_facts, key_of
 from kvcellar.agents.durable import entry_of, stored_state
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.marks import Mark
-from kvcellar.agents.models import ModelHost
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import save_history
 from kvcellar.engine import Engine

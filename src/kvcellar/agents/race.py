@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvcellar.agents.costs import Costs
-from kvcellar.agents.models import ModelHost
+from kvcellar.agents.host import ModelHost
 from kvcellar.engine import FinishEvent, HeldPrefix, Request, SamplingParams
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History

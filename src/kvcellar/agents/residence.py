@@ -20,8 +20,8 @@ import numpy as np
 
 from kvcellar.agents.canary import check_restored
 from kvcellar.agents.costs import Estimate
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.memory import IN_FLIGHT
-from kvcellar.agents.models import ModelHost
 from kvcellar.agents.race import Ahead, Front
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from kvcellar.agents.directory import Directory, name_taken
 from kvcellar.agents.freeing import demote_cells, free_cells
-from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.host import ModelHost
+from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent, AgentInfo, checked_id
 from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back

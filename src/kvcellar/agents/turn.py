@@ -18,10 +18,11 @@ from kvcellar.agents.accounting import TurnEnd, miss_of, usage_of
 from kvcellar.agents.checking import check_said
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
+from kvcellar.agents.host import ModelHost
 from kvcellar.agents.joining import continues
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.agents.lookup import Lookup
-from kvcellar.agents.models import ModelHost, ModelRegistry
+from kvcellar.agents.models import ModelRegistry
 from kvcellar.agents.planning import Turn, plan_turn, record_turn
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.hosting import Hosting
 from kvcellar.cli.terminal import print_warning, progress_bar, write
+from kvcellar.models.options import LoadOptions
 
 if TYPE_CHECKING:
     from kvcellar.agents import AgentInfo, AgentManager, Miss
@@ -46,7 +47,7 @@ ModelName = Annotated[
 @contextmanager
 def opened_agents(
     folder: Path | None,
-    loading: Mapping[str, Any] | None = None,
+    loading: LoadOptions | None = None,
     *,
     memory: str | None = None,
     agent_id: str | None = None,
@@ -56,7 +57,7 @@ def opened_agents(
 
     Args:
         folder: of the store; None: the user's.
-        loading: how models are loaded, as ``open_host`` takes it.
+        loading: how models are loaded; None: as by default.
         memory: what the whole process may hold, as a text.
         agent_id: whose type of K and V is taken where ``loading`` names none.
         verify: as ``AgentManager`` takes it.
@@ -68,7 +69,7 @@ def opened_agents(
         mine = [i for i in agents.directory.infos() if (i.agent_id, i.model) == (agent_id, name)]
         return mine[-1].kv_dtype if mine else None
 
-    hosting = Hosting.of(loading or {}, memory)
+    hosting = Hosting.of(loading or LoadOptions(), memory)
     hosting.kv_dtype_of = kv_dtype_of
     with Store((folder or default_store()).expanduser(), hosting.store) as store:
         models = ModelRegistry(

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,7 +50,7 @@ def generate_command(
     """
     params = sampling.params()
     said = sys.stdin.read().removesuffix("\n") if text == "-" else text
-    settings = loading.loading() | {"speculate": speculate}
+    settings = replace(loading.options_for(), speculate=speculate)
     with opened_agents(
         store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
@@ -81,7 +81,7 @@ def chat_command(
     message.
     """
     params = sampling.params()
-    settings = loading.loading() | {"speculate": speculate}
+    settings = replace(loading.options_for(), speculate=speculate)
     with opened_agents(
         store, settings, memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:

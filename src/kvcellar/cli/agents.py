@@ -119,7 +119,7 @@ def create_command(
     loading: ModelOptions,
 ) -> None:
     """Make an agent without a history."""
-    with opened_agents(store, loading.loading()) as agents:
+    with opened_agents(store, loading.options_for()) as agents:
         info = asyncio.run(agents.lifecycle.create(agent_id, model=full_path(model), system=system))
     show_agent(info, as_json)
 
@@ -234,7 +234,7 @@ def resume_command(
 ) -> None:
     """Load an agent's KV into the cache and say how much came, from where, in what time."""
     with opened_agents(
-        store, loading.loading(), memory=loading.memory, agent_id=agent_id, verify=verify
+        store, loading.options_for(), memory=loading.memory, agent_id=agent_id, verify=verify
     ) as agents:
         with progress_bar("loading") as report:
             back = asyncio.run(agents.sleep.resume(agent_id, progress=report))

@@ -56,7 +56,7 @@ def chat_command(
     /help, /quit. In a pipe every line is one message.
     """
     params = sampling.params()
-    with bound_model(model, kind=cache, memory=loading.memory, **loading.loading()) as bound:
+    with bound_model(loading.options_for(model), kind=cache, memory=loading.memory) as bound:
         conversation = Conversation(
             bound.runner,
             bound.cache,

@@ -13,6 +13,7 @@ from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.engine import BranchReport, SamplingParams, branch
 from kvcellar.engine.branches import bytes_per_cell
+from kvcellar.models import LoadOptions
 
 TRUNK = '''\
 """Helpers for reading and writing text files."""
@@ -71,14 +72,8 @@ def demo_command(
     in one batched forward per token, and the likeliest is kept.
     """
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
-    with bound_model(
-        "demo",
-        kind="seq",
-        backend=backend,
-        weights=weights,
-        memory=memory,
-        n_sequences=branches,
-    ) as bound:
+    loading = LoadOptions(backend=backend, weights=weights)
+    with bound_model(loading, kind="seq", memory=memory, n_sequences=branches) as bound:
         tokenizer = bound.model.tokenizer
         trunk = [tokenizer.bos_token_id, *tokenizer.encode(TRUNK)]
         with progress_bar("reading the trunk") as report:

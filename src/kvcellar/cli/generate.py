@@ -16,7 +16,7 @@ from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
 from kvcellar.engine import DEFAULTABLE, Generation, SamplingParams, encode_chat, generate
 from kvcellar.errors import ConfigError
-from kvcellar.models.loading import DEMO
+from kvcellar.models.options import DEMO
 from kvcellar.valid import valid_text
 
 
@@ -68,7 +68,7 @@ def generate_command(
         raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
     params = sampling.params()
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with bound_model(model, kind=cache, memory=loading.memory, **loading.loading()) as bound:
+    with bound_model(loading.options_for(model), kind=cache, memory=loading.memory) as bound:
         params = params.for_model(bound.model.sampling)
         if chat is None:
             has_template = bool(getattr(bound.model.tokenizer, "chat_template", None))

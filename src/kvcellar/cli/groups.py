@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kvcellar.cli import options
 from kvcellar.engine import DEFAULTABLE, SamplingParams
+from kvcellar.models.options import DEMO, LoadOptions
 
 __all__ = ["CacheOptions", "ChatSampling", "ModelOptions", "SamplingOptions"]
 
@@ -23,31 +24,26 @@ class ModelOptions:
     device: options.Device = None
     chat_template: options.ChatTemplate = None
 
-    def loading(self) -> dict[str, Any]:
-        """Return the options as functions that load models take them; the template is read.
+    def options_for(self, model: str = DEMO) -> LoadOptions:
+        """Return the options as functions that load a model take them; the template is read.
 
         Raises:
             ConfigError: the chat template cannot be read, or is none.
         """
-        return asdict(self) | {"chat_template": options.read_template(self.chat_template)}
+        given = {key: value for key, value in asdict(self).items() if key != "memory"}
+        given["chat_template"] = options.read_template(self.chat_template)
+        return LoadOptions(model, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions(ModelOptions):
-    """How a model is loaded, and how much its cache holds."""
+    """How a model is loaded, and how much its cache holds.
+
+    ``memory`` is of the whole process, and whoever loads the models divides it.
+    """
 
     capacity: options.Capacity = None
     memory: options.Memory = None
-
-    def loading(self) -> dict[str, Any]:
-        """Return the options as functions that open hosts take them, without the memory to share.
-
-        Raises:
-            ConfigError: as ``ModelOptions.loading``.
-        """
-        found = ModelOptions.loading(self)
-        del found["memory"]
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

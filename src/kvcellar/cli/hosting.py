@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.cli.session import memory_plan
@@ -12,6 +12,8 @@ from kvcellar.cli.terminal import ProgressFn, print_note, shown_warnings
 
 if TYPE_CHECKING:
     from kvcellar.agents import MemoryPlan, ModelHost
+    from kvcellar.engine import EngineConfig
+    from kvcellar.models import LoadOptions
     from kvcellar.store import StoreConfig
 
 __all__ = ["Hosting"]
@@ -22,42 +24,52 @@ class Hosting:
     """How the models of one process are loaded.
 
     Attributes:
-        loading: settings of all models, as ``open_host`` takes them.
+        loading: options of all models.
+        config: policy of their engines.
         plan: how models and store share the process's memory; None where nothing bounds it.
         capacities: tokens of the cache, per model that has to share memory with others.
         kv_dtype_of: how K and V of a model are stored where nobody said it.
     """
 
-    loading: Mapping[str, Any]
+    loading: LoadOptions
+    config: EngineConfig | None = None
     plan: MemoryPlan | None = None
     capacities: Mapping[str, int | None] = field(default_factory=dict)
     kv_dtype_of: Callable[[str], str | None] = lambda _: None
 
     @classmethod
-    def of(cls, loading: Mapping[str, Any], memory: str | None) -> Hosting:
+    def of(
+        cls, loading: LoadOptions, memory: str | None, config: EngineConfig | None = None
+    ) -> Hosting:
         """Divide the memory that a command's option gives; without it nothing is bounded.
 
         Raises:
             ConfigError: it is no size, or too small for any model.
         """
-        return cls(loading, memory_plan(memory, dict(loading)))
+        return cls(loading, config, memory_plan(memory, loading))
 
     def share_among(self, names: Sequence[str]) -> None:
         """Have several models share the memory so that all of them stay in it, where they can."""
-        if self.plan is not None and self.loading.get("capacity") is None:
-            self.capacities = self.plan.shared_capacities(names, **self.loading)
+        if self.plan is not None and self.loading.capacity is None:
+            self.capacities = self.plan.shared_capacities(names, self.loading, self.config)
 
-    def settings_of(self, name: str) -> dict[str, Any]:
-        """Return how one model is loaded, as ``open_host`` takes it."""
-        settings = dict(self.loading)
-        settings["capacity"] = self.capacities.get(name, settings.get("capacity"))
-        settings["kv_dtype"] = settings.get("kv_dtype") or self.kv_dtype_of(name)
-        return settings
+    def options_of(self, name: str) -> LoadOptions:
+        """Return how one model is loaded, inside of its share of the memory."""
+        options = replace(
+            self.loading,
+            model=name,
+            capacity=self.capacities.get(name, self.loading.capacity),
+            kv_dtype=self.loading.kv_dtype or self.kv_dtype_of(name),
+        )
+        if self.plan is None:
+            return options
+        return replace(options, memory_bytes=self.plan.size_of(options, self.config))
 
     def size_of(self, name: str) -> int:
         """Return the bytes that one model may hold, for a process that is bounded."""
-        assert self.plan is not None
-        return self.plan.size_of(name, **self.settings_of(name))
+        size_bytes = self.options_of(name).memory_bytes
+        assert size_bytes is not None
+        return size_bytes
 
     @property
     def registry(self) -> dict[str, Any]:
@@ -79,7 +91,7 @@ class Hosting:
         """Return the longest conversation that a model will take and what it was made for."""
         from kvcellar.agents import planned_context
 
-        return planned_context(name, self._limit(name), **self._without_template(name))
+        return planned_context(self.options_of(name), self.config)
 
     def check(self, name: str) -> None:
         """Find what would keep a model from being loaded; no weight is read.
@@ -89,23 +101,15 @@ class Hosting:
         """
         from kvcellar.agents import check_host
 
-        check_host(name, memory_bytes=self._limit(name), **self._without_template(name))
+        check_host(self.options_of(name), self.config)
 
     def open(self, name: str, bar: AbstractContextManager[ProgressFn]) -> ModelHost:
         """Load a model and start its engine; what was found on the way is told behind the bar."""
         from kvcellar.agents import open_host
 
-        limit = self._limit(name)
+        options = self.options_of(name)
         with shown_warnings(), bar as report:
-            opened = open_host(name, progress=report, memory_bytes=limit, **self.settings_of(name))
+            opened = open_host(options, config=self.config, progress=report)
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")
         return opened
-
-    def _limit(self, name: str) -> int | None:
-        return None if self.plan is None else self.size_of(name)
-
-    def _without_template(self, name: str) -> dict[str, Any]:
-        settings = self.settings_of(name)
-        settings.pop("chat_template", None)  # it was read already, and the model is not there yet
-        return settings

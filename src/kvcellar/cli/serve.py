@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -170,7 +171,7 @@ def _hosting(
         )
     engine = EngineConfig(max_num_seqs=limits.parallel, max_prefill_beside=PREFILL_BESIDE)
     hosting = Hosting.of(
-        loading.loading() | {"config": engine, "speculate": speculate}, loading.memory
+        replace(loading.options_for(), speculate=speculate), loading.memory, engine
     )
     hosting.share_among(paths)
     return hosting

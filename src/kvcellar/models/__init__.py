@@ -1,9 +1,7 @@
-"""Loading checkpoints and binding their attention to the op. Nothing here writes a model again.
-
-Importing this package needs no tensor library; loading a model does.
-"""
+"""Checkpoints and what runs them, whatever the runtime: no tensor library is imported here."""
 
 from kvcellar.models.loading import LoadedModel, check_model, load_model
+from kvcellar.models.options import LoadOptions
 from kvcellar.models.runner import Runner
 
-__all__ = ["LoadedModel", "Runner", "check_model", "load_model"]
+__all__ = ["LoadOptions", "LoadedModel", "Runner", "check_model", "load_model"]

@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from kvcellar.models.kv_quality import (
     harm_of,
     known_quality,
 )
+from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
 from kvcellar.models.prompts import encode, render
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS, WEIGHTS, choose_weights, parse_weights
@@ -37,13 +38,8 @@ from kvcellar.registry import CacheSession, load_backend
 from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
 from kvcellar.types import ModelCacheParams
 
-DEMO = "demo"
-"""The name of the bundled model."""
-
 DEMO_FOLDER = Path(__file__).parent / "demo"
 
-ProgressFn = Callable[[float, str], None]
-"""Called with how much is done, 0 to 1 and never less than before, and what comes now."""
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
@@ -231,33 +227,14 @@ def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:
 
 
 def load_model(
-    name_or_path: str | Path,
-    *,
-    backend: str = "torch",
-    dtype: Any = None,
-    weights: str | None = None,
-    device: Any = None,
-    chat_template: str | None = None,
-    progress: ProgressFn | None = None,
+    model: str | Path | LoadOptions, /, *, progress: ProgressFn | None = None, **settings: Any
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Args:
-        name_or_path: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
-            safetensors; or a name on the Hugging Face hub, which is downloaded once.
-        backend: who runs it: ``torch``, ``mlx``, or ``executorch``, which takes .pte files too.
-        dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
-            the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
-            arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
-            of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
-            float32.
-        weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
-            ``int4``, which the kernel of this package reads, or ``none``: as torch does. None:
-            ``bf16`` where ``dtype`` is bfloat16 and the kernel is built, since nothing is lost,
-            else ``none``. With executorch ``8da8w`` or ``8da4w``: a checkpoint is exported so.
-        device: where to put it, as torch knows it; None: the CPU.
-        chat_template: text of a template in place of the checkpoint's own; None: its own.
+        model: options, or the model alone; what concerns caches is ignored.
         progress: called while loading; otherwise loading is silent.
+        settings: fields of ``LoadOptions``, in place of the options' own.
 
     Raises:
         ModelError: no such model, a checkpoint that is incomplete or damaged, or an architecture
@@ -268,13 +245,15 @@ def load_model(
     Warns:
         WeightsQualityWarning: the weights' format harms the model, or models of its size.
     """
-    if backend != "torch":
-        found: LoadedModel = _loading_backend(backend).load_model(
-            name_or_path, dtype=dtype, weights=weights, device=device, progress=progress
+    options = LoadOptions.of(model, **settings)
+    name_or_path, dtype, device = options.model, options.dtype, options.device
+    if options.backend != "torch":
+        found: LoadedModel = _loading_backend(options.backend).load_model(
+            name_or_path, dtype=dtype, weights=options.weights, device=device, progress=progress
         )
-        return _with_template(found, chat_template)
-    weights = parse_weights(weights, dtype)
-    kernel = load_backend(backend)
+        return _with_template(found, options.chat_template)
+    weights = parse_weights(options.weights, dtype)
+    kernel = load_backend(options.backend)
     torch_loading = _torch_loading()
     from kvcellar.models.tokenizer import load_tokenizer, quiet
 
@@ -299,7 +278,7 @@ def load_model(
         report(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         report(0.05, "loading weights")
-        model = torch_loading.load_weights(
+        network = torch_loading.load_weights(
             folder,
             config,
             CLASSES[config.model_type],
@@ -307,11 +286,11 @@ def load_model(
             dtype=torch_dtype,
             device=torch_device,
         )
-        n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        n_parameters = sum(parameter.numel() for parameter in network.parameters())
         if held is not None:
             report(0.95, "packing the weights")
-            kernel.hold_weights(model, held)
-    vocab_size = int(model.get_input_embeddings().num_embeddings)
+            kernel.hold_weights(network, held)
+    vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
     harm = harm_of(folder, str(name_or_path), held, n_parameters) if held is not None else ""
@@ -320,20 +299,20 @@ def load_model(
     loaded = LoadedModel(
         name=str(name_or_path),
         path=folder,
-        backend=backend,
+        backend=options.backend,
         params=params,
-        config=model.config,
+        config=network.config,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
         max_positions=positions_from_config(config),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(network.dtype).removeprefix("torch."),
         weights=held,
         sampling=sampling_defaults(folder),
         chat_template=None,
-        _model=model,
+        _model=network,
     )
-    return _with_template(loaded, chat_template)
+    return _with_template(loaded, options.chat_template)
 
 
 def _with_template(model: LoadedModel, text: str | None) -> LoadedModel:
@@ -344,29 +323,23 @@ def _with_template(model: LoadedModel, text: str | None) -> LoadedModel:
     return replace(model, chat_template=text)
 
 
-def check_model(
-    name_or_path: str | Path,
-    *,
-    backend: str = "torch",
-    dtype: Any = None,
-    weights: str | None = None,
-    device: Any = None,
-) -> None:
+def check_model(options: LoadOptions) -> None:
     """Find what is wrong with a model, or with how it is to be loaded, and read no weight.
 
-    Takes what ``load_model`` takes. Of a model on the Hugging Face hub that is not here yet only
-    the config is downloaded and checked.
+    Of a model on the Hugging Face hub that is not here yet only the config is downloaded and
+    checked.
 
     Raises:
         ModelError, BackendError, ConfigError: as ``load_model``.
     """
-    if backend != "torch":
-        _loading_backend(backend).check_model(
-            name_or_path, dtype=dtype, weights=weights, device=device
+    name_or_path, dtype, device = options.model, options.dtype, options.device
+    if options.backend != "torch":
+        _loading_backend(options.backend).check_model(
+            name_or_path, dtype=dtype, weights=options.weights, device=device
         )
         return
-    weights = parse_weights(weights, dtype)
-    load_backend(backend)
+    weights = parse_weights(options.weights, dtype)
+    load_backend(options.backend)
     torch_loading = _torch_loading()
     if not is_local(name_or_path):
         torch_loading.pick_types(dtype or "float32", device, {}, Counter())
@@ -441,9 +414,10 @@ def _torch_loading() -> Any:
         ) from error
 
 
-def accelerator_bytes(device: str | None) -> int | None:
-    """Memory of a device that torch knows; None where it is main memory, or nobody says."""
-    if device in (None, "cpu"):
+def accelerator_bytes(options: LoadOptions) -> int | None:
+    """Return the memory of the device that a model runs on; None: main memory, or not known."""
+    device = options.device
+    if options.backend != "torch" or device in (None, "cpu"):
         return None
     try:
         loading = importlib.import_module("kvcellar.backends.torch.loading")

@@ -24,7 +24,6 @@ from kvcellar.models.checkpoint import (
 )
 from kvcellar.models.loading import (
     CLASSES,
-    DEMO,
     DEMO_FOLDER,
     HUB_ID,
     MULTIMODAL,
@@ -33,6 +32,7 @@ from kvcellar.models.loading import (
     is_quantised_for_mlx,
     without_quantisation,
 )
+from kvcellar.models.options import DEMO, LoadOptions
 from kvcellar.models.weights import (
     bits_of,
     can_code,
@@ -70,21 +70,13 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = ".embed_tokens.weight"
 
 
-def size_model(
-    name_or_path: str | Path,
-    *,
-    dtype: str | None = None,
-    weights: str | None = None,
-    backend: str = "torch",
-) -> ModelCacheSpec:
-    """What a model's KV and weights cost.
+def size_model(model: str | Path | LoadOptions, /, **settings: Any) -> ModelCacheSpec:
+    """Work out what a model's KV and weights cost.
 
     Args:
-        name_or_path: ``demo``, a folder, a ``config.json``, or a name on the Hugging Face hub, of
-            which the config alone is downloaded; for the backend executorch a .pte file, too.
-        dtype: type of the weights in memory, as ``load_model`` takes it.
-        weights: how linear layers hold theirs, as ``load_model`` takes it.
-        backend: who will run it.
+        model: options, or the model alone; besides what ``load_model`` takes a ``config.json``. Of
+            a name on the Hugging Face hub the config alone is downloaded.
+        settings: fields of ``LoadOptions``, in place of the options' own.
 
     Raises:
         ModelError: no such model, an architecture that is not supported, or a config with missing
@@ -92,10 +84,12 @@ def size_model(
         ConfigError: a dtype that does not exist.
         BackendError: transformers is not installed; or torch, and there are no weights to count.
     """
-    if backend == "executorch":
+    options = LoadOptions.of(model, **settings)
+    name_or_path, dtype, weights = options.model, options.dtype, options.weights
+    if options.backend == "executorch":
         program = Path(name_or_path).expanduser()
         if program.suffix == ".pte":
-            found: ModelCacheSpec = load_backend(backend).size_program(program)
+            found: ModelCacheSpec = load_backend(options.backend).size_program(program)
             return found
         dtype = "float32" if dtype in (None, "auto") else dtype  # what it is exported in
         weights = _EXPORTED.get(weights or "", weights)
@@ -103,7 +97,8 @@ def size_model(
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
         asked = parse_weights(weights, dtype)
-        return _spec_of(str(name_or_path), path, raw, dtype, asked, is_torch=backend == "torch")
+        is_torch = options.backend == "torch"
+        return _spec_of(options.name, path, raw, dtype, asked, is_torch=is_torch)
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.errors import CacheFullError
-from kvcellar.prefix.nodes import check_windows
 from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
+from kvcellar.prefix.tree import check_windows
 from kvcellar.types import IntArray
 
 
@@ -17,27 +17,27 @@ class NaiveIndex:
     """Stores nothing and never finds anything: every prompt is computed."""
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
-        """Create an index for so many layer groups.
+        """An index for so many layer groups.
 
         Raises:
             ConfigError: a window below 1.
         """
         self.windows = check_windows(windows)
-        self.block_size = 1
+        self.page_size = 1
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
-        """Return a match of no tokens."""
+        """Nothing."""
         return PrefixMatch(0, self.held_cells(), PrefixHandle(0, None), 0)
 
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
-        """Return no cells, per layer group."""
+        """Nothing."""
         return self.held_cells()
 
     def lock_handle(self, handle: PrefixHandle) -> None:
-        """Do nothing: no cell is held that a lock could protect."""
+        """There is nothing to protect."""
 
     def unlock_handle(self, handle: PrefixHandle) -> None:
-        """Do nothing, as ``lock_handle``."""
+        """There is nothing to protect."""
 
     def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
         """Adopt nothing."""
@@ -57,37 +57,37 @@ class NaiveIndex:
         return Evicted(0, self.held_cells())
 
     def demote(self, handle: PrefixHandle) -> None:
-        """Do nothing: no history is stored."""
+        """There is nothing to demote."""
 
     def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
-        """Give up nothing: no history is stored."""
+        """There is nothing to give up."""
         return Evicted(0, self.held_cells())
 
     def chains(self) -> list[IntArray]:
-        """Return no stretches."""
+        """None."""
         return []
 
     def relocate(self, moved: Relocation) -> None:
-        """Do nothing: no cell is held."""
+        """There is nothing to tell."""
 
     def size_info(self) -> SizeInfo:
-        """Return zeros."""
+        """Zeros."""
         return SizeInfo(0, 0, (0,) * len(self.windows))
 
     def held_cells(self) -> tuple[IntArray, ...]:
-        """Return no cells, per layer group."""
+        """None, per layer group."""
         return tuple(_NONE.copy() for _ in self.windows)
 
     def locked_cells(self) -> tuple[IntArray, ...]:
-        """Return no cells, per layer group."""
+        """None, per layer group."""
         return self.held_cells()
 
     def reset(self) -> tuple[IntArray, ...]:
-        """Return no cells to release: nothing was stored."""
+        """Forget nothing."""
         return self.held_cells()
 
     def check(self) -> None:
-        """Assert nothing: there is no state."""
+        """There is nothing to go wrong."""
 
 
 _NONE: IntArray = np.empty(0, dtype=np.int64)

@@ -27,7 +27,8 @@ from kvcellar.models.fingerprint import (
     fingerprint_of,
 )
 from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.loading import DEMO, LoadedModel, ProgressFn
+from kvcellar.models.loading import LoadedModel
+from kvcellar.models.options import DEMO, ProgressFn
 from kvcellar.models.runner import FloatArray, Runner, checked_batch
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec, config_from_dict
@@ -232,7 +233,7 @@ def check_model(
     if path.suffix != ".pte" and not path.is_file():
         check_scheme(weights or "none")
         wanted = "float32" if dtype in (None, "auto") else dtype
-        models.check_model(name_or_path, backend="torch", dtype=wanted)
+        models.check_model(models.LoadOptions(name_or_path, dtype=wanted))
         return
     program = Program(path)
     try:

@@ -23,9 +23,7 @@ from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.loading import (
-    DEMO,
     LoadedModel,
-    ProgressFn,
     check_architecture,
     check_vocabulary,
     find_checkpoint,
@@ -33,6 +31,7 @@ from kvcellar.models.loading import (
     is_local,
     without_quantisation,
 )
+from kvcellar.models.options import DEMO, ProgressFn
 from kvcellar.models.runner import Runner
 from kvcellar.models.tokenizer import load_tokenizer, quiet
 from kvcellar.models.weights import PLAIN

@@ -1,0 +1,268 @@
+"""A model in memory with the engine that runs it: opened by options, closed as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvcellar.agents.conversation import AgentTokenizer
+from kvcellar.agents.costs import Costs
+from kvcellar.agents.gate import Gate
+from kvcellar.agents.memory import NGRAM, Capacity, budgets_of_host, choose_capacity, head_of
+from kvcellar.agents.templates import TemplateReport, check_template
+from kvcellar.budget import MemoryBudget, format_size
+from kvcellar.engine import Engine, EngineConfig, EngineService
+from kvcellar.engine.speculate import (
+    Drafter,
+    DraftModel,
+    Eagle3Drafter,
+    FeatureReader,
+    NgramDrafter,
+)
+from kvcellar.errors import ConfigError
+from kvcellar.home import default_home
+from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
+from kvcellar.models.eagle3.finding import size_eagle3
+from kvcellar.models.options import ProgressFn, no_progress
+from kvcellar.models.rendering import prepare_renderer
+from kvcellar.models.sizing import size_model
+from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
+from kvcellar.store import Layout, ModelKey
+from kvcellar.types import CacheConfig, make_config
+
+__all__ = ["ModelHost", "check_host", "open_host"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class ModelHost:
+    """A model in memory, the engine that runs it, and what the store knows it by.
+
+    Attributes:
+        name: what it was asked for by.
+        engine: only to be used between its steps: through ``service``.
+        service: the engine's thread.
+        tokenizer: None for models that take tokens alone.
+        key: whose KV it computes, in the store.
+        eos_token_ids: tokens with which it ends an answer.
+        size_bytes: weights and the most that its cache may hold; 0 where nobody counts.
+        max_positions: the longest sequence that the model was made for; None: not known.
+        sampling: the model's own settings of sampling, as ``LoadedModel`` has them.
+        weights: how it holds them, for people.
+        capacity: how many cells its cache may have and why; None: not known.
+        costs: what restoring and recomputing take here.
+        template: what its chat template does to old turns; None without one.
+        restoring: one restore at a time: the second of two forks finds what the first brought.
+    """
+
+    name: str
+    engine: Engine
+    service: EngineService
+    tokenizer: AgentTokenizer | None
+    key: ModelKey
+    eos_token_ids: frozenset[int] = frozenset()
+    size_bytes: int = 0
+    max_positions: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    weights: str = ""
+    capacity: Capacity | None = None
+    costs: Costs = field(default_factory=Costs)
+    template: TemplateReport | None = None
+    restoring: Gate = field(default_factory=Gate)
+    _on_close: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def context(self) -> int:
+        """The longest conversation that it can read, in tokens.
+
+        The least of what the model was made for and of what its cache can hold of one sequence.
+        What a tokenizer says of lengths is not asked: many say nothing, or 10^30.
+        """
+        capacity = self.engine.cache.capacity
+        return capacity if self.max_positions is None else min(self.max_positions, capacity)
+
+    async def between_steps(self, function: Callable[[Engine], T]) -> T:
+        """Call a function in the engine's thread, between two steps.
+
+        Raises:
+            EngineClosedError: the engine has stopped.
+        """
+        return await asyncio.wrap_future(self.service.run(function))
+
+    def close(self) -> None:
+        """End its engine and let go of its cache and weights. May be called twice."""
+        self.service.close()
+        self._on_close.close()
+
+
+def open_host(
+    model: str | Path | LoadOptions,
+    /,
+    *,
+    config: EngineConfig | None = None,
+    progress: ProgressFn | None = None,
+    **settings: Any,
+) -> ModelHost:
+    """Load a model and start an engine for it.
+
+    Args:
+        model: options, or the model alone.
+        config: policy of the engine.
+        progress: called while loading and hashing.
+        settings: fields of ``LoadOptions``, in place of the options' own.
+
+    Raises:
+        ModelError, BackendError, ConfigError: as ``load_model``, or ``memory_bytes`` do not hold
+            the model; nothing is left loaded.
+        StoreError: its files cannot be hashed.
+    """
+    options = LoadOptions.of(model, **settings)
+    report = progress or no_progress
+    chosen = None
+    budgets: tuple[MemoryBudget | None, MemoryBudget | None] = None, None
+    if options.memory_bytes is not None:
+        chosen = choose_capacity(options, config)
+        budgets = budgets_of_host(replace(options, capacity=chosen.cells), config)
+    prepare_renderer()  # it takes as long to begin as a small model to load
+    loaded = load_model(
+        options, progress=lambda part, what: report(0.8 * part, f"{options.name}: {what}")
+    )
+    chosen = chosen or choose_capacity(options, config)  # loading says what is wrong with a model
+    fingerprint = loaded.fingerprint(
+        cache_file=default_home() / "fingerprints.json",
+        on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{options.name}: {what}"),
+    )
+    cache_config = make_config(
+        loaded.params,
+        chosen.cells,
+        options.kv_dtype_for(loaded.dtype),
+        budget=budgets[0],
+        block_size=options.block_size,
+    )
+    layout = Layout.from_config(cache_config)
+    rows_bytes = layout.rows_bytes(cache_config.capacity)
+    with ExitStack() as stack:
+        engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)
+        has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
+        return ModelHost(
+            name=options.name,
+            engine=engine,
+            service=EngineService(engine),
+            tokenizer=loaded.tokenizer,
+            key=ModelKey(fingerprint.of_kv, layout),
+            eos_token_ids=loaded.eos_token_ids,
+            size_bytes=options.memory_bytes or loaded.size_bytes + rows_bytes,
+            max_positions=loaded.max_positions,
+            sampling=loaded.sampling,
+            weights=loaded.weights or loaded.dtype,
+            capacity=_granted(chosen, engine.cache.capacity, options.memory_bytes),
+            template=check_template(loaded.tokenizer) if has_template else None,
+            _on_close=stack.pop_all(),
+        )
+
+
+def _start_engine(
+    options: LoadOptions,
+    model: LoadedModel,
+    cache_config: CacheConfig,
+    draft_budget: MemoryBudget | None,
+    config: EngineConfig | None,
+    stack: ExitStack,
+) -> Engine:
+    """Open the sessions of a model and of whoever guesses for it, and make an engine for them."""
+    make_session: Callable[[str, CacheConfig], CacheSession[Any]] = make_seq_session
+    if options.block_size > 1:
+        make_session = make_paged_session
+    elif options.speculate is not None:
+        make_session = make_tree_session
+    session = stack.enter_context(make_session(options.backend, cache_config))
+    drafter = _make_drafter(options, model, cache_config, draft_budget, stack)
+    layers = drafter.feature_layers if isinstance(drafter, FeatureReader) else ()
+    return Engine(
+        model.bind(session, feature_layers=layers),
+        session.cache,
+        model.tokenizer,
+        eos_token_ids=model.eos_token_ids,
+        config=config,
+        drafter=drafter,
+        max_positions=model.max_positions,
+    )
+
+
+def _granted(chosen: Capacity, cells: int, memory_bytes: int | None) -> Capacity:
+    """Return the capacity that a cache has, which a budget may have made smaller."""
+    if memory_bytes is None or cells >= chosen.cells:
+        return chosen
+    return Capacity(cells, f"what {format_size(memory_bytes)} allow of {chosen.cells}")
+
+
+def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None:
+    """Find what would keep a host from being opened, as far as files, packages and devices tell.
+
+    No weight is read, and nothing is left open. Of a model on the Hugging Face hub that is not here
+    yet only the config is downloaded and checked.
+
+    Raises:
+        ModelError, BackendError, ConfigError: as ``open_host``.
+    """
+    check_model(options)
+    spec = size_model(options)
+    cells = spec.max_positions if options.capacity is None else options.capacity
+    kv_dtype = options.kv_dtype or "float32"
+    make_config(spec.params, cells, kv_dtype, block_size=options.block_size)
+    if options.memory_bytes is not None:
+        budgets_of_host(options, config)
+    if options.speculate in (None, NGRAM):
+        return
+    assert options.speculate is not None
+    head = head_of(options.speculate)
+    if head is None:
+        check_model(replace(options, model=options.speculate))
+    else:
+        size_eagle3(head or None, options.model, dtype=spec.dtype)
+
+
+def _make_drafter(
+    options: LoadOptions,
+    target: LoadedModel,
+    config: CacheConfig,
+    budget: MemoryBudget | None,
+    stack: ExitStack,
+) -> Drafter | None:
+    """Make whoever guesses: nobody, n-grams, or a head or a smaller model with its own cache.
+
+    Where memory is limited n-grams are remembered of no more tokens than the cache has cells, and
+    of as many that have ended.
+
+    Raises:
+        ConfigError: its vocabulary is another one, or the head is another model's.
+        ModelError: there is no such head or model.
+    """
+    name = options.speculate
+    if name is None:
+        return None
+    if name == NGRAM:
+        return NgramDrafter() if config.budget is None else NgramDrafter(max_tokens=config.capacity)
+    path = head_of(name)
+    if path is not None:
+        from kvcellar.backends.torch.eagle3.loading import load_eagle3
+
+        head = load_eagle3(path or None, target)
+        own = make_config(head.params, config.capacity, head.kv_dtype, budget=budget)
+        session = stack.enter_context(make_tree_session("torch", own))
+        return Eagle3Drafter(head.bind(session), session.cache)
+    asked = replace(options, model=name, kv_dtype=None, chat_template=None)
+    model = load_model(asked)
+    if target.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{name!r} cannot draft for {target.name!r}: their vocabularies differ; choose a model "
+            f"of the same family"
+        )
+    own = make_config(model.params, config.capacity, asked.kv_dtype_for(model.dtype), budget=budget)
+    session = stack.enter_context(make_tree_session(options.backend, own))
+    return DraftModel(model.bind(session), session.cache, target.vocab_size)

@@ -1,0 +1,82 @@
+"""How a model is asked for: one value, from a command's options to the runtime that loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES
+
+__all__ = ["DEMO", "LoadOptions", "ProgressFn", "no_progress"]
+
+DEMO = "demo"
+"""The name of the bundled model."""
+
+ProgressFn = Callable[[float, str], None]
+"""Called with how much is done, 0 to 1 and never less than before, and what comes now."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Which model is loaded, how, and what cache it gets. None: the default.
+
+    Attributes:
+        model: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in
+            safetensors; a name on the Hugging Face hub, which is downloaded once; or what else the
+            backend loads, as a .pte file.
+        backend: who runs it; see :func:`kvcellar.registry.backends`.
+        dtype: type of the weights in memory, by name or as a ``torch.dtype``. None or ``auto``:
+            the checkpoint's own, with two exceptions. float16 becomes bfloat16 on a CPU, where
+            arithmetic in float16 is slow and overflows; it takes the same memory, and three bits
+            of each weight are lost: ask for ``float32`` to keep them. The bundled model runs in
+            float32.
+        weights: how linear layers hold theirs. With torch, on a CPU: ``bf16``, ``int8`` or
+            ``int4``, which the kernel of this package reads, or ``none``: as torch does. None:
+            ``bf16`` where ``dtype`` is bfloat16 and the kernel is built, since nothing is lost,
+            else ``none``. With executorch ``8da8w`` or ``8da4w``: a checkpoint is exported so.
+        device: where it runs, as the backend knows it; None: the CPU, or MLX's default.
+        chat_template: text of a template in place of the checkpoint's own.
+        kv_dtype: how K and V are stored; None: as the weights.
+        capacity: cells of its cache, of all conversations together; one may have as many as the
+            model has positions. None: the model's context where memory allows it, else what memory
+            allows.
+        memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
+            capacity. On CPUs only.
+        block_size: cells that are shared and freed together; above 1 its cache is of blocks.
+        speculate: who guesses tokens that are verified where that saves time: ``ngram`` (what
+            followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
+            bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary; None:
+            nobody.
+    """
+
+    model: str | Path = DEMO
+    backend: str = "torch"
+    dtype: Any = None
+    weights: str | None = None
+    device: Any = None
+    chat_template: str | None = None
+    kv_dtype: str | None = None
+    capacity: int | None = None
+    memory_bytes: int | None = None
+    block_size: int = 1
+    speculate: str | None = None
+
+    @classmethod
+    def of(cls, model: str | Path | LoadOptions, /, **settings: Any) -> LoadOptions:
+        """Make options of a model's name, or of other options, with some fields set."""
+        return replace(model if isinstance(model, LoadOptions) else cls(model), **settings)
+
+    @property
+    def name(self) -> str:
+        """The model as it was asked for, for messages."""
+        return str(self.model)
+
+    def kv_dtype_for(self, dtype: str) -> str:
+        """Return how K and V are stored where the weights have this type."""
+        return self.kv_dtype or (dtype if dtype in FLOAT_KV_DTYPES else "float32")
+
+
+def no_progress(fraction: float, what: str) -> None:
+    """Report to nobody."""
