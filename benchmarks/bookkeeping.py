@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import median_ratio, run
 
-from kvcellar.bookkeeping.cells import CellPool
+from kvcellar.bookkeeping import CellPool, PagedBookkeeping
 from kvcellar.prefix import RadixIndex
-from kvcellar.prefix.blocks import BlockManager
+from kvcellar.types import ModelCacheParams, make_config
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONG = 100_000
@@ -45,52 +45,47 @@ class Case(NamedTuple):
 
 
 def tokens(n: int, seed: int) -> Any:
-    """Return ``[n]`` token ids."""
+    """``[n]`` token ids."""
     return np.random.default_rng(seed).integers(0, 150_000, n)
 
 
-def full_manager(size: int) -> BlockManager:
-    """Create blocks for ``size`` tokens and a little more; all hold content, and all are free."""
-    blocks = BlockManager(size // BLOCK + 2 * N_BLOCKS, BLOCK)
-    prompt = tokens(blocks.n_blocks * BLOCK, 1)
-    blocks.allocate(0, prompt)
-    blocks.record(0, prompt)
-    blocks.deallocate(0)
-    return blocks
+def full_cache(size: int) -> PagedBookkeeping:
+    """Create blocks with ``size`` tokens of others, and room for what is timed."""
+    cache = PagedBookkeeping(make_config(ModelCacheParams(1, 1, 1), size + LONG))
+    for seq_id in range(1, 9):
+        written(cache, seq_id, size // 8)
+    return cache
+
+
+def written(cache: PagedBookkeeping, seq_id: int, n: int) -> None:
+    """Let a forward bring ``n`` tokens of a sequence."""
+    positions = cache.begin_step(np.full(n, seq_id))
+    cache.plan(0, n, positions)
+    cache.wrote(0)
+    cache.end_step()
 
 
 def allocation(size: int) -> Case:
-    """Measure a new prompt that takes blocks with the content of others."""
-    blocks = full_manager(size)
-    base = tokens(N_BLOCKS * BLOCK, 2)
-    prompt = base
-
-    def undo(i: int) -> None:
-        nonlocal prompt
-        blocks.record(1, prompt)
-        blocks.deallocate(1)
-        prompt = base + 200_000 * (i + 1)  # never seen before
-
-    return Case(lambda i: blocks.allocate(1, prompt), undo, N_BLOCKS)
+    """Measure a new prompt that takes blocks beside those of others."""
+    cache = full_cache(size)
+    prompt = np.zeros(N_BLOCKS * BLOCK, np.int64)
+    return Case(lambda i: cache.begin_step(prompt), lambda i: cache.cancel_step(), N_BLOCKS)
 
 
 def append(size: int) -> Case:
-    """Measure a sequence that decodes: room for a token, then the token."""
-    blocks = full_manager(size)
-    prompt = tokens(BLOCK, 2)
-    blocks.allocate(1, prompt)
-    blocks.record(1, prompt)
+    """Measure a sequence that decodes, token by token."""
+    cache = full_cache(size)
+    written(cache, 0, BLOCK)
 
     def call(i: int) -> None:
-        for token in range(N_APPENDS):
-            blocks.may_append(1)
-            blocks.record(1, [i + token])
+        for _ in range(N_APPENDS):
+            written(cache, 0, 1)
 
-    return Case(call, lambda i: blocks.truncate(1, BLOCK), N_APPENDS)
+    return Case(call, lambda i: cache.seq_rm(0, BLOCK), N_APPENDS)
 
 
 def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
-    """Store histories of 100 tokens, ``size`` in all; return how to store another as well."""
+    """Histories of 100 tokens, ``size`` tokens in all, and how to store another."""
     index = RadixIndex()
     stored = tokens(size + LONG, 3).reshape(-1, HISTORY)
 
@@ -106,7 +101,7 @@ def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
 
 
 def match(size: int) -> Case:
-    """Measure the match of a prompt of 100k tokens that is stored."""
+    """A prompt of 100k tokens that is stored."""
     index, _ = full_index(size)
     prompt = tokens(LONG, 4)
     index.insert_prefix(prompt, [np.arange(LONG)])
@@ -115,14 +110,14 @@ def match(size: int) -> Case:
 
 
 def eviction(size: int) -> Case:
-    """Measure how the least recently used history of 100 tokens goes."""
+    """The least recently used history of 100 tokens goes."""
     index, store = full_index(size)
     n = size // HISTORY
     return Case(lambda i: index.evict(HISTORY), lambda i: store(n + i), 1)
 
 
 def fork(size: int) -> Case:
-    """Measure a second owner for every cell of a sequence of 100k tokens."""
+    """A second owner for every cell of a sequence of 100k tokens."""
     pool = CellPool(LONG + size)
     pool.claim(0, 0, LONG)
     for seq_id in range(1, 9):
@@ -141,7 +136,7 @@ OPERATIONS: dict[str, Callable[[int], Case]] = {
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keep the garbage collector from running inside."""
+    """The collector waits outside."""
     gc.collect()
     gc.disable()
     try:
@@ -151,7 +146,7 @@ def no_gc() -> Iterator[None]:
 
 
 def times_us(make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]:
-    """Return microseconds per operation and round, by size; sizes take turns in every round."""
+    """Microseconds per operation and round, by size; the sizes take turns in every round."""
     cases = {str(size): make(size) for size in SIZES}
     times: dict[str, list[float]] = {size: [] for size in cases}
     with no_gc():
@@ -167,7 +162,7 @@ def times_us(make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Measure every operation beside every number of tokens."""
+    """Every operation beside every number of tokens."""
     result: dict[str, Any] = {}
     by_size: dict[str, dict[str, float]] = {}
     growth: dict[str, float] = {}

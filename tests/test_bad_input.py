@@ -334,7 +334,7 @@ def test_a_request_refuses_another_kind_of_thing(field, bad):
         *(("max_num_batched_tokens", bad) for bad in (None, 0, 1.5, "5", True)),
         *(("max_num_seqs", bad) for bad in (None, 0, 1.5, "5", True)),
         *(("max_prefill_beside", bad) for bad in (0, 1.5, "5", True)),
-        *(("page_size", bad) for bad in (0, 1.5, "5", True)),
+        *(("block_size", bad) for bad in (0, 1.5, "5", True)),
         *(("max_drafted", bad) for bad in (None, 0, 1.5, True)),
         *(("delay_factor", bad) for bad in (None, "1", float("nan"), True)),
         *(("policy", bad) for bad in (None, 5)),

@@ -23,7 +23,6 @@ from kvcellar.errors import (
     SequenceConflictError,
     UnknownSequenceError,
 )
-from kvcellar.prefix.radix import RadixIndex
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (
@@ -852,27 +851,6 @@ def test_a_window_lets_go_of_a_block_when_every_owner_has_passed_it():
     run(cache, (1, 80))
     cache.end_step()
     assert cache.pages[0].n_free_blocks == 64 - 1 - 1
-
-
-def test_an_index_holds_whole_blocks_and_hands_them_to_the_next_sequence():
-    cache = cache_of(64, 4)
-    index = RadixIndex((None,), page_size=4)
-    run(cache, (0, 11))
-    tokens = list(range(11))
-    inserted = index.insert_prefix(tokens, cache.seq_table(0, 11))
-    cache.retain_cells(inserted.adopted)
-    assert [len(cells) for cells in inserted.adopted] == [8], "the partial block is left out"
-    cache.seq_rm(0)
-    assert cache.n_free == 64 - 8
-    match = index.match_prefix(tokens)
-    assert match.length == 8
-    cache.seq_map(5, match.cells)
-    assert cache.pages[0].block_table(5) == [0, 1]
-    run(cache, (5, 3))
-    assert cache.pages[0].n_free_blocks == 16 - 3, "a full block is shared, not copied"
-    cache.seq_rm(5)
-    cache.release_cells(index.evict(8).cells)
-    assert cache.n_free == 64
 
 
 def test_a_history_out_of_two_copies_of_one_block_is_joined_in_a_third():

@@ -172,7 +172,7 @@ class GuessAgain:
             "policy": st.sampled_from(["mixed", "prefill-first"]),
             "delay_factor": st.sampled_from([0.0, 2.0]),
             "index": st.sampled_from(["radix", "hashed", "naive"]),
-            "page_size": st.sampled_from([1, 4]),
+            "block_size": st.sampled_from([1, 4]),
             "max_num_batched_tokens": st.integers(1, 24),
             "max_num_seqs": st.integers(1, 5),
             "verify_all_drafts": st.booleans(),
@@ -255,7 +255,7 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
     max_num_seqs=st.integers(1, 5),
     drafter=st.sampled_from([None, GuessAgain()]),
 )
-def test_any_mixture_gives_the_tokens_of_the_plain_loop_on_pages(
+def test_any_mixture_gives_the_tokens_of_the_plain_loop_on_blocks(
     arrivals, index, params, block_size, n_blocks, max_num_seqs, drafter
 ):
     capacity = max(48, n_blocks * block_size)

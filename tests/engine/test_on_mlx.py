@@ -66,7 +66,7 @@ def test_requests_in_flat_batches_say_the_same(demo: Any, wanted: Any, cache: st
     index = "hashed" if cache == "pages" else "radix"
     with MAKERS[cache](demo.params, CAPACITY) as session:
         config = EngineConfig(
-            index=index, page_size=16 if cache == "pages" else 1, max_num_batched_tokens=24
+            index=index, block_size=16 if cache == "pages" else 1, max_num_batched_tokens=24
         )
         engine = Engine(demo.bind(session), session.cache, demo.tokenizer, config=config)
         for round_ in range(2):

@@ -67,13 +67,13 @@ CACHES = {
 @pytest.mark.parametrize("index", ["radix", "hashed", "naive"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_pages(demo, wanted, cache, index):
-    page_size = 1 if cache == "cells" and index == "radix" else 16
+    block_size = 1 if cache == "cells" and index == "radix" else 16
     with CACHES[cache](demo.params) as session:
         engine = Engine(
             demo.bind(session),
             session.cache,
             demo.tokenizer,
-            config=EngineConfig(index=index, page_size=page_size, max_num_batched_tokens=24),
+            config=EngineConfig(index=index, block_size=block_size, max_num_batched_tokens=24),
         )
         for round_ in range(2):
             ids = {engine.submit(Request(tuple(p), PARAMS)): tuple(p) for p in prompts(demo)}
@@ -82,19 +82,19 @@ def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_pages(demo, wanted
                 assert ends[request_id].token_ids == wanted[prompt], ends[request_id].error
                 if round_ and index != "naive":
                     reused = ends[request_id].usage.cached_tokens
-                    assert reused >= len(prompt) - 1 - (page_size - 1)
+                    assert reused >= len(prompt) - 1 - (block_size - 1)
         stats = engine.stats()
         assert stats.protected_tokens == 0 and not session.cache.seq_ids()
         if cache == "cells":
             assert stats.free_cells + stats.evictable_cells == CAPACITY
 
 
-def test_an_index_of_other_pages_than_the_cache_has_is_refused(demo):
+def test_an_index_of_other_blocks_than_the_cache_has_is_refused(demo):
     with (
         CACHES["pages, layer first"](demo.params) as session,
-        pytest.raises(ConfigError, match="page_size 24 cannot be used over blocks of 16"),
+        pytest.raises(ConfigError, match="block_size 24 cannot be used over blocks of 16 cells"),
     ):
-        Engine(demo.bind(session), session.cache, config=EngineConfig(page_size=24))
+        Engine(demo.bind(session), session.cache, config=EngineConfig(block_size=24))
 
 
 @pytest.mark.parametrize("cache", CACHES)

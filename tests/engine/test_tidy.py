@@ -65,7 +65,7 @@ def rows_of(engine: Engine, tokens: tuple[int, ...]) -> list[np.ndarray]:
 def test_a_history_in_crumbs_is_gathered_byte_for_byte(demo, index, kv_dtype):
     config = kv.make_config(demo.params, 240, kv_dtype=kv_dtype)
     with kv.make_seq_session("torch", config) as session:
-        engine = engine_of(demo, session, index=index)
+        engine = engine_of(demo, session, index=index, block_size=1)
         long = crumble(engine)
         before, rows = n_runs(engine, long), rows_of(engine, long)
         held = engine.hold(np.array(long))

@@ -14,7 +14,7 @@ def put(index: PrefixIndex, tokens: list[int], first_cell: int) -> None:
 
 @pytest.mark.parametrize("kind", ["radix", "hashed"])
 def test_a_demoted_history_is_evicted_before_older_ones_but_not_what_it_shares(kind):
-    index = make_index(kind, (None,), page_size=4)
+    index = make_index(kind, (None,), block_size=4)
     trunk = [1] * 8
     put(index, [*trunk, *[2] * 8], 0)
     put(index, [*trunk, *[3] * 8], 100)
@@ -30,7 +30,7 @@ def test_a_demoted_history_is_evicted_before_older_ones_but_not_what_it_shares(k
 
 @pytest.mark.parametrize("kind", ["radix", "hashed"])
 def test_a_dropped_history_takes_what_only_it_needs_down_to_what_is_kept(kind):
-    index = make_index(kind, (None,), page_size=4)
+    index = make_index(kind, (None,), block_size=4)
     trunk = [1] * 8
     put(index, [*trunk, *[2] * 8], 0)
     put(index, [*trunk, *[3] * 8], 100)

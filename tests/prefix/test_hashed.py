@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.prefix import HashedIndex
-from kvcellar.prefix.blocks import block_digest
+from kvcellar.prefix.hashed import block_digest
 
 
 def insert(index, tokens, first=0):

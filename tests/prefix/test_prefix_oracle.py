@@ -1,4 +1,4 @@
-"""Radix and hashed index against one slow oracle: a dict from token tuples to pages."""
+"""Radix and hashed index against one slow oracle: a dict from token tuples to blocks."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from kvcellar.prefix import tree as prefix_tree
 
 
 @dataclass(eq=False)
-class Page:
-    """The cells of one page, per group and position, and when it was used last."""
+class Block:
+    """The cells of one block, per group and position, and when it was used last."""
 
     cells: list[list[int]]
     used: int = 0
 
 
 @dataclass
-class Pages:
-    """The oracle: every stored page under the tokens up to its end. Walks all of it every time."""
+class Blocks:
+    """The oracle: every stored block under the tokens up to its end. Walks all of it every time."""
 
     windows: tuple[int | None, ...]
     size: int
-    pages: dict[tuple[int, ...], Page] = field(default_factory=dict)
+    blocks: dict[tuple[int, ...], Block] = field(default_factory=dict)
     locks: list[tuple[int, ...]] = field(default_factory=list)
     clock: int = 0
 
     def keys(self, tokens):
-        """The whole pages of a history, shortest first."""
+        """The whole blocks of a history, shortest first."""
         return [tuple(tokens[:n]) for n in range(self.size, len(tokens) + 1, self.size)]
 
     def touch(self, keys):
         self.clock += 1
         for key in keys:
-            self.pages[key].used = self.clock
+            self.blocks[key].used = self.clock
 
     def cells(self, key):
         """Per group, the cells of this path."""
-        pages = [self.pages[k].cells for k in self.keys(key)]
-        return [[c for page in pages for c in page[g]] for g in range(len(self.windows))]
+        blocks = [self.blocks[k].cells for k in self.keys(key)]
+        return [[c for block in blocks for c in block[g]] for g in range(len(self.windows))]
 
     def resumes(self, key):
         return all(
@@ -55,7 +55,7 @@ class Pages:
         )
 
     def match(self, tokens):
-        stored = [key for key in self.keys(tokens) if key in self.pages]
+        stored = [key for key in self.keys(tokens) if key in self.blocks]
         longest = max((key for key in stored if self.resumes(key)), key=len, default=())
         self.touch(self.keys(longest))
         return longest, len(max(stored, key=len, default=()))
@@ -65,10 +65,10 @@ class Pages:
         n_present = 0
         for key in self.keys(tokens):
             lo, hi = len(key) - self.size, len(key)
-            n_present = hi if key in self.pages else n_present
-            nothing = Page([[-1] * self.size for _ in self.windows])
-            page = self.pages.setdefault(key, nothing)
-            for g, cells in enumerate(page.cells):
+            n_present = hi if key in self.blocks else n_present
+            nothing = Block([[-1] * self.size for _ in self.windows])
+            block = self.blocks.setdefault(key, nothing)
+            for g, cells in enumerate(block.cells):
                 for i, cell in enumerate(given[g][lo:hi]):
                     if cells[i] < 0 <= cell:
                         cells[i] = cell
@@ -80,30 +80,30 @@ class Pages:
         return any(lock[: len(key)] == key for lock in self.locks)
 
     def is_leaf(self, key):
-        return not any(k[: len(key)] == key for k in self.pages if len(k) > len(key))
+        return not any(k[: len(key)] == key for k in self.blocks if len(k) > len(key))
 
     def unlock(self, key):
         self.locks.remove(key)
         self.touch([k for k in self.keys(key) if not self.is_locked(k)])
 
     def sizes(self):
-        free = [k for k in self.pages if not self.is_locked(k)]
+        free = [k for k in self.blocks if not self.is_locked(k)]
         cells = [
-            sum(c >= 0 for k in free for c in self.pages[k].cells[g])
+            sum(c >= 0 for k in free for c in self.blocks[k].cells[g])
             for g in range(len(self.windows))
         ]
         n_free = self.size * len(free)
-        return n_free, self.size * len(self.pages) - n_free, tuple(cells)
+        return n_free, self.size * len(self.blocks) - n_free, tuple(cells)
 
     def evict(self, n_tokens):
-        """One page at a time, and after each one what nothing can be resumed from."""
+        """One block at a time, and after each one what nothing can be resumed from."""
         gone = [[] for _ in self.windows]
         n_gone = 0
         while n_gone < n_tokens:
-            leaves = [k for k in self.pages if self.is_leaf(k) and not self.is_locked(k)]
-            key = min(leaves, key=lambda k: self.pages[k].used)
+            leaves = [k for k in self.blocks if self.is_leaf(k) and not self.is_locked(k)]
+            key = min(leaves, key=lambda k: self.blocks[k].used)
             while True:
-                for g, cells in enumerate(self.pages.pop(key).cells):
+                for g, cells in enumerate(self.blocks.pop(key).cells):
                     gone[g].extend(c for c in cells if c >= 0)
                 n_gone += self.size
                 key = key[: -self.size]
@@ -125,17 +125,19 @@ HISTORY = {
 }
 
 
-class IndexAgainstPages(RuleBasedStateMachine):
+class IndexAgainstBlocks(RuleBasedStateMachine):
     """Histories that share prefixes are stored, matched, locked and evicted."""
 
     index_type: type
 
     @initialize(
-        windows=WINDOWS, page_size=st.sampled_from([1, 1, 4, 16]), look=st.sampled_from([1, 5, 256])
+        windows=WINDOWS,
+        block_size=st.sampled_from([1, 1, 4, 16]),
+        look=st.sampled_from([1, 5, 256]),
     )
-    def start(self, windows, page_size, look):
-        self.index = self.index_type(windows, page_size)
-        self.want = Pages(windows, page_size)
+    def start(self, windows, block_size, look):
+        self.index = self.index_type(windows, block_size)
+        self.want = Blocks(windows, block_size)
         self.held = [Counter() for _ in windows]
         self.known = [[]]
         self.handles = []
@@ -145,19 +147,19 @@ class IndexAgainstPages(RuleBasedStateMachine):
         prefix_tree.FIRST_LOOK = look
 
     def history(self, base, cut, words, rest):
-        """A known history up to some page, then more pages, then a rest that fills none."""
+        """A known history up to some block, then more blocks, then a rest that fills none."""
         size = self.want.size
-        pages = [[7] * size, [7] * (size - 1) + [8], [8] * size]
+        blocks = [[7] * size, [7] * (size - 1) + [8], [8] * size]
         start = self.known[base % len(self.known)]
         tokens = start[: len(start) // size * size]
         tokens = tokens[: max(0, len(tokens) - cut * size)]
         for word in words:
-            tokens = tokens + pages[word]
-        return tokens + pages[0][: rest % size]
+            tokens = tokens + blocks[word]
+        return tokens + blocks[0][: rest % size]
 
     def remember(self, handle, key):
-        pages = [self.want.pages[k] for k in self.want.keys(key)]
-        self.handles.append((handle, key, pages))
+        blocks = [self.want.blocks[k] for k in self.want.keys(key)]
+        self.handles.append((handle, key, blocks))
 
     @rule(
         **HISTORY,
@@ -212,9 +214,9 @@ class IndexAgainstPages(RuleBasedStateMachine):
     @precondition(lambda self: self.handles)
     @rule(i=st.integers(0, 99))
     def lock(self, i):
-        handle, key, pages = self.handles[i % len(self.handles)]
-        now = [self.want.pages.get(k) for k in self.want.keys(key)]
-        if any(a is not b for a, b in zip(pages, now, strict=True)):
+        handle, key, blocks = self.handles[i % len(self.handles)]
+        now = [self.want.blocks.get(k) for k in self.want.keys(key)]
+        if any(a is not b for a, b in zip(blocks, now, strict=True)):
             with pytest.raises(PrefixError, match="stale"):
                 self.index.lock_handle(handle)
             return
@@ -263,39 +265,39 @@ class IndexAgainstPages(RuleBasedStateMachine):
         for g, new in enumerate(moved):
             if new is not None:
                 self.held[g] = Counter({int(new[c]): n for c, n in self.held[g].items()})
-                for page in self.want.pages.values():
-                    page.cells[g] = new[page.cells[g]].tolist()
+                for block in self.want.blocks.values():
+                    block.cells[g] = new[block.cells[g]].tolist()
 
     @rule(dice=st.integers(0, 9))
     def reset(self, dice):
         if dice:
             return
         self.let_go(self.index.reset())
-        self.want = Pages(self.want.windows, self.want.size, clock=self.want.clock)
+        self.want = Blocks(self.want.windows, self.want.size, clock=self.want.clock)
         for handle, key in self.locked:
             if key:
                 with pytest.raises(PrefixError):
                     self.index.unlock_handle(handle)
         self.locked.clear()
-        self.handles = [(h, key, pages) for h, key, pages in self.handles if key]
+        self.handles = [(h, key, blocks) for h, key, blocks in self.handles if key]
 
     @invariant()
     def agrees(self):
         self.index.check()
         info = self.index.size_info()
         assert info == self.want.sizes()
-        assert info.total == self.want.size * len(self.want.pages)
-        pages = self.want.pages.values()
+        assert info.total == self.want.size * len(self.want.blocks)
+        blocks = self.want.blocks.values()
         for g, (held, cells) in enumerate(zip(self.held, self.index.held_cells(), strict=True)):
             assert set(held.values()) <= {0, 1}, "a cell is adopted once and released once"
             assert sorted(cells.tolist()) == sorted(held.elements())
             assert sorted(held.elements()) == sorted(
-                c for page in pages for c in page.cells[g] if c >= 0
+                c for block in blocks for c in block.cells[g] if c >= 0
             )
 
     @invariant()
     def nothing_branches_off_inside_a_chain(self):
-        keys = set(self.want.pages)
+        keys = set(self.want.blocks)
         parents = Counter(key[: -self.want.size] for key in keys)
         heads = [k for k in keys if k == k[: self.want.size] or parents[k[: -self.want.size]] > 1]
         want = []
@@ -323,16 +325,16 @@ class IndexAgainstPages(RuleBasedStateMachine):
         self.index.check()
 
 
-class RadixAgainstPages(IndexAgainstPages):
+class RadixAgainstBlocks(IndexAgainstBlocks):
     index_type = RadixIndex
 
 
-class HashedAgainstPages(IndexAgainstPages):
+class HashedAgainstBlocks(IndexAgainstBlocks):
     index_type = HashedIndex
 
 
-TestRadixAgainstPages = RadixAgainstPages.TestCase
-TestHashedAgainstPages = HashedAgainstPages.TestCase
-for case in (TestRadixAgainstPages, TestHashedAgainstPages):
+TestRadixAgainstBlocks = RadixAgainstBlocks.TestCase
+TestHashedAgainstBlocks = HashedAgainstBlocks.TestCase
+for case in (TestRadixAgainstBlocks, TestHashedAgainstBlocks):
     case.settings = settings(max_examples=4 * settings().max_examples)  # cheap, and deep
 del case

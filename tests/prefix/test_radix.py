@@ -64,17 +64,17 @@ def test_matching_shows_no_difference_in_sizes_or_later_matches():
     assert index.match_prefix(TRUNK).cells[0].tolist() == list(range(10))
 
 
-def test_pages_are_matched_whole_or_not_at_all():
-    index = RadixIndex(page_size=4)
-    assert insert(index, TRUNK).handle.length == 8  # the last 2 fill no page
+def test_blocks_are_matched_whole_or_not_at_all():
+    index = RadixIndex(block_size=4)
+    assert insert(index, TRUNK).handle.length == 8  # the last 2 fill no block
     assert index.size_info().total == 8
     assert index.match_prefix(TRUNK).length == 8
     assert index.match_prefix([*TRUNK[:7], 1]).length == 4
     assert index.match_prefix(TRUNK[:3]).length == 0
 
 
-def test_pages_that_differ_in_their_last_token_only_are_siblings():
-    index = RadixIndex(page_size=4)
+def test_blocks_that_differ_in_their_last_token_only_are_siblings():
+    index = RadixIndex(block_size=4)
     insert(index, [1, 2, 3, 4, 5, 5, 5, 5])
     assert insert(index, [1, 2, 3, 9, 5, 5, 5, 5], first=20).n_present == 0
     assert index.match_prefix([1, 2, 3, 4, 5, 5, 5, 5]).cells[0].tolist() == list(range(8))
@@ -237,8 +237,8 @@ def test_a_long_leaf_is_trimmed_from_its_tail():
     assert index.match_prefix(TRUNK).length == 7
 
 
-def test_trimming_goes_by_whole_pages():
-    index = RadixIndex(page_size=4)
+def test_trimming_goes_by_whole_blocks():
+    index = RadixIndex(block_size=4)
     insert(index, list(range(12)))
     assert index.evict(1).n_tokens == 4
     assert index.evict(5).n_tokens == 8
@@ -343,7 +343,7 @@ def test_a_resumable_length_is_found_however_far_it_is_behind_the_match(length, 
 
 
 def test_a_match_ends_with_a_page_even_where_a_window_could_go_on_inside_one():
-    index = RadixIndex((None, 3), page_size=4)
+    index = RadixIndex((None, 3), block_size=4)
     tokens = list(range(12))
     index.insert_prefix(tokens, [cells(0, 12), np.array([-1, -1, 2, 3, 4, 5, 6, 7, 8, 9, -1, 11])])
     assert index.match_prefix(tokens).length == 8
@@ -518,9 +518,9 @@ def test_an_index_is_chosen_by_its_name():
         make_index("trie", (None,))
 
 
-@pytest.mark.parametrize("windows, page_size", [((), 1), ((0,), 1), ((None, -1), 1), ((None,), 0)])
-def test_windows_and_pages_below_1_are_refused(windows, page_size):
+@pytest.mark.parametrize("windows, block_size", [((), 1), ((0,), 1), ((None, -1), 1), ((None,), 0)])
+def test_windows_and_blocks_below_1_are_refused(windows, block_size):
     with pytest.raises(ConfigError):
-        RadixIndex(windows, page_size)
+        RadixIndex(windows, block_size)
     with pytest.raises(ConfigError):
-        HashedIndex(windows, page_size)
+        HashedIndex(windows, block_size)

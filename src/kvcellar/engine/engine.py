@@ -40,6 +40,9 @@ __all__ = ["Engine", "EngineConfig"]
 
 log = logging.getLogger("kvcellar.engine")
 
+HASHED_BLOCK = 16
+"""Tokens per block of a hashed index over token cells, where nothing else is asked for."""
+
 TIDY_BYTES = 32 << 20
 """Of K and V, copied between two looks at who waits."""
 
@@ -56,8 +59,8 @@ class EngineConfig:
             running answers go on evenly; None: what the step holds.
         delay_factor: of ``prefill-first``: how long new prompts gather before they are let in.
         index: ``radix``, ``hashed`` or ``naive``.
-        page_size: tokens per page of the radix index, or per block of the hashed one; None: as
-            many as the cache takes and frees together.
+        block_size: tokens that the index stores and matches together; None: as many as the cache
+            takes and frees together, and 16 for ``hashed`` over token cells.
         max_drafted: guesses of a drafter per sequence and step, at most; in a cache with trees
             several may be for one token.
         verify_all_drafts: verify every guess; otherwise as many as save time.
@@ -69,7 +72,7 @@ class EngineConfig:
     max_prefill_beside: int | None = None
     delay_factor: float = 0.0
     index: str = "radix"
-    page_size: int | None = None
+    block_size: int | None = None
     max_drafted: int = 16
     verify_all_drafts: bool = False
 
@@ -78,7 +81,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_num_seqs",
             "max_prefill_beside",
-            "page_size",
+            "block_size",
         ):
             value = getattr(self, name)
             if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
@@ -124,13 +127,15 @@ class Engine:
         self.cache = cache
         self._trees = cache if isinstance(cache, TreeSeqCache) else None
         windows = tuple(group.window for group in cache.config.params.groups)
-        page_size = self.config.page_size or cache.block_size
-        if page_size % cache.block_size:
+        is_hashed_cells = self.config.index == "hashed" and cache.block_size == 1
+        usual = HASHED_BLOCK if is_hashed_cells else cache.block_size
+        block_size = self.config.block_size or usual
+        if block_size % cache.block_size:
             raise ConfigError(
-                f"page_size {page_size} cannot be used over blocks of {cache.block_size} cells, "
+                f"block_size {block_size} cannot be used over blocks of {cache.block_size} cells, "
                 f"which are shared and freed whole; choose a multiple, or None"
             )
-        self.index: PrefixIndex = make_index(self.config.index, windows, page_size)
+        self.index: PrefixIndex = make_index(self.config.index, windows, block_size)
         policy: Policy = make_policy(
             self.config.policy, self.config.delay_factor, self.config.max_prefill_beside
         )

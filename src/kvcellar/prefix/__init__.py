@@ -41,21 +41,21 @@ __all__ = [
 ]
 
 
-def make_index(kind: str, windows: Sequence[int | None], page_size: int = 1) -> PrefixIndex:
-    """An empty index.
+def make_index(kind: str, windows: Sequence[int | None], block_size: int = 1) -> PrefixIndex:
+    """Create an empty index.
 
     Args:
         kind: ``radix``, ``hashed`` or ``naive``.
         windows: per layer group, None for all of the history.
-        page_size: tokens per page of the radix index, per block of the hashed one.
+        block_size: tokens that are stored and matched together, as a whole or not at all.
 
     Raises:
         ConfigError: an unknown kind, or a number below 1.
     """
     if kind == "radix":
-        return RadixIndex(windows, page_size)
+        return RadixIndex(windows, block_size)
     if kind == "hashed":
-        return HashedIndex(windows, page_size)
+        return HashedIndex(windows, block_size)
     if kind == "naive":
         return NaiveIndex(windows)
     raise ConfigError(f"prefix index {kind!r} is not known; choose radix, hashed or naive")

@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import xxhash
 
-from kvcellar.prefix.blocks import block_digest, full_blocks
+from kvcellar.prefix.nodes import PathNode, joined, token_array
 from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
-from kvcellar.prefix.tree import PathNode, PathTree, joined, token_array
+from kvcellar.prefix.tree import PathTree
 from kvcellar.types import IntArray
+
+TOKEN_BYTES = 8
+"""Bytes of a token where it is hashed or compared: little-endian int64."""
+
+
+def block_digest(before: int | None, tokens: bytes) -> int:
+    """Hash a block's tokens behind those of the blocks before it, with xxhash64.
+
+    Args:
+        before: digest of the block before this one, hashed as 8 little-endian bytes; None for the
+            first block, which has no prefix.
+        tokens: the block's tokens as little-endian int64.
+    """
+    prefix = b"" if before is None else before.to_bytes(8, "little")
+    return xxhash.xxh64_intdigest(prefix + tokens)
 
 
 class HashedBlock(PathNode):
@@ -56,11 +72,11 @@ class HashedIndex(PathTree):
         *,
         digest: Callable[[int | None, bytes], int] = block_digest,
     ) -> None:
-        """An empty index.
+        """Create an empty index.
 
         Args:
             windows: per layer group, None for all of the history.
-            block_size: tokens per block; the page size of this index.
+            block_size: tokens per block.
             digest: from the digest before (None at the start) and a block's int64 bytes to the
                 block's own.
 
@@ -71,7 +87,7 @@ class HashedIndex(PathTree):
         super().__init__(windows, block_size)
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
-        """The longest stored run of full blocks from which every layer group can go on.
+        """Return the longest stored run of full blocks from which every layer group can go on.
 
         Changes nothing that a caller can see, except that the match is the most recently used.
         A caller that needs the last token's logits leaves that token out.
@@ -85,7 +101,7 @@ class HashedIndex(PathTree):
         return self._match_at(node, length, n_matched)
 
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
-        """Per layer group, the cells of the longest stored run of blocks; changes nothing at all.
+        """Return the cells of the longest stored run of blocks, per layer group; change nothing.
 
         -1 stands for a position that a window no longer holds.
         """
@@ -107,7 +123,7 @@ class HashedIndex(PathTree):
         array = token_array(tokens)
         given = self._cells_array(cells, array.size)
         chain = list(self._chain(array))
-        node, size = self._walk(chain), self.page_size
+        node, size = self._walk(chain), self.block_size
         n_present = node.stop
         self._check_full(given[:, : len(chain) * size], n_present)
         adopted = self._fill(node, given)
@@ -130,14 +146,16 @@ class HashedIndex(PathTree):
         return Inserted(n_present, PrefixHandle(node.stop, node), tuple(adopted))
 
     def _chain(self, tokens: IntArray) -> Iterator[tuple[int, bytes]]:
-        """(digest, int64 bytes) of each full block, one after the other."""
+        """Yield (digest, int64 bytes) of each full block; a rest that fills none is left out."""
+        data, size = tokens.astype("<i8", copy=False).tobytes(), self.block_size * TOKEN_BYTES
         digest: int | None = None
-        for piece in full_blocks(tokens, self.page_size):
+        for at in range(0, len(data) - size + 1, size):
+            piece = data[at : at + size]
             digest = self._digest(digest, piece)
             yield digest, piece
 
     def _walk(self, chain: Iterable[tuple[int, bytes]]) -> HashedBlock:
-        """The last block of the stored run that these blocks begin with; the root for none."""
+        """Return the last block of the stored run that these begin with; the root for none."""
         node = self._root
         for digest, piece in chain:
             block = self._blocks.get(digest)
@@ -169,5 +187,5 @@ class HashedIndex(PathTree):
             assert isinstance(block.parent, HashedBlock)
             before = block.parent.digest if block.parent is not self._root else None
             assert block.digest == digest == self._digest(before, block.tokens)
-            assert block.stop - block.start == self.page_size
+            assert block.stop - block.start == self.block_size
             assert block.cells.base is None, "a block keeps no larger array alive"

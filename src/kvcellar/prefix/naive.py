@@ -8,8 +8,8 @@ import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.errors import CacheFullError
+from kvcellar.prefix.nodes import check_windows
 from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
-from kvcellar.prefix.tree import check_windows
 from kvcellar.types import IntArray
 
 
@@ -17,27 +17,27 @@ class NaiveIndex:
     """Stores nothing and never finds anything: every prompt is computed."""
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
-        """An index for so many layer groups.
+        """Create an index for so many layer groups.
 
         Raises:
             ConfigError: a window below 1.
         """
         self.windows = check_windows(windows)
-        self.page_size = 1
+        self.block_size = 1
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
-        """Nothing."""
+        """Return a match of no tokens."""
         return PrefixMatch(0, self.held_cells(), PrefixHandle(0, None), 0)
 
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
-        """Nothing."""
+        """Return no cells, per layer group."""
         return self.held_cells()
 
     def lock_handle(self, handle: PrefixHandle) -> None:
-        """There is nothing to protect."""
+        """Do nothing: no cell is held that a lock could protect."""
 
     def unlock_handle(self, handle: PrefixHandle) -> None:
-        """There is nothing to protect."""
+        """Do nothing, as ``lock_handle``."""
 
     def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
         """Adopt nothing."""
@@ -57,37 +57,37 @@ class NaiveIndex:
         return Evicted(0, self.held_cells())
 
     def demote(self, handle: PrefixHandle) -> None:
-        """There is nothing to demote."""
+        """Do nothing: no history is stored."""
 
     def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
-        """There is nothing to give up."""
+        """Give up nothing: no history is stored."""
         return Evicted(0, self.held_cells())
 
     def chains(self) -> list[IntArray]:
-        """None."""
+        """Return no stretches."""
         return []
 
     def relocate(self, moved: Relocation) -> None:
-        """There is nothing to tell."""
+        """Do nothing: no cell is held."""
 
     def size_info(self) -> SizeInfo:
-        """Zeros."""
+        """Return zeros."""
         return SizeInfo(0, 0, (0,) * len(self.windows))
 
     def held_cells(self) -> tuple[IntArray, ...]:
-        """None, per layer group."""
+        """Return no cells, per layer group."""
         return tuple(_NONE.copy() for _ in self.windows)
 
     def locked_cells(self) -> tuple[IntArray, ...]:
-        """None, per layer group."""
+        """Return no cells, per layer group."""
         return self.held_cells()
 
     def reset(self) -> tuple[IntArray, ...]:
-        """Forget nothing."""
+        """Return no cells to release: nothing was stored."""
         return self.held_cells()
 
     def check(self) -> None:
-        """There is nothing to go wrong."""
+        """Assert nothing: there is no state."""
 
 
 _NONE: IntArray = np.empty(0, dtype=np.int64)

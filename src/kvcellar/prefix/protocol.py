@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvcellar.bookkeeping.compaction import Relocation
+from kvcellar.history import History
 from kvcellar.types import IntArray
 
-Tokens = Sequence[int] | IntArray
-"""Token ids. An int64 array costs nothing to take; a list of 100,000 ints costs milliseconds."""
+Tokens = History | IntArray | Sequence[int]
+"""Token ids. A history or an int64 array costs nothing to take; a long list costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +34,7 @@ class PrefixMatch(NamedTuple):
             holds it; the last w - 1 positions of a window are always there. The arrays are the
             caller's own. Only safe to use while ``handle`` is locked, or before the next ``evict``.
         handle: to lock.
-        n_matched: tokens that are the same, whole pages. More than ``length`` where a window has
+        n_matched: tokens that are the same, whole blocks. More than ``length`` where a window has
             moved on: the difference is what windows cost.
     """
 
@@ -49,7 +50,7 @@ class Inserted(NamedTuple):
     Attributes:
         n_present: tokens that were there before.
         handle: of all that is there now, to lock; its length is below the number of tokens where
-            the last of them fill no page.
+            the last of them fill no block.
         adopted: per layer group, the cells that the index refers to from now on; the caller
             retains them, once each.
     """
@@ -95,14 +96,14 @@ class PrefixIndex(Protocol):
     """Token content to cells. Integers only; what each method promises is said in PathTree."""
 
     windows: tuple[int | None, ...]
-    page_size: int
+    block_size: int
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
-        """The longest stored prefix from which every layer group can go on."""
+        """Return the longest stored prefix from which every layer group can go on."""
         ...
 
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
-        """The cells of the longest stored prefix; to look is not to use."""
+        """Return the cells of the longest stored prefix; to look is not to use."""
         ...
 
     def lock_handle(self, handle: PrefixHandle) -> None:
@@ -118,7 +119,7 @@ class PrefixIndex(Protocol):
         ...
 
     def evict(self, n_tokens: int) -> Evicted:
-        """Give up at least so many tokens, the least recently used first."""
+        """Give up at least ``n_tokens`` tokens, the least recently used first."""
         ...
 
     def demote(self, handle: PrefixHandle) -> None:
@@ -130,27 +131,27 @@ class PrefixIndex(Protocol):
         ...
 
     def chains(self) -> list[IntArray]:
-        """Stretches of stored histories in which nothing branches off: their cells."""
+        """Return the cells of stretches of histories in which nothing branches off."""
         ...
 
     def relocate(self, moved: Relocation) -> None:
-        """Cells were copied elsewhere: refer to where they are now."""
+        """Refer to cells where they are now that they were copied elsewhere."""
         ...
 
     def size_info(self) -> SizeInfo:
-        """How much is stored, and how much of it could go."""
+        """Return how much is stored, and how much of it could go."""
         ...
 
     def held_cells(self) -> tuple[IntArray, ...]:
-        """Per layer group, every cell that the index refers to."""
+        """Return every cell that the index refers to, per layer group."""
         ...
 
     def locked_cells(self) -> tuple[IntArray, ...]:
-        """Per layer group, those of them that must not be evicted."""
+        """Return the cells that must not be evicted, per layer group."""
         ...
 
     def reset(self) -> tuple[IntArray, ...]:
-        """Forget everything; per layer group, the cells to release."""
+        """Forget everything; return the cells to release, per layer group."""
         ...
 
     def check(self) -> None:

@@ -13,17 +13,19 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvcellar.history import common_prefix
+from kvcellar.prefix.nodes import PathNode, joined, owned, token_array
 from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
-from kvcellar.prefix.tree import PathNode, PathTree, joined, owned, token_array
+from kvcellar.prefix.tree import PathTree
 from kvcellar.types import IntArray
 
 
 class RadixNode(PathNode):
-    """A node with its tokens, and its children by their first page.
+    """A node with its tokens, and its children by their first block.
 
     Attributes:
         tokens: ``[stop - start]``.
-        children: first page of a child's tokens, as bytes, to the child.
+        children: first block of a child's tokens, as bytes, to the child.
     """
 
     __slots__ = ("children", "tokens")
@@ -47,11 +49,11 @@ class RadixIndex(PathTree):
 
     _root: RadixNode
 
-    def __init__(self, windows: Sequence[int | None] = (None,), page_size: int = 1) -> None:
-        super().__init__(windows, page_size)
+    def __init__(self, windows: Sequence[int | None] = (None,), block_size: int = 1) -> None:
+        super().__init__(windows, block_size)
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
-        """The longest stored prefix of ``tokens`` from which every layer group can go on.
+        """Return the longest stored prefix of ``tokens`` from which every layer group can go on.
 
         Changes nothing that a caller can see, except that the match is the most recently used.
         A caller that needs the last token's logits leaves that token out.
@@ -64,7 +66,7 @@ class RadixIndex(PathTree):
         return self._match_at(self._ending_at(node, length), length, n_matched)
 
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
-        """Per layer group, the cells of the longest stored prefix; changes nothing at all.
+        """Return the cells of the longest stored prefix, per layer group; change nothing at all.
 
         -1 stands for a position that a window no longer holds.
         """
@@ -72,7 +74,7 @@ class RadixIndex(PathTree):
         return tuple(self._path_cells(node, 0, n_matched))
 
     def insert_prefix(self, tokens: Tokens, cells: Sequence[IntArray]) -> Inserted:
-        """Store a history; a rest that fills no page is left out.
+        """Store a history; a rest that fills no block is left out.
 
         What is there already keeps its cells; where a window holds none, the new ones are adopted.
 
@@ -85,7 +87,7 @@ class RadixIndex(PathTree):
         """
         array = token_array(tokens)
         given = self._cells_array(cells, array.size)
-        stop = array.size - array.size % self.page_size
+        stop = array.size - array.size % self.block_size
         node, n_present = self._walk(array)
         self._check_full(given[:, :stop], n_present)
         node = self._ending_at(node, n_present)
@@ -104,27 +106,27 @@ class RadixIndex(PathTree):
         return Inserted(n_present, PrefixHandle(node.stop, node), tuple(adopted))
 
     def _walk(self, tokens: IntArray) -> tuple[RadixNode, int]:
-        """The last node that has some of these tokens, and how many match, in whole pages."""
+        """Return the last node that has some of these tokens, and how many match: whole blocks."""
         node, at = self._root, 0
-        stop = tokens.size - tokens.size % self.page_size
+        stop = tokens.size - tokens.size % self.block_size
         while at < stop:
-            child = node.children.get(tokens[at : at + self.page_size].tobytes())
+            child = node.children.get(tokens[at : at + self.block_size].tobytes())
             if child is None:
                 break
             n = min(child.stop, stop) - at
-            same = n_same(child.tokens[:n], tokens[at : at + n])
-            at += same - same % self.page_size
+            same = common_prefix(child.tokens[:n], tokens[at : at + n])
+            at += same - same % self.block_size
             node = child
             if at < child.stop:
                 break
         return node, at
 
     def _ending_at(self, node: RadixNode, stop: int) -> RadixNode:
-        """The node of this path that ends at ``stop``: ``node``, or its head after a split."""
+        """Return the node of this path that ends at ``stop``: ``node``, or its head once split."""
         return node if node.stop == stop else self._split(node, stop)
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
-        """Cut a node in two; the new head.
+        """Cut a node in two; return the new head.
 
         The object that was there becomes the tail, so handles and locks that end with it stay true;
         every lock on the tail holds the head too. The caller touches the head.
@@ -146,7 +148,7 @@ class RadixIndex(PathTree):
         return head
 
     def _key(self, node: RadixNode) -> bytes:
-        return node.tokens[: self.page_size].tobytes()
+        return node.tokens[: self.block_size].tobytes()
 
     # What the tree asks of its subclass --------------------------------------------------------
 
@@ -178,10 +180,3 @@ class RadixIndex(PathTree):
             assert node.parent.children[self._key(node)] is node
             for part in (node.tokens, node.cells):
                 assert part.base is None or part.base.size <= 2 * part.size, "no base is leaked"
-
-
-def n_same(a: IntArray, b: IntArray) -> int:
-    """How many tokens two arrays of one size have in common, from the start."""
-    differ = a != b
-    at = int(differ.argmax())
-    return at if differ[at] else a.size

@@ -1,4 +1,4 @@
-"""What the radix index and the hashed index share: paths of nodes, locks, and whom to evict.
+"""The base of the radix and the hashed index: paths of nodes, their locks, and their eviction.
 
 Both keep a tree whose paths are token histories; they differ in how they find the next node. The
 node of a radix tree is as long as nothing branches off, the node of a hashed index is one block.
@@ -20,119 +20,49 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation, relocated
-from kvcellar.errors import CacheFullError, ConfigError, PrefixError
-from kvcellar.prefix.protocol import Evicted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
-from kvcellar.types import BoolArray, IntArray
+from kvcellar.errors import CacheFullError, PrefixError
+from kvcellar.prefix.nodes import (
+    PathNode,
+    can_resume,
+    check_block_size,
+    check_windows,
+    joined,
+    owned,
+    token_array,
+)
+from kvcellar.prefix.protocol import Evicted, PrefixHandle, PrefixMatch, SizeInfo
+from kvcellar.types import IntArray
 
 FIRST_LOOK = 256
 """Lengths that are tried at once for one that every window can resume from; then 4 times more."""
-
-
-class PathNode:
-    """Tokens ``[start, stop)`` of every history that goes through it, and the cells of their KV.
-
-    Attributes:
-        owner: the index that it is in; None once it was evicted.
-        parent: None for the root, which holds nothing.
-        cells: ``[n_groups, stop - start]``, -1 where a group no longer holds the position.
-        n_held: per layer group, how many of ``cells`` are not -1; [] where no group has a window.
-        n_children: nodes that follow it.
-        pins: locks on handles that end at this node.
-        n_locked_children: children that are locked.
-    """
-
-    __slots__ = (
-        "cells",
-        "n_children",
-        "n_held",
-        "n_locked_children",
-        "owner",
-        "parent",
-        "pins",
-        "start",
-        "stop",
-    )
-
-    def __init__(
-        self,
-        owner: PathTree,
-        parent: PathNode | None,
-        start: int,
-        cells: IntArray,
-        n_held: list[int],
-    ) -> None:
-        self.owner: PathTree | None = owner
-        self.parent = parent
-        self.start = start
-        self.stop: int = start + cells.shape[1]
-        self.cells = cells
-        self.n_held = n_held
-        self.n_children = 0
-        self.pins = 0
-        self.n_locked_children = 0
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether a locked handle ends here or further down."""
-        return self.pins > 0 or self.n_locked_children > 0
-
-
-def token_array(tokens: Tokens) -> IntArray:
-    """``[n]`` int64, without a copy where it is that already.
-
-    Raises:
-        PrefixError: not a flat list of integers.
-    """
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise PrefixError(
-            f"tokens are a flat list of integers, got {array.dtype} of shape {array.shape}"
-        )
-    return array.astype(np.int64, copy=False)
-
-
-def check_page_size(page_size: int) -> int:
-    """The page size, or a ConfigError."""
-    if page_size < 1:
-        raise ConfigError(f"a page holds at least 1 token, got page_size={page_size}")
-    return page_size
-
-
-def check_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The windows as a tuple, or a ConfigError."""
-    if not windows or any(window is not None and window < 1 for window in windows):
-        raise ConfigError(
-            f"one window per layer group, None or at least 1, got windows={tuple(windows)}"
-        )
-    return tuple(windows)
 
 
 class PathTree(ABC):
     """Paths of nodes with locks, sizes and eviction. A subclass finds, inserts and splits.
 
     Invariants (asserted by ``check``):
-      - every node but the root starts and stops at a multiple of ``page_size``;
+      - every node but the root starts and stops at a multiple of ``block_size``;
       - a full layer group has a cell for every position;
       - a node is locked exactly if a locked handle ends in its subtree: locks cover whole paths;
       - ``size_info`` is what the unlocked and the locked nodes hold;
       - unlocked nodes are in the order in which they were used last, never behind their parent.
     """
 
-    def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
-        """An empty index.
+    def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
+        """Create an empty index.
 
         Args:
             windows: per layer group, None for all of the history, else w: the last w - 1 positions
                 are what a sequence needs to go on.
-            page_size: tokens per page; only whole pages are stored and matched. A sequence whose
-                end is stored without a rest of up to page_size - 1 tokens can be resumed there only
-                if its windows still hold that much more (``CacheConfig.window_slack``).
+            block_size: tokens per block; only whole blocks are stored and matched. A sequence whose
+                end is stored without a rest of up to block_size - 1 tokens can be resumed there
+                only if its windows still hold that much more (``CacheConfig.window_slack``).
 
         Raises:
-            ConfigError: a window or a page size below 1.
+            ConfigError: a window or a block size below 1.
         """
         self.windows = check_windows(windows)
-        self.page_size = check_page_size(page_size)
+        self.block_size = check_block_size(block_size)
         self._windowed = any(window is not None for window in self.windows)
         self._reach = max(window - 1 if window is not None else 0 for window in self.windows)
         """How far behind a length the widest window looks."""
@@ -145,30 +75,30 @@ class PathTree(ABC):
         self._n_evictable = 0
         self._evictable_cells = [0] * len(self.windows)
 
-    # For subclasses ----------------------------------------------------------------------------
+    # Parts for both indexes --------------------------------------------------------------------
 
     @abstractmethod
     def _new_root(self) -> PathNode:
-        """The root of an empty index."""
+        """Return the root of an empty index."""
 
     @abstractmethod
     def _forget(self, node: PathNode) -> None:
-        """Make sure that no walk finds this leaf again."""
+        """Take a leaf out of what walks look in."""
 
     @abstractmethod
     def _nodes(self) -> Iterator[PathNode]:
-        """Every node but the root."""
+        """Yield every node but the root."""
 
     def _no_cells(self) -> IntArray:
         return np.empty((len(self.windows), 0), dtype=np.int64)
 
     def _held(self, cells: IntArray) -> list[int]:
-        """How many positions have a cell, per layer group; [] where all have, so nobody asks."""
+        """Count the positions that have a cell, per layer group; [] without windows: all have."""
         held: list[int] = np.count_nonzero(cells >= 0, axis=1).tolist() if self._windowed else []
         return held
 
     def _cells_array(self, cells: Sequence[IntArray], n_tokens: int) -> IntArray:
-        """``[n_groups, n_tokens]``, a copy.
+        """Copy the cells that were given into one array, ``[n_groups, n_tokens]``.
 
         Raises:
             PrefixError: not one array per layer group, or not one cell per token.
@@ -182,7 +112,7 @@ class PathTree(ABC):
         return np.array([token_array(group) for group in cells], dtype=np.int64)
 
     def _check_full(self, given: IntArray, first: int) -> None:
-        """Refuse new positions, those from ``first`` on, without a cell in a full group."""
+        """Raise a PrefixError where a full group has no cell for a position from ``first`` on."""
         for group, window in enumerate(self.windows):
             if window is None and bool((given[group, first:] < 0).any()):
                 raise PrefixError(
@@ -199,7 +129,7 @@ class PathTree(ABC):
         self._count(node, 1)
 
     def _fill(self, node: PathNode, given: IntArray) -> list[IntArray]:
-        """Put cells where windows of the path to ``node`` hold none; what was adopted, per group.
+        """Put cells where windows of the path to ``node`` hold none; return the adopted, per group.
 
         This keeps a trunk's end resumable beside a turn's end: each insertion brings its own tail.
         """
@@ -227,14 +157,14 @@ class PathTree(ABC):
         return [joined(group[::-1]) for group in parts]
 
     def _touch(self, node: PathNode) -> None:
-        """The path to ``node`` was used now; locked nodes are in no order."""
+        """Count the path to ``node`` as used now; locked nodes are in no order."""
         while node is not self._root and not node.is_locked:
             self._lru.move_to_end(node)
             assert node.parent is not None
             node = node.parent
 
     def _path_cells(self, node: PathNode, first: int, stop: int) -> IntArray:
-        """``[n_groups, stop - first]``: the cells of these positions on the path to ``node``."""
+        """Return the cells of positions on the path to ``node``, ``[n_groups, stop - first]``."""
         parts = []
         while node.stop > first:
             if node.start < stop:
@@ -245,38 +175,38 @@ class PathTree(ABC):
         return np.concatenate(parts[::-1], axis=1) if parts else self._no_cells()
 
     def _resume_point(self, node: PathNode, limit: int, floor: int) -> int:
-        """The longest length in ``(floor, limit]`` that every group can go on from, else floor.
+        """Return the longest length in ``(floor, limit]`` that all groups resume from, or floor.
 
         Args:
             node: a node whose path reaches ``limit``.
             limit: the most tokens.
-            floor: a multiple of the page size.
+            floor: a multiple of the block size.
         """
-        hi, look = limit - limit % self.page_size, max(FIRST_LOOK, self.page_size)
+        hi, look = limit - limit % self.block_size, max(FIRST_LOOK, self.block_size)
         if not self._windowed:
             return max(hi, floor)
-        if hi - floor == self.page_size and not self._ends_held(node, hi):
+        if hi - floor == self.block_size and not self._ends_held(node, hi):
             return floor  # one length to try, and no need to look far
         while hi > floor:
             lo = max(floor, hi - look)
             first = max(0, min(lo, lo + 1 - self._reach))
             cells = self._path_cells(node, first, hi)
             lengths = np.flatnonzero(can_resume(cells, self.windows, first, lo)) + lo + 1
-            lengths = lengths[lengths % self.page_size == 0]
+            lengths = lengths[lengths % self.block_size == 0]
             if lengths.size:
                 return int(lengths[-1])
             hi, look = lo, 4 * look
         return floor
 
     def _ends_held(self, node: PathNode, stop: int) -> bool:
-        """Whether the windows hold the token before ``stop``, which is in ``node``."""
+        """Return true if the windows hold the token before ``stop``, which is in ``node``."""
         return all(
             window is None or window == 1 or cells[stop - 1 - node.start] >= 0
             for cells, window in zip(node.cells, self.windows, strict=True)
         )
 
     def _match_at(self, node: PathNode, length: int, n_matched: int) -> PrefixMatch:
-        """The result of a match that ends where ``node`` ends; the path to it counts as used."""
+        """Return the match that ends where ``node`` ends; the path to it counts as used."""
         self._touch(node)
         cells = self._path_cells(node, 0, length)
         return PrefixMatch(length, tuple(cells), PrefixHandle(length, node), n_matched)
@@ -329,14 +259,14 @@ class PathTree(ABC):
             node.n_locked_children -= 1
 
     def _node(self, handle: PrefixHandle) -> PathNode | None:
-        """The node that ends where the handle does; None where that is no longer so."""
+        """Return the node that ends where the handle does; None where that is no longer so."""
         node = handle.node
         if not isinstance(node, PathNode) or node.owner is not self or node.stop != handle.length:
             return None
         return node
 
     def _count(self, node: PathNode, sign: int) -> None:
-        """The node became evictable (1), or is no longer (-1)."""
+        """Count a node that became evictable (1), or is no longer (-1)."""
         self._n_evictable += sign * (node.stop - node.start)
         for group, n_held in enumerate(node.n_held):
             self._evictable_cells[group] += sign * n_held
@@ -346,7 +276,7 @@ class PathTree(ABC):
     def evict(self, n_tokens: int) -> Evicted:
         """Give up at least ``n_tokens`` tokens, the least recently used first, from their ends.
 
-        The tail of a path goes first and the head stays, up to a page. More than asked goes where
+        The tail of a path goes first and the head stays, up to a block. More than asked goes where
         it would be of no use: what is left of a path ends where every window can resume, at another
         branch, or at a lock. Asking for 0 or less gives up nothing.
 
@@ -385,7 +315,7 @@ class PathTree(ABC):
 
         Stops at a lock and where another history branches off. A stale handle gives up nothing.
         """
-        keep += -keep % self.page_size
+        keep += -keep % self.block_size
         node, parts, n_gone = self._node(handle), [self._no_cells()], 0
         while node and node.stop > keep and not node.n_children and not node.is_locked:
             if node.start < keep:
@@ -399,7 +329,7 @@ class PathTree(ABC):
         return Evicted(n_gone, tuple(group[group >= 0] for group in gone))
 
     def _trim(self, node: PathNode, n_tokens: int, parts: list[IntArray]) -> int:
-        """Cut ``n_tokens`` or more off a leaf, and with them what is of no use; how many went."""
+        """Cut ``n_tokens`` or more off a leaf, and what is of no use then; return how many went."""
         n_gone = 0
         while True:
             keep = self._resume_point(node, node.stop - n_tokens, node.start)
@@ -416,7 +346,7 @@ class PathTree(ABC):
             node, n_tokens = parent, 0
 
     def _shorten(self, node: PathNode, stop: int) -> IntArray:
-        """Cut an unlocked leaf back to ``stop``; the cells that went."""
+        """Cut an unlocked leaf back to ``stop``; return the cells that went."""
         self._count(node, -1)
         self._n_stored -= node.stop - stop
         gone = node.cells[:, stop - node.start :]
@@ -427,7 +357,7 @@ class PathTree(ABC):
         return gone
 
     def _drop(self, node: PathNode) -> PathNode:
-        """Take an unlocked leaf out; its parent."""
+        """Take an unlocked leaf out; return its parent."""
         assert node.parent is not None and not node.n_children and not node.is_locked
         self._forget(node)
         self._count(node, -1)
@@ -440,7 +370,7 @@ class PathTree(ABC):
     # All of it ---------------------------------------------------------------------------------
 
     def size_info(self) -> SizeInfo:
-        """How much is stored, and how much of it could go."""
+        """Return how much is stored, and how much of it could go."""
         cells = (
             tuple(self._evictable_cells)
             if self._windowed
@@ -449,20 +379,20 @@ class PathTree(ABC):
         return SizeInfo(self._n_evictable, self._n_stored - self._n_evictable, cells)
 
     def held_cells(self) -> tuple[IntArray, ...]:
-        """Per layer group, every cell that the index refers to, in no order."""
+        """Return every cell that the index refers to, per layer group, in no order."""
         return self._cells_of(self._nodes())
 
     def locked_cells(self) -> tuple[IntArray, ...]:
-        """Per layer group, the cells of what is locked, in no order."""
+        """Return the cells of what is locked, per layer group, in no order."""
         return self._cells_of(node for node in self._nodes() if node.is_locked)
 
     def chains(self) -> list[IntArray]:
-        """Stretches of stored histories in which nothing branches off, those used last first.
+        """Return stretches of stored histories in which nothing branches off, last used first.
 
         Whoever copies the cells of one of them together leaves no other history in more runs.
 
         Returns:
-            Of each stretch ``[n_groups, n]``: the cells of its positions, -1 for none.
+            The cells of each stretch's positions, ``[n_groups, n]``, -1 for none.
         """
         used = {node: at for at, node in enumerate(self._lru)}
         follows: dict[PathNode, PathNode] = {}
@@ -484,7 +414,7 @@ class PathTree(ABC):
         return found
 
     def relocate(self, moved: Relocation) -> None:
-        """Cells were copied elsewhere: refer to where they are now.
+        """Refer to cells where they are now that they were copied elsewhere.
 
         Args:
             moved: per layer group, as ``SeqCache.compact`` says.
@@ -497,9 +427,9 @@ class PathTree(ABC):
         return tuple(group[group >= 0] for group in cells)
 
     def reset(self) -> tuple[IntArray, ...]:
-        """Forget everything, locked or not; per layer group, the cells for the caller to release.
+        """Forget everything, locked or not; return the cells to release, per layer group.
 
-        Handles of before are stale.
+        Handles from before are stale.
         """
         cells = self.held_cells()
         for node in [self._root, *self._nodes()]:
@@ -515,7 +445,7 @@ class PathTree(ABC):
         for node in nodes:
             assert node.parent is not None and node.owner is self
             assert node.start == node.parent.stop, "a node starts where its parent stops"
-            assert node.start < node.stop and node.stop % self.page_size == 0
+            assert node.start < node.stop and node.stop % self.block_size == 0
             assert node.cells.shape == (len(self.windows), node.stop - node.start)
             assert node.n_held == self._held(node.cells)
             for cells, window in zip(node.cells, self.windows, strict=True):
@@ -537,39 +467,3 @@ class PathTree(ABC):
             assert order.get(node.parent, len(order)) > order[node], (
                 "a child goes before its parent"
             )
-
-
-def can_resume(cells: IntArray, windows: Sequence[int | None], first: int, floor: int) -> BoolArray:
-    """For each length in ``(floor, stop]``, whether every group holds the window before it.
-
-    A sequence of L tokens goes on if positions ``[max(0, L - w + 1), L)`` have cells: the next
-    query, at position L, sees those and itself.
-
-    Args:
-        cells: ``[n_groups, stop - first]``: the cells of positions ``[first, stop)``, -1 for none.
-        windows: per group, None for all of the history, which is always there.
-        first: at most ``floor + 1 - (w - 1)`` for the widest window w, and at most ``floor``; or 0.
-        floor: lengths above it are tried.
-    """
-    positions = np.arange(first, first + cells.shape[1])
-    lengths = positions[floor - first :] + 1
-    ok = np.ones(lengths.size, dtype=np.bool_)
-    for group, window in zip(cells, windows, strict=True):
-        if window is None:
-            continue
-        last_missing = np.maximum.accumulate(np.where(group < 0, positions, first - 1))
-        n_held = (positions - last_missing)[floor - first :]
-        ok &= n_held >= np.minimum(window - 1, lengths)
-    return ok
-
-
-def owned(part: IntArray) -> IntArray:
-    """The part, copied where it would keep a base of more than twice its size alive."""
-    if part.base is None or 2 * part.size >= part.base.size:
-        return part
-    return part.copy()
-
-
-def joined(parts: Sequence[IntArray]) -> IntArray:
-    """One array of some, or of none."""
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
