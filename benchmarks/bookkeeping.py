@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def tokens(n: int, seed: int) -> Any:
-    """``[n]`` token ids."""
+    """Return ``[n]`` token ids."""
     return np.random.default_rng(seed).integers(0, 150_000, n)
 
 
@@ -85,7 +85,7 @@ def append(size: int) -> Case:
 
 
 def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
-    """Histories of 100 tokens, ``size`` tokens in all, and how to store another."""
+    """Store histories of 100 tokens, ``size`` in all; return how to store another as well."""
     index = RadixIndex()
     stored = tokens(size + LONG, 3).reshape(-1, HISTORY)
 
@@ -101,7 +101,7 @@ def full_index(size: int) -> tuple[RadixIndex, Callable[[int], object]]:
 
 
 def match(size: int) -> Case:
-    """A prompt of 100k tokens that is stored."""
+    """Measure the match of a prompt of 100k tokens that is stored."""
     index, _ = full_index(size)
     prompt = tokens(LONG, 4)
     index.insert_prefix(prompt, [np.arange(LONG)])
@@ -110,14 +110,14 @@ def match(size: int) -> Case:
 
 
 def eviction(size: int) -> Case:
-    """The least recently used history of 100 tokens goes."""
+    """Measure how the least recently used history of 100 tokens goes."""
     index, store = full_index(size)
     n = size // HISTORY
     return Case(lambda i: index.evict(HISTORY), lambda i: store(n + i), 1)
 
 
 def fork(size: int) -> Case:
-    """A second owner for every cell of a sequence of 100k tokens."""
+    """Measure a second owner for every cell of a sequence of 100k tokens."""
     pool = CellPool(LONG + size)
     pool.claim(0, 0, LONG)
     for seq_id in range(1, 9):
@@ -136,7 +136,7 @@ OPERATIONS: dict[str, Callable[[int], Case]] = {
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """The collector waits outside."""
+    """Keep the garbage collector from running inside."""
     gc.collect()
     gc.disable()
     try:
@@ -146,7 +146,7 @@ def no_gc() -> Iterator[None]:
 
 
 def times_us(make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]:
-    """Microseconds per operation and round, by size; the sizes take turns in every round."""
+    """Return microseconds per operation and round, by size; sizes take turns in every round."""
     cases = {str(size): make(size) for size in SIZES}
     times: dict[str, list[float]] = {size: [] for size in cases}
     with no_gc():
@@ -162,7 +162,7 @@ def times_us(make: Callable[[int], Case], rounds: int) -> dict[str, list[float]]
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
-    """Every operation beside every number of tokens."""
+    """Measure every operation beside every number of tokens."""
     result: dict[str, Any] = {}
     by_size: dict[str, dict[str, float]] = {}
     growth: dict[str, float] = {}
