@@ -18,7 +18,7 @@ __all__ = ["CellMap", "CellState", "map_cells"]
 
 
 class CellState(enum.IntEnum):
-    """Who holds a cell: nobody, the prefix index alone, a lock on the index, a running request."""
+    """Holders of a cell: nobody, the prefix index alone, a lock on it, or a running request."""
 
     FREE = 0
     EVICTABLE = 1

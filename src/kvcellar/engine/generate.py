@@ -31,6 +31,7 @@ __all__ = [
     "PrefillFn",
     "Usage",
     "check_prompt",
+    "check_tokens",
     "finish_of",
     "generate",
     "is_shown",
@@ -244,15 +245,7 @@ def check_prompt(
         PromptError: see ``generate``.
     """
     prompt = History(prompt_ids)
-    if not len(prompt):
-        raise PromptError("the prompt has no tokens; give at least one, such as the model's BOS")
-    low, high = prompt.tokens.min(), prompt.tokens.max()
-    if low < 0 or high >= vocab_size:
-        raise PromptError(
-            f"the prompt holds token id {low if low < 0 else high} and the model has ids 0 to "
-            f"{vocab_size - 1}: its tokens are of a tokenizer that does not match the model; "
-            f"encode the text with the model's own"
-        )
+    check_tokens(prompt, vocab_size)
     held = sequence.length
     if held > len(prompt):
         raise PromptError(
@@ -271,6 +264,23 @@ def check_prompt(
             f"{sequence.cache.config.more_room}"
         )
     return prompt
+
+
+def check_tokens(prompt: History, vocab_size: int) -> None:
+    """Refuse a prompt without tokens, or with some that the model does not have.
+
+    Raises:
+        PromptError: it is such a prompt.
+    """
+    if not len(prompt):
+        raise PromptError("the prompt has no tokens; give at least one, such as the model's BOS")
+    low, high = prompt.tokens.min(), prompt.tokens.max()
+    if low < 0 or high >= vocab_size:
+        raise PromptError(
+            f"the prompt holds token id {low if low < 0 else high} and the model has ids 0 to "
+            f"{vocab_size - 1}: its tokens are of a tokenizer that does not match the model; "
+            f"encode the text with the model's own tokenizer"
+        )
 
 
 def prefill(

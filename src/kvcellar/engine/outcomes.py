@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.batch import Batch, BatchPart, Verdict
@@ -18,11 +18,11 @@ from kvcellar.engine.generate import (
     stopped_by_text,
 )
 from kvcellar.engine.request import (
+    EndReason,
     Event,
     FinishEvent,
     PromptEvent,
     Sequence,
-    Status,
     TokenEvent,
 )
 from kvcellar.engine.residency import Residency
@@ -234,7 +234,6 @@ class Outcomes:
         Nothing is published and no cell is touched: neither may be right.
         """
         for sequence in [*self.running, *self.waiting]:
-            sequence.status = Status.ENDED
             self._tell_end(sequence, "error", None, error)
         self.running.clear()
         self.waiting.clear()
@@ -244,7 +243,7 @@ class Outcomes:
     def end(
         self,
         sequence: Sequence,
-        reason: Literal["stop", "length", "cancelled", "deadline", "error"],
+        reason: EndReason,
         *,
         finish: Finish | None = None,
         error: Exception | None = None,
@@ -253,7 +252,6 @@ class Outcomes:
         if self.speculator is not None:
             self.speculator.ended(sequence.request_id)
         self.residency.leave(sequence)
-        sequence.status = Status.ENDED
         for queue in (self.running, self.waiting):  # last: until then somebody has to be told
             if sequence in queue:
                 queue.remove(sequence)
@@ -297,7 +295,7 @@ class Outcomes:
     def _tell_end(
         self,
         sequence: Sequence,
-        reason: Literal["stop", "length", "cancelled", "deadline", "error"],
+        reason: EndReason,
         finish: Finish | None,
         error: Exception | None,
     ) -> None:

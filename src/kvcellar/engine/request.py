@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from kvcellar.prefix import PrefixHandle
 
 __all__ = [
+    "EndReason",
     "Event",
     "FinishEvent",
     "PromptEvent",
     "Request",
     "Sequence",
-    "Status",
     "TokenEvent",
 ]
 
@@ -88,6 +87,9 @@ class TokenEvent:
     token: GeneratedToken
 
 
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
     """A request has ended; nothing follows.
@@ -103,7 +105,7 @@ class FinishEvent:
     """
 
     request_id: int
-    reason: Literal["stop", "length", "cancelled", "deadline", "error"]
+    reason: EndReason
     text: str = ""
     token_ids: tuple[int, ...] = ()
     usage: Usage | None = None
@@ -112,14 +114,6 @@ class FinishEvent:
 
 
 Event = PromptEvent | TokenEvent | FinishEvent
-
-
-class Status(enum.Enum):
-    """State of a sequence."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +132,6 @@ class Sequence:
     stream: TextStream | None
     arrived_s: float
     seq_id: int = -1
-    status: Status = Status.WAITING
     n_computed: int = 0
     n_cached: int = 0
     draft: Draft = NO_DRAFT

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.batch import Batch, BatchPart, Verdict
 from kvcellar.engine.draft import NO_DRAFT
+from kvcellar.engine.generate import check_tokens
 from kvcellar.engine.outcomes import Outcomes
 from kvcellar.engine.policy import Allotment, Policy
-from kvcellar.engine.request import Event, Request, Sequence, Status
+from kvcellar.engine.request import Event, Request, Sequence
 from kvcellar.engine.residency import Residency
 from kvcellar.engine.sampling import SamplingState
 from kvcellar.engine.text import TextStream
@@ -106,17 +107,8 @@ class Scheduler:
         return request_id
 
     def _check_prompt(self, tokens: History) -> None:
+        check_tokens(tokens, self.vocab_size)
         capacity = self.residency.cache.capacity
-        if not len(tokens):
-            raise PromptError(
-                "the prompt has no tokens; give at least one, such as the model's BOS"
-            )
-        low, high = tokens.tokens.min(), tokens.tokens.max()
-        if low < 0 or high >= self.vocab_size:
-            raise PromptError(
-                f"the prompt holds token id {low if low < 0 else high} and the model has ids 0 to "
-                f"{self.vocab_size - 1}; encode the text with the model's own tokenizer"
-            )
         if len(tokens) > capacity:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens and the cache {capacity} cells, so it can "
@@ -211,7 +203,6 @@ class Scheduler:
             self.waiting.remove(sequence)
             if not sequence.n_preemptions:
                 sequence.n_cached = sequence.n_computed
-            sequence.status = Status.RUNNING
             self.running.append(sequence)
 
     def _fits(self, sequence: Sequence) -> bool:
@@ -273,7 +264,6 @@ class Scheduler:
         victim = max(self.running, key=lambda s: s.order)
         self.residency.leave(victim)
         self.running.remove(victim)
-        victim.status = Status.WAITING
         victim.draft = NO_DRAFT
         victim.n_preemptions += 1
         victim.publish_at.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcellar.types import CacheUsage
@@ -99,33 +99,22 @@ class EngineStats:
 
 def take_stats(scheduler: Scheduler, times: StepTimes) -> EngineStats:
     """Return all counts at this moment."""
-    speculator = scheduler.outcomes.speculator
-    counts, moves = scheduler.outcomes.counts, scheduler.residency.counts
-    usage = scheduler.residency.cache.usage()
-    sizes = scheduler.residency.index.size_info()
-    free = min(group.free for group in usage.groups)
+    outcomes, residency = scheduler.outcomes, scheduler.residency
+    speculator = outcomes.speculator
+    usage = residency.cache.usage()
+    sizes = residency.index.size_info()
     return EngineStats(
+        **asdict(outcomes.counts),
+        **asdict(residency.counts),
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
-        requests=counts.requests,
-        finished=counts.finished,
-        prompt_tokens=counts.prompt_tokens,
-        reused_tokens=moves.reused_tokens,
-        computed_tokens=counts.computed_tokens,
-        sampled_tokens=counts.sampled_tokens,
-        drafted_tokens=counts.drafted_tokens,
-        accepted_tokens=counts.accepted_tokens,
         drafter_failures=speculator.n_failures if speculator is not None else 0,
-        evicted_tokens=moves.evicted_tokens,
-        preemptions=counts.preemptions,
-        gathered_cells=moves.gathered_cells,
-        queue_s=counts.queue_s,
         n_steps=times.n_steps,
         step_median_s=times.median_s,
         steps_s=times.total_s,
         live_cells=max(group.live for group in usage.groups) - sizes.evictable,
         evictable_cells=sizes.evictable,
-        free_cells=free,
+        free_cells=min(group.free for group in usage.groups),
         protected_tokens=sizes.protected,
         cache=usage,
     )
