@@ -210,7 +210,7 @@ def test_whole_numbers_of_numpy_and_torch_are_taken():
 # Settings -----------------------------------------------------------------------------------------
 
 
-CONFIG_FIELDS = ["capacity", "min_chunk", "window_slack", "block_size", "tp_size"]
+CONFIG_FIELDS = ["capacity", "min_chunk", "window_slack", "block_size"]
 
 
 @pytest.mark.parametrize("bad", [*NO_WHOLE, *HUGE, -1], ids=name_of)

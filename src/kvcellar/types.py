@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ MIN_CHUNK = 512
 MOST_CELLS = 2**31 - 1
 """Of one layer group; kernels count in 32 bits."""
 
-LAYOUTS = ("layer_first", "page_first")
+LAYOUTS = ("layer_first", "block_first")
 """How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
 
 
@@ -271,7 +271,6 @@ class CacheConfig:
             back by that many tokens and go on exactly.
         block_size: cells per block of a paged cache; the others have token cells.
         layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.
-        tp_size: tensor-parallel ranks that the KV heads are divided over; the cache is one rank's.
         budget: whom pools ask before they grow; None: they grow up to the capacity.
     """
 
@@ -282,13 +281,12 @@ class CacheConfig:
     window_slack: int = 64
     block_size: int = 16
     layout: str = "layer_first"
-    tp_size: int = 1
     budget: MemoryBudget | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, ModelCacheParams):
             raise ConfigError(f"params must be a ModelCacheParams, got {seen(self.params)}")
-        for name in ("capacity", "min_chunk", "window_slack", "block_size", "tp_size"):
+        for name in ("capacity", "min_chunk", "window_slack", "block_size"):
             value = whole(getattr(self, name), name, most=MOST_CELLS)
             object.__setattr__(self, name, value)
         if self.capacity < 1:
@@ -313,8 +311,6 @@ class CacheConfig:
             raise ConfigError(
                 f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}"
             )
-        for group in self.params.groups:
-            divide_heads(group.n_kv_heads, self.tp_size)
 
     @property
     def kv(self) -> KvDtype:
@@ -337,33 +333,6 @@ class CacheConfig:
             f"are left)"
         )
 
-    @property
-    def rank_groups(self) -> tuple[LayerGroup, ...]:
-        """The layer groups with the KV heads that one tensor-parallel rank holds of them."""
-        if self.tp_size == 1:
-            return self.params.groups
-        return tuple(
-            replace(group, n_kv_heads=divide_heads(group.n_kv_heads, self.tp_size))
-            for group in self.params.groups
-        )
-
-
-def divide_heads(n_kv_heads: int, tp_size: int) -> int:
-    """How many KV heads each of ``tp_size`` tensor-parallel ranks holds.
-
-    Raises:
-        ConfigError: they do not divide evenly, or there is no rank.
-    """
-    if whole(tp_size, "tp_size") < 1:
-        raise ConfigError(f"tp_size counts ranks and must be at least 1, got {seen(tp_size)}")
-    if n_kv_heads % tp_size:
-        fitting = ", ".join(str(n) for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0)
-        raise ConfigError(
-            f"{n_kv_heads} KV heads cannot be divided evenly over {tp_size} tensor-parallel ranks; "
-            f"choose a tp_size of {fitting}"
-        )
-    return n_kv_heads // tp_size
-
 
 def make_config(
     params: ModelCacheParams,
@@ -374,7 +343,6 @@ def make_config(
     window_slack: int = 64,
     block_size: int = 16,
     layout: str = "layer_first",
-    tp_size: int = 1,
     budget: MemoryBudget | None = None,
 ) -> CacheConfig:
     """The model's facts plus the caller's policy.
@@ -383,7 +351,7 @@ def make_config(
         ConfigError: a value that cannot work; the message names it.
     """
     return CacheConfig(
-        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, tp_size, budget
+        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, budget
     )
 
 

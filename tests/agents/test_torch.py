@@ -121,7 +121,7 @@ def test_rows_of_every_type_come_back_bit_for_bit(kv_dtype, tmp_path):
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8", "int4", "k8v4"])
 @pytest.mark.parametrize("make", [kv.make_seq_session, kv.make_paged_session])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+@pytest.mark.parametrize("layout", ["layer_first", "block_first"])
 def test_host_rows_say_what_the_pools_hold_wherever_they_lie(kv_dtype, make, layout):
     params = kv.ModelCacheParams(3, 2, 64)
     config = kv.make_config(params, 256, kv_dtype, block_size=16, layout=layout)

@@ -34,12 +34,12 @@ MAKERS = {
     "seq": make_seq_session,
     "tree": make_tree_session,
     "layer_first": make_paged_session,
-    "page_first": make_paged_session,
+    "block_first": make_paged_session,
 }
 
 
 def config(kind: str, budget: MemoryBudget, kv_dtype: str = "float32") -> Any:
-    layout = kind if kind in ("layer_first", "page_first") else "layer_first"
+    layout = kind if kind in ("layer_first", "block_first") else "layer_first"
     return make_config(
         PARAMS, 2000, kv_dtype, 32, window_slack=4, block_size=8, layout=layout, budget=budget
     )
@@ -78,7 +78,7 @@ def tensors(parts: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("backend", ["torch", "reference", pytest.param("mlx", marks=needs_mlx)])
 def test_pools_allocate_what_was_granted_and_stop_where_the_budget_ends(backend, kind, kv_dtype, n):
-    if backend == "mlx" and kind == "page_first":
+    if backend == "mlx" and kind == "block_first":
         pytest.skip("the MLX backend has no such layout")
     budget = MemoryBudget(900_000 if n > 1 else 450_000)
     with MAKERS[kind](backend, config(kind, budget, kv_dtype)) as session:
@@ -104,7 +104,7 @@ def test_pools_allocate_what_was_granted_and_stop_where_the_budget_ends(backend,
         assert cache.usage().size_bytes == sizes[-1]
 
 
-@pytest.mark.parametrize("kind", ["seq", "layer_first", "page_first"])
+@pytest.mark.parametrize("kind", ["seq", "layer_first", "block_first"])
 def test_a_fork_and_what_follows_stay_inside(kind):
     budget = MemoryBudget(400_000)
     with MAKERS[kind]("torch", config(kind, budget)) as session:
@@ -122,7 +122,7 @@ def test_a_fork_and_what_follows_stay_inside(kind):
                 assert cache.usage().size_bytes == sum(granted) < budget.held_bytes
 
 
-@pytest.mark.parametrize("kind", ["seq", "layer_first", "page_first"])
+@pytest.mark.parametrize("kind", ["seq", "layer_first", "block_first"])
 def test_kv_that_was_moved_out_comes_back_inside_the_budget(kind):
     budget = MemoryBudget(400_000)
     with MAKERS[kind]("torch", config(kind, budget)) as session:

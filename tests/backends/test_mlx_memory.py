@@ -98,7 +98,7 @@ def test_the_ruler_sees_the_copy_that_a_kept_view_makes() -> None:
 
 def test_a_layout_that_could_not_be_written_in_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="layer_first"):
-        open_cache("paged", "float32", layout="page_first")
+        open_cache("paged", "float32", layout="block_first")
 
 
 @every_type

@@ -23,11 +23,11 @@ from kvcellar import (
     make_seq_session,
 )
 from kvcellar.cache import SeqCache
-from kvcellar.errors import CacheFullError, ConfigError, ShapeError
+from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.testing import BackendAdapter, ConformanceSuite, NumpyAdapter, driver
 from kvcellar.testing.driver import Case, open_driver
 from kvcellar.testing.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
-from kvcellar.types import LAYOUTS, CacheConfig, divide_heads
+from kvcellar.types import LAYOUTS, CacheConfig
 from tests.backends.adapters import (
     MlxInSmallPieces,
     TorchAdapter,
@@ -35,7 +35,7 @@ from tests.backends.adapters import (
     needs_mlx,
 )
 
-BLOCK_SIZES = {"layer_first": 4, "page_first": 3}
+BLOCK_SIZES = {"layer_first": 4, "block_first": 3}
 
 
 def make_session_of(layout: str) -> Any:
@@ -258,14 +258,14 @@ def test_writes_are_in_place_and_growth_doubles_up_to_whole_blocks(layout: str) 
         assert len(set(places)) <= len(set(sizes)), "bytes move only to grow"
 
 
-def test_page_first_keeps_what_a_block_holds_together() -> None:
-    config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="page_first")
+def test_block_first_keeps_what_a_block_holds_together() -> None:
+    config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="block_first")
     with make_paged_session("torch", config) as session:
         run(session.cache, (0, 6))
         first, _, last = session.cache.pools_of_layer
-        pages = first._pages
-        assert last._pages is pages
-        (k_part,), (v_part,) = pages.k, pages.v
+        blocks = first._blocks
+        assert last._blocks is blocks
+        (k_part,), (v_part,) = blocks.k, blocks.v
         assert k_part.shape == (2, 2, 2, 4, 8) and v_part.shape == (2, 2, 2, 4, 6)
         assert k_part.is_contiguous() and v_part.is_contiguous()
         for index, layer in enumerate((0, 2)):
@@ -290,7 +290,7 @@ def test_both_layouts_have_the_shapes_of_token_cells(layout: str) -> None:
 
 
 def test_the_reference_keeps_what_a_block_holds_together_too() -> None:
-    config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="page_first")
+    config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="block_first")
     with make_paged_session("reference", config) as session:
         for pool, index in zip(session.cache.layer_pools, (0, 0, 1), strict=True):
             assert pool.index == index
@@ -298,9 +298,9 @@ def test_the_reference_keeps_what_a_block_holds_together_too() -> None:
         for layer in range(3):
             rows = [t.numpy() for t in tensors(6, layer)]
             session.cache.update_and_attend(*rows, range(6), layer, 0.3, "float32")
-        pages = session.cache.layer_pools[2].pages
-        assert session.cache.layer_pools[0].pages is pages
-        (k_part,), (v_part,) = pages.k, pages.v
+        blocks = session.cache.layer_pools[2].blocks
+        assert session.cache.layer_pools[0].blocks is blocks
+        (k_part,), (v_part,) = blocks.k, blocks.v
         assert k_part.shape == (2, 2, 2, 4, 8) and v_part.shape == (2, 2, 2, 4, 6)
         np.testing.assert_array_equal(v_part[1, 1, :, :2], tensors(6, 2)[2][0, :, 4:])
 
@@ -353,53 +353,10 @@ def test_a_sequence_that_was_moved_out_comes_back_bit_for_bit(layout: str, kv_dt
             assert torch.allclose(a, b, atol=1e-6)
 
 
-# Tensor parallelism -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [make_paged_session, make_seq_session])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_ranks_together_attend_as_one(make: Any, layout: str) -> None:
-    whole = make_config(TWO_GROUPS, 64, block_size=4, layout=layout)
-    halved = replace(whole, tp_size=2)
-    with make("torch", whole) as one, make("torch", halved) as left, make("torch", halved) as right:
-        for n in (7, 1, 3):
-            for session in (one, left, right):
-                session.cache.begin_step([0] * n)
-            for layer in range(3):
-                rows = tensors(n, layer)
-                args = (None, layer, 0.3, torch.float32)
-                halves = [
-                    session.cache.update_and_attend(*(t.chunk(2, dim=1)[i] for t in rows), *args)
-                    for i, session in enumerate((left, right))
-                ]
-                together = one.cache.update_and_attend(*rows, *args)
-                assert torch.allclose(torch.cat(halves, dim=1), together, atol=1e-6)
-        sizes = [session.cache.usage().size_bytes for session in (one, left, right)]
-        assert sizes[0] == sizes[1] + sizes[2]
-        left.cache.begin_step([0])
-        with pytest.raises(ShapeError, match=r"this cache holds \[1, 1, T, 8\]"):
-            left.cache.update_and_attend(*tensors(1, 0), None, 0, 0.3, torch.float32)
-
-
-def test_heads_that_do_not_divide_over_the_ranks_are_refused() -> None:
-    assert divide_heads(8, 4) == 2
-    with pytest.raises(ConfigError, match="8 KV heads cannot be divided evenly over 3 tensor"):
-        divide_heads(8, 3)
-    with pytest.raises(ConfigError, match="choose a tp_size of 1, 2, 4, 8"):
-        divide_heads(8, 16)
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        make_config(TWO_GROUPS, 64, tp_size=0)
-    with pytest.raises(ConfigError, match="2 KV heads cannot be divided evenly over 4"):
-        make_config(TWO_GROUPS, 64, tp_size=4)
-    odd = ModelCacheParams(2, 4, 8, 8, (LayerGroup((0,), 4, 8, 8), LayerGroup((1,), 3, 8, 8)))
-    with pytest.raises(ConfigError, match="3 KV heads cannot be divided evenly over 2"):
-        make_config(odd, 64, tp_size=2)
-
-
 def test_settings_of_pages_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="block_size must be at least 1"):
         make_config(TWO_GROUPS, 64, block_size=0)
-    with pytest.raises(ConfigError, match="choose one of layer_first, page_first"):
+    with pytest.raises(ConfigError, match="choose one of layer_first, block_first"):
         make_config(TWO_GROUPS, 64, layout="head_first")
     with pytest.raises(ConfigError, match="capacity of 15 cells holds no block of 16"):
         make_paged_session("torch", make_config(TWO_GROUPS, 15))

@@ -56,17 +56,17 @@ def test_the_plain_loop_says_what_it_says_on_torch(demo: Any, wanted: Any) -> No
 
 MAKERS = {
     "cells": lambda params, n: kv.make_seq_session("mlx", kv.make_config(params, n)),
-    "pages": lambda params, n: kv.make_paged_session("mlx", kv.make_config(params, n)),
+    "blocks": lambda params, n: kv.make_paged_session("mlx", kv.make_config(params, n)),
     "trees": lambda params, n: kv.make_tree_session("mlx", kv.make_config(params, n)),
 }
 
 
 @pytest.mark.parametrize("cache", MAKERS)
 def test_requests_in_flat_batches_say_the_same(demo: Any, wanted: Any, cache: str) -> None:
-    index = "hashed" if cache == "pages" else "radix"
+    index = "hashed" if cache == "blocks" else "radix"
     with MAKERS[cache](demo.params, CAPACITY) as session:
         config = EngineConfig(
-            index=index, block_size=16 if cache == "pages" else 1, max_num_batched_tokens=24
+            index=index, block_size=16 if cache == "blocks" else 1, max_num_batched_tokens=24
         )
         engine = Engine(demo.bind(session), session.cache, demo.tokenizer, config=config)
         for round_ in range(2):

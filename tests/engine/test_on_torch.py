@@ -1,4 +1,4 @@
-"""The engine on a real model: the same trace on token cells and on pages, in either layout."""
+"""The engine on a real model: the same trace on token cells and on blocks, in either layout."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def wanted(demo: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 CACHES = {
     "cells": lambda params, n=CAPACITY: kv.make_seq_session("torch", kv.make_config(params, n)),
-    "pages, layer first": lambda params, n=CAPACITY: kv.make_paged_session(
+    "blocks, layer first": lambda params, n=CAPACITY: kv.make_paged_session(
         "torch", kv.make_config(params, n, block_size=16, layout="layer_first")
     ),
-    "pages, page first": lambda params, n=CAPACITY: kv.make_paged_session(
-        "torch", kv.make_config(params, n, block_size=16, layout="page_first")
+    "blocks, block first": lambda params, n=CAPACITY: kv.make_paged_session(
+        "torch", kv.make_config(params, n, block_size=16, layout="block_first")
     ),
 }
 
 
 @pytest.mark.parametrize("index", ["radix", "hashed", "naive"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_pages(demo, wanted, cache, index):
+def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_blocks(demo, wanted, cache, index):
     block_size = 1 if cache == "cells" and index == "radix" else 16
     with CACHES[cache](demo.params) as session:
         engine = Engine(
@@ -91,7 +91,7 @@ def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_pages(demo, wanted
 
 def test_an_index_of_other_blocks_than_the_cache_has_is_refused(demo):
     with (
-        CACHES["pages, layer first"](demo.params) as session,
+        CACHES["blocks, layer first"](demo.params) as session,
         pytest.raises(ConfigError, match="block_size 24 cannot be used over blocks of 16 cells"),
     ):
         Engine(demo.bind(session), session.cache, config=EngineConfig(block_size=24))

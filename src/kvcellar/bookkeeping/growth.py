@@ -72,16 +72,16 @@ class Growth:
         """
         self._min_chunk = config.min_chunk
         self._block_size = block_size
-        self._cell_bytes = [g.cell_bytes(config.kv) + INDEX_BYTES for g in config.rank_groups]
-        whole = block_size > 1 and config.layout == "page_first"
+        self._cell_bytes = [g.cell_bytes(config.kv) + INDEX_BYTES for g in config.params.groups]
+        whole = block_size > 1 and config.layout == "block_first"
         self._copy_bytes_of = [
-            g.cell_bytes(config.kv) // (1 if whole else len(g.layers)) for g in config.rank_groups
+            g.cell_bytes(config.kv) // (1 if whole else len(g.layers)) for g in config.params.groups
         ]
         self.limits = [
             self._down(min(config.capacity, budget.kv_bytes // size)) for size in self._cell_bytes
         ]
-        array_bytes = ARRAY_BYTES * sum(self.limits) + exact_bytes(config.rank_groups, config.kv)
-        windows = [_window_cells(g, config, has_one_run) for g in config.rank_groups]
+        array_bytes = ARRAY_BYTES * sum(self.limits) + exact_bytes(config.params.groups, config.kv)
+        windows = [_window_cells(g, config, has_one_run) for g in config.params.groups]
         self.n_fitting = self._most_tokens(budget.kv_bytes - array_bytes, windows)
         if not self.n_fitting:
             raise ConfigError(

@@ -47,7 +47,7 @@ class StepBookkeeping(ABC):
     def __init__(self, config: CacheConfig) -> None:
         """Empty bookkeeping for ``config``."""
         self.config = config
-        self.groups = config.rank_groups
+        self.groups = config.params.groups
         self.n_layers = config.params.n_layers
         self._group_of = [0] * self.n_layers
         for index, group in enumerate(self.groups):

@@ -190,7 +190,7 @@ class Residency:
         Between steps.
         """
         cell_bytes = sum(
-            group.cell_bytes(self.cache.config.kv) for group in self.cache.config.rank_groups
+            group.cell_bytes(self.cache.config.kv) for group in self.cache.config.params.groups
         )
         chains = [tuple(cells) for cells in self.index.chains()]
         done = self.cache.compact(chains, max(1, max_bytes // max(1, cell_bytes)))

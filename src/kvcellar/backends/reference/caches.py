@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kvcellar.backends.reference.attend import FloatArray, attend, visible
 from kvcellar.backends.reference.pools import (
+    BlockFirstPool,
     ExactPool,
-    PageFirstPool,
-    Pages,
+    GroupBlocks,
     Pool,
     from_bfloat16_bits,
     to_bfloat16_bits,
@@ -68,13 +68,13 @@ class ReferenceBytes(StepBookkeeping):
         """Empty pools, one per layer."""
         super().__init__(config)
         self._exact = [exact_cells(group, config.kv) for group in self.groups]
-        self.layer_pools: list[Pool | PageFirstPool | ExactPool] = []
+        self.layer_pools: list[Pool | BlockFirstPool | ExactPool] = []
         for pool, index in zip(self._make_pools(), self._group_of, strict=True):
             exact = self._exact[index]
             wrapped = exact and ExactPool(pool, self.groups[index], exact.n_cells)
             self.layer_pools.append(wrapped or pool)
 
-    def _make_pools(self) -> list[Pool | PageFirstPool]:
+    def _make_pools(self) -> list[Pool | BlockFirstPool]:
         """One pool per layer, without cells."""
         return [
             Pool(
@@ -195,14 +195,14 @@ class ReferenceSeqCache(ReferenceBytes, SeqBookkeeping):
 
 
 class ReferencePagedCache(ReferenceBytes, PagedBookkeeping):
-    """Many sequences over shared blocks, layer-first or page-first as the config says."""
+    """Many sequences over shared blocks, layer-first or block-first as the config says."""
 
-    def _make_pools(self) -> list[Pool | PageFirstPool]:
+    def _make_pools(self) -> list[Pool | BlockFirstPool]:
         if self.config.layout == "layer_first":
             return super()._make_pools()
-        pages = [Pages(group, self.config) for group in self.groups]
+        blocks = [GroupBlocks(group, self.config) for group in self.groups]
         return [
-            PageFirstPool(pages[index], self.groups[index].layers.index(layer))
+            BlockFirstPool(blocks[index], self.groups[index].layers.index(layer))
             for layer, index in enumerate(self._group_of)
         ]
 
@@ -211,7 +211,7 @@ class ReferenceTreeCache(ReferenceBytes, TreeBookkeeping):
     """Many sequences, each with or without a draft tree."""
 
 
-def _segment(pool: Pool | PageFirstPool | ExactPool, spec: AttendSpec) -> Segment:
+def _segment(pool: Pool | BlockFirstPool | ExactPool, spec: AttendSpec) -> Segment:
     """The read of one spec: its runs one after the other."""
     parts = [pool.read(*run) for run in spec.runs]
     k = np.concatenate([k for k, _ in parts], axis=1)

@@ -166,7 +166,7 @@ def _grown(old: NDArray[Any], n_cells: int) -> NDArray[Any]:
 class ExactPool:
     """A quantised pool with a few float32 cells beside it; see ``bookkeeping.exact``."""
 
-    def __init__(self, cells: Pool | PageFirstPool, group: LayerGroup, n_exact: int) -> None:
+    def __init__(self, cells: Pool | BlockFirstPool, group: LayerGroup, n_exact: int) -> None:
         """Beside the pool ``cells``, ``n_exact`` exact cells."""
         self.cells = cells
         self.exact = Pool(
@@ -211,8 +211,8 @@ class ExactPool:
         return self.cells.read(start, length)
 
 
-class Pages:
-    """K and V of all layers of a group, page-first: what one block holds lies together.
+class GroupBlocks:
+    """K and V of all layers of a group, block-first: what one block holds lies together.
 
     Every part of ``k`` and ``v`` is ``[n_blocks, n_layers, n_kv_heads, block_size, ...]``. Growth
     keeps every byte and every block's index.
@@ -230,7 +230,7 @@ class Pages:
     def ensure(self, n_cells: int) -> None:
         """Hold at least ``n_cells``; doubles, never past the capacity, never shrinks."""
         size, capacity = self.block_size, self.max_blocks * self.block_size
-        assert n_cells <= capacity, f"{n_cells} cells asked of pages for {capacity}"
+        assert n_cells <= capacity, f"{n_cells} cells asked of blocks for {capacity}"
         have = self.k[0].shape[0]
         if n_cells > have * size:
             n_blocks = -(-grown_size(n_cells, have * size, self.min_chunk, capacity) // size)
@@ -240,28 +240,28 @@ class Pages:
                     parts[i][:have] = old
 
 
-class PageFirstPool:
-    """One layer's part of some pages, with the methods and the shapes of :class:`Pool`."""
+class BlockFirstPool:
+    """One layer's part of some blocks, with the methods and the shapes of :class:`Pool`."""
 
-    def __init__(self, pages: Pages, index: int) -> None:
-        """The part of the group's layer ``index``; the pages are shared with the others."""
-        self.pages = pages
+    def __init__(self, blocks: GroupBlocks, index: int) -> None:
+        """The part of the group's layer ``index``; the blocks are shared with the others."""
+        self.blocks = blocks
         self.index = index
 
     @property
     def n_cells(self) -> int:
         """Cells that are allocated."""
-        return int(self.pages.k[0].shape[0]) * self.pages.block_size
+        return int(self.blocks.k[0].shape[0]) * self.blocks.block_size
 
     @property
     def size_bytes(self) -> int:
         """The layer's share of the bytes that are allocated."""
-        n_layers = int(self.pages.k[0].shape[1])
-        return int(sum(part.nbytes for part in (*self.pages.k, *self.pages.v))) // n_layers
+        n_layers = int(self.blocks.k[0].shape[1])
+        return int(sum(part.nbytes for part in (*self.blocks.k, *self.blocks.v))) // n_layers
 
     def ensure(self, n_cells: int) -> None:
         """Hold at least ``n_cells`` cells, in every layer of the group."""
-        self.pages.ensure(n_cells)
+        self.blocks.ensure(n_cells)
 
     def write_run(self, start: int, k: FloatArray, v: FloatArray) -> None:
         """As in :class:`Pool`."""
@@ -269,7 +269,7 @@ class PageFirstPool:
 
     def scatter_rows(self, cells: IntArray, k: FloatArray, v: FloatArray) -> None:
         """As in :class:`Pool`."""
-        sides = zip((self.pages.k, self.pages.v), self.pages.codecs, (k, v), strict=True)
+        sides = zip((self.blocks.k, self.blocks.v), self.blocks.codecs, (k, v), strict=True)
         for parts, codec, rows in sides:
             for part, stored in zip(parts, codec.encoded(rows), strict=True):
                 self._put(part, cells, stored)
@@ -277,24 +277,24 @@ class PageFirstPool:
     def gather_into(self, base: int, src_cells: IntArray) -> None:
         """As in :class:`Pool`."""
         target = np.arange(base, base + len(src_cells))
-        for part in (*self.pages.k, *self.pages.v):
+        for part in (*self.blocks.k, *self.blocks.v):
             self._put(part, target, self._rows(part, src_cells))
 
     def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
         """As in :class:`Pool`."""
         assert start + length <= self.n_cells, f"{start + length} cells, {self.n_cells} are held"
         cells = np.arange(start, start + length)
-        sides = zip((self.pages.k, self.pages.v), self.pages.codecs, strict=True)
+        sides = zip((self.blocks.k, self.blocks.v), self.blocks.codecs, strict=True)
         k, v = (codec.decoded([self._rows(p, cells) for p in parts]) for parts, codec in sides)
         return k, v
 
     def _put(self, part: NDArray[Any], cells: IntArray, stored: NDArray[Any]) -> None:
         """Store ``[n_kv_heads, len(cells), ...]``, cell by cell."""
         for i, cell in enumerate(cells):
-            block, at = divmod(int(cell), self.pages.block_size)
+            block, at = divmod(int(cell), self.blocks.block_size)
             part[block, self.index, :, at] = stored[:, i]
 
     def _rows(self, part: NDArray[Any], cells: IntArray) -> NDArray[Any]:
         """``[n_kv_heads, len(cells), ...]``, copied, as they are stored."""
-        blocks, at = np.divmod(cells, self.pages.block_size)
+        blocks, at = np.divmod(cells, self.blocks.block_size)
         return part[blocks, self.index, :, at].transpose(1, 0, 2)

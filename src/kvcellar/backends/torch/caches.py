@@ -15,7 +15,7 @@ from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
 from kvcellar.backends.torch.exact import ExactPool
-from kvcellar.backends.torch.pools import LayerPool, PageFirstPool, Pages, Pool
+from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, LayerPool, Pool
 from kvcellar.bookkeeping import (
     ContiguousBookkeeping,
     PagedBookkeeping,
@@ -483,14 +483,14 @@ class TorchSeqCache(TorchBytes, SeqBookkeeping):
 
 
 class TorchPagedCache(TorchBytes, PagedBookkeeping):
-    """Many sequences over shared blocks, layer-first or page-first as the config says."""
+    """Many sequences over shared blocks, layer-first or block-first as the config says."""
 
     def _make_pools(self) -> list[LayerPool]:
         if self.config.layout == "layer_first":
             return super()._make_pools()
-        pages = [Pages(group, self.config) for group in self.groups]
+        blocks = [GroupBlocks(group, self.config) for group in self.groups]
         return [
-            PageFirstPool(pages[index], self.groups[index].layers.index(layer))
+            BlockFirstPool(blocks[index], self.groups[index].layers.index(layer))
             for layer, index in enumerate(self._group_of)
         ]
 

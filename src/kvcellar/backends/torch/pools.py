@@ -206,8 +206,8 @@ class LayerPool(Protocol):
     def gather(self, cells: Tensor) -> tuple[Stored, Stored]: ...  # noqa: D102
 
 
-class Pages:
-    """All layers' K and V of a group, page-first: what one block holds lies together in memory.
+class GroupBlocks:
+    """All layers' K and V of a group, block-first: what one block holds lies together in memory.
 
     Every part of ``k`` and ``v`` is ``[n_blocks, n_layers, n_kv_heads, block_size, ...]``. Every
     write is in place: ``data_ptr`` changes in ``ensure`` alone.
@@ -244,7 +244,7 @@ class Pages:
 
     def _grown(self, parts: Parts, n_blocks: int, device: torch.device) -> Parts:
         grown = []
-        with torch.inference_mode(False):  # pages outlive any inference_mode block
+        with torch.inference_mode(False):  # blocks outlive any inference_mode block
             for old in parts:
                 shape = (n_blocks, *self._shape, old.shape[-1])
                 new = memory.empty(shape, old.dtype, device)
@@ -253,39 +253,39 @@ class Pages:
         return tuple(grown)
 
 
-class PageFirstPool:
-    """One layer's part of some pages, with the methods and the shapes of :class:`Pool`.
+class BlockFirstPool:
+    """One layer's part of some blocks, with the methods and the shapes of :class:`Pool`.
 
     Writes are in place. A read is a view only where it stays inside one block, else a copy.
     """
 
-    def __init__(self, pages: Pages, index: int) -> None:
-        """The part of the group's layer ``index``; the pages are shared with the others."""
-        self._pages = pages
+    def __init__(self, blocks: GroupBlocks, index: int) -> None:
+        """The part of the group's layer ``index``; the blocks are shared with the others."""
+        self._blocks = blocks
         self._index = index
-        self.dtype = pages.dtype
+        self.dtype = blocks.dtype
         self._for_kernel: tuple[int, kernels.Pool] | None = None
 
     @property
     def device(self) -> torch.device | None:
         """Where the bytes are; None before the first."""
-        return self._pages.device
+        return self._blocks.device
 
     @property
     def size_bytes(self) -> int:
         """The layer's share of the bytes that are allocated."""
-        parts = (*self._pages.k, *self._pages.v)
-        return sum(part.nbytes for part in parts) // self._pages.n_layers
+        parts = (*self._blocks.k, *self._blocks.v)
+        return sum(part.nbytes for part in parts) // self._blocks.n_layers
 
     def ensure(self, n_cells: int, device: torch.device) -> None:
         """Hold at least ``n_cells``, in every layer of the group."""
-        self._pages.ensure(n_cells, device)
+        self._blocks.ensure(n_cells, device)
 
     def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
         """As in :class:`Pool`; growth in any layer of the group moves the bytes."""
-        n_blocks = self._pages.k[0].shape[0]
+        n_blocks = self._blocks.k[0].shape[0]
         if self._for_kernel is None or self._for_kernel[0] != n_blocks:
-            made = kernel.make_paged_pool(*self._layer(), self._pages.codecs, exact)
+            made = kernel.make_paged_pool(*self._layer(), self._blocks.codecs, exact)
             self._for_kernel = n_blocks, made
         return self._for_kernel[1]
 
@@ -321,8 +321,8 @@ class PageFirstPool:
 
     def read(self, start: int, length: int) -> tuple[Stored, Stored]:
         """``[1, n_kv_heads, length, dim]`` of K and V; a copy where it leaves one block."""
-        first, inside = divmod(start, self._pages.block_size)
-        last = (start + max(1, length) - 1) // self._pages.block_size
+        first, inside = divmod(start, self._blocks.block_size)
+        last = (start + max(1, length) - 1) // self._blocks.block_size
         k, v = (
             tuple(_heads_first(part[first : last + 1]).narrow(2, inside, length) for part in parts)
             for parts in self._layer()
@@ -334,24 +334,24 @@ class PageFirstPool:
         return self._view(*self.take(cells))
 
     def _encode(self, k: Tensor, v: Tensor) -> tuple[Parts, Parts]:
-        k_codec, v_codec = self._pages.codecs
+        k_codec, v_codec = self._blocks.codecs
         return k_codec.encode(k), v_codec.encode(v)
 
     def _view(self, k: Parts, v: Parts) -> tuple[Stored, Stored]:
-        k_codec, v_codec = self._pages.codecs
+        k_codec, v_codec = self._blocks.codecs
         return k_codec.view(k), v_codec.view(v)
 
     def _layer(self) -> tuple[Parts, Parts]:
         """The parts of K and V, each ``[n_blocks, n_kv_heads, block_size, ...]``: views."""
         k, v = (
             tuple(part[:, self._index] for part in parts)
-            for parts in (self._pages.k, self._pages.v)
+            for parts in (self._blocks.k, self._blocks.v)
         )
         return k, v
 
     def _write(self, start: int, parts: Parts, stored: Parts) -> None:
         """Store ``[1, n_kv_heads, T, ...]`` in cells from ``start`` on, block by block."""
-        size, n = self._pages.block_size, stored[0].shape[2]
+        size, n = self._blocks.block_size, stored[0].shape[2]
         at = 0
         while at < n:
             block, inside = divmod(start + at, size)
@@ -361,7 +361,7 @@ class PageFirstPool:
             at += length
 
     def _places(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        size = self._pages.block_size
+        size = self._blocks.block_size
         return torch.div(cells, size, rounding_mode="floor"), torch.remainder(cells, size)
 
 
