@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help demo serve test quick check lint types imports docs kernel-check kernel-check-amx kernel-check-avx512 kernel-check-arm clients bench wheel clean
+.PHONY: help demo serve test quick check lint types imports docs kernel-check kernel-check-arm clients bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,26 +40,17 @@ imports: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
+	$(BIN)/python tools/write_kernel_stub.py --check
 
-kernel-check: ## Random steps of the CPU attention kernel under the address sanitiser
-	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
+CHECK := src/kvcellar/kernel/native/check
+
+kernel-check: ## Random steps of every level of the CPU kernel that x86 has, under the sanitisers, what is missing emulated
+	@cmake -S $(CHECK) -B build/kernel-check -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	@cmake --build build/kernel-check -j
 	ASAN_OPTIONS=detect_leaks=0 build/kernel-check/check_kernel 1000
 
-kernel-check-amx: ## The same steps with the matrix unit emulated, for a processor with AVX-512 that lacks it
-	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check-amx -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-		-DKVC_EMULATE_AMX=ON
-	@cmake --build build/kernel-check-amx -j
-	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-amx/check_kernel 200
-
-kernel-check-avx512: ## The same steps with AVX-512, VNNI and products of bfloat16 emulated, for a processor that has AVX2 only
-	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check-avx512 -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-		-DKVC_EMULATE_AVX512=ON
-	@cmake --build build/kernel-check-avx512 -j
-	ASAN_OPTIONS=detect_leaks=0 build/kernel-check-avx512/check_kernel 200
-
 kernel-check-arm: ## The same steps with NEON, emulated; needs g++-aarch64-linux-gnu and qemu-user
-	@cmake -S src/kvcellar/kernel/native/check -B build/kernel-check-arm -DKVC_SANITISE=OFF \
+	@cmake -S $(CHECK) -B build/kernel-check-arm -DKVC_SANITISE=OFF \
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	@cmake --build build/kernel-check-arm -j
 	qemu-aarch64 build/kernel-check-arm/check_kernel 200
@@ -93,12 +84,12 @@ $(VENV)/.torch: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # The CPU attention kernel is built here, if there is a compiler; again when its sources change.
-KERNEL := $(wildcard src/kvcellar/kernel/native/*)
+KERNEL := $(wildcard src/kvcellar/kernel/native/*.* src/kvcellar/kernel/native/*/*)
 
 $(VENV)/.runtime: $(VENV)/.torch setup.py $(KERNEL)
 	@echo "installing kvcellar ..."
 	@$(PIP) -e '.[torch]'
-	@$(BIN)/python -c 'from kvcellar import kernel as k; k.is_available() or print("warning: " + k.why_not())' >&2
+	@$(BIN)/python -c 'from kvcellar.kernel import levels as k; k.is_available() or print("warning: " + k.why_not())' >&2
 	@touch $@
 
 $(VENV)/.server: $(VENV)/.runtime

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from harness import alternate, median_ms, median_ratio, run
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch import memory
+from kvcellar.kernel import attend, levels
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, runs_of
 
@@ -59,7 +59,7 @@ class Pools:
             sides = [(_placed(rows), _placed(affine)) for _ in "kv"]
             self.sides += sides
             layouts = [_layout(kv_dtype, *parts, side.n_groups(DIM)) for parts in sides]
-            self.pools.append(kernels.make_pool(N_KV_HEADS, N_CELLS, *layouts))
+            self.pools.append(attend.Pool(N_KV_HEADS, N_CELLS, *layouts))
         self.turn = itertools.cycle(range(len(self.pools)))
 
     def call(self, reads: Sequence[Sequence[Run]]) -> Callable[[], None]:
@@ -75,13 +75,14 @@ class Pools:
             ),
             N_CELLS,
         )
-        compiled = kernels.compile_plan(plan)
+        compiled = attend.Plan(plan)
         q, k, v = (
             torch.randn(1, n, heads, DIM).bfloat16() for heads in (N_HEADS, N_KV_HEADS, N_KV_HEADS)
         )
         out = torch.empty(1, n, N_HEADS, DIM, dtype=torch.bfloat16)
+        dtype = attend.Dtype.bfloat16
         wide, narrow = (DIM, N_HEADS * DIM), (DIM, N_KV_HEADS * DIM)
-        layout = kernels.make_layout(N_HEADS, "bfloat16", "bfloat16", wide, narrow, narrow, wide)
+        layout = attend.Layout(N_HEADS, dtype, dtype, wide, narrow, narrow, wide)
 
         def step() -> None:
             compiled.step(
@@ -104,7 +105,7 @@ class Pools:
         def read() -> None:
             turn = 2 * next(self.turn)
             for rows, _ in self.sides[turn : turn + 2]:
-                kernels.stream_read(rows.data_ptr(), self.size_bytes // 2)
+                levels.stream_read(rows.data_ptr(), self.size_bytes // 2)
 
         return read
 
@@ -114,24 +115,22 @@ def _placed(rows: torch.Tensor) -> torch.Tensor:
     return memory.empty(tuple(rows.shape), rows.dtype, rows.device).copy_(rows)
 
 
-def _layout(
-    kv_dtype: str, rows: torch.Tensor, affine: torch.Tensor, n_groups: int
-) -> kernels.SideLayout:
+def _layout(kv_dtype: str, rows: torch.Tensor, affine: torch.Tensor, n_groups: int) -> attend.Side:
     """Describe where one side's rows lie."""
 
     def strides(part: torch.Tensor) -> tuple[int, int]:
         return part.stride(0) * part.itemsize, part.stride(1) * part.itemsize
 
-    where = (kv_dtype, DIM, rows.data_ptr(), *strides(rows))
+    where = (attend.Dtype[kv_dtype], DIM, rows.data_ptr(), *strides(rows))
     if not n_groups:
-        return kernels.SideLayout(*where)
-    return kernels.SideLayout(*where, 0, affine.data_ptr(), *strides(affine), 0, DIM // n_groups)
+        return attend.Side(*where)
+    return attend.Side(*where, 0, affine.data_ptr(), *strides(affine), 0, DIM // n_groups)
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
     """Measure all ratios, against the goals."""
-    if not kernels.is_available():
-        raise SystemExit(kernels.why_not())
+    if not levels.is_available():
+        raise SystemExit(levels.why_not())
     rounds = 600 if quick else 2000
     whole = [[Run(0, LENGTH)]]
     starts = rng.permutation(LENGTH // 16) * 16
@@ -159,8 +158,8 @@ def measure(quick: bool) -> Mapping[str, Any]:
     results["is_quiet"] = median_ms(times["stream"]) < 1.5e3 * min(times["stream"])
     if not results["is_quiet"]:
         print("  others use the cores: these figures say nothing; run again when it is quiet")
-    results["level"] = kernels.level()
-    results["threads"] = kernels.num_threads()
+    results["level"] = levels.level().name
+    results["threads"] = levels.num_threads()
     results["gb_per_s"] = round(bf16.size_bytes / median_ms(times["stream"]) / 1e6, 1)
     for name, seconds in times.items():
         results[f"{name}_ms"] = round(median_ms(seconds), 4)

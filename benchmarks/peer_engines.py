@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 import kvcellar as kv
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch import memory
 from kvcellar.engine.branches import bytes_per_cell
+from kvcellar.kernel import levels
 from kvcellar.models import load_model
 
 CAPACITY = 8192 + 1024
@@ -371,7 +371,7 @@ class Stream:
 
     def decode(self, n: int) -> None:
         """Read it all."""
-        kernels.stream_read(self._memory.data_ptr(), self.weight_bytes)
+        levels.stream_read(self._memory.data_ptr(), self.weight_bytes)
 
 
 class Remote:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch import memory
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.memory import LARGE_PAGE, LINE, Arena
 from kvcellar.backends.torch.pools import make_rows
+from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
 
 
@@ -58,7 +58,7 @@ def test_weights_that_are_tied_stay_tied():
     assert torch.equal(head.weight, before)
 
 
-@pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+@pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_weights_lie_there(bits):
     linear = nn.Linear(64, 40, bias=False, dtype=torch.bfloat16)

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 import kvcellar as kv
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.eagle3.head import Eagle3Head
 from kvcellar.backends.torch.eagle3.kernel import MOST_TOKENS
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.backends.torch.eagle3.network import Eagle3Network
 from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.errors import StepError
+from kvcellar.kernel import levels
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.config import read_eagle3_config
 from kvcellar.models.weights import SHARED
 from tests.models.eagle3_heads import head_config, head_tensors
 from tests.models.players import text
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
-LEVELS = kernels.levels() if kernels.is_available() else []
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+LEVELS = [found.name for found in levels.levels()] if levels.is_available() else []
 LEVELS = [name for name in LEVELS if name != "fp16"]  # its linear layers are those of vnni
 N_FEATURES = 192
 
@@ -33,10 +33,10 @@ N_FEATURES = 192
 @pytest.fixture(params=LEVELS)
 def level(request):
     """Each instruction set in turn."""
-    before = kernels.level()
-    kernels.set_level(request.param)
+    before = levels.level()
+    levels.set_level(levels.Level[request.param])
     yield request.param
-    kernels.set_level(before)
+    levels.set_level(before)
 
 
 def head_with(tmp_path, dtype: torch.dtype = torch.float32, **changes: Any) -> Eagle3Head:

@@ -9,22 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.fast import layers
 from kvcellar.backends.torch.fast.layers import KernelNorm, join
+from kvcellar.kernel import attend, levels
+from kvcellar.kernel import layers as native
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
-LEVELS = kernels.levels() if kernels.is_available() else []
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+LEVELS = [found.name for found in levels.levels()] if levels.is_available() else []
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=LEVELS, scope="module")
 def level(request):
     """Each instruction set in turn."""
-    before = kernels.level()
-    kernels.set_level(request.param)
+    before = levels.level()
+    levels.set_level(levels.Level[request.param])
     yield request.param
-    kernels.set_level(before)
+    levels.set_level(before)
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,8 +80,8 @@ def test_gates_are_transformers_gates(level, n_tokens, dim, dtype, seed):
     both = randn(n_tokens, 2, dim, seed=seed, dtype=dtype)
     both[0, 0, 0], both[-1, 0, -1] = 1e30, -200.0
     out = torch.empty(n_tokens, dim, dtype=dtype)
-    number = kernels.DTYPES[str(dtype).removeprefix("torch.")]
-    kernels.gate(both.data_ptr(), n_tokens, dim, number, out.data_ptr())
+    number = attend.Dtype[str(dtype).removeprefix("torch.")]
+    native.gate(both.data_ptr(), n_tokens, dim, number, out.data_ptr())
     alike(out, nn.functional.silu(both[:, 0]) * both[:, 1])
 
 
@@ -88,7 +89,7 @@ def test_what_is_no_number_stays_with_its_token(level):
     both = torch.ones(3, 2, 40)
     both[1, 0, 7] = float("nan")
     out = torch.empty(3, 40)
-    kernels.gate(both.data_ptr(), 3, 40, kernels.DTYPES["float32"], out.data_ptr())
+    native.gate(both.data_ptr(), 3, 40, attend.Dtype.float32, out.data_ptr())
     assert out.isnan().nonzero().tolist() == [[1, 7]]
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(40)
     assert KernelNorm(norm)(both[None, :, 0]).isnan().any(-1).tolist() == [[False, True, False]]

@@ -12,35 +12,36 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.fast import linears
 from kvcellar.backends.torch.fast.linears import Expanded, KernelLinear, codes_well, pack
 from kvcellar.backends.torch.memory import Arena
+from kvcellar.kernel import attend, levels
+from kvcellar.kernel import linear as native
 from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, packed_bytes
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
-LEVELS = kernels.levels() if kernels.is_available() else []
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+LEVELS = [found.name for found in levels.levels()] if levels.is_available() else []
 LEVELS = [name for name in LEVELS if name != "fp16"]  # its linear layers are those of vnni
 
 
 @pytest.fixture(params=LEVELS, scope="module")
 def level(request):
     """Each instruction set in turn."""
-    before = kernels.level()
-    kernels.set_level(request.param)
+    before = levels.level()
+    levels.set_level(levels.Level[request.param])
     yield request.param
-    kernels.set_level(before)
+    levels.set_level(before)
 
 
 @contextlib.contextmanager
 def at_level(name):
     """An instruction set for a while."""
-    before = kernels.level()
-    kernels.set_level(name)
+    before = levels.level()
+    levels.set_level(levels.Level[name])
     try:
         yield
     finally:
-        kernels.set_level(before)
+        levels.set_level(before)
 
 
 def matrix_unit():
@@ -134,10 +135,9 @@ def bound(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
         "avx2": (128, 32700),
         "avx_vnni": (128, 32700),
         "vnni": (512, 23100),
-        "fp16": (512, 23100),
     }
-    if bits >= 12 and are_many and kernels.level() in by_words:
-        size, longest = by_words[kernels.level()]
+    if bits >= 12 and are_many and levels.level().name in by_words:
+        size, longest = by_words[levels.level().name]
         groups = [F.pad(t, (0, -t.shape[1] % size)).unflatten(-1, (-1, size)) for t in (x, weight)]
         error += 0.51 / longest * groups[0].norm(dim=-1) @ groups[1].abs().sum(-1).T
         step = (2.04 if bits == 12 else 0.51) / 16380 * weight.abs().amax(-1)
@@ -179,7 +179,7 @@ def test_the_kernel_multiplies_bfloat16_for_many_tokens(level, n_in, n_out, n_to
     kernel = KernelLinear(layer(n_out, n_in, seed=seed), 16, None)
     x = torch.randn(n_tokens, n_in, generator=torch.Generator().manual_seed(seed)).bfloat16()
     got, fewer = torch.empty(n_tokens, n_out).bfloat16(), torch.empty(5, n_out).bfloat16()
-    dtype = kernels.DTYPES["bfloat16"]
+    dtype = attend.Dtype.bfloat16
     kernel._weights.linear(x.data_ptr(), n_tokens, dtype, got.data_ptr(), dtype)
     weight = held(kernel)
     want = x.double() @ weight.T
@@ -279,7 +279,7 @@ def test_many_inputs_that_are_not_finite_or_far_larger_stay_in_their_token(level
 def multiplied(kernel: KernelLinear, x: torch.Tensor, dtype: str = "bfloat16") -> torch.Tensor:
     """By the kernel, whoever multiplies so many tokens here."""
     out = torch.empty(len(x), kernel.out_features, dtype=getattr(torch, dtype))
-    known = kernels.DTYPES
+    known = attend.Dtype
     kernel._weights.linear(x.data_ptr(), len(x), known["bfloat16"], out.data_ptr(), known[dtype])
     return out
 
@@ -348,12 +348,12 @@ def test_weights_in_12_bits_are_expanded_for_torch(monkeypatch, bias):
 
 def test_only_weights_that_fit_into_12_bits_are_written_so(monkeypatch):
     weight = layer(300, 2 * CODED_INPUTS).weight.detach()
-    monkeypatch.setattr(kernels, "reads_coded", lambda: True)
+    monkeypatch.setattr(native, "reads_coded", lambda: True)
     assert codes_well(weight)
     assert not codes_well(weight[:, :-GROUP])
     assert not codes_well(weight.float())
     assert not codes_well(wild(layer(300, 2 * CODED_INPUTS), 3, 0.02).weight.detach())
-    monkeypatch.setattr(kernels, "reads_coded", lambda: False)
+    monkeypatch.setattr(native, "reads_coded", lambda: False)
     assert not codes_well(weight)
 
 
@@ -372,18 +372,18 @@ def test_who_multiplies_many_tokens_depends_on_the_processor(monkeypatch, bf16):
 
 
 @pytest.mark.parametrize(
-    ("found", "levels", "is_fast"),
+    ("found", "found_levels", "is_fast"),
     [
         ({}, ["avx2"], False),
         ({"avx512_bf16": True}, ["bf16", "vnni"], True),  # AMD's
-        ({"avx512_bf16": True}, ["fp16", "vnni", "bf16"], False),  # Intel's, whose pairs are slow
-        ({"avx512_bf16": True, "amx_bf16": True}, ["amx", "fp16", "vnni", "bf16"], True),
+        ({"avx512_bf16": True}, ["vnni", "bf16"], False),  # Intel's, whose pairs are slow
+        ({"avx512_bf16": True, "amx_bf16": True}, ["amx", "vnni", "bf16"], True),
     ],
 )
-def test_torch_multiplies_bfloat16_where_that_is_fast(monkeypatch, found, levels, is_fast):
+def test_torch_multiplies_bfloat16_where_that_is_fast(monkeypatch, found, found_levels, is_fast):
     monkeypatch.setattr(linears.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    monkeypatch.setattr(kernels, "levels", lambda: levels)
+    monkeypatch.setattr(levels, "levels", lambda: [levels.Level[name] for name in found_levels])
     assert linears.torch_multiplies_bf16.__wrapped__() == is_fast
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar import kernel as kernels
 from kvcellar.cli import app
+from kvcellar.kernel import levels
 from kvcellar.models.kv_quality import (
     KvQuality,
     WeightsQuality,
@@ -155,7 +155,7 @@ def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path: Path) -> None
 
 # Weights ------------------------------------------------------------------------------------------
 
-needs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+needs_kernel = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 
 
 def weights(*args: str) -> Any:

@@ -9,16 +9,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcellar as kv
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.fast import layers
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Rotations
 from kvcellar.backends.torch.fast.layers import KernelLayer
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.errors import PositionError
+from kvcellar.kernel import levels
 from kvcellar.models import load_model
 from tests.models.players import MAKE_SESSION, Player, text
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss"])

@@ -12,16 +12,16 @@ import torch
 import transformers
 
 import kvcellar as kv
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.layers import KernelEmbedding
 from kvcellar.errors import BackendError, ConfigError
+from kvcellar.kernel import levels, linear
 from kvcellar.models import load_model
 from kvcellar.models.sizing import size_model
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
-needs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=kernels.why_not())
+needs_kernel = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 TOKENS = [5, 9, 200, 31, 7, 7, 64, 3]
 
 
@@ -68,7 +68,7 @@ def test_float32_stays_as_it_is_since_it_would_be_rounded(checkpoint):
 
 
 def test_without_the_kernel_the_default_is_torchs_own_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "is_available", lambda: False)
+    monkeypatch.setattr(levels, "is_available", lambda: False)
     save_tied(tmp_path)
     assert load_model(tmp_path).weights is None
     with pytest.raises(BackendError, match="read by the CPU kernel"):
@@ -93,7 +93,7 @@ def test_every_family_holds_what_was_counted_before(checkpoint, name):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "demo"])
 @pytest.mark.parametrize("is_coded", [True, False])
 def test_bfloat16_takes_what_was_counted_before(checkpoint, monkeypatch, name, is_coded):
-    monkeypatch.setattr(kernels, "reads_coded", lambda: is_coded)
+    monkeypatch.setattr(linear, "reads_coded", lambda: is_coded)
     folder = "demo" if name == "demo" else checkpoint(name)
     model = load_model(folder, weights="bf16")
     spec = size_model(folder, weights="bf16")
@@ -119,7 +119,7 @@ def test_a_tied_embedding_is_the_packed_last_layer_s(checkpoint, monkeypatch, na
 
 
 @needs_kernel
-@pytest.mark.skipif(not kernels.reads_coded(), reason="last layers stay in 16 bits here")
+@pytest.mark.skipif(not linear.reads_coded(), reason="last layers stay in 16 bits here")
 def test_a_tied_embedding_is_the_last_layer_s_in_12_bits(tmp_path, monkeypatch):
     save_tied(tmp_path)
     model = load_model(tmp_path, weights="bf16")
@@ -226,6 +226,6 @@ def test_what_does_not_go_together_is_refused(asked, said):
 
 
 def test_without_the_kernel_it_is_refused_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(kernels, "_reason", "it is not built here; build it")
+    monkeypatch.setattr(levels, "_reason", "it is not built here; build it")
     with pytest.raises(BackendError, match="build it"):
         load_model("demo", weights="int8")

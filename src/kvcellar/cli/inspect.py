@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcellar import kernel as kernels
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
@@ -17,6 +16,7 @@ from kvcellar.cli.commands import add_command
 from kvcellar.cli.session import too_small
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
+from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, spec_from_file
 
@@ -107,7 +107,7 @@ def inspect_command(
             f"{spec.max_positions}; choose a --context in between"
         )
     view = View(spec, limit_bytes, context, agents, has_budget=memory is not None)
-    kernels.warn_if_missing()
+    levels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
     else:

@@ -1,71 +1,539 @@
-"""The compiled kernel. Addresses are integers; nothing keeps what they point to alive."""
+"""
+The compiled CPU kernel. Addresses are integers; nothing keeps what they point to alive.
+"""
 
+import enum
 from collections.abc import Sequence
 
-from kvcellar.types import AttendKind, StepPlan
+import numpy
+import numpy.typing
+
+import kvcellar.types
+
+class Dtype(enum.Enum):
+    """
+    Storage types. Queries, new rows and results have one of the first three.
+    """
+
+    float32 = 0
+
+    bfloat16 = 1
+
+    float16 = 2
+
+    int8 = 3
+
+    int4 = 4
+
+class Level(enum.Enum):
+    """Instruction sets that the kernel is written for."""
+
+    scalar = 0
+
+    neon = 1
+
+    avx2 = 2
+
+    avx_vnni = 3
+
+    vnni = 4
+
+    bf16 = 5
+
+    amx = 6
+
+def levels() -> list[Level]:
+    """
+    Return the levels that this machine and this build have, the best first.
+    """
+
+def level() -> Level:
+    """Return the level in use."""
+
+def set_level(level: Level) -> None:
+    """
+    Use another level from the next call on.
+
+    Raises:
+        ConfigError: this machine or this build does not have it.
+    """
+
+class Threads(enum.Enum):
+    """Whose threads the kernel runs on."""
+
+    openmp = 0
+
+    given = 1
+
+    own = 2
+
+def set_num_threads(n: int) -> None:
+    """
+    Use up to n threads; 0: as many as OpenMP, which torch is set by, or one per core.
+    """
+
+def num_threads() -> int:
+    """Return how many threads the next call may use."""
+
+def threads_of() -> Threads:
+    """Return whose threads they are."""
+
+def set_parallel_for(address: int) -> None:
+    """
+    Use another runtime's threads.
+
+    Args:
+        address: of a C function ``void(int n_workers, void (*work)(void*, int), void* data)``
+            that calls ``work(data, i)`` for each worker i and returns when all have; 0: ours
+            again.
+    """
+
+def stream_read(data: int, n_bytes: int) -> float:
+    """
+    Read memory with all threads and nothing else; return the sum of its floats.
+    """
 
 class Side:
+    """
+    Where K, or V, of one layer lies. Strides in bytes.
+
+    Head h of cell c is at ``data + h * head_stride + c * cell_stride``; in blocks of
+    ``block_size`` cells at ``data + h * head_stride + (c // block_size) * block_stride
+    + (c % block_size) * cell_stride``. The ``affine`` fields say the same of the
+    float16 (scale, bias) pairs, ``[dim // group_size, 2]`` for each row, of a
+    quantised side.
+    """
+
     def __init__(
         self,
-        dtype: int,
+        dtype: Dtype,
         dim: int,
         data: int,
         head_stride: int,
         cell_stride: int,
-        block_stride: int,
-        affine: int,
-        affine_head_stride: int,
-        affine_cell_stride: int,
-        affine_block_stride: int,
-        group_size: int,
-        /,
-    ) -> None: ...
+        block_stride: int = 0,
+        affine: int = 0,
+        affine_head_stride: int = 0,
+        affine_cell_stride: int = 0,
+        affine_block_stride: int = 0,
+        group_size: int = 0,
+    ) -> None:
+        """
+        Describe one side.
+
+        Raises:
+            ConfigError: a quantised side without scales or with groups that miss numbers.
+        """
 
 class Pool:
+    """Where one layer's K and V lie; made anew when they are allocated anew."""
+
     def __init__(
         self,
         n_kv_heads: int,
         n_cells: int,
-        block_size: int,
         k: Side,
         v: Side,
-        exact: Pool | None,
-        /,
-    ) -> None: ...
+        block_size: int = 0,
+        exact: Pool | None = None,
+    ) -> None:
+        """
+        Describe one layer's bytes.
+
+        Args:
+            n_kv_heads: KV heads.
+            n_cells: cells that are allocated; nothing past them is read or written.
+            k: where K lies.
+            v: where V lies.
+            block_size: cells of a block; 0: all cells at one stride.
+            exact: a pool of float rows, of as many heads and numbers. Runs of reads that start
+                at ``bookkeeping.exact.BASE`` or later are its cells, counted from there. Writes
+                never go to it: a plan of their own does those.
+
+        Raises:
+            ConfigError: an exact pool of other rows.
+        """
+
     @property
-    def address(self) -> int: ...
-    def write_cells(self, layout: Layout, cells: int, n: int, k: int, v: int, /) -> None: ...
-    def move_cells(self, base: int, src: int, n: int, /) -> None: ...
+    def address(self) -> int:
+        """Where it lies, for ``step_address()``."""
+
+    def write_cells(
+        self, layout: Layout, cells: numpy.typing.NDArray[numpy.int64], k: int, v: int
+    ) -> None:
+        """Write one row of k and v to each of these cells, int64, in order."""
+
+    def move_cells(self, base: int, src: numpy.typing.NDArray[numpy.int64]) -> None:
+        """
+        Copy cells ``src``, int64, to those from base on; all are read before any is written.
+        """
 
 class Layout:
+    """
+    How a forward's q, k, v and result lie. Strides in numbers: from head to head, from
+    token to token; the last dimension is contiguous everywhere.
+    """
+
     def __init__(
         self,
         n_heads: int,
-        in_dtype: int,
-        out_dtype: int,
-        q_head: int,
-        q_token: int,
-        k_head: int,
-        k_token: int,
-        v_head: int,
-        v_token: int,
-        out_head: int,
-        out_token: int,
-        /,
-    ) -> None: ...
+        dtype: Dtype,
+        out_dtype: Dtype,
+        q: tuple[int, int],
+        k: tuple[int, int],
+        v: tuple[int, int],
+        out: tuple[int, int],
+    ) -> None:
+        """
+        Describe the rows of a forward.
+
+        Raises:
+            ConfigError: a type that the kernel does not take.
+        """
+
+class Plan:
+    """
+    A ``StepPlan`` flattened, with its work already split; made once per forward and layer
+    group. Cells that several reads see whole are read once.
+    """
+
+    def __init__(self, plan: kvcellar.types.StepPlan) -> None:
+        """Flatten a plan."""
+
+    @property
+    def address(self) -> int:
+        """Where it lies, for ``step_address()``."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the forward."""
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that a pool needs."""
+
+    @property
+    def n_exact_cells(self) -> int:
+        """Cells that an exact pool needs."""
+
+    @property
+    def n_shared_cells(self) -> int:
+        """Cells that are read once for several reads."""
+
+    def step(
+        self,
+        pool: Pool,
+        layout: Layout,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        scale: float,
+        softcap: float,
+        sinks: int,
+    ) -> None:
+        """
+        Write one layer's k and v, and attend. All rows are addresses.
+
+        Args:
+            pool: the layer's.
+            layout: how rows lie.
+            q: queries.
+            k: new keys.
+            v: new values.
+            out: where results go.
+            scale: factor on logits.
+            softcap: their cap; 0.0: none.
+            sinks: float32 ``[n_heads]``; 0: none.
+
+        Raises:
+            ConfigError: the plan reaches past the pool's cells, or heads do not fit.
+        """
+
+    def write(self, pool: Pool, layout: Layout, k: int, v: int) -> None:
+        """Write one layer's k and v."""
+
+    def attend(
+        self, pool: Pool, layout: Layout, q: int, out: int, scale: float, softcap: float, sinks: int
+    ) -> None:
+        """Attend, of what is written already; arguments as of :meth:`step`."""
+
+STEP_VERSION: int = 1
+
+def step_address() -> int:
+    """
+    Return the address of the C function ``KvcStep`` of ``native/attend/step_call.h``.
+
+    Shared objects of other runtimes call it with the addresses of a plan and of a pool,
+    without Python.
+    """
+
+class WeightFormat(enum.Enum):
+    """How weights are written; ``native/linear/linear.h`` says how they lie."""
+
+    bf16 = 0
+
+    int8 = 1
+
+    int4 = 2
+
+    coded = 3
 
 class LinearWeights:
-    def __init__(self, format: int, n_in: int, n_out: int, data: int, beside: int, /) -> None: ...
-    def linear(self, x: int, n_tokens: int, dtype: int, out: int, out_dtype: int, /) -> None: ...
-    @property
-    def can_multiply(self) -> bool: ...
-    def multiply(self, x: int, n_tokens: int, out: int, /) -> None: ...
-    def unpack(self, first: int, stop: int, to: int, /) -> None: ...
-    def gather(self, outputs: int, n: int, dtype: int, to: int, /) -> None: ...
+    """Weights of a linear layer. Inputs and outputs are addresses."""
 
-class Eagle3Weights:
+    def __init__(
+        self, format: WeightFormat, n_in: int, n_out: int, data: int, beside: int = 0
+    ) -> None:
+        """
+        Describe the weights.
+
+        Args:
+            format: how they are written.
+            n_in: inputs, of int8 and int4 a multiple of 32.
+            n_out: outputs.
+            data: address of the weights.
+            beside: address of the float16 scales of int8 and int4, or of what :func:`code`
+                returned.
+        """
+
+    def linear(self, x: int, n_tokens: int, dtype: Dtype, out: int, out_dtype: Dtype) -> None:
+        """
+        Multiply rows ``[n_tokens, n_in]`` to ``[n_tokens, n_out]``, float32 or bfloat16.
+
+        For int8 and int4 each group of 32 inputs is rounded to 8 bits. A token's result does
+        not depend on others.
+        """
+
+    @property
+    def can_multiply(self) -> bool:
+        """True if the level in use has a matrix unit for these weights."""
+
+    def multiply(self, x: int, n_tokens: int, out: int) -> None:
+        """
+        Multiply many tokens on the matrix unit, all in bfloat16; weights are rounded to it.
+        """
+
+    def unpack(self, first: int, stop: int, to: int) -> None:
+        """
+        Write blocks [first, stop) of 16 outputs as bfloat16 ``[outputs, n_in]``; not of bf16.
+        """
+
+    def gather(self, outputs: int, n: int, dtype: Dtype, to: int) -> None:
+        """
+        Write the weights of n outputs, int64, as ``[n, n_in]``; not of bf16.
+
+        In bfloat16, those of int8 and int4 also in float32. The outputs have to be there.
+        """
+
+def pack(
+    rows: int, dtype: Dtype, format: WeightFormat, n_in: int, n_out: int, data: int, scales: int
+) -> None:
+    """
+    Write weights in int8 or int4 and their float16 scales.
+
+    Symmetric around 0, with a scale for each 128 inputs, or of int4 32: of int8 the largest
+    magnitude is 127 steps, of int4 the number of the largest magnitude is -8 of them. Where
+    not all that share a scale are finite it is NaN.
+
+    Args:
+        rows: address of ``[n_out, n_in]``.
+        dtype: of them, float32 or bfloat16.
+        format: int8 or int4.
+        n_in: inputs, a multiple of 32.
+        n_out: outputs.
+        data: address of as many bytes as blocks of 16 outputs take.
+        scales: address of float16 ``[n_blocks, n_scales, 16]``.
+    """
+
+def code(rows: int, n_in: int, n_out: int, to: int) -> bytes:
+    """
+    Write bfloat16 weights in 12 bits, of which nothing is lost.
+
+    Args:
+        rows: address of ``[n_out, n_in]``.
+        n_in: inputs, a multiple of 128.
+        n_out: outputs.
+        to: address of as many bytes as ``models.weights.coded_bytes`` says.
+
+    Returns:
+        The numbers that do not fit into 12 bits, 8 bytes each.
+    """
+
+def norm(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: Dtype,
+    weight: int,
+    eps: float,
+    out: int,
+) -> None:
+    """
+    Write ``x / sqrt(mean(x^2) + eps) * weight`` of each row; bfloat16 is rounded before it too.
+
+    Args:
+        x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.
+        n_tokens: tokens.
+        n_rows: rows of a token.
+        dim: numbers of a row.
+        token_stride: numbers from token to token.
+        dtype: float32 or bfloat16, of all three.
+        weight: address of ``[dim]``.
+        eps: what is added to the mean.
+        out: address of the result, without gaps.
+    """
+
+def rotate(
+    x: int,
+    n_tokens: int,
+    n_rows: int,
+    dim: int,
+    token_stride: int,
+    dtype: Dtype,
+    cos: int,
+    sin: int,
+) -> None:
+    """
+    Rotate the halves of each row against each other, in place: RoPE.
+
+    Args:
+        x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.
+        n_tokens: tokens.
+        n_rows: rows of a token.
+        dim: numbers of a row, an even number.
+        token_stride: numbers from token to token.
+        dtype: float32 or bfloat16, of all three.
+        cos: address of ``[n_tokens, dim]``.
+        sin: address of ``[n_tokens, dim]``.
+    """
+
+def gate(x: int, n_tokens: int, dim: int, dtype: Dtype, out: int) -> None:
+    """
+    Write ``silu(x[:, 0]) * x[:, 1]`` of ``[n_tokens, 2, dim]``, float32 or bfloat16.
+    """
+
+class LinearLayer:
+    """Weights, and the address of a bias in the layer's type; 0: none."""
+
+    def __init__(self, weights: LinearWeights, bias: int = 0) -> None: ...
+
+class Norm:
+    """Address of a norm's weight, 0: no norm; and what is added to the mean."""
+
+    def __init__(self, weight: int, eps: float) -> None: ...
+
+class DecoderLayer:
+    """
+    A decoder layer, which for a few tokens is two calls around its attention. All rows lie
+    without gaps, at addresses.
+    """
+
     def __init__(
         self,
+        qkv: LinearLayer,
+        o: LinearLayer,
+        gate_up: LinearLayer,
+        down: LinearLayer,
+        before: Norm,
+        between: Norm,
+        q: Norm,
+        k: Norm,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: Dtype,
+        scale: float,
+    ) -> None:
+        """
+        Describe a layer.
+
+        Args:
+            qkv: q, k and v joined.
+            o: behind the attention.
+            gate_up: gate and up joined.
+            down: the last one of the MLP.
+            before: norm of the layer's input.
+            between: norm of what comes after attention.
+            q: norm of q's heads.
+            k: norm of k's heads.
+            n_heads: query heads.
+            n_kv_heads: KV heads.
+            head_dim: numbers of a head.
+            dtype: float32 or bfloat16, of everything but packed weights.
+            scale: factor on the attention's logits, for a :class:`Decoder`.
+        """
+
+    def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int) -> None:
+        """
+        Make q, k and v of x ``[n_tokens, hidden]``: normed, projected, q and k normed and rotated.
+        """
+
+    def after(self, x: int, attended: int, n_tokens: int, out: int) -> None:
+        """
+        Project what was attended, add it to x, and add the gated MLP of its norm to that.
+        """
+
+class Decoder:
+    """A causal model, of which a forward of a few tokens is one call."""
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], embedding: int, norm: Norm, head: LinearLayer
+    ) -> None:
+        """
+        Describe a model.
+
+        Args:
+            layers: one or more.
+            embedding: address of ``[n_vocab, hidden]``, in the layers' type; 0: the head's weights,
+                of all but 16 bits.
+            norm: of the last layer's result.
+            head: from there to logits.
+
+        Raises:
+            ConfigError: no layers.
+        """
+
+    def run(
+        self,
+        steps: Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]],
+        ids: int,
+        n_tokens: int,
+        cos: int,
+        sin: int,
+        rows: int,
+        n_rows: int,
+        logits: int,
+        feature_layers: Sequence[int],
+        features: int,
+    ) -> None:
+        """
+        Run a forward. Ids and rows have to be there: nothing is checked.
+
+        Args:
+            steps: of each layer its plan and pool, those of exact cells or None twice, and the cap
+                on logits, 0.0 for none.
+            ids: int64 ``[n_tokens]``.
+            n_tokens: tokens.
+            cos: ``[n_tokens, head_dim]`` in the layers' type.
+            sin: ``[n_tokens, head_dim]`` in the layers' type.
+            rows: int64 ``[n_rows]``, the tokens whose logits are wanted.
+            n_rows: how many.
+            logits: float32 ``[n_rows, n_vocab]``.
+            feature_layers: layers whose input is wanted; behind the last one that is its result.
+            features: float32 ``[n_tokens, number of feature_layers, hidden]``.
+        """
+
+class Eagle3Weights:
+    """
+    An EAGLE-3 head, for one call per level; ``native/layers/eagle3.h`` says more.
+    """
+
+    def __init__(
+        self,
+        *,
         hidden: int,
         inner: int,
         n_heads: int,
@@ -80,10 +548,32 @@ class Eagle3Weights:
         down: LinearWeights,
         lm_head: LinearWeights,
         embedding: int,
-        qkv_bias: int,
-        residual_scale: int,
-        /,
-    ) -> None: ...
+        qkv_bias: int = 0,
+        residual_scale: int = 0,
+    ) -> None:
+        """
+        Describe a head.
+
+        Args:
+            hidden: width of its hidden states.
+            inner: width of its MLP.
+            n_heads: query heads.
+            n_kv_heads: KV heads.
+            head_dim: numbers of a head.
+            n_vocab: tokens that it reads.
+            n_said: tokens that it can say.
+            eps: of all norms, which have no weights: those are folded into the matrices.
+            qkv: q, k and v joined.
+            o: behind the attention.
+            gate_up: gate and up joined.
+            down: the last one of the MLP.
+            lm_head: from hidden states to what it can say.
+            embedding: address of float32 ``[n_vocab, hidden]``.
+            qkv_bias: address of float32; 0: none.
+            residual_scale: address of float32 ``[hidden]``, where the residual is the normed
+                hidden state times it; 0: where it is the hidden state.
+        """
+
     def level(
         self,
         plan: Plan,
@@ -102,130 +592,25 @@ class Eagle3Weights:
         out: int,
         ids: int,
         beliefs: int,
-        /,
-    ) -> None: ...
+    ) -> None:
+        """
+        Write K and V of all tokens, attend, and say what is likeliest behind some of them.
 
-class Plan:
-    def __init__(self, plan: StepPlan, causal: AttendKind, explicit: AttendKind, /) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def n_cells(self) -> int: ...
-    @property
-    def n_exact_cells(self) -> int: ...
-    @property
-    def n_shared_cells(self) -> int: ...
-    def step(
-        self,
-        pool: Pool,
-        layout: Layout,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        scale: float,
-        softcap: float,
-        sinks: int,
-        /,
-    ) -> None: ...
-    def write(self, pool: Pool, layout: Layout, k: int, v: int, /) -> None: ...
-    def attend(
-        self,
-        pool: Pool,
-        layout: Layout,
-        q: int,
-        out: int,
-        scale: float,
-        softcap: float,
-        sinks: int,
-        /,
-    ) -> None: ...
-
-class LinearLayer:
-    def __init__(self, weights: LinearWeights, bias: int, /) -> None: ...
-
-class Norm:
-    def __init__(self, weight: int, eps: float, /) -> None: ...
-
-class DecoderLayer:
-    def __init__(
-        self,
-        qkv: LinearLayer,
-        o: LinearLayer,
-        gate_up: LinearLayer,
-        down: LinearLayer,
-        before: Norm,
-        between: Norm,
-        q: Norm,
-        k: Norm,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        dtype: int,
-        scale: float,
-        /,
-    ) -> None: ...
-    def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int, /) -> None: ...
-    def after(self, x: int, attended: int, n_tokens: int, out: int, /) -> None: ...
-
-class Decoder:
-    def __init__(
-        self, layers: Sequence[DecoderLayer], embedding: int, norm: Norm, head: LinearLayer, /
-    ) -> None: ...
-    def run(
-        self,
-        steps: Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]],
-        ids: int,
-        n_tokens: int,
-        cos: int,
-        sin: int,
-        rows: int,
-        n_rows: int,
-        logits: int,
-        feature_layers: Sequence[int],
-        features: int,
-        /,
-    ) -> None: ...
-
-def norm(
-    x: int,
-    n_tokens: int,
-    n_rows: int,
-    dim: int,
-    token_stride: int,
-    dtype: int,
-    weight: int,
-    eps: float,
-    out: int,
-    /,
-) -> None: ...
-def rotate(
-    x: int,
-    n_tokens: int,
-    n_rows: int,
-    dim: int,
-    token_stride: int,
-    dtype: int,
-    cos: int,
-    sin: int,
-    /,
-) -> None: ...
-def gate(x: int, n_tokens: int, dim: int, dtype: int, out: int, /) -> None: ...
-def pack(
-    rows: int, dtype: int, format: int, n_in: int, n_out: int, data: int, scales: int, /
-) -> None: ...
-def code(rows: int, n_in: int, n_out: int, to: int, /) -> bytes: ...
-def levels() -> list[str]: ...
-def level() -> str: ...
-def set_level(name: str, /) -> bool: ...
-def set_num_threads(n: int, /) -> None: ...
-def num_threads() -> int: ...
-def threads_of() -> str: ...
-def set_parallel_for(address: int, /) -> None: ...
-
-STEP_VERSION: int
-
-def step_address() -> int: ...
-def stream_read(data: int, n_bytes: int, /) -> float: ...
+        Args:
+            plan: of this level.
+            pool: the head's.
+            exact_plan: what is written to exact cells too.
+            exact_pool: where these are.
+            rope: float32 ``[2, n_rope, head_dim]``: cosines, and sines with the sign of their half.
+            n_rope: positions of it.
+            tokens: as it reads them.
+            positions: one of each token.
+            hidden: float32 ``[n_hidden, hidden]``.
+            n_hidden: rows of it.
+            above: which of those rows each token goes on from.
+            rows: the tokens behind which something is said.
+            k: guesses behind each.
+            out: float32 ``[n_rows, hidden]``.
+            ids: int64 ``[n_rows, k]``, the likeliest first.
+            beliefs: float32 ``[n_rows, k]``: how likely each is, among all that it can say.
+        """

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import kvcellar as kv
-from kvcellar import kernel as kernels
 from kvcellar.agents import open_host
 from kvcellar.backends.torch.eagle3.loading import load_eagle3
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError
+from kvcellar.kernel import levels
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.finding import DEMO_HEAD_FOLDER, size_eagle3
 from tests.models.eagle3_heads import head_config, head_tensors, write_head
@@ -89,7 +89,7 @@ def test_the_bundled_head_is_small(demo):
     spec = size_eagle3(None, "demo", dtype="float32")
     n_bytes = sum(matrix.nbytes for matrix in head.matrices)
     assert n_bytes <= spec.weight_bytes, "what the kernel holds besides is counted in any case"
-    if kernels.is_available():
+    if levels.is_available():
         n_bytes += head.kernel.size_bytes
         assert n_bytes <= spec.weight_bytes <= 1.01 * n_bytes + 8 * 320 * 4
 

@@ -22,7 +22,7 @@ from kvcellar.errors import BackendError
 from kvcellar.home import default_home
 
 SOURCES = Path(__file__).parent / "native"
-STEP_CALL = Path(__file__).parents[2] / "kernel" / "native" / "step_call.h"
+STEP_CALL = Path(__file__).parents[2] / "kernel" / "native" / "attend" / "step_call.h"
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 COMPILERS = ("c++", "g++", "clang++")

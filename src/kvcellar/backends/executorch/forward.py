@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.executorch import native
 from kvcellar.backends.torch.forward import (
     GroupStep,
@@ -18,6 +17,7 @@ from kvcellar.backends.torch.forward import (
     pools_of,
 )
 from kvcellar.errors import ShapeError
+from kvcellar.kernel import attend
 from kvcellar.types import IntArray
 
 
@@ -35,7 +35,7 @@ class Forwards:
         self._forward = native.Forward(cache.n_layers, self._layers.ctypes.data)
         self.address = ctypes.addressof(self._forward)
         """Of the ``native.Forward``, always the same."""
-        self._pools: list[tuple[kernels.Pool, kernels.Pool | None]] = []
+        self._pools: list[tuple[attend.Pool, attend.Pool | None]] = []
         self._steps: list[GroupStep] = []  # keeps plans alive that the runtime has addresses of
 
     @staticmethod

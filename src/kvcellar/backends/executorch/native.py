@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.executorch import building
 from kvcellar.errors import BackendError, ModelError, ShapeError, StepError
+from kvcellar.kernel import attend, levels
 from kvcellar.op import eager_update_and_attend
 from kvcellar.registry import active_cache
 
@@ -246,9 +246,8 @@ def load_library(path: Path) -> Any:
             f"it is built again"
         )
     step = None
-    if kernels.is_available():
-        address, step_version = kernels.step_function()
-        step = address if step_version == STEP_VERSION else None
+    if levels.is_available() and attend.STEP_VERSION == STEP_VERSION:
+        step = attend.step_address()
     if lib.kvc_register(_PREPARE_CALLBACK, _ATTEND_CALLBACK, step):
         raise BackendError(
             f"{lib.kvc_error().decode()}; one of the two can run in a process: do not load the "

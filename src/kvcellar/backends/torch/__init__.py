@@ -1,6 +1,5 @@
 """The PyTorch backend: float and quantised pools and attention on CPU and CUDA."""
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import (
     TorchContiguousCache,
     TorchPagedCache,
@@ -10,6 +9,7 @@ from kvcellar.backends.torch.caches import (
 from kvcellar.backends.torch.eagle3.kernel import make_eagle3_kernel
 from kvcellar.backends.torch.fast.hold import hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
+from kvcellar.kernel import levels
 from kvcellar.registry import CacheBuilderRegistry
 
 __all__ = [
@@ -29,4 +29,4 @@ _builders.register_builder("torch", "seq", TorchSeqCache)
 _builders.register_builder("torch", "paged", TorchPagedCache)
 _builders.register_builder("torch", "tree", TorchTreeCache)
 
-kernels.warn_if_missing()
+levels.warn_if_missing()

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
@@ -25,6 +24,7 @@ from kvcellar.bookkeeping import (
 from kvcellar.bookkeeping.exact import ExactCells, exact_cells
 from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
+from kvcellar.kernel import attend as native
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import (
     AttendKind,
@@ -71,11 +71,11 @@ class Prepared:
     """(cell to write, run to read) of one token of one sequence in one run: the hot path."""
     shapes: tuple[torch.Size, torch.Size, torch.Size | None]
     """Of k, v and q: checked once, the same in every layer of the group."""
-    by_kernel: kernels.Plan | None = None
+    by_kernel: native.Plan | None = None
     """What the CPU kernel does: all writes and some reads; ``reads`` are the others."""
     exact_writes: tuple[Write, ...] = ()
     """Tokens that go to exact cells too."""
-    exact_by_kernel: kernels.Plan | None = None
+    exact_by_kernel: native.Plan | None = None
     """The same for the kernel."""
 
 
@@ -394,7 +394,7 @@ class TorchBytes(StepBookkeeping):
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
                 if kernel.takes(pool.device):
-                    kernels.move_cells(pool.for_kernel(), base, src_cells)
+                    pool.for_kernel().move_cells(base, src_cells)
                 else:
                     pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
                 if copies is not None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.codecs import Parts, Stored
 from kvcellar.backends.torch.pools import LayerPool, Pool
 from kvcellar.bookkeeping.exact import BASE
+from kvcellar.kernel import attend
 from kvcellar.types import CacheConfig, IntArray, LayerGroup, Write
 
 
@@ -42,7 +42,7 @@ class ExactPool:
         self.cells.ensure(n_cells, device)
         self.exact.ensure(self._n, device)
 
-    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
+    def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
         """As in :class:`Pool`, with the exact cells beside."""
         assert exact is None, "there is one pool of exact cells"
         return self.cells.for_kernel(self.exact.for_kernel())

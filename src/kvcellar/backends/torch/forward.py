@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.exact import ExactPool
 from kvcellar.bookkeeping.exact import ExactCells
+from kvcellar.kernel import attend
 from kvcellar.types import IntArray, StepPlan
 
 _CPU = torch.device("cpu")
@@ -20,8 +20,8 @@ _CPU = torch.device("cpu")
 class GroupStep(NamedTuple):
     """What the CPU kernel does in every layer of one layer group."""
 
-    plan: kernels.Plan
-    to_exact: kernels.Plan | None
+    plan: attend.Plan
+    to_exact: attend.Plan | None
     """Tokens that are written to exact cells too."""
 
 
@@ -88,7 +88,7 @@ def finish_forward(cache: TorchBytes) -> None:
         cache.wrote(layer)
 
 
-def pools_of(cache: TorchBytes) -> list[tuple[kernels.Pool, kernels.Pool | None]]:
+def pools_of(cache: TorchBytes) -> list[tuple[attend.Pool, attend.Pool | None]]:
     """Per layer where the kernel finds its bytes, and exact cells beside them."""
     found = []
     for pool in cache.pools_of_layer:
@@ -99,7 +99,7 @@ def pools_of(cache: TorchBytes) -> list[tuple[kernels.Pool, kernels.Pool | None]
 
 def _compiled(plan: StepPlan, exact: ExactCells | None) -> GroupStep:
     if exact is None:
-        return GroupStep(kernels.compile_plan(plan), None)
+        return GroupStep(attend.Plan(plan), None)
     own, writes = exact.rewrite(plan)
     to_exact = kernel.compile_writes(plan.n_tokens, writes, exact.n_cells) if writes else None
-    return GroupStep(kernels.compile_plan(own), to_exact)
+    return GroupStep(attend.Plan(own), to_exact)

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch import kernel, memory
 from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
 from kvcellar.cache import grown_size
+from kvcellar.kernel import attend
 from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.types import CacheConfig, LayerGroup
 
@@ -109,7 +109,7 @@ class Pool:
         self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
         self.dtype = float_dtype(config.kv)
         """The float type that both sides store; None where there is none."""
-        self._for_kernel: kernels.Pool | None = None
+        self._for_kernel: attend.Pool | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -130,7 +130,7 @@ class Pool:
             self.v.grow(size, device)
             self._for_kernel = None
 
-    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
+    def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
         """The pool as the CPU kernel sees it, until it grows; ``exact`` is always the same."""
         if self._for_kernel is None:
             codecs = self.k.codec, self.v.codec
@@ -189,7 +189,7 @@ class LayerPool(Protocol):
 
     def ensure(self, n_cells: int, device: torch.device) -> None: ...  # noqa: D102
 
-    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool: ...  # noqa: D102
+    def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool: ...  # noqa: D102
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None: ...  # noqa: D102
 
@@ -264,7 +264,7 @@ class BlockFirstPool:
         self._blocks = blocks
         self._index = index
         self.dtype = blocks.dtype
-        self._for_kernel: tuple[int, kernels.Pool] | None = None
+        self._for_kernel: tuple[int, attend.Pool] | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -281,7 +281,7 @@ class BlockFirstPool:
         """Hold at least ``n_cells``, in every layer of the group."""
         self._blocks.ensure(n_cells, device)
 
-    def for_kernel(self, exact: kernels.Pool | None = None) -> kernels.Pool:
+    def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
         """As in :class:`Pool`; growth in any layer of the group moves the bytes."""
         n_blocks = self._blocks.k[0].shape[0]
         if self._for_kernel is None or self._for_kernel[0] != n_blocks:

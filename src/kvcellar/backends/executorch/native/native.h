@@ -24,7 +24,7 @@ struct KvcValue {
   double real;
 };
 
-// One layer in one forward; see kernel/native/step_call.h.
+// One layer in one forward; see kernel/native/attend/step_call.h.
 struct KvcLayer {
   void* plan;
   const void* pool;

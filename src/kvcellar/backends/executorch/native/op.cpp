@@ -15,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-#include "../../../kernel/native/step_call.h"
+#include "../../../kernel/native/attend/step_call.h"
 #include "call.h"
 #include "dlpack.h"
 

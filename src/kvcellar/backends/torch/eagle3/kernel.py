@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
+from kvcellar.kernel import attend, layers, levels, linear
 from kvcellar.models.weights import can_pack
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 32
 """Of one level; torch's matrix products are faster for more."""
-
-_F32 = kernels.DTYPES["float32"]
 
 
 class Eagle3Kernel:
@@ -39,7 +37,7 @@ class Eagle3Kernel:
         """Of the matrices, held besides the head's own."""
         self._held: list[Tensor] = []
         self._fc = self._packed(head.fc)
-        self._level = kernels.make_eagle3_weights(
+        self._level = layers.Eagle3Weights(
             hidden=config.hidden_size,
             inner=config.intermediate_size,
             n_heads=config.n_heads,
@@ -66,7 +64,8 @@ class Eagle3Kernel:
         """``[T, n_features] -> [T, hidden]`` in float32, for a few tokens."""
         out = torch.empty(len(features), self._head.config.hidden_size)
         features = features.contiguous()
-        self._fc.linear(features.data_ptr(), len(features), _F32, out.data_ptr(), _F32)
+        dtype = attend.Dtype.float32
+        self._fc.linear(features.data_ptr(), len(features), dtype, out.data_ptr(), dtype)
         return out if self._head.fc_bias is None else out.add_(self._head.fc_bias)
 
     def level(
@@ -124,13 +123,15 @@ class Eagle3Kernel:
         finish_forward(cache)
         return out, ids, beliefs
 
-    def _packed(self, matrix: Tensor) -> kernels.LinearWeights:
+    def _packed(self, matrix: Tensor) -> linear.LinearWeights:
         """A matrix ``[in, out]`` in 8 bits."""
         n_in, n_out = matrix.shape
         packed, scales = pack(matrix.t(), 8)
         self._held += (packed, scales)
         self.size_bytes += packed.nbytes + scales.nbytes
-        return kernels.make_linear_weights(8, n_in, n_out, packed.data_ptr(), scales.data_ptr())
+        return linear.LinearWeights(
+            linear.WeightFormat.int8, n_in, n_out, packed.data_ptr(), scales.data_ptr()
+        )
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -147,6 +148,6 @@ def make_eagle3_kernel(head: Eagle3Head) -> Eagle3Kernel | None:
     """
     is_usual = head.fc.is_cpu and head.fc.dtype == torch.float32
     is_packable = all(can_pack(matrix.shape[0]) for matrix in head.matrices)
-    if is_usual and is_packable and kernels.is_available():
+    if is_usual and is_packable and levels.is_available():
         return Eagle3Kernel(head)
     return None

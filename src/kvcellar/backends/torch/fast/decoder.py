@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
+from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 
 MODELS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}) | {
@@ -81,10 +81,10 @@ class KernelDecoder:
         self._dtype: torch.dtype = inner.norm.weight.dtype
         self._hidden, self._n_vocab = head.in_features, head.out_features
         self._rotations = Rotations(inner.rotary_emb, self._dtype)
-        self._native = kernels.make_decoder(
+        self._native = native.Decoder(
             [layer.native() for layer in layers],
             _embedding_at(model),
-            (inner.norm.weight.data_ptr(), inner.norm.variance_epsilon),
+            native.Norm(inner.norm.weight.data_ptr(), inner.norm.variance_epsilon),
             head.for_kernel(),
         )
 

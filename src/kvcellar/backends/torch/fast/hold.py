@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.fast.decoder import make_decoder
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, kernel_layer
 from kvcellar.backends.torch.fast.linears import (
@@ -21,6 +20,7 @@ from kvcellar.backends.torch.fast.linears import (
 )
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
+from kvcellar.kernel import levels, linear
 from kvcellar.models.weights import bits_of, can_pack, is_packed
 
 
@@ -35,15 +35,15 @@ def hold_weights(model: Any, weights: str) -> None:
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
     """
-    if not kernels.is_available():
-        raise BackendError(f"weights {weights} are read by the CPU kernel: {kernels.why_not()}")
+    if not levels.is_available():
+        raise BackendError(f"weights {weights} are read by the CPU kernel: {levels.why_not()}")
     if model.device.type != "cpu":
         raise BackendError(
             f"weights {weights} are read by the CPU kernel, and the model is on {model.device}; "
             f"leave one of the two out"
         )
     packed = is_packed(weights)
-    by_torch = torch_multiplies_bf16() and not kernels.multiplies_packed()
+    by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
     is_written = packed or codes_weights()
     is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
     expanded = Expanded(EXPANDED) if is_expanded else None

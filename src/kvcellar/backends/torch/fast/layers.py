@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar import kernel as kernels
 from kvcellar.backends.torch.fast.linears import KernelLinear
+from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.kernel import layers as native
 
 NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 """Classes of transformers that compute ``x / sqrt(mean(x^2) + eps) * weight``."""
@@ -43,7 +44,7 @@ class KernelNorm(nn.Module):
         super().__init__()
         self.weight = norm.weight
         self.variance_epsilon = float(norm.variance_epsilon)
-        self._number = _number(norm.weight)
+        self._number = dtype_of(norm.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[1, T, dim]`` or ``[1, T, rows, dim]``, in the weight's type; tokens may lie apart."""
@@ -52,7 +53,7 @@ class KernelNorm(nn.Module):
         out = torch.empty(x.shape, dtype=self.weight.dtype)
         if x.dtype != out.dtype or x.stride(-1) != 1 or (n_rows > 1 and x.stride(2) != dim):
             x = x.to(out.dtype).contiguous()
-        kernels.norm(
+        native.norm(
             x.data_ptr(),
             n_tokens,
             n_rows,
@@ -119,7 +120,7 @@ class KernelMlp(nn.Module):
         both = self.gate_up_proj(x)
         n = both.shape[-1] // 2
         gated = both.new_empty((*both.shape[:-1], n))
-        kernels.gate(both.data_ptr(), gated.numel() // n, n, _number(both), gated.data_ptr())
+        native.gate(both.data_ptr(), gated.numel() // n, n, dtype_of(both.dtype), gated.data_ptr())
         out: Tensor = self.down_proj(gated)
         return out
 
@@ -213,36 +214,28 @@ class KernelLayer(nn.Module):
             )
         )
         """Tokens up to which it is the kernel's."""
-        self._native: kernels.DecoderLayer | None = None
+        self._native: native.DecoderLayer | None = None
 
     def take_addresses(self) -> None:
         """Of all weights, which stay where they are from now on."""
         attention, mlp = self.self_attn, self.mlp
-        self._native = kernels.make_decoder_layer(
-            [
-                linear.for_kernel()
-                for linear in (
-                    attention.qkv_proj,
-                    attention.o_proj,
-                    mlp.gate_up_proj,
-                    mlp.down_proj,
-                )
-            ],
-            [
-                (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.variance_epsilon)
-                for norm in (
-                    self.input_layernorm,
-                    self.post_attention_layernorm,
-                    attention.q_norm,
-                    attention.k_norm,
-                )
-            ],
-            (attention.n_heads, attention.n_kv_heads, attention.head_dim),
-            _NUMBERS[self._dtype],
+        self._native = native.DecoderLayer(
+            attention.qkv_proj.for_kernel(),
+            attention.o_proj.for_kernel(),
+            mlp.gate_up_proj.for_kernel(),
+            mlp.down_proj.for_kernel(),
+            _for_kernel(self.input_layernorm),
+            _for_kernel(self.post_attention_layernorm),
+            _for_kernel(attention.q_norm),
+            _for_kernel(attention.k_norm),
+            attention.n_heads,
+            attention.n_kv_heads,
+            attention.head_dim,
+            dtype_of(self._dtype),
             attention.scaling,
         )
 
-    def native(self) -> kernels.DecoderLayer:
+    def native(self) -> native.DecoderLayer:
         """For a whole model, once it has taken addresses."""
         assert self._native is not None, "weights lie where they stay"
         return self._native
@@ -301,13 +294,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     _, n_tokens, n_heads, dim = x.shape
     cos, sin = (side.to(x.dtype).expand(1, n_tokens, dim).contiguous() for side in (cos, sin))
-    kernels.rotate(
+    native.rotate(
         x.data_ptr(),
         n_tokens,
         n_heads,
         dim,
         x.stride(1),
-        _number(x),
+        dtype_of(x.dtype),
         cos.data_ptr(),
         sin.data_ptr(),
     )
@@ -349,6 +342,13 @@ def kernel_layer(module: Any, make: MakeLinear) -> nn.Module | None:
     return None
 
 
+def _for_kernel(norm: KernelNorm | None) -> native.Norm:
+    """Return what the kernel reads of a norm, or of none."""
+    if norm is None:
+        return native.Norm(0, 0.0)
+    return native.Norm(norm.weight.data_ptr(), norm.variance_epsilon)
+
+
 def _is_known(layer: Any) -> bool:
     parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn, layer.mlp)
     kinds = (NORMS, NORMS, ATTENTIONS, MLPS)
@@ -357,10 +357,3 @@ def _is_known(layer: Any) -> bool:
 
 def _is_silu(mlp: Any) -> bool:
     return bool(mlp.config.hidden_act == "silu")
-
-
-def _number(x: Tensor) -> int:
-    return _NUMBERS[x.dtype]
-
-
-_NUMBERS = {torch.float32: kernels.DTYPES["float32"], torch.bfloat16: kernels.DTYPES["bfloat16"]}

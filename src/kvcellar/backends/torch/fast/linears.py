@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from kvcellar import kernel as kernels
+from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.backends.torch.memory import Arena
+from kvcellar.kernel import layers, levels
+from kvcellar.kernel import linear as native
 from kvcellar.models.weights import (
     BLOCK,
     SHARED,
@@ -61,7 +63,7 @@ def torch_multiplies_bf16() -> bool:
     if platform.machine().lower() not in {"x86_64", "amd64"}:
         return True  # not known: torch's product, as anywhere else
     found = torch.cpu.get_capabilities()
-    is_fast = kernels.levels()[0] == "bf16"
+    is_fast = levels.levels()[0] is levels.Level.bf16
     return bool(found.get("amx_bf16") or (found.get("avx512_bf16") and is_fast))
 
 
@@ -108,23 +110,28 @@ class KernelLinear(nn.Module):
             self.register_buffer("weight", held)
             self.register_buffer("escapes" if bits == 12 else "scales", beside)
             beside_at = beside.data_ptr()
-        self._weights = kernels.make_linear_weights(
-            bits, self.in_features, self.out_features, self.weight.data_ptr(), beside_at
+        self._weights = native.LinearWeights(
+            native.format_of(bits),
+            self.in_features,
+            self.out_features,
+            self.weight.data_ptr(),
+            beside_at,
         )
 
     @property
     def few(self) -> int:
         """Tokens up to which the kernel reads the weights."""
         can_multiply = self._weights.can_multiply
-        if self.bits >= 12 and (can_multiply or (self.bits == 12 and kernels.multiplies_pairs())):
+        if self.bits >= 12 and (can_multiply or (self.bits == 12 and native.multiplies_pairs())):
             return FEW_CODED
         if self.bits >= 12 and torch_multiplies_bf16():
             return FEW_BF16
         return FEW_PACKED_AMX if can_multiply else FEW_PACKED
 
-    def for_kernel(self) -> tuple[kernels.LinearWeights, int]:
+    def for_kernel(self) -> layers.LinearLayer:
         """What the kernel reads: the weights, and the address of the bias, or 0."""
-        return self._weights, 0 if self.bias is None else self.bias.data_ptr()
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return layers.LinearLayer(self._weights, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]``, in the type of x."""
@@ -141,7 +148,7 @@ class KernelLinear(nn.Module):
         if by_matrix:
             self._weights.multiply(x.data_ptr(), n_tokens, out.data_ptr())
         else:
-            dtype = kernels.DTYPES[str(x.dtype).removeprefix("torch.")]
+            dtype = dtype_of(x.dtype)
             self._weights.linear(x.data_ptr(), n_tokens, dtype, out.data_ptr(), dtype)
         return out if self.bias is None else out.add_(self.bias)
 
@@ -152,7 +159,7 @@ class KernelLinear(nn.Module):
         """
         outputs = outputs.long().contiguous()
         found = torch.empty(*outputs.shape, self.in_features, dtype=dtype)
-        number = kernels.DTYPES[str(dtype).removeprefix("torch.")]
+        number = dtype_of(dtype)
         self._weights.gather(outputs.data_ptr(), outputs.numel(), number, found.data_ptr())
         return found
 
@@ -187,18 +194,18 @@ def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
     weight = weight.contiguous()
     n_bytes = coded_bytes(n_out, n_in)
     data = torch.empty(n_bytes, dtype=torch.uint8) if arena is None else arena.take(n_bytes)
-    escapes = kernels.code(weight.data_ptr(), n_in, n_out, data.data_ptr())
+    escapes = native.code(weight.data_ptr(), n_in, n_out, data.data_ptr())
     return data, torch.frombuffer(bytearray(escapes or bytes(8)), dtype=torch.uint8)
 
 
 def reads_weights() -> bool:
     """Whether :func:`hold_weights` can do anything on this machine: the kernel is built."""
-    return kernels.is_available()
+    return levels.is_available()
 
 
 def codes_weights() -> bool:
     """Whether :func:`hold_weights` writes bfloat16 weights in 12 bits on this machine."""
-    return kernels.is_available() and kernels.reads_coded()
+    return levels.is_available() and native.reads_coded()
 
 
 def codes_well(weight: Tensor) -> bool:
@@ -211,7 +218,7 @@ def codes_well(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, bits: int, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
-    """Weights ``[n_out, n_in]`` in 8 or 4 bits, as :func:`kernels.pack` says.
+    """Weights ``[n_out, n_in]`` in 8 or 4 bits, as :func:`kvcellar.kernel.linear.pack` says.
 
     Returns:
         Bytes ``[n_blocks, of a block]``, and float16 scales ``[n_blocks, n_scales, 16]``.
@@ -226,6 +233,13 @@ def pack(weight: Tensor, bits: int, arena: Arena | None = None) -> tuple[Tensor,
     else:
         data = arena.take(math.prod(shape)).view(shape)
         scales = arena.take(2 * math.prod(of_scales)).view(torch.float16).view(of_scales)
-    dtype = str(weight.dtype).removeprefix("torch.")
-    kernels.pack(weight.data_ptr(), dtype, bits, n_in, n_out, data.data_ptr(), scales.data_ptr())
+    native.pack(
+        weight.data_ptr(),
+        dtype_of(weight.dtype),
+        native.format_of(bits),
+        n_in,
+        n_out,
+        data.data_ptr(),
+        scales.data_ptr(),
+    )
     return data, scales

@@ -10,10 +10,10 @@
 #include <random>
 #include <vector>
 
-#include "../decoder.h"
-#include "../eagle3.h"
-#include "../kernel.h"
-#include "../linear.h"
+#include "layers/decoder.h"
+#include "layers/eagle3.h"
+#include "core/levels.h"
+#include "linear/linear.h"
 
 using namespace kvcellar;
 
@@ -186,8 +186,8 @@ double one_step(bool is_long) {
 
   Plan plan(input);
   std::vector<std::vector<float>> results;
-  for (const char* name : levels()) {
-    set_level(name);
+  for (const Level now : levels()) {
+    set_level(now);
     k.restore();
     v.restore();
     plan.write(pool, layout, new_k.data, new_v.data, 2);
@@ -247,8 +247,8 @@ double one_linear() {
   fill(x, in);
   std::vector<std::vector<float>> results;
   std::vector<std::vector<char>> rows, packed;
-  for (const char* name : levels()) {
-    set_level(name);
+  for (const Level now : levels()) {
+    set_level(now);
     if (weights.is_packed) {
       Memory numbers(data.size), steps(scales.size);
       pack({weights, plain.data, plain_in, reinterpret_cast<uint8_t*>(numbers.data),
@@ -343,8 +343,8 @@ bool one_level() {
   const Eagle3Call call{&plan, &pool, nullptr, nullptr, floats(2 * n_rope * dim), n_rope,
                         n, tokens.data(), positions.data(), floats(n_hidden * hidden), n_hidden,
                         above.data(), n_rows, rows.data(), most, out, ids, beliefs};
-  for (const char* name : levels()) {
-    set_level(name);
+  for (const Level now : levels()) {
+    set_level(now);
     eagle3_level(weights, call, 2);
     for (int64_t i = 0; i < n_rows * hidden; ++i)
       if (!std::isfinite(out[i])) return false;
@@ -407,8 +407,8 @@ bool one_model(const DecoderLayer& layer, const Memory& cos, const Memory& sin, 
   auto* said = reinterpret_cast<float*>(logits.data);
   auto* seen = reinterpret_cast<float*>(features.data);
   const DecoderCall call{steps, n_tokens, id, cos.data, sin.data, n_rows, row, said, 2, feature_layers, seen};
-  for (const char* name : levels()) {
-    set_level(name);
+  for (const Level now : levels()) {
+    set_level(now);
     run_decoder(decoder, call, 2);
     for (int64_t i = 0; i < n_rows * n_vocab; ++i)
       if (!std::isfinite(said[i])) return false;
@@ -448,8 +448,8 @@ double one_decoder() {
   Memory joined(n_tokens * n_joined * size), attended(n_tokens * n_heads * dim * size);
   Memory out(n_tokens * hidden * size);
   std::vector<std::vector<float>> results;
-  for (const char* name : levels()) {
-    set_level(name);
+  for (const Level now : levels()) {
+    set_level(now);
     before_attention(layer, x.data, n_tokens, cos.data, sin.data, joined.data, 2);
     for (int64_t t = 0; t < n_tokens; ++t)
       std::memcpy(attended.data + t * n_heads * dim * size, joined.data + t * n_joined * size,
@@ -501,6 +501,6 @@ int main(int argc, char** argv) {
       return 1;
     }
   }
-  for (const char* name : levels()) std::printf("%s: %d steps\n", name, steps);
+  for (const Level now : levels()) std::printf("%s: %d steps\n", name_of(now), steps);
   return 0;
 }

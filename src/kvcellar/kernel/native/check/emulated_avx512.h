@@ -6,6 +6,8 @@
 
 #pragma once
 
+#define KVC_EMULATED
+
 #include <immintrin.h>
 
 #include <cstdint>

@@ -1,0 +1,30 @@
+"""What lies around linear layers: passes over rows, decoder layers, whole models, EAGLE-3 heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcellar.kernel import levels
+
+if TYPE_CHECKING or levels.is_available():
+    from kvcellar.kernel._native import (
+        Decoder,
+        DecoderLayer,
+        Eagle3Weights,
+        LinearLayer,
+        Norm,
+        gate,
+        norm,
+        rotate,
+    )
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "Eagle3Weights",
+    "LinearLayer",
+    "Norm",
+    "gate",
+    "norm",
+    "rotate",
+]

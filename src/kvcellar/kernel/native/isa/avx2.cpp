@@ -1,0 +1,4 @@
+#define KVC_NAMESPACE avx2
+#define KVC_AVX2
+
+#include "isa/level.h"

@@ -1,0 +1,4 @@
+#define KVC_NAMESPACE neon
+#define KVC_NEON
+
+#include "isa/level.h"

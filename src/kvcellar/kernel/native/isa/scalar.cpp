@@ -1,0 +1,3 @@
+#define KVC_NAMESPACE scalar
+
+#include "isa/level.h"

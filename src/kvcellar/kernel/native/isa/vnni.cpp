@@ -1,0 +1,5 @@
+#define KVC_NAMESPACE vnni
+#define KVC_AVX512
+#define KVC_VNNI
+
+#include "isa/level.h"

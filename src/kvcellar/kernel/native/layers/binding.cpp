@@ -1,0 +1,296 @@
+// What lies around linear layers, for Python: passes, decoder layers, whole models, EAGLE-3 heads.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/binding.h"
+#include "layers/decoder.h"
+#include "layers/eagle3.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvcellar {
+namespace {
+
+void bind_passes(nb::module_& m) {
+  m.def(
+      "norm",
+      [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride, Dtype dtype,
+         uintptr_t weight, float eps, uintptr_t out) {
+        const nb::gil_scoped_release release;
+        norm({at(x), n_tokens, n_rows, dim, token_stride, dtype}, at(weight), eps, at(out), n_rows * dim, 0);
+      },
+      "x"_a, "n_tokens"_a, "n_rows"_a, "dim"_a, "token_stride"_a, "dtype"_a, "weight"_a, "eps"_a, "out"_a,
+      "Write ``x / sqrt(mean(x^2) + eps) * weight`` of each row; bfloat16 is rounded before it too.\n\n"
+      "Args:\n"
+      "    x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.\n"
+      "    n_tokens: tokens.\n"
+      "    n_rows: rows of a token.\n"
+      "    dim: numbers of a row.\n"
+      "    token_stride: numbers from token to token.\n"
+      "    dtype: float32 or bfloat16, of all three.\n"
+      "    weight: address of ``[dim]``.\n"
+      "    eps: what is added to the mean.\n"
+      "    out: address of the result, without gaps.");
+  m.def(
+      "rotate",
+      [](uintptr_t x, int64_t n_tokens, int64_t n_rows, int64_t dim, int64_t token_stride, Dtype dtype, uintptr_t cos,
+         uintptr_t sin) {
+        const nb::gil_scoped_release release;
+        rotate({at(x), n_tokens, n_rows, dim, token_stride, dtype}, at(cos), at(sin), 0);
+      },
+      "x"_a, "n_tokens"_a, "n_rows"_a, "dim"_a, "token_stride"_a, "dtype"_a, "cos"_a, "sin"_a,
+      "Rotate the halves of each row against each other, in place: RoPE.\n\n"
+      "Args:\n"
+      "    x: address of ``[n_tokens, n_rows, dim]``, the rows of a token one behind the other.\n"
+      "    n_tokens: tokens.\n"
+      "    n_rows: rows of a token.\n"
+      "    dim: numbers of a row, an even number.\n"
+      "    token_stride: numbers from token to token.\n"
+      "    dtype: float32 or bfloat16, of all three.\n"
+      "    cos: address of ``[n_tokens, dim]``.\n"
+      "    sin: address of ``[n_tokens, dim]``.");
+  m.def(
+      "gate",
+      [](uintptr_t x, int64_t n_tokens, int64_t dim, Dtype dtype, uintptr_t out) {
+        const nb::gil_scoped_release release;
+        gate({at(x), n_tokens, 2, dim, 2 * dim, dtype}, at(out), 0);
+      },
+      "x"_a, "n_tokens"_a, "dim"_a, "dtype"_a, "out"_a,
+      "Write ``silu(x[:, 0]) * x[:, 1]`` of ``[n_tokens, 2, dim]``, float32 or bfloat16.");
+}
+
+void bind_decoder(nb::module_& m) {
+  nb::class_<LinearLayer>(m, "LinearLayer", "Weights, and the address of a bias in the layer's type; 0: none.")
+      .def(
+          "__init__",
+          [](LinearLayer* self, const LinearWeights& weights, uintptr_t bias) {
+            new (self) LinearLayer{weights, at(bias)};
+          },
+          "weights"_a, "bias"_a = 0);
+
+  nb::class_<Norm>(m, "Norm", "Address of a norm's weight, 0: no norm; and what is added to the mean.")
+      .def(
+          "__init__", [](Norm* self, uintptr_t weight, float eps) { new (self) Norm{at(weight), eps}; }, "weight"_a,
+          "eps"_a);
+
+  nb::class_<DecoderLayer>(m, "DecoderLayer",
+                           "A decoder layer, which for a few tokens is two calls around its attention. All rows lie\n"
+                           "without gaps, at addresses.")
+      .def(
+          "__init__",
+          [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o, const LinearLayer& gate_up,
+             const LinearLayer& down, const Norm& before, const Norm& between, const Norm& q, const Norm& k,
+             int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale) {
+            new (self) DecoderLayer{qkv, o,       gate_up,    down,     before, between, q,
+                                    k,   n_heads, n_kv_heads, head_dim, dtype,  scale};
+          },
+          "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "before"_a, "between"_a, "q"_a, "k"_a, "n_heads"_a, "n_kv_heads"_a,
+          "head_dim"_a, "dtype"_a, "scale"_a,
+          "Describe a layer.\n\n"
+          "Args:\n"
+          "    qkv: q, k and v joined.\n"
+          "    o: behind the attention.\n"
+          "    gate_up: gate and up joined.\n"
+          "    down: the last one of the MLP.\n"
+          "    before: norm of the layer's input.\n"
+          "    between: norm of what comes after attention.\n"
+          "    q: norm of q's heads.\n"
+          "    k: norm of k's heads.\n"
+          "    n_heads: query heads.\n"
+          "    n_kv_heads: KV heads.\n"
+          "    head_dim: numbers of a head.\n"
+          "    dtype: float32 or bfloat16, of everything but packed weights.\n"
+          "    scale: factor on the attention's logits, for a :class:`Decoder`.")
+      .def(
+          "before",
+          [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos, uintptr_t sin, uintptr_t qkv) {
+            const nb::gil_scoped_release release;
+            before_attention(layer, at(x), n_tokens, at(cos), at(sin), at(qkv), 0);
+          },
+          "x"_a, "n_tokens"_a, "cos"_a, "sin"_a, "qkv"_a,
+          "Make q, k and v of x ``[n_tokens, hidden]``: normed, projected, q and k normed and rotated.")
+      .def(
+          "after",
+          [](const DecoderLayer& layer, uintptr_t x, uintptr_t attended, int64_t n_tokens, uintptr_t out) {
+            const nb::gil_scoped_release release;
+            after_attention(layer, at(x), at(attended), n_tokens, at(out), 0);
+          },
+          "x"_a, "attended"_a, "n_tokens"_a, "out"_a,
+          "Project what was attended, add it to x, and add the gated MLP of its norm to that.");
+
+  nb::class_<Decoder>(m, "Decoder", "A causal model, of which a forward of a few tokens is one call.")
+      .def(
+          "__init__",
+          [](Decoder* self, const nb::sequence& layers, uintptr_t embedding, const Norm& norm,
+             const LinearLayer& head) {
+            new (self) Decoder{{}, at(embedding), norm, head};
+            for (const nb::handle layer : layers) self->layers.push_back(nb::cast<const DecoderLayer&>(layer));
+            if (self->layers.empty()) throw ConfigError("a decoder has layers");
+          },
+          "layers"_a, "embedding"_a, "norm"_a, "head"_a,
+          nb::sig("def __init__(self, layers: collections.abc.Sequence[DecoderLayer], embedding: int, norm: Norm, "
+                  "head: LinearLayer) -> None"),
+          "Describe a model.\n\n"
+          "Args:\n"
+          "    layers: one or more.\n"
+          "    embedding: address of ``[n_vocab, hidden]``, in the layers' type; 0: the head's weights,\n"
+          "        of all but 16 bits.\n"
+          "    norm: of the last layer's result.\n"
+          "    head: from there to logits.\n\n"
+          "Raises:\n"
+          "    ConfigError: no layers.")
+      .def(
+          "run",
+          [](const Decoder& decoder, const nb::sequence& steps, uintptr_t ids, int64_t n_tokens, uintptr_t cos,
+             uintptr_t sin, uintptr_t rows, int64_t n_rows, uintptr_t logits,
+             const std::vector<int64_t>& feature_layers, uintptr_t features) {
+            std::vector<LayerStep> found;
+            found.reserve(decoder.layers.size());
+            for (const nb::handle step : steps)
+              found.push_back({nb::cast<Plan*>(step[0]), nb::cast<const Pool*>(step[1]), nb::cast<Plan*>(step[2]),
+                               nb::cast<const Pool*>(step[3]), nb::cast<float>(step[4])});
+            if (found.size() != decoder.layers.size()) throw ConfigError("a forward needs a step for each layer");
+            const DecoderCall call{found.data(),
+                                   n_tokens,
+                                   at<const int64_t>(ids),
+                                   at(cos),
+                                   at(sin),
+                                   n_rows,
+                                   at<const int64_t>(rows),
+                                   at<float>(logits),
+                                   static_cast<int64_t>(feature_layers.size()),
+                                   feature_layers.data(),
+                                   at<float>(features)};
+            const nb::gil_scoped_release release;
+            run_decoder(decoder, call, 0);
+          },
+          "steps"_a, "ids"_a, "n_tokens"_a, "cos"_a, "sin"_a, "rows"_a, "n_rows"_a, "logits"_a, "feature_layers"_a,
+          "features"_a,
+          nb::sig("def run(self, steps: collections.abc.Sequence[tuple[Plan, Pool, Plan | None, Pool | None, float]], "
+                  "ids: int, n_tokens: int, cos: int, sin: int, rows: int, n_rows: int, logits: int, "
+                  "feature_layers: collections.abc.Sequence[int], features: int) -> None"),
+          "Run a forward. Ids and rows have to be there: nothing is checked.\n\n"
+          "Args:\n"
+          "    steps: of each layer its plan and pool, those of exact cells or None twice, and the cap\n"
+          "        on logits, 0.0 for none.\n"
+          "    ids: int64 ``[n_tokens]``.\n"
+          "    n_tokens: tokens.\n"
+          "    cos: ``[n_tokens, head_dim]`` in the layers' type.\n"
+          "    sin: ``[n_tokens, head_dim]`` in the layers' type.\n"
+          "    rows: int64 ``[n_rows]``, the tokens whose logits are wanted.\n"
+          "    n_rows: how many.\n"
+          "    logits: float32 ``[n_rows, n_vocab]``.\n"
+          "    feature_layers: layers whose input is wanted; behind the last one that is its result.\n"
+          "    features: float32 ``[n_tokens, number of feature_layers, hidden]``.");
+}
+
+void bind_eagle3(nb::module_& m) {
+  nb::class_<Eagle3Weights>(m, "Eagle3Weights",
+                            "An EAGLE-3 head, for one call per level; ``native/layers/eagle3.h`` says more.")
+      .def(
+          "__init__",
+          [](Eagle3Weights* self, int64_t hidden, int64_t inner, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim,
+             int64_t n_vocab, int64_t n_said, float eps, const LinearWeights& qkv, const LinearWeights& o,
+             const LinearWeights& gate_up, const LinearWeights& down, const LinearWeights& lm_head,
+             uintptr_t embedding, uintptr_t qkv_bias, uintptr_t residual_scale) {
+            new (self) Eagle3Weights{hidden,
+                                     inner,
+                                     n_heads,
+                                     n_kv_heads,
+                                     head_dim,
+                                     n_vocab,
+                                     n_said,
+                                     eps,
+                                     qkv,
+                                     o,
+                                     gate_up,
+                                     down,
+                                     lm_head,
+                                     at<const float>(embedding),
+                                     at<const float>(qkv_bias),
+                                     at<const float>(residual_scale)};
+          },
+          nb::kw_only(), "hidden"_a, "inner"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "n_vocab"_a, "n_said"_a,
+          "eps"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "lm_head"_a, "embedding"_a, "qkv_bias"_a = 0,
+          "residual_scale"_a = 0,
+          "Describe a head.\n\n"
+          "Args:\n"
+          "    hidden: width of its hidden states.\n"
+          "    inner: width of its MLP.\n"
+          "    n_heads: query heads.\n"
+          "    n_kv_heads: KV heads.\n"
+          "    head_dim: numbers of a head.\n"
+          "    n_vocab: tokens that it reads.\n"
+          "    n_said: tokens that it can say.\n"
+          "    eps: of all norms, which have no weights: those are folded into the matrices.\n"
+          "    qkv: q, k and v joined.\n"
+          "    o: behind the attention.\n"
+          "    gate_up: gate and up joined.\n"
+          "    down: the last one of the MLP.\n"
+          "    lm_head: from hidden states to what it can say.\n"
+          "    embedding: address of float32 ``[n_vocab, hidden]``.\n"
+          "    qkv_bias: address of float32; 0: none.\n"
+          "    residual_scale: address of float32 ``[hidden]``, where the residual is the normed\n"
+          "        hidden state times it; 0: where it is the hidden state.")
+      .def(
+          "level",
+          [](const Eagle3Weights& weights, Plan& plan, const Pool& pool, Plan* exact_plan, const Pool* exact_pool,
+             uintptr_t rope, int64_t n_rope, const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions,
+             uintptr_t hidden, int64_t n_hidden, const std::vector<int64_t>& above, const std::vector<int64_t>& rows,
+             int64_t k, uintptr_t out, uintptr_t ids, uintptr_t beliefs) {
+            if (positions.size() != tokens.size() || above.size() != tokens.size())
+              throw ConfigError("a level needs a position and a hidden row for each token");
+            const Eagle3Call call{&plan,
+                                  &pool,
+                                  exact_plan,
+                                  exact_pool,
+                                  at<const float>(rope),
+                                  n_rope,
+                                  static_cast<int64_t>(tokens.size()),
+                                  tokens.data(),
+                                  positions.data(),
+                                  at<const float>(hidden),
+                                  n_hidden,
+                                  above.data(),
+                                  static_cast<int64_t>(rows.size()),
+                                  rows.data(),
+                                  k,
+                                  at<float>(out),
+                                  at<int64_t>(ids),
+                                  at<float>(beliefs)};
+            const nb::gil_scoped_release release;
+            eagle3_level(weights, call, 0);
+          },
+          "plan"_a, "pool"_a, "exact_plan"_a.none(), "exact_pool"_a.none(), "rope"_a, "n_rope"_a, "tokens"_a,
+          "positions"_a, "hidden"_a, "n_hidden"_a, "above"_a, "rows"_a, "k"_a, "out"_a, "ids"_a, "beliefs"_a,
+          "Write K and V of all tokens, attend, and say what is likeliest behind some of them.\n\n"
+          "Args:\n"
+          "    plan: of this level.\n"
+          "    pool: the head's.\n"
+          "    exact_plan: what is written to exact cells too.\n"
+          "    exact_pool: where these are.\n"
+          "    rope: float32 ``[2, n_rope, head_dim]``: cosines, and sines with the sign of their half.\n"
+          "    n_rope: positions of it.\n"
+          "    tokens: as it reads them.\n"
+          "    positions: one of each token.\n"
+          "    hidden: float32 ``[n_hidden, hidden]``.\n"
+          "    n_hidden: rows of it.\n"
+          "    above: which of those rows each token goes on from.\n"
+          "    rows: the tokens behind which something is said.\n"
+          "    k: guesses behind each.\n"
+          "    out: float32 ``[n_rows, hidden]``.\n"
+          "    ids: int64 ``[n_rows, k]``, the likeliest first.\n"
+          "    beliefs: float32 ``[n_rows, k]``: how likely each is, among all that it can say.");
+}
+
+}  // namespace
+
+void bind_layers(nb::module_& m) {
+  bind_passes(m);
+  bind_decoder(m);
+  bind_eagle3(m);
+}
+
+}  // namespace kvcellar

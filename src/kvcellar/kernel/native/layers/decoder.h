@@ -1,0 +1,74 @@
+// Decoder layers for a few tokens: what comes before the attention of one, and after it, or a whole model in
+// one call. From Python the same is dozens of calls for each, and they find their code and data gone from
+// the caches: a layer's weights are larger.
+
+#pragma once
+
+#include "attend/plan.h"
+#include "linear/linear.h"
+#include "layers/rows.h"
+
+#include <vector>
+
+namespace kvcellar {
+
+struct LinearLayer {
+  LinearWeights weights;
+  const void* bias = nullptr;  // in the layer's type, or none
+};
+
+struct Norm {
+  const void* weight = nullptr;  // none: no norm
+  float eps = 0.f;
+};
+
+// x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))).
+struct DecoderLayer {
+  LinearLayer qkv, o, gate_up, down;
+  Norm before, between, q, k;
+  int64_t n_heads, n_kv_heads, head_dim;
+  Dtype dtype;  // f32 or bf16, of everything but packed weights
+  float scale;  // of the attention's logits
+};
+
+// x [n_tokens, hidden] -> q, k and v [n_tokens, n_heads + 2 n_kv_heads, head_dim], rotated.
+void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
+                      const void* sin, void* qkv, int n_threads);
+
+// x and attended [n_tokens, n_heads * head_dim] -> the layer's result [n_tokens, hidden].
+void after_attention(const DecoderLayer& layer, const void* x, const void* attended,
+                     int64_t n_tokens, void* out, int n_threads);
+
+// A causal model: what a layer makes of the one before, from an embedding to logits.
+struct Decoder {
+  std::vector<DecoderLayer> layers;
+  const void* embedding;  // [n_vocab, hidden], in the layers' type, or none: the head's weights, packed or coded
+  Norm norm;
+  LinearLayer head;
+};
+
+// What one layer writes and reads in a forward, of heads of one size; exact cells beside it or none.
+struct LayerStep {
+  Plan* plan;
+  const Pool* pool;
+  Plan* exact_plan;
+  const Pool* exact_pool;
+  float softcap;  // of the attention's logits, 0: none
+};
+
+struct DecoderCall {
+  const LayerStep* steps;  // one per layer
+  int64_t n_tokens;
+  const int64_t* ids;      // [n_tokens], in the vocabulary
+  const void *cos, *sin;   // [n_tokens, head_dim], in the layers' type
+  int64_t n_rows;
+  const int64_t* rows;     // [n_rows], tokens whose logits are wanted
+  float* logits;           // [n_rows, n_vocab]
+  int64_t n_features;
+  const int64_t* feature_layers;  // [n_features], layers whose input is wanted; behind the last its result
+  float* features;                // [n_tokens, n_features, hidden]
+};
+
+void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads);
+
+}  // namespace kvcellar

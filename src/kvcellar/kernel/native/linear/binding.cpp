@@ -1,0 +1,117 @@
+// Linear layers for Python.
+
+#include <nanobind/nanobind.h>
+
+#include "core/binding.h"
+#include "linear/linear.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvcellar {
+
+void bind_linear(nb::module_& m) {
+  nb::enum_<WeightFormat>(m, "WeightFormat", "How weights are written; ``native/linear/linear.h`` says how they lie.")
+      .value("bf16", WeightFormat::bf16)
+      .value("int8", WeightFormat::int8)
+      .value("int4", WeightFormat::int4)
+      .value("coded", WeightFormat::coded);
+
+  nb::class_<LinearWeights>(m, "LinearWeights", "Weights of a linear layer. Inputs and outputs are addresses.")
+      .def(
+          "__init__",
+          [](LinearWeights* self, WeightFormat format, int64_t n_in, int64_t n_out, uintptr_t data, uintptr_t beside) {
+            new (self) LinearWeights(make_linear_weights(format, n_in, n_out, at(data), at(beside)));
+          },
+          "format"_a, "n_in"_a, "n_out"_a, "data"_a, "beside"_a = 0,
+          "Describe the weights.\n\n"
+          "Args:\n"
+          "    format: how they are written.\n"
+          "    n_in: inputs, of int8 and int4 a multiple of 32.\n"
+          "    n_out: outputs.\n"
+          "    data: address of the weights.\n"
+          "    beside: address of the float16 scales of int8 and int4, or of what :func:`code`\n"
+          "        returned.")
+      .def(
+          "linear",
+          [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out,
+             Dtype out_dtype) {
+            const nb::gil_scoped_release release;
+            linear({weights, at(x), at(out), n_tokens, dtype, out_dtype}, 0);
+          },
+          "x"_a, "n_tokens"_a, "dtype"_a, "out"_a, "out_dtype"_a,
+          "Multiply rows ``[n_tokens, n_in]`` to ``[n_tokens, n_out]``, float32 or bfloat16.\n\n"
+          "For int8 and int4 each group of 32 inputs is rounded to 8 bits. A token's result does\n"
+          "not depend on others.")
+      .def_prop_ro("can_multiply", &can_multiply, "True if the level in use has a matrix unit for these weights.")
+      .def(
+          "multiply",
+          [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, uintptr_t out) {
+            const nb::gil_scoped_release release;
+            multiply(weights, at(x), n_tokens, at(out), 0);
+          },
+          "x"_a, "n_tokens"_a, "out"_a,
+          "Multiply many tokens on the matrix unit, all in bfloat16; weights are rounded to it.")
+      .def(
+          "unpack",
+          [](const LinearWeights& weights, int64_t first, int64_t stop, uintptr_t to) {
+            const nb::gil_scoped_release release;
+            unpack(weights, first, stop, at(to), 0);
+          },
+          "first"_a, "stop"_a, "to"_a,
+          "Write blocks [first, stop) of 16 outputs as bfloat16 ``[outputs, n_in]``; not of bf16.")
+      .def(
+          "gather",
+          [](const LinearWeights& weights, uintptr_t outputs, int64_t n, Dtype dtype, uintptr_t to) {
+            const nb::gil_scoped_release release;
+            gather(weights, at<const int64_t>(outputs), n, dtype, at(to), 0);
+          },
+          "outputs"_a, "n"_a, "dtype"_a, "to"_a,
+          "Write the weights of n outputs, int64, as ``[n, n_in]``; not of bf16.\n\n"
+          "In bfloat16, those of int8 and int4 also in float32. The outputs have to be there.");
+
+  m.def(
+      "pack",
+      [](uintptr_t rows, Dtype dtype, WeightFormat format, int64_t n_in, int64_t n_out, uintptr_t data,
+         uintptr_t scales) {
+        const nb::gil_scoped_release release;
+        pack({make_linear_weights(format, n_in, n_out, nullptr, nullptr), at(rows), dtype, at<uint8_t>(data),
+              at<uint16_t>(scales)},
+             0);
+      },
+      "rows"_a, "dtype"_a, "format"_a, "n_in"_a, "n_out"_a, "data"_a, "scales"_a,
+      "Write weights in int8 or int4 and their float16 scales.\n\n"
+      "Symmetric around 0, with a scale for each 128 inputs, or of int4 32: of int8 the largest\n"
+      "magnitude is 127 steps, of int4 the number of the largest magnitude is -8 of them. Where\n"
+      "not all that share a scale are finite it is NaN.\n\n"
+      "Args:\n"
+      "    rows: address of ``[n_out, n_in]``.\n"
+      "    dtype: of them, float32 or bfloat16.\n"
+      "    format: int8 or int4.\n"
+      "    n_in: inputs, a multiple of 32.\n"
+      "    n_out: outputs.\n"
+      "    data: address of as many bytes as blocks of 16 outputs take.\n"
+      "    scales: address of float16 ``[n_blocks, n_scales, 16]``.");
+
+  m.def(
+      "code",
+      [](uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t to) {
+        std::vector<Escape> escapes;
+        {
+          const nb::gil_scoped_release release;
+          escapes = code(at<const uint16_t>(rows), n_in, n_out, at(to), 0);
+        }
+        return nb::bytes(escapes.data(), escapes.size() * sizeof(Escape));
+      },
+      "rows"_a, "n_in"_a, "n_out"_a, "to"_a,
+      "Write bfloat16 weights in 12 bits, of which nothing is lost.\n\n"
+      "Args:\n"
+      "    rows: address of ``[n_out, n_in]``.\n"
+      "    n_in: inputs, a multiple of 128.\n"
+      "    n_out: outputs.\n"
+      "    to: address of as many bytes as ``models.weights.coded_bytes`` says.\n\n"
+      "Returns:\n"
+      "    The numbers that do not fit into 12 bits, 8 bytes each.");
+}
+
+}  // namespace kvcellar

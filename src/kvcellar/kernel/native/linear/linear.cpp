@@ -1,0 +1,149 @@
+// Linear layers: their inputs prepared once, their outputs spread over threads.
+
+#include "linear/linear.h"
+
+#include <algorithm>
+
+#include "core/buffer.h"
+#include "core/levels.h"
+#include "core/threads.h"
+
+namespace kvcellar {
+namespace {
+
+constexpr int64_t kPieceBytes = 1 << 17;  // weights of a piece of work: what a core's cache keeps
+constexpr int64_t kStreamBytes = 1 << 19; // where they are read once: long streams are read faster
+constexpr int64_t kLeastBytes = 1 << 16;  // of the last pieces
+constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
+
+constexpr int64_t kTokensOfBlock = 256;  // for the matrix unit: 1 MiB of kInputsOfBlock
+constexpr int64_t kPanel = 32;          // outputs that the matrix unit takes at a time
+constexpr int64_t kPanelsOfPiece = 16;
+
+thread_local Buffer inputs_buffer, tokens_buffer, sums_buffer, panel_buffer;
+
+// Blocks that are a piece of work: of so many bytes or less, and enough pieces for all.
+int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers,
+                        int64_t piece_bytes) {
+  const int64_t fits = std::max<int64_t>(1, piece_bytes / weights.block_bytes);
+  return std::min(fits, std::max<int64_t>(1, n_blocks / (8 * n_workers)));
+}
+
+int64_t least_blocks(const LinearWeights& weights) {
+  return std::max<int64_t>(1, kLeastBytes / weights.block_bytes);
+}
+
+}  // namespace
+
+LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
+                                  const void* beside) {
+  LinearWeights weights{format, n_in, n_out, data};
+  const bool is_coded = format == WeightFormat::coded;
+  weights.is_packed = format == WeightFormat::int8 || format == WeightFormat::int4;
+  if (weights.is_packed) weights.scales = static_cast<const uint16_t*>(beside);
+  if (is_coded) weights.escapes = static_cast<const Escape*>(beside);
+  weights.n_groups = n_in / kGroupInputs;
+  const int64_t shared = format == WeightFormat::int4 ? kInt4Shared : kInt8Shared;
+  if (weights.is_packed) weights.n_scales = (n_in + shared - 1) / shared;
+  weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
+  const int64_t half_bytes = kBlockRows * n_in / 2;
+  weights.block_bytes = is_coded                       ? sizeof(CodedHead) + 3 * half_bytes
+                        : format == WeightFormat::bf16 ? 4 * half_bytes
+                        : format == WeightFormat::int8 ? 2 * half_bytes
+                                                       : half_bytes;
+  return weights;
+}
+
+void pack(const Packing& packing, int n_threads) {
+  constexpr int64_t kBlocks = 8;
+  const LinearOps& ops_now = *ops().linear;
+  spread(packing.weights.n_blocks, kBlocks, 1, workers_for(n_threads),
+         [&](int64_t first, int64_t stop) { ops_now.pack(packing, first, stop); });
+}
+
+void linear(const LinearCall& call, int n_threads) {
+  const bool is_bf16 = call.in == Dtype::bf16 && call.result == Dtype::bf16;
+  if (call.n_tokens > kReadOnce && is_bf16 && !call.weights.is_packed && can_multiply(call.weights))
+    return multiply(call.weights, call.x, call.n_tokens, call.out, n_threads);
+  const LinearOps& ops_now = *ops().linear;
+  const LinearWeights& weights = call.weights;
+  const int64_t n = call.n_tokens * weights.n_in, groups = call.n_tokens * weights.n_groups;
+  const int64_t float_bytes = 4 * (call.n_tokens + kMostOfPanel - 1) * weights.n_in;
+  char* memory = inputs_buffer.get(weights.is_packed ? 2 * n + 8 * groups + 128 : float_bytes + 64);
+  LinearInputs inputs{};
+  if (weights.is_packed) {
+    inputs.numbers = reinterpret_cast<int8_t*>(memory);
+    memory += (2 * n + 63) / 64 * 64;
+    inputs.scales = reinterpret_cast<float*>(memory);
+    inputs.offsets = reinterpret_cast<int32_t*>(memory + 4 * groups);
+  } else {
+    inputs.rows = reinterpret_cast<float*>(memory);
+    const bool is_aligned = reinterpret_cast<uintptr_t>(call.x) % 64 == 0;
+    if (ops_now.has_pairs && weights.format == WeightFormat::coded && call.in == Dtype::bf16)
+      inputs.pairs = static_cast<const uint16_t*>(is_aligned ? call.x : memory);
+  }
+  const int64_t all_bytes = weights.n_blocks * weights.block_bytes;
+  const int workers = all_bytes * call.n_tokens > kAloneBytes ? workers_for(n_threads) : 1;
+  spread(call.n_tokens, 16, 16, workers,
+         [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
+  const int64_t piece_bytes = call.n_tokens <= kReadOnce || inputs.pairs ? kStreamBytes
+                              : weights.is_packed                       ? kPieceBytes
+                                                                        : kBlocksInTurn * weights.block_bytes;
+  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
+         least_blocks(weights), workers,
+         [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
+}
+
+bool can_multiply(const LinearWeights& weights) {
+  return ops().linear->multiply && weights.n_in % kGroupInputs == 0;
+}
+
+void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
+              int n_threads) {
+  const int64_t n_in = weights.n_in, n_pairs = (n_tokens + 31) / 32;
+  const int64_t n_panels = (weights.n_out + kPanel - 1) / kPanel;
+  const int workers = workers_for(n_threads);
+  const LinearOps& ops_now = *ops().linear;
+  ManyTokens call{weights, static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), n_tokens,
+                  nullptr, nullptr, n_pairs, 0, 0, 0, 0};
+  call.tokens = reinterpret_cast<uint16_t*>(tokens_buffer.get(n_pairs * 32 * n_in * 2));
+  // A few tokens go through all inputs of a panel at once.
+  const int64_t n_inputs = n_pairs == 1 ? n_in : kInputsOfBlock;
+  if (n_in > n_inputs)
+    call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
+  spread((n_tokens + 15) / 16, 2, 1, workers,
+         [&](int64_t first, int64_t stop) { ops_now.pack_tokens(call, first, stop); });
+  const int64_t scratch = 2 * kPanel * kPanelRow * 2 + 4096;  // two panels, and results
+  for (int64_t pair = 0; pair < n_pairs; pair = call.stop_pair) {
+    call.first_pair = pair;
+    call.stop_pair = std::min(pair + kTokensOfBlock / 32, n_pairs);
+    for (int64_t input = 0; input < n_in; input = call.stop_input) {
+      call.first_input = input;
+      call.stop_input = std::min(input + n_inputs, n_in);
+      spread(n_panels, kPanelsOfPiece, 1, workers, [&](int64_t first, int64_t stop) {
+        ops_now.multiply(call, panel_buffer.get(scratch), first, stop);
+      });
+    }
+  }
+}
+
+void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads) {
+  const int workers = workers_for(n_threads);
+  const LinearOps& ops_now = *ops().linear;
+  spread(stop - first, blocks_of_piece(weights, stop - first, workers, kPieceBytes), 1, workers,
+         [&](int64_t from, int64_t until) {
+           ops_now.unpack(weights, first + from, first + until,
+                          static_cast<uint16_t*>(to) + from * kBlockRows * weights.n_in);
+         });
+}
+
+void gather(const LinearWeights& weights, const int64_t* outputs, int64_t n, Dtype dtype, void* to, int n_threads) {
+  const int64_t row_bytes = weights.n_in * (dtype == Dtype::f32 ? 4 : 2);
+  const int64_t rows = std::max<int64_t>(1, kPieceBytes / row_bytes);
+  const LinearOps& ops_now = *ops().linear;
+  spread(n, rows, rows, n * row_bytes > kAloneBytes ? workers_for(n_threads) : 1, [&](int64_t first, int64_t stop) {
+    ops_now.gather(weights, outputs + first, stop - first, dtype, static_cast<char*>(to) + first * row_bytes);
+  });
+}
+
+}  // namespace kvcellar
