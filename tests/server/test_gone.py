@@ -14,7 +14,8 @@ import threading
 import pytest
 
 from kvcellar.budget import resident_bytes
-from kvcellar.server.streams import SseResponse, Stream
+from kvcellar.server.replies import Frames, SseResponse
+from kvcellar.server.streams import Stream
 from tests.server.live import PATIENCE_S, load_demo, serving
 
 N_GONE = int(os.environ.get("KVCELLAR_DISCONNECTS", "60"))
@@ -147,6 +148,13 @@ def test_a_prompt_of_somebody_who_left_is_still_good_for_the_next(small):
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
+class Plain(Frames):
+    """What is said is text already."""
+
+    async def of(self, number, item):
+        return item
+
+
 def test_a_client_that_does_not_read_counts_as_gone():
     """Its source is closed, whatever it was doing."""
     closed = []
@@ -171,7 +179,7 @@ def test_a_client_that_does_not_read_counts_as_gone():
                 await never.wait()
 
         scope = {}
-        response = SseResponse(Stream(source()), repr, ping_s=60, send_timeout_s=0.01)
+        response = SseResponse(Stream.of(source()), Plain(None), ping_s=60, send_timeout_s=0.01)
         await response(scope, receive, send)
         return scope, sent
 
@@ -197,9 +205,8 @@ def test_a_silent_stream_says_that_it_is_alive():
                 pinged.set()
 
         scope = {}
-        await SseResponse(Stream(source()), repr, ping_s=0.01, send_timeout_s=60)(
-            scope, receive, send
-        )
+        response = SseResponse(Stream.of(source()), Plain(None), ping_s=0.01, send_timeout_s=60)
+        await response(scope, receive, send)
         return scope
 
     assert asyncio.run(talk())["kvcellar.is_gone"]

@@ -338,7 +338,7 @@ def _is_told(connection):
 def test_values_are_counted_alike_however_a_body_comes_in_pieces(n):
     value = {"a,b": ['x"y\\', "[{,", r"\\", {"c": [1, 2, {"d": None}]}, ",\\\\,"], "e": "\\"}
     data = json.dumps(value).encode()
-    whole, cut = bodies._Shape(), bodies._Shape()
+    whole, cut = bodies._ValueCount(), bodies._ValueCount()
     whole.take(data)
     for at in range(0, len(data), n):
         cut.take(data[at : at + n])

@@ -88,7 +88,7 @@ def _explain(error: typer.exceptions.TyperException) -> int:
 
 
 def _abandon_stdout() -> None:
-    """Nobody reads any more: let the flush at exit go nowhere instead of raising again."""
+    """Let the flush at exit go nowhere instead of raising again: there is no reader any more."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -133,5 +133,5 @@ for noun in (generate, chat, agents, serve, demo, export, inspect, store, bench)
 
 
 def main() -> None:
-    """The console script ``kvcellar``."""
+    """Run the console script ``kvcellar``."""
     app(prog_name="kvcellar")

@@ -130,7 +130,10 @@ def _turn(
     as_json: bool,
     is_interactive: bool,
 ) -> None:
-    """One message and its answer; at a terminal neither Ctrl-C nor a full cache ends the chat."""
+    """Say a message and show its answer.
+
+    At a terminal neither Ctrl-C nor a full cache ends the chat.
+    """
     try:
         with progress_bar("reading") as report:
             events = conversation.say(

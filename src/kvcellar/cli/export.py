@@ -141,7 +141,7 @@ def _show(found: ExportReport) -> None:
 
 
 def _few(counts: Mapping[str, int]) -> str:
-    """The most frequent operators, without what their names have in common."""
+    """Name the most frequent operators, without what their names have in common."""
     merged: dict[str, int] = {}
     for name, count in counts.items():
         short = name.split(".")[-2] if name.count(".") else name

@@ -115,7 +115,7 @@ def _run(
 
 
 def show_end(result: Generation) -> None:
-    """What it took, for a terminal; and a warning where the text ends for want of room."""
+    """Show what a text took, to a terminal; warn where it ends for want of room."""
     usage = result.usage
     n_prompt, n_cached = usage.prompt_tokens, usage.cached_tokens
     read = f"reused {n_cached} of {n_prompt} tokens" if n_cached else f"read {n_prompt} tokens"
@@ -130,7 +130,7 @@ def show_end(result: Generation) -> None:
 
 
 def as_object(result: Generation, params: SamplingParams) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return what ``--json`` prints."""
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),

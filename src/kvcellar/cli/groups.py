@@ -15,7 +15,7 @@ __all__ = ["CacheOptions", "ChatSampling", "ModelOptions", "SamplingOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a model is loaded, and in which type its cache stores K and V."""
+    """Options of loading a model, and the type in which its cache stores K and V."""
 
     kv_dtype: options.KvDtype = None
     backend: options.Backend = "torch"
@@ -37,7 +37,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions(ModelOptions):
-    """How a model is loaded, and how much its cache holds.
+    """Options of loading a model, and how much its cache holds.
 
     ``memory`` is of the whole process, and whoever loads the models divides it.
     """
@@ -48,7 +48,7 @@ class CacheOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are sampled; what is None is the model's own default, or else the usual one."""
+    """Options of sampling; what is None is the model's own default, or else the usual one."""
 
     usual: ClassVar[Mapping[str, float]] = {}
 
@@ -73,7 +73,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSampling(SamplingOptions):
-    """How tokens are sampled in a chat: longer answers, and some chance where a model says none."""
+    """Options of sampling in a chat: longer answers, and some chance where a model says none."""
 
     usual: ClassVar[Mapping[str, float]] = {"temperature": 0.7, "top_p": 0.95}
 

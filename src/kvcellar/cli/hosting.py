@@ -21,7 +21,7 @@ __all__ = ["Hosting"]
 
 @dataclass(slots=True)
 class Hosting:
-    """How the models of one process are loaded.
+    """Loader of the models of one process.
 
     Attributes:
         loading: options of all models.

@@ -164,7 +164,7 @@ class View:
         return said
 
     def row(self, name: str) -> dict[str, Any]:
-        """What one type of K and V takes, and what fits."""
+        """Return what one type of K and V takes, and what fits."""
         kv, spec = parse_kv_dtype(name), self.spec
         for_exact = exact_bytes(spec.params.groups, kv)
         n_bytes = self.kv_bytes - for_exact
@@ -189,7 +189,7 @@ class View:
         }
 
     def as_object(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         spec = self.spec
         return {
             "model": spec.name,

@@ -28,20 +28,20 @@ _BODY_SHARE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceOptions:
-    """Where the server listens."""
+    """Options of where the server listens."""
 
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(metavar="N", help="0: any that is free.")] = 8642
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can reach it."""
+        """True where this machine alone can reach it."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrustOptions:
-    """Who may use the server, and what it may tell and be told."""
+    """Options of who may use the server, and what it may tell and be told."""
 
     api_key: Annotated[
         str | None,
@@ -113,7 +113,7 @@ class TrustOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """How much the server does at a time, and how long it waits."""
+    """Options of how much the server does at a time, and how long it waits."""
 
     max_tokens: Annotated[
         int,

@@ -154,7 +154,7 @@ def gc_command(
 
 @contextmanager
 def _opened(folder: Path | None, limit: str | None = None) -> Iterator[Store]:
-    """The store in that folder, which has to be there already."""
+    """Open the store in that folder, which has to be there already."""
     from kvcellar.store import Store, StoreConfig, default_store
 
     config = StoreConfig(warm_bytes=0)

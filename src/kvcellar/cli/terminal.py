@@ -21,12 +21,12 @@ LINES_S = 5.0
 
 
 def print_error(message: str) -> None:
-    """One red line."""
+    """Print one red line."""
     _print(" ".join(f"error: {message}".split()), "red")
 
 
 def print_warning(message: str) -> None:
-    """One yellow line that also a pipe's user should see: the output is not what it seems."""
+    """Print one yellow line that also a pipe's user should see: the output is not what it seems."""
     _print(f"warning: {message}", "yellow")
 
 
@@ -41,7 +41,7 @@ def shown_warnings() -> Iterator[None]:
 
 
 def print_note(message: str) -> None:
-    """One dim line, for a terminal alone."""
+    """Print one dim line, for a terminal alone."""
     if sys.stderr.isatty():
         _print(message, "dim")
 

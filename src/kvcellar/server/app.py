@@ -34,7 +34,7 @@ _STATUSES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The whole server as one ASGI application, around a service that is the caller's to close."""
+    """Create the server as one ASGI application; the service stays the caller's to close."""
     return Guard(_Heads(create_api(service)), service.config, service.metrics, Bodies(service))
 
 
@@ -66,7 +66,7 @@ class _Heads:
 
 
 def create_api(service: Service) -> FastAPI:
-    """The routes alone."""
+    """Create the routes alone."""
     app = FastAPI(
         title="kvcellar",
         version=kvcellar.__version__,

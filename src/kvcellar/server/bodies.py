@@ -24,11 +24,10 @@ from starlette.types import Message, Receive, Scope
 
 from kvcellar.agents.work import SHORT_BYTES
 from kvcellar.errors import KVCellarError
-from kvcellar.server.asking import service_of
 from kvcellar.server.errors import ApiError, ContextExceeded, as_api_error
-from kvcellar.server.service import Service
+from kvcellar.server.service import Service, service_of
 
-__all__ = ["Bodies", "Body", "BodyRoute", "what_is_wrong"]
+__all__ = ["Bodies", "BodyRoute", "IncomingBody", "what_is_wrong"]
 
 BODY_S = 60.0
 """Longest silence of a client in the middle of its body, and the time that any body has."""
@@ -68,7 +67,7 @@ class Bodies:
     """Limits of all bodies of one server, and what those that are read now take."""
 
     def __init__(self, service: Service) -> None:
-        """No body is read yet."""
+        """Create limits under which no body is read yet."""
         self._service = service
         self.n_held = 0
 
@@ -116,7 +115,7 @@ class Bodies:
         self.n_held += n_bytes
 
 
-class Body:
+class IncomingBody:
     """A request's body, looked at while it comes."""
 
     def __init__(self, bodies: Bodies, scope: Scope, receive: Receive, headers: Headers) -> None:
@@ -127,7 +126,7 @@ class Body:
         self._n_held = 0
         self._waited_s = 0.0
         self._is_whole = False
-        self._shape = None if scope["path"] == _IMPORT else _Shape()
+        self._shape = None if scope["path"] == _IMPORT else _ValueCount()
         self._headers = headers
         self.kept: bytes | None = None
         """The beginning of what came, where the log is to have it."""
@@ -145,7 +144,7 @@ class Body:
         self._count(int(length))
 
     async def receive(self) -> Message:
-        """The next piece.
+        """Take the next piece.
 
         Raises:
             ApiError: 413 or 400, the body is too large or has too many values; 408, it does not
@@ -189,7 +188,7 @@ class Body:
                     self._is_whole = not message.get("more_body", False)
 
     def release(self) -> None:
-        """The answer has begun: what it needs of the body is counted elsewhere. May be repeated."""
+        """Count the body no longer: what its answer needs is counted elsewhere. May be repeated."""
         self._bodies.n_held -= self._n_held
         self._n_held = 0
 
@@ -210,13 +209,13 @@ class Body:
             self._n_held = n_bytes
 
     def _refusal(self, error: ApiError) -> ApiError:
-        """Where the framework's reader of bodies finds it again, which says 400 for everything."""
+        """Put a refusal where the framework's reader finds it, which says 400 for everything."""
         self._scope["kvcellar.refusal"] = error
         return error
 
 
-class _Shape:
-    """How many values a JSON text has, counted piece by piece and without reading it."""
+class _ValueCount:
+    """Counter of the values in a JSON text, piece by piece and without reading it."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -259,7 +258,7 @@ class BodyRoute(APIRoute):
     """A route whose body, where it is long, is read in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The framework's, with another way to read JSON."""
+        """Return the framework's handler, with another way to read JSON."""
         handler = super().get_route_handler()
         field = self.body_field
         kind: Any = None if field is None else field.field_info.annotation
@@ -279,7 +278,7 @@ class _JsonRequest(Request):
         self._model = model
 
     async def json(self) -> Any:
-        """The body.
+        """Read the body.
 
         Raises:
             JSONDecodeError: it is no JSON.

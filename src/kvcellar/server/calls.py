@@ -50,7 +50,7 @@ _HEAD = re.compile(
 
 
 def call_head(name: str) -> str:
-    """How a call begins, up to its arguments."""
+    """Write the beginning of a call, up to its arguments."""
     return f'{CALL_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": '
 
 
@@ -259,7 +259,7 @@ def is_whole(call: Call) -> bool:
 
 
 def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """An answer as the message that a client sends back, with arguments as objects."""
+    """Make an answer the message that a client sends back, with arguments as objects."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
@@ -282,7 +282,7 @@ def read_arguments(text: str) -> Any:
 
 
 def say_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for a template that knows no calls: they become text, always the same way."""
+    """Write a message for a template that knows no calls: they become text, always the same way."""
     if not message.get("tool_calls"):
         return {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
     parts = [message["content"]] if message.get("content") else []
@@ -295,7 +295,7 @@ def say_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 def say_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A conversation for a template that knows no tools: the system message ends with them."""
+    """Write a conversation for a template that knows no tools: a system message ends with them."""
     listed = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     said = "\n".join([_TOOLS_HEAD, *listed, _TOOLS_TAIL])
     first = dict(messages[0]) if messages else {}
@@ -320,7 +320,7 @@ def without_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _without_tools(text: str) -> str:
-    """A system message without the end that ``say_tools`` wrote, if it wrote one."""
+    """Return a system message without the end that ``say_tools`` wrote, if it wrote one."""
     if not text.endswith(_TOOLS_TAIL):
         return text
     before, found, _ = text.rpartition(f"\n\n{_TOOLS_HEAD}\n")
@@ -330,13 +330,13 @@ def _without_tools(text: str) -> str:
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str | None]:
-    """Where the first of some marks stands in a text, and which it is; -1 and None for none."""
+    """Find the first of some marks in a text: its place and the mark; -1 and None for none."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found, default=(-1, None))
 
 
 def _name(text: str) -> str | None:
-    """The name of a tool as JSON writes it; None where it is none."""
+    """Read the name of a tool as JSON writes it; None where it is none."""
     try:
         name = json.loads(text)
         name.encode()
@@ -359,7 +359,7 @@ def _whole(inside: str) -> tuple[str, str] | None:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How much of the end of a text may be the beginning of a mark."""
+    """Return how much of a text's end may be the beginning of a mark."""
     for n in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:n]):
             return n

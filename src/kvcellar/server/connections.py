@@ -28,7 +28,7 @@ class Connections:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        """No connection yet."""
+        """Create limits of connections, of which none is open."""
         self.most = config.most_connections
         self.most_of_one = config.most_of_one_address
         self.head_s = config.head_timeout_s
@@ -88,7 +88,7 @@ class Connection(H11Protocol):
     """
 
     def __init__(self, config: ConnectionsConfig, *args: Any, **kwargs: Any) -> None:
-        """As uvicorn calls it."""
+        """Create a connection, as uvicorn does."""
         super().__init__(config, *args, **kwargs)
         self._all = config.connections
         self._head_timer: asyncio.TimerHandle | None = None
@@ -100,7 +100,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being answered."""
+        """True where no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     # What uvicorn and the transport call --------------------------------------------------------
@@ -221,7 +221,7 @@ class Connection(H11Protocol):
 
 
 def _answer(status: str, message: str, code: str, more: str = "") -> bytes:
-    """A whole answer to a request that no route has seen."""
+    """Write a whole answer to a request that no route has seen."""
     error = {"message": message, "type": "server_error", "param": None, "code": code}
     body = json.dumps({"error": error})
     return (

@@ -29,13 +29,15 @@ class Whose:
             history is never replaced.
         may_create: whether the agent of that name may be made where there is none.
         session: what a client calls its own conversation: a hint where to look, never a name.
-        own_id: id of an agent that a protocol keeps for this one answer, and made for it.
+        own_id: id of an agent that a protocol wants made for this one answer, and kept with it.
+        after: of ``own_id``: the agent that it goes on from, and how many of its tokens.
     """
 
     name: str | None = None
     may_create: bool = False
     session: str | None = None
     own_id: str | None = None
+    after: tuple[str, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +69,7 @@ class Conversations:
     """Finds the agent for a conversation that comes as text. On one event loop."""
 
     def __init__(self, agents: AgentManager, max_unnamed: int) -> None:
-        """Nobody talks yet."""
+        """Create a finder of agents that holds none."""
         self._agents = agents
         self._max_unnamed = max_unnamed
         self._taken: set[str] = set()
@@ -97,9 +99,8 @@ class Conversations:
             UnknownAgentError: there is none of that name, and nobody asked to have it made.
         """
         if whose.own_id is not None:
-            await self._make(whose.own_id, model)
-            await self._agents.lookup.expect(whose.own_id, messages, model=model)
-            yield Seat(whose.own_id, messages)
+            async with self._own(whose.own_id, whose.after, messages, model) as seat:
+                yield seat
         elif whose.name is not None:
             async with self._named(whose.name, whose.may_create, messages, model) as seat:
                 yield seat
@@ -212,6 +213,33 @@ class Conversations:
             if n > 1:
                 self._seats[agent_id] = gate, n - 1
 
+    # Of one answer -----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _own(
+        self, own_id: str, after: tuple[str, int] | None, messages: Messages, model: str
+    ) -> AsyncIterator[Seat]:
+        """Make an agent for one answer; without an answer it is forgotten again."""
+        seat = Seat(own_id, messages, is_new=True)
+        await self._begin_own(own_id, after, model)
+        try:
+            await self._agents.lookup.expect(own_id, messages, model=model)
+            yield seat
+        finally:
+            if not seat.has_answered:
+                await self._forget(own_id)
+
+    async def _begin_own(self, own_id: str, after: tuple[str, int] | None, model: str) -> None:
+        """Make the agent of an answer: where another one was, or afresh where that is gone."""
+        if after is not None:
+            other_id, position = after
+            with contextlib.suppress(UnknownAgentError, AgentError):
+                await self._agents.lifecycle.fork(
+                    other_id, own_id, position=position, is_passing=True
+                )
+                return
+        await self._agents.lifecycle.create(own_id, model=model, is_passing=True)
+
     # Unnamed -----------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -293,7 +321,7 @@ class Conversations:
 
 
 def _notice(name: str, agent_id: str, *, is_appended: bool) -> str | None:
-    """What a client should know of where its messages went."""
+    """Say what a client should know of where its messages went."""
     if agent_id != name:
         return (
             f"this conversation does not continue the history of agent {name}, which is as it was; "

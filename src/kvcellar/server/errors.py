@@ -130,7 +130,7 @@ class ContextExceeded(ApiError):  # noqa: N818
 
 
 class ClientGone(Exception):  # noqa: N818
-    """Nobody is there to be answered."""
+    """The client has left, so there is no answer to give."""
 
 
 _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
@@ -150,7 +150,7 @@ _STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """An exception of this package as a refusal; anything else is our own fault: 500."""
+    """Turn an exception of this package into a refusal; any other is our own fault: 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineFailedError):
@@ -185,7 +185,7 @@ _PROMPT_FIELDS = {
 
 
 def error_body(error: ApiError, request: Request) -> dict[str, Any]:
-    """The body in the words of Anthropic below ``/v1/messages``, of OpenAI elsewhere."""
+    """Write a refusal in the words of Anthropic below ``/v1/messages``, of OpenAI elsewhere."""
     message = str(error)
     if request.url.path.startswith("/v1/messages"):
         if isinstance(error, ContextExceeded):
@@ -212,7 +212,7 @@ def error_body(error: ApiError, request: Request) -> dict[str, Any]:
 
 
 def error_response(error: ApiError, request: Request) -> JSONResponse:
-    """The whole answer."""
+    """Write a refusal as a whole answer."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -222,5 +222,5 @@ def error_response(error: ApiError, request: Request) -> JSONResponse:
 
 
 def request_id_of(request: Request) -> str:
-    """The id under which a request is in the log."""
+    """Return the id under which a request is in the log."""
     return str(request.scope.get("kvcellar.request_id", ""))

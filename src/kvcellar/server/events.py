@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from kvcellar.server.replies import Frames, frame
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import take_snapshot
-from kvcellar.server.streams import frame
 
-__all__ = ["Watch"]
+__all__ = ["SnapshotFrames", "Watch"]
 
 PERIOD_S = 0.4
 """Between two looks."""
@@ -23,14 +23,14 @@ class Watch:
     """Looks at the cache for as long as somebody watches."""
 
     def __init__(self, service: Service) -> None:
-        """Nobody watches."""
+        """Look for nobody yet."""
         self._service = service
         self._latest: dict[str, Any] | None = None
         self._looked_s = 0.0
         self._lock = asyncio.Lock()
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """A snapshot at once, then whenever something has changed, until the server is stopped."""
+    async def snapshots(self) -> AsyncGenerator[str, None]:
+        """Tell a snapshot at once, then whenever something has changed, until the server stops."""
         service = self._service
         service.metrics.streams.inc()
         said = None
@@ -39,11 +39,10 @@ class Watch:
                 now = json.dumps(await self._look())
                 if now != said:
                     said = now
-                    yield frame(now, "snapshot")
+                    yield now
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(PERIOD_S):
                         await service.closing.wait()
-            yield frame("{}", "closing")
         finally:
             service.metrics.streams.dec()
 
@@ -54,3 +53,15 @@ class Watch:
                 self._latest = await take_snapshot(self._service)
                 self._looked_s = time.monotonic()
             return self._latest
+
+
+class SnapshotFrames(Frames[str]):
+    """Snapshots as events, and a last one when the server is stopped."""
+
+    async def of(self, number: int, item: str) -> bytes:
+        """Write a snapshot."""
+        return frame(item, "snapshot")
+
+    def end(self) -> bytes:
+        """Say that the server is being stopped."""
+        return frame("{}", "closing")

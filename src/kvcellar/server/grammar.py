@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, or call tools as declared. The only user of llguidance.
+"""Grammars of answers that follow a JSON schema, or call tools as declared.
 
 A grammar says after each token which tokens may come; sampling leaves the others out.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,19 +17,24 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.hf import from_tokenizer
-from numpy.typing import NDArray
 
 from kvcellar.agents import ModelHost
-from kvcellar.errors import PromptError
 from kvcellar.server.calls import CALL_BEGIN, CALL_END, THOUGHT_BEGIN, THOUGHT_END, call_head
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
-from kvcellar.server.loosening import ANYTHING, loosened
+from kvcellar.server.guide import GuideFn, TokenGuide, one_line
+from kvcellar.server.holding import (
+    HeldArguments,
+    KeywordChecks,
+    answer_schema,
+    check_promise,
+    few,
+    held_arguments,
+    schema_json,
+)
+from kvcellar.server.loosening import ANYTHING
 
-__all__ = ["MOST_CALLS", "Grammars", "GuideFn", "Held", "TokenGuide"]
-
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python writes it: one way to write a value, so that every answer ends."""
+__all__ = ["MOST_CALLS", "Constraint", "Grammars"]
 
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""
@@ -39,104 +43,12 @@ MOST_CALLS = 8
 """In one answer that has to call."""
 
 
-class TokenGuide:
-    """A grammar's state along one sequence."""
-
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab_size: int,
-        eos_ids: NDArray[np.int64],
-        *,
-        ends_early: bool = False,
-        may_let_go: bool = False,
-        troubles: list[str] | None = None,
-    ) -> None:
-        """At the beginning of the grammar, or where the matcher is.
-
-        Args:
-            matcher: the grammar.
-            vocab_size: of the model.
-            eos_ids: tokens with which an answer ends.
-            ends_early: wherever the answer may end, end it unless the model itself wants what else
-                is allowed.
-            may_let_go: allow everything where the grammar breaks down, instead of failing.
-            troubles: where to say that it did; shared with copies.
-        """
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
-        self._ends_early = ends_early
-        self._may_let_go = may_let_go
-        self.troubles = [] if troubles is None else troubles
-        self._allowed: NDArray[np.bool_] | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing can follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
-
-    @property
-    def end_id(self) -> int | None:
-        """The end, where the grammar only offers what the model may not want; else None."""
-        is_offer = self._ends_early and self._matcher.is_accepting()
-        return int(self._eos_ids[0]) if is_offer else None
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """``[vocab]``: which may come next.
-
-        Raises:
-            PromptError: the grammar became too large on the way, or the model has no token for what
-                has to come, and it must not be let go.
-        """
-        if self._allowed is None:
-            self._allowed = self._asked()
-        return self._allowed
-
-    def _asked(self) -> NDArray[np.bool_]:
-        mask = np.zeros(self._vocab_size, dtype=np.bool_)
-        if not self._matcher.is_error():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
-            n = min(len(allowed), self._vocab_size)
-            mask[:n] = allowed[:n]
-        if mask.any() and not self._matcher.is_error():
-            return mask
-        trouble = (
-            _clause(self._matcher.get_error()) or "the model has no token for what has to come"
-        )
-        if not self._may_let_go:
-            raise PromptError(
-                f"the answer could not be held to its schema any longer: {trouble}; use "
-                f"simpler patterns and lower bounds"
-            )
-        if not self.troubles:
-            self.troubles.append(f"calls were held to no schema from some token on: {trouble}")
-        return np.ones(self._vocab_size, dtype=np.bool_)
-
-    def accept(self, token_id: int) -> None:
-        """The sequence goes on with a token."""
-        self._allowed = None
-        if not (self._matcher.is_stopped() or self.troubles):
-            self._matcher.consume_token(token_id)
-
-    def fork(self) -> TokenGuide:
-        """A copy that goes on by itself."""
-        return TokenGuide(
-            self._matcher.deep_copy(),
-            self._vocab_size,
-            self._eos_ids,
-            ends_early=self._ends_early,
-            may_let_go=self._may_let_go,
-            troubles=self.troubles,
-        )
-
-
-GuideFn = Callable[[], TokenGuide]
+class NoGrammarError(Exception):
+    """No grammar can be made of something; the message says why, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Constraint:
     """What an answer is held to.
 
     Attributes:
@@ -150,42 +62,17 @@ class Held:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Arguments:
-    """The schema that a tool's arguments are held to, and what that lacks of the tool's own."""
-
-    tool: Mapping[str, Any]
-    schema: dict[str, Any]
-    losses: list[str] = field(default_factory=list)
-    trouble: str = ""
-    """Why they are held to no schema."""
-
-    @property
-    def name(self) -> str:
-        return str(self.tool["function"]["name"])
-
-    def note(self) -> str | None:
-        if self.trouble:
-            return (
-                f"tool {self.name}: its arguments are held to be an object and to nothing else: "
-                f"{self.trouble}"
-            )
-        if self.losses:
-            return f"tool {self.name}: its arguments are not held to {_few(self.losses)}"
-        return None
-
-
 class Grammars:
     """Compiles grammars for the models' tokenizers."""
 
     def __init__(self) -> None:
-        """Nothing compiled yet."""
+        """Create a compiler that has compiled nothing."""
         self._tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     async def of_schema(
         self, host: ModelHost, schema: Mapping[str, Any], *, is_strict: bool = True
-    ) -> Held:
+    ) -> Constraint:
         """Hold answers to be JSON of a schema.
 
         Args:
@@ -198,12 +85,15 @@ class Grammars:
         """
         return await asyncio.to_thread(self._of_schema, host, schema, is_strict)
 
-    def _of_schema(self, host: ModelHost, schema: Mapping[str, Any], is_strict: bool) -> Held:
-        held, losses = _answer_schema(schema, is_strict)
-        begin = self._compiled(host, f"%llguidance {{}}\nstart: %json {_json(held)}")
-        return Held(begin, begin, _lost(losses))
+    def _of_schema(self, host: ModelHost, schema: Mapping[str, Any], is_strict: bool) -> Constraint:
+        held, losses = answer_schema(schema, is_strict)
+        try:
+            begin = self._compiled(host, f"%llguidance {{}}\nstart: %json {schema_json(held)}")
+        except NoGrammarError as error:
+            raise ApiError(400, f"no grammar can be made: {error}") from error
+        return Constraint(begin, begin, _lost(losses))
 
-    async def of_form(self, host: ModelHost, form: Form) -> Held:
+    async def of_form(self, host: ModelHost, form: Form) -> Constraint:
         """Hold answers to be of a form.
 
         Raises:
@@ -213,18 +103,17 @@ class Grammars:
             return await self.of_schema(host, form.value, is_strict=form.is_strict)
         return await asyncio.to_thread(self._of_form, host, form)
 
-    def _of_form(self, host: ModelHost, form: Form) -> Held:
+    def _of_form(self, host: ModelHost, form: Form) -> Constraint:
         try:
             begin = self._compiled(host, _grammar_of(form))
-        except (ApiError, ValueError) as error:
-            said = _line(str(error)).removeprefix("no grammar can be made: ")
+        except (ApiError, NoGrammarError) as error:
             raise ApiError(
                 400,
-                f"no grammar can be made of {form.field}: {said}",
+                f"no grammar can be made of {form.field}: {one_line(str(error))}",
                 "invalid_grammar",
                 param=form.field,
             ) from error
-        return Held(begin, begin)
+        return Constraint(begin, begin)
 
     async def of_calls(
         self,
@@ -236,7 +125,7 @@ class Grammars:
         schema: Mapping[str, Any] | None = None,
         is_strict: bool = True,
         strict: Collection[str] = (),
-    ) -> Held:
+    ) -> Constraint:
         """Hold the calls in answers to be of these tools, with arguments of their schemas.
 
         A schema of which no grammar can be made is held as far as one can; the notes say what is
@@ -277,15 +166,15 @@ class Grammars:
         schema: Mapping[str, Any] | None,
         is_strict: bool,
         strict: Collection[str],
-    ) -> Held:
-        asked = _Asked()
-        arguments = [_arguments(tool, asked) for tool in tools]
+    ) -> Constraint:
+        asked = KeywordChecks()
+        arguments = [held_arguments(tool, asked) for tool in tools]
         if is_forced and len(tools) == 1:
-            _check_promise(arguments[0], arguments[0].name in strict)
+            check_promise(arguments[0], arguments[0].name in strict)
         json_schema: dict[str, Any] | None = None
         losses: list[str] = []
         if schema is not None and not is_forced:
-            json_schema, losses = _answer_schema(schema, is_strict)
+            json_schema, losses = answer_schema(schema, is_strict)
 
         def compiled() -> tuple[GuideFn, GuideFn]:
             lines = _calls(arguments)
@@ -303,15 +192,15 @@ class Grammars:
         except ApiError as error:
             if is_forced or schema is not None:
                 raise
-            return Held(None, None, (f"calls are held to no schema: {error}",))
+            return Constraint(None, None, (f"calls are held to no schema: {error}",))
         try:
             begin, in_thought = compiled()
-        except ApiError as error:  # each schema has a grammar, all together have none
+        except NoGrammarError as error:  # each schema has a grammar, all together have none
             for one in arguments:
-                one.schema, one.trouble = dict(ANYTHING), str(error)
+                one.schema, one.trouble = dict(ANYTHING), f"no grammar can be made: {error}"
             begin, in_thought = compiled()
-        notes = [note for note in map(_Arguments.note, arguments) if note is not None]
-        return Held(begin, in_thought, (*notes, *_lost(losses)))
+        notes = [note for note in map(HeldArguments.note, arguments) if note is not None]
+        return Constraint(begin, in_thought, (*notes, *_lost(losses)))
 
     def _compiled(
         self,
@@ -324,12 +213,13 @@ class Grammars:
         """Compile a grammar.
 
         Raises:
-            ApiError: 400, it cannot be.
+            NoGrammarError: it cannot be.
+            ApiError: 400, answers of this model cannot be held to any.
         """
         tokenizer = self._tokenizer(host)
         first = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         if first.is_error():
-            raise ApiError(400, f"no grammar can be made: {_line(first.get_error())}")
+            raise NoGrammarError(one_line(first.get_error()))
         vocab_size = host.engine.runner.vocab_size
         eos_ids = np.array(sorted(host.eos_token_ids) or [0], dtype=np.int64)
         return lambda: TokenGuide(
@@ -367,13 +257,13 @@ _TEXT = [
 ]
 
 
-def _calls(arguments: Iterable[_Arguments]) -> list[str]:
-    """A rule for each tool's call, behind the mark."""
+def _calls(arguments: Iterable[HeldArguments]) -> list[str]:
+    """Write a rule for each tool's call, behind the mark."""
     rules = {}
     for i, one in enumerate(arguments):
         head = call_head(one.name).removeprefix(CALL_BEGIN)
         end = json.dumps("}" + CALL_END)
-        rules[f"call_{i}"] = f"{json.dumps(head)} %json {_json(one.schema)} {end}"
+        rules[f"call_{i}"] = f"{json.dumps(head)} %json {schema_json(one.schema)} {end}"
     return [f"call: {' | '.join(rules)}", *(f"{name}: {rule}" for name, rule in rules.items())]
 
 
@@ -390,7 +280,7 @@ def _free(most: int) -> tuple[list[str], list[str]]:
 def _forced(most: int, schema: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
     """Calls and spaces, or JSON where a schema is given; a thought that was begun may end first."""
     more = f" (space? one){{0,{most - 1}}} space?" if most > 1 else ""
-    other = f" | %json {_json(schema)}" if schema is not None else ""
+    other = f" | %json {schema_json(schema)}" if schema is not None else ""
     rules = [
         f"calls: one{more}",
         f"one: {json.dumps(CALL_BEGIN)} call",
@@ -403,112 +293,17 @@ def _forced(most: int, schema: Mapping[str, Any] | None) -> tuple[list[str], lis
     return start, [_HEAD, *thought, *rules]
 
 
-# Schemas ------------------------------------------------------------------------------------------
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": {**_STYLE, "coerce_one_of": True, "lenient": True}})
-
-
-_MOST_ASKED = 20_000
-"""Keywords of one request that are looked at one by one; it takes seconds."""
-
-
-class _Asked:
-    """What one request has asked about its schemas."""
-
-    def __init__(self) -> None:
-        self._n_left = _MOST_ASKED
-
-    def trouble_of(self, schema: Mapping[str, Any]) -> str:
-        """Why no grammar can be made of a keyword; nothing where one can."""
-        self._n_left -= 1
-        return _trouble_of(schema) if self._n_left >= 0 else "the schemas are too large"
-
-
-def _arguments(tool: Mapping[str, Any], asked: _Asked) -> _Arguments:
-    """What a tool's arguments can be held to."""
-    own = dict(tool["function"].get("parameters") or {"properties": {}})
-    own.setdefault("type", "object")
-    held, losses, trouble = _holdable(own, asked)
-    if not trouble and held.get("type") != "object":
-        types = held.get("type")
-        if types is not None and "object" not in types:
-            trouble = f"its schema says {json.dumps(types)[:80]} and arguments are an object"
-        held["type"] = "object"
-        trouble = trouble or _trouble_of(held, is_lenient=True)
-    return _Arguments(tool, dict(ANYTHING) if trouble else held, losses, trouble)
-
-
-def _holdable(schema: Mapping[str, Any], asked: _Asked) -> tuple[dict[str, Any], list[str], str]:
-    """What there is a grammar of; what it lacks of the schema; and why there is none at all."""
-    try:
-        if not _trouble_of(schema):
-            return dict(schema), [], ""
-        held, losses = loosened(schema, asked.trouble_of)
-        return held, losses, _trouble_of(held, is_lenient=True)
-    except RecursionError:
-        return dict(ANYTHING), [], "its schema is nested too deeply"
-
-
-def _trouble_of(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
-    """Why no grammar can be made of a schema; nothing where one can."""
-    text = _json(schema) if is_lenient else json.dumps({**schema, "x-guidance": _STYLE})
-    said = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
-    return "" if said.startswith("WARNING") else _line(said)
-
-
-def _answer_schema(schema: Mapping[str, Any], is_strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """What an answer is held to, and what is left out of its schema.
-
-    Raises:
-        ApiError: 400, something is although it must not, or there is no grammar.
-    """
-    held, losses, trouble = _holdable(schema, _Asked())
-    if trouble or (losses and is_strict):
-        what = f" of {_few(losses)}" if losses else f": {trouble}"
-        raise ApiError(
-            400,
-            f"no grammar can be made of response_format{what}, so an answer cannot be held to it; "
-            f'leave it out, or say "strict": false to go without it',
-            "invalid_schema",
-            param="response_format",
-        )
-    return held, losses
-
-
-def _check_promise(one: _Arguments, is_strict: bool) -> None:
-    """Refuse a call that has to come and has to be right, and cannot be held to be.
-
-    Raises:
-        ApiError: 400, so it is.
-    """
-    if one.trouble:
-        what = f" of {_few(one.losses)}" if one.losses else f": {one.trouble}"
-    elif one.losses and is_strict:
-        what = f" of {_few(one.losses)}, and the tool is strict"
-    else:
-        return
-    raise ApiError(
-        400,
-        f"tool_choice wants a call of {one.name!r}, and no grammar can be made{what}; leave that "
-        f"out of its parameters, or let the model choose",
-        "invalid_schema",
-        param="tools",
-    )
-
-
 def _grammar_of(form: Form) -> str:
-    """A form that is no schema, as llguidance has it.
+    """Write a form that is no schema, as llguidance has it.
 
     Raises:
-        ValueError: it is none.
+        NoGrammarError: it is none.
     """
     if form.kind == "regex":
         grammar = LLMatcher.grammar_from_regex(form.value)
     elif form.kind == "choice":
         if not form.value:
-            raise ValueError("there is nothing to choose from")
+            raise NoGrammarError("there is nothing to choose from")
         grammar = LLMatcher.grammar_from_lark(
             "start: " + " | ".join(json.dumps(text) for text in form.value)
         )
@@ -516,25 +311,9 @@ def _grammar_of(form: Form) -> str:
         try:
             grammar = LLMatcher.grammar_from_lark(any_to_lark(form.value))
         except Exception as error:  # a parser of others', with errors of its own
-            raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
+            raise NoGrammarError(f"it is neither Lark nor GBNF: {error}") from error
     return str(grammar)
 
 
 def _lost(losses: Sequence[str]) -> tuple[str, ...]:
-    return (f"the answer is not held to {_few(losses)} of its schema",) if losses else ()
-
-
-def _few(places: Sequence[str]) -> str:
-    more = f" and {len(places) - 5} more" if len(places) > 5 else ""
-    return ", ".join(place[:120] for place in places[:5]) + more
-
-
-def _clause(text: str) -> str:
-    """Take the first clause of an error of the library's; its parser's state follows."""
-    return re.split(r"[(;\[{<]|, ", _line(text))[0].strip()[:160]
-
-
-def _line(text: str) -> str:
-    """An error of the library's in one line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip(" ^\t")]
-    return " ".join(lines)[:300]
+    return (f"the answer is not held to {few(losses)} of its schema",) if losses else ()

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcellar.server.bodies import Bodies, Body
+from kvcellar.server.bodies import Bodies, IncomingBody
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.errors import ApiError, as_api_error, error_response
 from kvcellar.server.metrics import Metrics
@@ -59,7 +59,7 @@ class Guard:
         self._origins = Origins(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Check, answer, log and count one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -70,7 +70,7 @@ class Guard:
         scope["kvcellar.request_id"] = request_id
         scope["kvcellar.notes"] = {}
         status = 499
-        body = Body(self._bodies, scope, receive, headers)
+        body = IncomingBody(self._bodies, scope, receive, headers)
 
         async def send_noting(message: Message) -> None:
             nonlocal status

@@ -20,7 +20,7 @@ class ChatLogprobs:
     """Those of one answer in a chat, token by token as they come."""
 
     def __init__(self, host: ModelHost | None) -> None:
-        """Nothing said yet, by the model of ``host``."""
+        """Begin an answer of a host's model."""
         known = host is not None and host.tokenizer is not None
         self._bytes = token_bytes(host.tokenizer) if host is not None and known else None
         self._is_first = True
@@ -48,13 +48,13 @@ class LegacyLogprobs:
     """Those of one completion, prompt and continuation, piece by piece."""
 
     def __init__(self, host: ModelHost | None) -> None:
-        """Nothing said yet, by the model of ``host``."""
+        """Begin an answer of a host's model."""
         known = host is not None and host.tokenizer is not None
         self._bytes = token_bytes(host.tokenizer) if host is not None and known else None
         self._at = 0
 
     def skip(self, text: str) -> None:
-        """A text goes before, whose tokens are not shown."""
+        """Skip a text that goes before, whose tokens are not shown."""
         self._at += len(text)
 
     def of(self, pieces: Sequence[GeneratedToken]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class LegacyLogprobs:
         }
 
     def _top(self, piece: GeneratedToken) -> dict[str, float]:
-        """The likeliest tokens and the one that is there; of those with one name the likeliest."""
+        """Return the likeliest tokens and the one that is there, one of each name."""
         found = [(piece.logprob, piece.token_id)]
         found += [(other.logprob, other.token_id) for other in piece.top_logprobs]
         top: dict[str, float] = {}
@@ -84,7 +84,7 @@ class LegacyLogprobs:
         return top
 
     def _name(self, token_id: int) -> str:
-        """The token's text; its bytes where it is a part of a character, as OpenAI writes them."""
+        """Return a token's text; as OpenAI does its bytes, where it is a part of a character."""
         if self._bytes is None:
             return ""
         data = self._bytes.of(token_id)

@@ -56,7 +56,7 @@ class _Walk:
         self.losses: list[str] = []
 
     def of(self, node: Any, path: str, depth: int) -> Any:
-        """What is left of the schema at ``path``."""
+        """Return what is left of the schema at ``path``."""
         if isinstance(node, bool):
             return node
         self._n_parts += 1
@@ -91,7 +91,7 @@ class _Walk:
         return kept
 
     def _inside(self, key: str, value: Any, path: str, depth: int) -> tuple[Any, Any]:
-        """A keyword's value, its schemas loosened; and the same with nothing said in these."""
+        """Return a keyword's value with its schemas loosened, and with nothing said in these."""
         if key in _NAMED and isinstance(value, Mapping):
             found = {n: self.of(part, f"{path}.{n}", depth + 1) for n, part in value.items()}
             return found, dict.fromkeys(found, True)
@@ -105,7 +105,7 @@ class _Walk:
         return value, value
 
     def _is_there(self, pointer: Any) -> bool:
-        """Whether a reference leads to a part of this schema."""
+        """Return true if a reference leads to a part of this schema."""
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             return False
         here: Any = self._root
@@ -131,7 +131,7 @@ def _types(value: Any) -> Any:
 
 
 def _says_nothing(key: str, value: Any) -> bool:
-    """Whether a keyword has no meaning with this value."""
+    """Return true if a keyword has no meaning with this value."""
     if key == "uniqueItems":
         return value is False
     if key == "propertyNames":  # names are strings

@@ -42,7 +42,7 @@ class Metrics:
     """All counts of one server."""
 
     def __init__(self) -> None:
-        """All at 0."""
+        """Create counters that are all 0."""
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter(
@@ -90,7 +90,7 @@ class Metrics:
         )
 
     def token(self, model: str, started_s: float, last_s: float | None, now_s: float) -> None:
-        """One more token of an answer."""
+        """Count one more token of an answer."""
         if last_s is None:
             self.first_token.labels(model).observe(now_s - started_s)
             return
@@ -104,7 +104,7 @@ class Metrics:
         engines: Iterable[tuple[str, EngineStats]],
         gauges: Iterable[tuple[str, str, float]],
     ) -> bytes:
-        """The text that Prometheus reads.
+        """Write what Prometheus reads.
 
         Args:
             engines: models and their engines' counts.
@@ -125,7 +125,7 @@ class _Now(Collector):
         self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
+        """Return all families."""
         for name, help_text in _COUNTERS.items():
             title = {"n_steps": "steps", "steps_s": "steps_seconds"}.get(name, name)
             counter = CounterMetricFamily(f"kvcellar_engine_{title}", help_text, labels=["model"])

@@ -60,7 +60,7 @@ class ServedModels:
         size_of: Callable[[str], int] | None = None,
         context_of: Callable[[str], tuple[int, int]] | None = None,
     ) -> None:
-        """Nothing loaded.
+        """Create models of which none is loaded.
 
         Args:
             offered: name -> what ``load`` takes; the first is the default.
@@ -90,7 +90,7 @@ class ServedModels:
         self.registry.before_unload(self._leave)
 
     def resolve(self, name: str | None) -> str:
-        """What the registry calls the model that is meant.
+        """Return what the registry calls the model that is meant.
 
         Raises:
             ApiError: 404, there is none of that name.
@@ -109,7 +109,7 @@ class ServedModels:
         )
 
     def public(self, path: str) -> str:
-        """What clients call a model."""
+        """Return what clients call a model."""
         return self._names.get(path, path)
 
     def context(self, path: str) -> tuple[int, int | None] | None:
@@ -133,7 +133,7 @@ class ServedModels:
         return max((n * self._longest_tokens[path], n) for path, n in found.items())
 
     def states(self) -> list[ModelState]:
-        """All models at this moment."""
+        """Return the states of all models."""
         loaded = {host.name: host for host in self.hosts()}
         with self._lock:
             for path, state in self._states.items():
@@ -147,11 +147,11 @@ class ServedModels:
 
     @property
     def swapping(self) -> bool:
-        """Whether a model is on its way in or out."""
+        """True while a model is on its way in or out."""
         return any(state.state in ("loading", "leaving") for state in self.states())
 
     def hosts(self) -> list[ModelHost]:
-        """Those that are in memory."""
+        """Return the hosts that are in memory."""
         found = [self.registry.host(name) for name in self.registry.names]
         return [host for host in found if host is not None]
 

@@ -95,6 +95,6 @@ class Origins:
             answer["access-control-expose-headers"] = "*"
 
     def _of(self, headers: Headers) -> str | None:
-        """The origin as it was sent, where it is one that is allowed."""
+        """Return the origin as it was sent, where it is one that is allowed."""
         origin = headers.get("origin")
         return origin if origin is not None and origin.lower() in self._allowed else None

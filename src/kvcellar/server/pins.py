@@ -37,7 +37,7 @@ class Pins:
     """All pins of a server. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """No pin."""
+        """Create a keeper of pins that has none."""
         self._clock = clock
         self._pins: list[_Pin] = []
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Pins:
             host.service.run(give)
 
     def leave(self, host: ModelHost) -> None:
-        """A model goes, and its pins with it."""
+        """Forget the pins of a model that goes."""
         with self._lock:
             self._pins = [pin for pin in self._pins if pin.host is not host]
 
@@ -118,7 +118,7 @@ class Pins:
             return sum(pin.held.n_tokens for pin in self._pins)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many pins there are."""
         return len(self._pins)
 
     async def _release(self, pin: _Pin) -> None:

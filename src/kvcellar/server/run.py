@@ -51,7 +51,7 @@ _HURRY_S = 0.5
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Open a socket that listens.
 
     Raises:
         ConfigError: the port is taken, or the address is not this machine's.
@@ -288,7 +288,7 @@ _OTHERS = ("uvicorn", "kvcellar.engine", "kvcellar.agents", "kvcellar.store")
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """One line of JSON per request, and for what else there is to say. May be called twice."""
+    """Log a line of JSON per request, and for what else there is to say. May be called twice."""
     others = (logging.getLogger(name) for name in _OTHERS)
     for logger, least in ((log, level), *((other, logging.WARNING) for other in others)):
         logger.addHandler(_HANDLER)

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from starlette.requests import Request
+
 from kvcellar.agents import AgentManager, ModelHost
 from kvcellar.engine import EngineStats
 from kvcellar.errors import EngineClosedError
@@ -22,7 +24,7 @@ from kvcellar.server.pins import Pins
 from kvcellar.server.stored import StoredResponses
 from kvcellar.store import Store
 
-__all__ = ["Service"]
+__all__ = ["Service", "as_mapping", "new_id", "service_of"]
 
 
 class Service:
@@ -42,7 +44,7 @@ class Service:
     """
 
     def __init__(self, config: ServerConfig, store: Store, models: ServedModels) -> None:
-        """Nothing served yet."""
+        """Create a service that serves nobody yet."""
         self.config = config
         self.store = store
         self.models = models
@@ -134,7 +136,7 @@ class Service:
             raise ContextExceeded(len(tokens), host.context, max_positions=host.max_positions)
 
     async def no_room(self, host: ModelHost, error: Exception) -> ApiError:
-        """A request that waited too long for its cells: what it would take for it to fit."""
+        """Say what it would take for a request to fit that waited too long for its cells."""
         stats = await self.stats_of(host)
         holders = [
             {"agent": info.agent_id, "tokens": info.n_tokens}
@@ -155,7 +157,7 @@ class Service:
         )
 
     async def stats_of(self, host: ModelHost) -> EngineStats | None:
-        """The counts of a host's engine; None where it has just gone."""
+        """Return the counts of a host's engine; None where it has just gone."""
         try:
             return await host.service.stats()
         except EngineClosedError:
@@ -182,12 +184,18 @@ class Service:
             self.store.flush()
 
 
+def service_of(request: Request) -> Service:
+    """Return the service that a request came to."""
+    service: Service = request.app.state.service
+    return service
+
+
 def new_id(prefix: str) -> str:
-    """A name that nobody can guess."""
+    """Make up a name that nobody can guess."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
 def as_mapping(value: Any) -> dict[str, Any]:
-    """A pydantic model as it came: without what was not said."""
+    """Return a pydantic model as it came: without what was not said."""
     found: dict[str, Any] = value.model_dump(exclude_none=True)
     return found

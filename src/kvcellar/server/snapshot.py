@@ -52,7 +52,7 @@ Owned = Sequence[tuple[str, tuple[int, ...], int | None]]
 
 
 async def take_snapshot(service: Service) -> dict[str, Any]:
-    """All models' caches, the agents, the store."""
+    """Look at all models' caches, the agents and the store."""
     infos = await service.agents.directory.listed()
     models = []
     for host in service.models.hosts():
@@ -97,7 +97,7 @@ def _model(
 
 
 def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
-    """Whose every cell of the first layer group is. In the engine's thread."""
+    """Find whose every cell of the first layer group is. In the engine's thread."""
     seen = engine.cell_map((np.array(tokens, dtype=np.int64), run) for _, tokens, run in owned)
     numbers, sets = _owner_sets(len(seen.states), seen.tables)
     names = [name for name, *_ in owned]
@@ -139,7 +139,7 @@ def _runs(numbers: IntArray, state: IntArray) -> list[list[int]]:
 
 
 def _agent(service: Service, info: AgentInfo) -> dict[str, Any]:
-    """An agent, with the text at which it was forked."""
+    """Return an agent, with the text at which it was forked."""
     value = agent_as_json(service, info)
     if info.parent is not None and info.parent_position is not None:
         try:
@@ -153,7 +153,7 @@ def _agent(service: Service, info: AgentInfo) -> dict[str, Any]:
 
 
 def agent_as_json(service: Service, info: AgentInfo) -> dict[str, Any]:
-    """An agent as routes say it."""
+    """Return an agent as routes say it."""
     value = dataclasses.asdict(info)
     value["model"] = service.models.public(info.model)
     value["id"] = value.pop("agent_id")

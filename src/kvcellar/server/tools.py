@@ -57,7 +57,7 @@ class Toolbox:
         self.left_out[(name or kind)[:128]] = kind[:128]
 
     def notes(self) -> list[str]:
-        """What the answer says of it."""
+        """Say which tools were left out, for the answer."""
         return [
             f"tool {name} was left out: this server has no tools of type {kind}, only functions"
             for name, kind in self.left_out.items()
@@ -66,7 +66,7 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools are called, and which.
+    """Choice of whether tools are called, and which.
 
     Attributes:
         mode: ``auto``, ``none`` or ``required``.
@@ -78,7 +78,7 @@ class ToolChoice:
 
 
 def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
-    """The tools that an answer may call.
+    """Return the tools that an answer may call.
 
     Raises:
         ApiError: 400, the choice names what is no tool of the request, or is not run here; or a
@@ -126,7 +126,7 @@ def chosen(tools: Toolbox, choice: ToolChoice) -> list[dict[str, Any]]:
 
 
 def told(kind: str, fields: Mapping[str, Any]) -> str:
-    """What a tool that is not run here did in an earlier turn, as text for the model."""
+    """Tell the model in a text what a tool that is not run here did in an earlier turn."""
     left = {
         key: _short(value)
         for key, value in fields.items()
@@ -143,7 +143,7 @@ def told(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """A value without what is no text: pictures and other data, and what is encrypted."""
+    """Return a value without what is no text: pictures and other data, and what is encrypted."""
     if isinstance(value, str):
         return "(data)" if value.startswith("data:") else value
     if isinstance(value, Mapping):

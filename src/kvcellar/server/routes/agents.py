@@ -18,20 +18,21 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from kvcellar.agents import Dropped, Turn, TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
 from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
-from kvcellar.server.asking import note, sampling_of, service_of, usage_extra
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.calls import without_tools
 from kvcellar.server.errors import ApiError
-from kvcellar.server.replies import sse
+from kvcellar.server.parsing import sampling_of
+from kvcellar.server.replies import Frames, frame, sse
 from kvcellar.server.schemas.agents import (
     CreateRequest,
     ForkRequest,
     GenerateRequest,
     RewindRequest,
 )
-from kvcellar.server.service import Service
+from kvcellar.server.service import Service, service_of
 from kvcellar.server.snapshot import agent_as_json
-from kvcellar.server.streams import Stream, frame, until_gone
+from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.telling import note, usage_extra
 
 router = APIRouter(prefix="/v1/agents", tags=["Agents"], route_class=BodyRoute)
 
@@ -45,7 +46,7 @@ _IMPORT_BODY = {
 
 @router.get("")
 async def list_agents(request: Request, dropped: bool = False) -> dict[str, Any]:
-    """All agents, the one that was used last at the end; or what ``undo`` can bring back."""
+    """List all agents, the one that was used last at the end; or what ``undo`` can bring back."""
     service = service_of(request)
     if dropped:
         states = await asyncio.to_thread(service.agents.dropped.listed)
@@ -56,7 +57,7 @@ async def list_agents(request: Request, dropped: bool = False) -> dict[str, Any]
 
 @router.post("", status_code=201)
 async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
-    """A new agent without a history."""
+    """Create an agent without a history."""
     service = service_of(request)
     info = await service.agents.lifecycle.create(
         body.id,
@@ -69,7 +70,7 @@ async def create_agent(request: Request, body: CreateRequest) -> dict[str, Any]:
 
 @router.post("/import", status_code=201, openapi_extra=_IMPORT_BODY)
 async def import_agent(request: Request, id: str | None = None) -> dict[str, Any]:
-    """An agent from a file that ``export`` wrote; all of it is verified first."""
+    """Take in an agent from a file that ``export`` wrote; all of it is verified first."""
     service = service_of(request)
     if id is not None:
         checked_id(id)  # before the body is taken in
@@ -88,7 +89,7 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
 
 @router.get("/{agent_id}/why")
 async def why(request: Request, agent_id: str) -> dict[str, Any]:
-    """What the last turn had to compute again, and why; ``miss`` is null where nothing was."""
+    """Say what the last turn had to compute again, and why; ``miss`` is null where nothing was."""
     agents = service_of(request).agents
     await agents.directory.refresh()
     miss = agents.directory.why(agent_id)
@@ -104,7 +105,7 @@ async def why(request: Request, agent_id: str) -> dict[str, Any]:
 async def fork_agent(
     request: Request, agent_id: str, body: ForkRequest | None = None
 ) -> dict[str, Any]:
-    """A new agent that shares the beginning of this one; no KV is copied."""
+    """Create an agent that shares the beginning of this one; no KV is copied."""
     service = service_of(request)
     body = body or ForkRequest.model_validate({})
     info = await service.agents.lifecycle.fork(
@@ -167,21 +168,21 @@ async def resume_agent(request: Request, agent_id: str) -> dict[str, Any]:
 
 @router.post("/{agent_id}/wait")
 async def wait_agent(request: Request, agent_id: str) -> dict[str, Any]:
-    """The agent waits for a tool: its cells are the first to go where memory is short."""
+    """Let an agent wait for a tool: its cells are the first to go where memory is short."""
     service = service_of(request)
     return agent_as_json(service, await service.agents.sleep.wait(agent_id))
 
 
 @router.post("/{agent_id}/finish")
 async def finish_agent(request: Request, agent_id: str) -> dict[str, Any]:
-    """A sub-agent is done: its cells are free at once; its history stays stored."""
+    """End a sub-agent: its cells are free at once; its history stays stored."""
     service = service_of(request)
     return agent_as_json(service, await service.agents.lifecycle.finish(agent_id))
 
 
 @router.get("/{agent_id}/export", response_class=FileResponse)
 async def export_agent(request: Request, agent_id: str) -> Response:
-    """An agent with its KV as one file."""
+    """Send an agent with its KV as one file."""
     service = service_of(request)
     folder = tempfile.TemporaryDirectory(prefix="kvcellar-export-")
     file = Path(folder.name) / "agent"
@@ -203,7 +204,7 @@ async def export_agent(request: Request, agent_id: str) -> Response:
 
 @router.get("/{agent_id:path}")
 async def describe_agent(request: Request, agent_id: str) -> dict[str, Any]:
-    """One agent: its state, how much of it is in the cache, its conversation and turns."""
+    """Describe one agent: its state, how much of it is cached, its conversation and turns."""
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
     return {
@@ -222,12 +223,12 @@ async def delete_agent(request: Request, agent_id: str, forever: bool = False) -
 
 @router.post("/{agent_id}/generate", response_model=None)
 async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Response:
-    """One turn of an agent."""
+    """Run one turn of an agent."""
     service = service_of(request)
     info = await service.agents.directory.describe(agent_id)
     events = _events(service, agent_id, info.model, body)
     if body.stream:
-        return await sse(request, Stream(_frames(request, service, events)), error_event="error")
+        return await sse(request, Stream.of(events), TurnFrames(request))
 
     async def to_the_end() -> TurnEnd:
         async with contextlib.aclosing(events):
@@ -236,7 +237,7 @@ async def generate(request: Request, agent_id: str, body: GenerateRequest) -> Re
                     return event
         raise AssertionError("a turn ends")
 
-    end = _end(service, await until_gone(request, to_the_end()))
+    end = _end(await until_gone(request, to_the_end()))
     _note(request, end)
     return JSONResponse(end, headers={"x-agent-id": agent_id})
 
@@ -279,7 +280,7 @@ async def _events(
                     yield event
 
 
-def _end(service: Service, end: TurnEnd) -> dict[str, Any]:
+def _end(end: TurnEnd) -> dict[str, Any]:
     usage = end.usage
     counts = {
         "prompt_tokens": usage.prompt_tokens,
@@ -303,15 +304,15 @@ def _note(request: Request, end: dict[str, Any]) -> None:
     note(request, agent=end["id"], **{name: usage[name] for name in names})
 
 
-async def _frames(
-    request: Request, service: Service, events: AsyncGenerator[TokenEvent | TurnEnd, None]
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(events):
-        async for event in events:
-            if isinstance(event, TokenEvent):
-                value = {"token_id": event.token.token_id, "text": event.token.text}
-                yield frame(value, "token")
-            else:
-                end = _end(service, event)
-                _note(request, end)
-                yield frame(end, "end")
+class TurnFrames(Frames[TokenEvent | TurnEnd]):
+    """Tokens of a turn, and its end."""
+
+    error_event = "error"
+
+    async def of(self, number: int, item: TokenEvent | TurnEnd) -> bytes:
+        """Write the next token, or the end."""
+        if isinstance(item, TokenEvent):
+            return frame({"token_id": item.token.token_id, "text": item.token.text}, "token")
+        end = _end(item)
+        _note(self._request, end)
+        return frame(end, "end")

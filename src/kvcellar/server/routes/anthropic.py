@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,8 +12,30 @@ from starlette.responses import JSONResponse, Response
 
 from kvcellar.engine import SamplingParams
 from kvcellar.errors import PromptError
-from kvcellar.server.asking import (
-    READS_AGENT,
+from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.chat import answer, count_tokens, whole
+from kvcellar.server.dialogue import (
+    CallEvent,
+    ChatEvent,
+    Ended,
+    PinWish,
+    Question,
+    Started,
+    TextEvent,
+)
+from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import Form
+from kvcellar.server.parsing import READS_AGENT, unset_in, whose_of
+from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.schemas.anthropic import (
+    CacheControl,
+    ContentBlock,
+    CountRequest,
+    MessagesRequest,
+)
+from kvcellar.server.service import new_id, service_of
+from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.telling import (
     agent_facts,
     answer_headers,
     extra_of,
@@ -22,30 +43,7 @@ from kvcellar.server.asking import (
     note,
     notes_of,
     predictions,
-    service_of,
-    tell_agent,
-    unset_in,
-    whose_of,
 )
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import (
-    Ask,
-    CallEvent,
-    ChatEvent,
-    Ended,
-    Pin,
-    Started,
-    TextEvent,
-    answer,
-    count_tokens,
-    whole,
-)
-from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import Form
-from kvcellar.server.replies import sse
-from kvcellar.server.schemas.anthropic import Block, CacheControl, CountRequest, MessagesRequest
-from kvcellar.server.service import new_id
-from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox, ToolChoice, told
 from kvcellar.valid import valid_json
 
@@ -60,10 +58,10 @@ _READ = ("text", "tool_use", "tool_result", "image", "document", *_SKIPPED)
 
 @router.post("/v1/messages/count_tokens", dependencies=[READS_AGENT])
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
-    """The tokens that a turn would have as its prompt, an agent's history with them."""
+    """Count the tokens that a turn would have as its prompt, an agent's history with them."""
     service = service_of(request)
     messages, _ = _messages(body)
-    ask = Ask(
+    ask = Question(
         messages,
         SamplingParams(),
         model=body.model,
@@ -75,43 +73,14 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
 
 @router.post("/v1/messages", response_model=None, dependencies=[READS_AGENT])
 async def create_message(request: Request, body: MessagesRequest) -> Response:
-    """An answer in a conversation."""
+    """Answer in a conversation."""
     service = service_of(request)
-    messages, pins = _messages(body)
-    if body.cache_control is not None:
-        pins.append(Pin(len(messages), _TTL_S[body.cache_control.ttl]))
-    choice = body.tool_choice
-    wanted = body.output_format or (body.output_config.format if body.output_config else None)
-    ask = Ask(
-        messages=messages,
-        model=body.model,
-        params=SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
-            seed=body.seed,
-            max_tokens=body.max_tokens,
-            stop=tuple(body.stop_sequences or ()),
-            unset=unset_in(body),
-        ),
-        tools=_tools(body),
-        choice=_choice(body),
-        is_parallel=not (choice and choice.disable_parallel_tool_use),
-        form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
-        whose=whose_of(
-            request,
-            body.agent_id,
-            body.session_id,
-            body.metadata.user_id if body.metadata else None,
-        ),
-        pins=pins,
-    )
+    ask = _ask(request, body)
     message_id = new_id("msg_")
     if body.stream:
-        frames = Stream(_frames(request, body, answer(service, ask), message_id))
-        ping = frame({"type": "ping"}, "ping")
-        return await sse(request, frames, ping=ping, error_event="error", headers=ignored_of(body))
-    end, _ = await until_gone(request, whole(answer(service, ask)))
+        frames = MessageFrames(request, body, message_id)
+        return await sse(request, Stream.of(answer(service, ask)), frames, ignored_of(body))
+    ((end, _),) = await until_gone(request, whole(service, [ask]))
     usage = _usage(end)
     note(request, agent=end.agent_id, **usage, **notes_of(end.usage))
     return JSONResponse(
@@ -131,6 +100,34 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 
 # What comes --------------------------------------------------------------------------------------
+
+
+def _ask(request: Request, body: MessagesRequest) -> Question:
+    messages, pins = _messages(body)
+    if body.cache_control is not None:
+        pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))
+    choice = body.tool_choice
+    wanted = body.output_format or (body.output_config.format if body.output_config else None)
+    user_id = body.metadata.user_id if body.metadata else None
+    return Question(
+        messages=messages,
+        model=body.model,
+        params=SamplingParams(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or 0,
+            seed=body.seed,
+            max_tokens=body.max_tokens,
+            stop=tuple(body.stop_sequences or ()),
+            unset=unset_in(body),
+        ),
+        tools=_tools(body),
+        choice=_choice(body),
+        is_parallel=not (choice and choice.disable_parallel_tool_use),
+        form=Form("schema", wanted.json_schema, "output_config") if wanted else None,
+        whose=whose_of(request, body.agent_id, body.session_id, user_id),
+        pins=pins,
+    )
 
 
 def _choice(body: MessagesRequest) -> ToolChoice:
@@ -155,17 +152,19 @@ def _tools(body: CountRequest) -> Toolbox:
     return tools
 
 
-def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[Pin]]:
+def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[PinWish]]:
     """Messages as chat templates take them, and the wishes to keep what comes before some."""
     messages: list[dict[str, Any]] = []
-    pins: list[Pin] = []
+    pins: list[PinWish] = []
 
     def wish(control: CacheControl | None) -> None:
         if control is not None:
-            pins.append(Pin(len(messages), _TTL_S[control.ttl]))
+            pins.append(PinWish(len(messages), _TTL_S[control.ttl]))
 
     if body.system:
-        blocks = [Block(type="text", text=body.system)] if isinstance(body.system, str) else []
+        blocks = (
+            [ContentBlock(type="text", text=body.system)] if isinstance(body.system, str) else []
+        )
         blocks = blocks or list(body.system)  # type: ignore[arg-type]
         text = "\n".join(_text(block) for block in blocks)
         messages.append({"role": "system", "content": text})
@@ -176,7 +175,7 @@ def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[Pin]]:
             wish(tool.cache_control)
     for message in body.messages:
         content = message.content
-        given = [Block(type="text", text=content)] if isinstance(content, str) else content
+        given = [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
         messages.extend(_of_assistant(given) if message.role == "assistant" else _of_user(given))
         if message.role == "system":
             messages[-1]["role"] = "system"
@@ -185,7 +184,7 @@ def _messages(body: CountRequest) -> tuple[list[dict[str, Any]], list[Pin]]:
     return messages, pins
 
 
-def _of_user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+def _of_user(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
     """Results of tools first, each a message, then what somebody says."""
     results = [
         {
@@ -202,7 +201,7 @@ def _of_user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     return results
 
 
-def _of_assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+def _of_assistant(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
     texts = [_text(b) for b in blocks if b.type not in ("tool_use", *_SKIPPED)]
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     calls = [
@@ -219,7 +218,7 @@ def _of_assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     return [message]
 
 
-def _result(block: Block) -> str:
+def _result(block: ContentBlock) -> str:
     if block.content is None or isinstance(block.content, str):
         return block.content or ""
     if isinstance(block.content, dict):
@@ -227,7 +226,7 @@ def _result(block: Block) -> str:
     return "\n".join(_text(part) for part in block.content)
 
 
-def _text(block: Block) -> str:
+def _text(block: ContentBlock) -> str:
     if block.type == "text" and block.text is not None:
         return block.text
     if block.type in _READ:
@@ -288,68 +287,84 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-async def _frames(
-    request: Request,
-    body: MessagesRequest,
-    events: AsyncGenerator[ChatEvent, None],
-    message_id: str,
-) -> AsyncGenerator[bytes, None]:
-    """In the order that clients count on: start, blocks one after the other, delta, stop."""
+class MessageFrames(Frames[ChatEvent]):
+    """Events in the order that clients count on: start, blocks one after the other, delta, stop."""
 
-    def said(kind: str, **fields: Any) -> bytes:
-        return frame({"type": kind, **fields}, kind)
+    ping = frame({"type": "ping"}, "ping")
+    error_event = "error"
 
-    index, is_open, in_call = -1, False, -1
+    def __init__(self, request: Request, body: MessagesRequest, message_id: str) -> None:
+        """Write one message, which has no block yet."""
+        super().__init__(request)
+        self._body = body
+        self._message_id = message_id
+        self._index = -1
+        self._call: int | None = None
+        """The call that the open block is of; None where it is of text."""
 
-    def closing() -> list[bytes]:
-        return [said("content_block_stop", index=index)] if is_open else []
+    def headers(self, first: ChatEvent | None) -> Mapping[str, str]:
+        """Say whose turn it is, where that is known."""
+        return answer_headers(first) if isinstance(first, Started) else {}
 
-    async with contextlib.aclosing(events):
-        async for event in events:
-            if isinstance(event, Started):
-                counts = _counts(event.prompt_tokens, event.cached_tokens, event.pinned_tokens)
-                message: dict[str, Any] = {
-                    "id": message_id,
-                    "type": "message",
-                    "role": "assistant",
-                    "model": event.model,
-                    "content": [],
-                    "stop_reason": None,
-                    "stop_sequence": None,
-                    "usage": {**counts, "output_tokens": 1},
-                }
-                tell_agent(request, event)
-                if event.notice is not None:
-                    message["kvcellar"] = agent_facts(event)
-                yield said("message_start", message=message)
-            elif isinstance(event, TextEvent):
-                if not event.text:
-                    continue
-                if not is_open or in_call >= 0:
-                    for piece in closing():
-                        yield piece
-                    index, is_open, in_call = index + 1, True, -1
-                    block: dict[str, Any] = {"type": "text", "text": ""}
-                    yield said("content_block_start", index=index, content_block=block)
-                delta = {"type": "text_delta", "text": event.text}
-                yield said("content_block_delta", index=index, delta=delta)
-            elif isinstance(event, CallEvent):
-                if event.index != in_call:
-                    for piece in closing():
-                        yield piece
-                    index, is_open, in_call = index + 1, True, event.index
-                    call = event.call
-                    block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-                    yield said("content_block_start", index=index, content_block=block)
-                if event.text:
-                    delta = {"type": "input_json_delta", "partial_json": event.text}
-                    yield said("content_block_delta", index=index, delta=delta)
-            else:
-                for piece in closing():
-                    yield piece
-                usage = _usage(event)
-                note(request, agent=event.agent_id, **usage, **notes_of(event.usage))
-                ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
-                extra = extra_of(event, body)
-                yield said("message_delta", delta=ending, usage=usage, kvcellar=extra)
-                yield said("message_stop")
+    async def of(self, number: int, item: ChatEvent) -> bytes:
+        """Write the next event."""
+        if isinstance(item, TextEvent):
+            return self._text(item.text) if item.text else b""
+        if isinstance(item, CallEvent):
+            return self._called(item)
+        return self._start(item) if isinstance(item, Started) else self._end(item)
+
+    def _start(self, event: Started) -> bytes:
+        counts = _counts(event.prompt_tokens, event.cached_tokens, event.pinned_tokens)
+        message: dict[str, Any] = {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": event.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**counts, "output_tokens": 1},
+        }
+        if event.notice is not None:
+            message["kvcellar"] = agent_facts(event)
+        return _said("message_start", message=message)
+
+    def _text(self, text: str) -> bytes:
+        begun = b""
+        if self._index < 0 or self._call is not None:
+            begun = self._begin({"type": "text", "text": ""}, None)
+        return begun + self._delta({"type": "text_delta", "text": text})
+
+    def _called(self, event: CallEvent) -> bytes:
+        begun, call = b"", event.call
+        if event.index != self._call:
+            block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+            begun = self._begin(block, event.index)
+        if not event.text:
+            return begun
+        return begun + self._delta({"type": "input_json_delta", "partial_json": event.text})
+
+    def _end(self, event: Ended) -> bytes:
+        usage = _usage(event)
+        note(self._request, agent=event.agent_id, **usage, **notes_of(event.usage))
+        ending = {"stop_reason": _stop_reason(event), "stop_sequence": event.stop_text}
+        extra = extra_of(event, self._body)
+        delta = _said("message_delta", delta=ending, usage=usage, kvcellar=extra)
+        return self._close() + delta + _said("message_stop")
+
+    def _begin(self, block: dict[str, Any], call: int | None) -> bytes:
+        """Begin a block, behind the one that is open, if one is."""
+        closed = self._close()
+        self._index, self._call = self._index + 1, call
+        return closed + _said("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _said("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        return _said("content_block_stop", index=self._index) if self._index >= 0 else b""
+
+
+def _said(kind: str, **fields: Any) -> bytes:
+    return frame({"type": kind, **fields}, kind)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,26 +19,20 @@ from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import DeadlineError, EngineClosedError
+        History(choice.prompt),
+        choice.params.for_model(host.sampling),
 from kvcellar.history import History
-from kvcellar.server.asking import (
-    READS_AGENT,
-    ignored_of,
-    note,
-    predictions,
-    sampling_of,
-    service_of,
-    whose_of,
-)
 from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import merged
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import form_of
 from kvcellar.server.logprobs import LegacyLogprobs, pieces_of
-from kvcellar.server.replies import sse
+from kvcellar.server.parsing import READS_AGENT, sampling_of, whose_of
+from kvcellar.server.replies import Frames, frame, sse
 from kvcellar.server.schemas.openai import CompletionRequest
-from kvcellar.server.service import Service, new_id
-from kvcellar.server.streams import Stream, frame, until_gone
+from kvcellar.server.service import Service, new_id, service_of
+from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.telling import ignored_of, note, predictions
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -45,12 +40,17 @@ MOST_CHOICES = 256
 DEFAULT_MAX_TOKENS = 16
 
 
+Pieces = Sequence[GeneratedToken]
+"""Tokens that come together."""
+
+
 @dataclass(slots=True)
-class _Choice:
+class _Continuation:
     """One continuation as far as it is.
 
     Attributes:
         prompt: its tokens, as they were given.
+        params: how it is sampled.
         n_prompt: how many tokens were read for it: an agent's history comes before its prompt.
         echo: the prompt's text, where it is wanted and does not come as pieces.
         pieces: the prompt's tokens with their texts and log probabilities, where both are wanted.
@@ -59,6 +59,7 @@ class _Choice:
     """
 
     prompt: tuple[int, ...]
+    params: SamplingParams
     n_prompt: int
     echo: str = ""
     pieces: list[GeneratedToken] = field(default_factory=list)
@@ -72,13 +73,47 @@ class _Choice:
         return self.end.text[n_seen:] if self.end is not None else ""
 
 
+@dataclass(slots=True)
+class _Batch:
+    """All continuations of one request.
+
+    Attributes:
+        body: what was asked.
+        path: of the model.
+        whose: whom it is for.
+        head: what answers and chunks begin with.
+        choices: the continuations, once the prompts are read.
+        notes: what the answers are not held to.
+    """
+
+    body: CompletionRequest
+    path: str
+    whose: Whose
+    head: Mapping[str, Any]
+    choices: list[_Continuation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        """Continuations of each prompt."""
+        return self.body.n or 1
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that say whose turn it is, where it is an agent's."""
+        return {} if self.whose.name is None else {"x-agent-id": self.whose.name}
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the protocol has no field for."""
+        return {"ignored": list(self.body.ignored), "notes": self.notes}
+
+
 @router.post("/v1/completions", response_model=None, dependencies=[READS_AGENT])
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a prompt, or several, ``n`` times each; prompts that begin alike share their KV."""
     service = service_of(request)
     path = service.models.resolve(body.model)
-    whose = whose_of(request, body.agent_id)
-    headers = {} if whose.name is None else {"x-agent-id": whose.name}
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -86,124 +121,115 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         "model": service.models.public(path),
         "system_fingerprint": "kvcellar",
     }
-    choices: list[_Choice] = []
-    notes: list[str] = []
-    events = _events(service, path, body, whose, choices, notes)
+    batch = _Batch(body, path, whose_of(request, body.agent_id), head)
+    stream = Stream(_continued(service, batch))
     if body.stream:
-        request.scope["kvcellar.headers"] = headers
-        wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        frames = _frames(request, events, head, choices, body, notes, wants_usage)
-        return await sse(request, Stream(frames), headers=ignored_of(body))
+        return await sse(request, stream, CompletionFrames(request, batch), ignored_of(body))
 
     async def to_the_end() -> None:
-        async with contextlib.aclosing(events):
-            async for _ in events:
+        async with stream:
+            async for _ in stream:
                 pass
 
     await until_gone(request, to_the_end())
     host = service.models.registry.host(path)
-    usage = _usage(choices, body.n or 1)
+    usage = _usage(batch)
     note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})
-    found = [
-        {
-            "index": i,
-            "text": choice.echo + _text_of([*choice.pieces, *choice.tokens]) + choice.rest,
-            "logprobs": LegacyLogprobs(host).of([*choice.pieces, *choice.tokens])
-            if body.logprobs is not None
-            else None,
-            "finish_reason": _reason(choice),
-        }
-        for i, choice in enumerate(choices)
-    ]
-    extra = {"ignored": list(body.ignored), "notes": notes}
+    found = [_finished(host, body, i, choice) for i, choice in enumerate(batch.choices)]
     return JSONResponse(
-        {**head, "choices": found, "usage": usage, "kvcellar": extra},
-        headers={**headers, **ignored_of(body)},
+        {**head, "choices": found, "usage": usage, "kvcellar": batch.extra},
+        headers={**batch.headers, **ignored_of(body)},
     )
 
 
-async def _events(
-    service: Service,
-    path: str,
-    body: CompletionRequest,
-    whose: Whose,
-    choices: list[_Choice],
-    notes: list[str],
-) -> AsyncGenerator[tuple[int, Sequence[GeneratedToken]], None]:
-    """Tokens as they come, with the number of their choice.
+def _finished(
+    host: ModelHost | None, body: CompletionRequest, index: int, choice: _Continuation
+) -> dict[str, Any]:
+    """Write a continuation that has ended."""
+    pieces = [*choice.pieces, *choice.tokens]
+    logprobs = LegacyLogprobs(host).of(pieces) if body.logprobs is not None else None
+    return {
+        "index": index,
+        "text": choice.echo + _text_of(pieces) + choice.rest,
+        "logprobs": logprobs,
+        "finish_reason": _reason(choice),
+    }
 
-    ``choices`` fills up on the way, and ``notes`` with what the answer is not held to.
+
+@asynccontextmanager
+async def _continued(
+    service: Service, batch: _Batch
+) -> AsyncIterator[Sequence[AsyncGenerator[Pieces, None]]]:
+    """Open the continuations of a request, once its prompts are read and it is admitted.
+
+    Raises:
+        ApiError: what is asked for cannot be had together, or there is no room for it.
     """
-    n = body.n or 1
-    if body.best_of not in (None, 1, n):
+    body, whose = batch.body, batch.whose
+    if body.best_of not in (None, 1, batch.n):
         raise ApiError(
             400,
-            f"best_of {body.best_of} is not honoured: all of n answers are given, {n} here; "
+            f"best_of {body.best_of} is not honoured: all of n answers are given, {batch.n} here; "
             f"choose among them by their logprobs",
             "unsupported_field",
             param="best_of",
         )
-    async with service.models.registry.use(path) as host:
+    async with service.models.registry.use(batch.path) as host:
         prompts = await _prompts(service, host, body)
         form = form_of(body)
         held = None if form is None else await service.grammars.of_form(host, form)
-        notes.extend(held.notes if held is not None else ())
-        if whose.name is not None and len(prompts) * n > 1:
-            raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
-        if whose.name is not None and body.max_tokens == 0:
-            raise ApiError(
-                400, "an agent's turn has an answer; give max_tokens above 0", param="max_tokens"
-            )
-        if whose.name is not None and body.echo and body.logprobs is not None:
-            raise ApiError(
-                400,
-                "log probabilities of a prompt are of a prompt alone; leave the agent out, or echo",
-                param="echo",
-            )
-        with service.admitted(len(prompts) * n):
-            sources = []
+        batch.notes.extend(held.notes if held is not None else ())
+        if whose.name is not None:
+            _check_turn(body, len(prompts) * batch.n)
+        with service.admitted(len(prompts) * batch.n):
             n_most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-            for i, (tokens, echo) in enumerate(one for one in prompts for _ in range(n)):
-                choices.append(_Choice(tokens, len(tokens), echo))
-                params = sampling_of(
-                    body,
-                    max_tokens=n_most,
-                    logprobs=body.logprobs,
-                    index=i % n,
-                )
-                if held is not None:
-                    params = replace(params, guide=held.begin)
-                if whose.name is None:
-                    sources.append(
-                        lambda choice=choices[-1], params=params: _plain(
-                            service, host, choice, params, body
-                        )
-                    )
-                else:
-                    sources.append(
-                        lambda choice=choices[-1], params=params: _of_agent(
-                            service, host, whose, choice, params
-                        )
-                    )
-            async with contextlib.aclosing(merged(sources)) as events:
-                async for item in events:
-                    yield item
+            for tokens, echo in prompts:
+                for i in range(batch.n):
+                    params = sampling_of(body, max_tokens=n_most, logprobs=body.logprobs, index=i)
+                    if held is not None:
+                        params = replace(params, guide=held.begin)
+                    batch.choices.append(_Continuation(tokens, params, len(tokens), echo))
+            if whose.name is None:
+                yield [_plain(service, host, choice, body) for choice in batch.choices]
+            else:
+                yield [_of_agent(service, host, whose, batch.choices[0])]
+
+
+def _check_turn(body: CompletionRequest, n_choices: int) -> None:
+    """Refuse what an agent's turn cannot be.
+
+    Raises:
+        ApiError: 400, so it is.
+    """
+    if n_choices > 1:
+        raise ApiError(400, "an agent continues one prompt, once; leave n out", param="n")
+    if body.max_tokens == 0:
+        raise ApiError(
+            400, "an agent's turn has an answer; give max_tokens above 0", param="max_tokens"
+        )
+    if body.echo and body.logprobs is not None:
+        raise ApiError(
+            400,
+            "log probabilities of a prompt are of a prompt alone; leave the agent out, or echo",
+            param="echo",
+        )
 
 
 async def _plain(
-    service: Service,
-    host: ModelHost,
-    choice: _Choice,
-    params: SamplingParams,
-    body: CompletionRequest,
-) -> AsyncGenerator[Sequence[GeneratedToken], None]:
-    """A continuation that is nobody's."""
+    service: Service, host: ModelHost, choice: _Continuation, body: CompletionRequest
+) -> AsyncGenerator[Pieces, None]:
+    """Continue a prompt that is nobody's."""
     service.check_fits(host, choice.prompt)
-    wanted = len(choice.prompt) + (params.max_tokens or 0)
+    wanted = len(choice.prompt) + (choice.params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
     asked = EngineRequest(
+<<<<<<< HEAD
         History(choice.prompt),
         params.for_model(host.sampling),
+=======
+        choice.prompt,
+        choice.params.for_model(host.sampling),
+>>>>>>> 4490075 (Server: one neutral question in, events that each protocol writes on their way out)
         deadline_s=service.config.wait_s,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
@@ -232,9 +258,9 @@ async def _plain(
 
 
 async def _of_agent(
-    service: Service, host: ModelHost, whose: Whose, choice: _Choice, params: SamplingParams
-) -> AsyncGenerator[Sequence[GeneratedToken], None]:
-    """A continuation behind an agent's history, which grows by it."""
+    service: Service, host: ModelHost, whose: Whose, choice: _Continuation
+) -> AsyncGenerator[Pieces, None]:
+    """Continue a prompt behind an agent's history, which grows by it."""
 
     def on_start(tokens: Sequence[int], n_cached: int) -> None:
         service.check_fits(host, tokens)
@@ -245,7 +271,7 @@ async def _of_agent(
             Turn(
                 seat.agent_id,
                 tokens=choice.prompt,
-                params=params,
+                params=choice.params,
                 model=host.name,
                 deadline_s=service.config.wait_s,
                 on_start=on_start,
@@ -261,7 +287,7 @@ async def _of_agent(
 
 
 async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> FinishEvent:
-    """How it ended, where it did."""
+    """Return the end of a continuation."""
     if isinstance(end.error, DeadlineError):
         raise await service.no_room(host, end.error)
     if end.error is not None:
@@ -274,7 +300,7 @@ async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> Finis
 async def _prompts(
     service: Service, host: ModelHost, body: CompletionRequest
 ) -> list[tuple[tuple[int, ...], str]]:
-    """The tokens of each prompt, and its text where it is to be echoed without its tokens.
+    """Return each prompt's tokens, and its text where that is to be echoed without them.
 
     Raises:
         ApiError: 400, there is none, there are too many, or one holds what is no token.
@@ -329,7 +355,7 @@ def _check_ids(host: ModelHost, prompt: list[int]) -> None:
 
 
 def _is_tokens(body: CompletionRequest) -> bool:
-    """Whether prompts come as tokens, so that special ones are a part of their text."""
+    """Return true if prompts come as tokens, so that special ones are a part of their text."""
     first = body.prompt[0] if body.prompt else ""
     return not isinstance(body.prompt, str) and not isinstance(first, str)
 
@@ -338,11 +364,13 @@ def _text_of(tokens: Sequence[GeneratedToken]) -> str:
     return "".join(token.text for token in tokens)
 
 
-def _reason(choice: _Choice) -> str | None:
+def _reason(choice: _Continuation) -> str | None:
     return choice.end.reason if choice.end is not None else None
 
 
-def _usage(choices: Sequence[_Choice], n: int) -> dict[str, Any]:
+def _usage(batch: _Batch) -> dict[str, Any]:
+    """Count a request's tokens: each prompt once, what was sampled for each continuation."""
+    choices, n = batch.choices, batch.n
     ends = [choice.end.usage for choice in choices if choice.end is not None]
     prompt = sum(choice.n_prompt for choice in choices[::n])
     completion = sum(len(choice.tokens) for choice in choices)
@@ -356,43 +384,51 @@ def _usage(choices: Sequence[_Choice], n: int) -> dict[str, Any]:
     }
 
 
-async def _frames(
-    request: Request,
-    events: AsyncGenerator[tuple[int, Sequence[GeneratedToken]], None],
-    head: dict[str, Any],
-    choices: list[_Choice],
-    body: CompletionRequest,
-    notes: list[str],
-    wants_usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    service = service_of(request)
-    more = {"usage": None} if wants_usage else {}
-    said: dict[int, LegacyLogprobs] = {}
-    is_begun: set[int] = set()
+class CompletionFrames(Frames[Pieces]):
+    """Chunks of completions; several continuations may come by turns."""
 
-    def chunk(index: int, text: str, **fields: Any) -> bytes:
-        if index not in is_begun:
-            is_begun.add(index)
-            text = choices[index].echo + text
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **fields}
-        return frame({**head, "choices": [choice], **more})
+    def __init__(self, request: Request, batch: _Batch) -> None:
+        """Write chunks of a request's continuations."""
+        super().__init__(request)
+        self._batch = batch
+        options = batch.body.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._more = {"usage": None} if self._has_usage else {}
+        self._logprobs: dict[int, LegacyLogprobs] = {}
+        self._begun: set[int] = set()
 
-    async with contextlib.aclosing(events):
-        async for index, tokens in events:
-            logprobs = None
-            if body.logprobs is not None:
-                if index not in said:
-                    path = service.models.resolve(head["model"])
-                    said[index] = LegacyLogprobs(service.models.registry.host(path))
-                logprobs = said[index].of(tokens)
-            text = _text_of(tokens)
-            if text or logprobs:
-                yield chunk(index, text, logprobs=logprobs)
-    for index, one in enumerate(choices):
-        yield chunk(index, one.rest, finish_reason=_reason(one))
-    usage = _usage(choices, body.n or 1)
-    note(request, **{k: v for k, v in usage.items() if isinstance(v, int)})
-    if wants_usage:
-        extra = {"ignored": list(body.ignored), "notes": notes}
-        yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})
-    yield frame("[DONE]")
+    def headers(self, first: Pieces | None) -> Mapping[str, str]:
+        """Say whose turn it is, where it is an agent's."""
+        return self._batch.headers
+
+    async def of(self, number: int, item: Pieces) -> bytes:
+        """Write the next tokens of a continuation."""
+        logprobs = None
+        if self._batch.body.logprobs is not None:
+            if number not in self._logprobs:
+                host = service_of(self._request).models.registry.host(self._batch.path)
+                self._logprobs[number] = LegacyLogprobs(host)
+            logprobs = self._logprobs[number].of(item)
+        text = _text_of(item)
+        return self._chunk(number, text, logprobs=logprobs) if text or logprobs else b""
+
+    def end(self) -> bytes:
+        """Write the ends of all continuations, the usage where it is wanted, and the end."""
+        batch = self._batch
+        ends = [
+            self._chunk(i, choice.rest, finish_reason=_reason(choice))
+            for i, choice in enumerate(batch.choices)
+        ]
+        usage = _usage(batch)
+        note(self._request, **{k: v for k, v in usage.items() if isinstance(v, int)})
+        if self._has_usage:
+            value = {**batch.head, "choices": [], "usage": usage, "kvcellar": batch.extra}
+            ends.append(frame(value))
+        return b"".join([*ends, frame("[DONE]")])
+
+    def _chunk(self, number: int, text: str, **fields: Any) -> bytes:
+        if number not in self._begun:
+            self._begun.add(number)
+            text = self._batch.choices[number].echo + text
+        choice = {"index": number, "text": text, "logprobs": None, "finish_reason": None, **fields}
+        return frame({**self._batch.head, "choices": [choice], **self._more})

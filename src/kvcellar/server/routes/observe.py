@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 import kvcellar
 from kvcellar.budget import resident_bytes
-from kvcellar.server.asking import service_of
+from kvcellar.server.service import service_of
 from kvcellar.server.snapshot import take_snapshot
 
 router = APIRouter(tags=["Observability"])
@@ -77,5 +77,5 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/cache")
 async def cache(request: Request) -> dict[str, Any]:
-    """What is in the cache: cells and whose they are, the prefix index, the tiers, the agents."""
+    """Tell what is in the cache: cells and whose they are, the index, the tiers, the agents."""
     return await take_snapshot(service_of(request))

@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.engine.generate import GeneratedToken
-from kvcellar.server.asking import (
+from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.chat import answer, whole
+from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Question, Started, TextEvent
+from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import form_of
+from kvcellar.server.logprobs import ChatLogprobs
+from kvcellar.server.parsing import (
     READS_AGENT,
+    plain_messages,
+    sampling_of,
+    tool_choice_of,
+    whose_of,
+)
+from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.schemas.openai import ChatRequest
+from kvcellar.server.service import Service, new_id, service_of
+from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.telling import (
     agent_facts,
     answer_headers,
     extra_of,
     ignored_of,
     note,
     notes_of,
-    plain_messages,
     predictions,
-    sampling_of,
-    service_of,
-    tell_agent,
-    tool_choice_of,
-    whose_of,
 )
-from kvcellar.server.bodies import BodyRoute
-from kvcellar.server.chat import (
-    Ask,
-    CallEvent,
-    ChatEvent,
-    Ended,
-    Started,
-    TextEvent,
-    answer,
-    merged,
-    whole,
-)
-from kvcellar.server.errors import ApiError
-from kvcellar.server.forms import form_of
-from kvcellar.server.logprobs import ChatLogprobs
-from kvcellar.server.replies import sse
-from kvcellar.server.schemas.openai import ChatRequest
-from kvcellar.server.service import Service, new_id
-from kvcellar.server.streams import Stream, frame, until_gone
 from kvcellar.server.tools import Toolbox
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
@@ -55,7 +44,7 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """The models that are offered, for clients of OpenAI's and of Anthropic's."""
+    """List the models that are offered, for clients of OpenAI's and of Anthropic's."""
     service = service_of(request)
     data = [await _model(service, name) for name in service.models.offered]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
@@ -64,7 +53,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
-    """One of them."""
+    """Describe one model."""
     service = service_of(request)
     return await _model(service, service.models.public(service.models.resolve(name)))
 
@@ -91,7 +80,7 @@ async def _model(service: Service, name: str) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions", response_model=None, dependencies=[READS_AGENT])
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
-    """An answer in a conversation; of as many as ``n`` that share what came before."""
+    """Answer in a conversation, ``n`` times; the answers share what came before."""
     service = service_of(request)
     path = service.models.resolve(body.model)
     asks = [_ask(service, request, body, i) for i in range(body.n or 1)]
@@ -102,7 +91,6 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if len(asks) + service.n_active > service.config.max_requests:
         with service.admitted(len(asks)):  # all of them or none
             pass
-    sources = [lambda ask=ask: answer(service, ask) for ask in asks]
     head = {
         "id": new_id("chatcmpl-"),
         "created": int(time.time()),
@@ -110,18 +98,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         "system_fingerprint": "kvcellar",
     }
     if body.stream:
-        wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        frames = Stream(_frames(request, merged(sources), head, body, wants_usage))
-        return await sse(request, frames, headers=ignored_of(body))
-
-    async def all_of_them() -> list[tuple[Ended, list[GeneratedToken]]]:
-        kept: list[list[ChatEvent]] = [[] for _ in asks]
-        async with contextlib.aclosing(merged(sources)) as events:
-            async for index, event in events:
-                kept[index].append(event)
-        return [await whole(_again(events)) for events in kept]
-
-    found = await until_gone(request, all_of_them())
+        events = Stream.of(*(answer(service, ask) for ask in asks))
+        return await sse(request, events, ChatFrames(request, body, head), ignored_of(body))
+    found = await until_gone(request, whole(service, asks))
     host = service.models.registry.host(path)
     choices = [
         {
@@ -132,27 +111,16 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         }
         for i, (end, tokens) in enumerate(found)
     ]
-    ends = [end for end, _ in found]
-    usage = _usage(ends)
-    note(request, agent=ends[0].agent_id, **_facts(usage), **notes_of(ends[0].usage))
+    first, usage = found[0][0], _usage([end for end, _ in found])
+    note(request, agent=first.agent_id, **_facts(usage), **notes_of(first.usage))
+    value = {"object": "chat.completion", "choices": choices, "usage": usage}
     return JSONResponse(
-        {
-            **head,
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": usage,
-            "kvcellar": extra_of(ends[0], body),
-        },
-        headers={**answer_headers(ends[0]), **ignored_of(body)},
+        {**head, **value, "kvcellar": extra_of(first, body)},
+        headers={**answer_headers(first), **ignored_of(body)},
     )
 
 
-async def _again(events: Sequence[ChatEvent]) -> AsyncGenerator[ChatEvent, None]:
-    for event in events:
-        yield event
-
-
-def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> Ask:
+def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> Question:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400, "top_logprobs come with logprobs: true, which is not there", param="top_logprobs"
@@ -166,7 +134,7 @@ def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> A
             param="max_tokens",
         )
     most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
-    return Ask(
+    return Question(
         messages=plain_messages(body.messages),
         model=body.model,
         params=sampling_of(body, max_tokens=most, logprobs=logprobs, index=index),
@@ -208,7 +176,7 @@ def _message(end: Ended) -> dict[str, Any]:
 
 
 def _usage(ends: Sequence[Ended]) -> dict[str, Any]:
-    """Of all choices: the prompt once, what was sampled for each."""
+    """Count the tokens of all choices: the prompt once, what was sampled for each."""
     prompt = ends[0].usage.prompt_tokens
     completion = sum(end.usage.completion_tokens for end in ends)
     cached = min(end.usage.cached_tokens for end in ends) if len(ends) == 1 else None
@@ -228,7 +196,7 @@ def _usage(ends: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _facts(usage: dict[str, Any]) -> dict[str, Any]:
-    """Of a usage, what the log says."""
+    """Return the parts of a usage that the log has."""
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -239,52 +207,63 @@ def _facts(usage: dict[str, Any]) -> dict[str, Any]:
 # As a stream -------------------------------------------------------------------------------------
 
 
-async def _frames(
-    request: Request,
-    events: AsyncGenerator[tuple[int, ChatEvent], None],
-    head: dict[str, Any],
-    body: ChatRequest,
-    wants_usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    head = {**head, "object": "chat.completion.chunk"}
-    more = {"usage": None} if wants_usage else {}
-    service = service_of(request)
-    ends: dict[int, Ended] = {}
-    said: dict[str, Any] = {}
-    logprobs_of: dict[int, ChatLogprobs] = {}
+class ChatFrames(Frames[ChatEvent]):
+    """Chunks of chat completions; several choices may come by turns."""
 
-    def chunk(index: int, delta: dict[str, Any], **fields: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": None, **fields}
-        return frame({**head, "choices": [choice], **more, **said})
+    def __init__(self, request: Request, body: ChatRequest, head: Mapping[str, Any]) -> None:
+        """Write chunks that begin with ``head``."""
+        super().__init__(request)
+        self._body = body
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._more = {"usage": None} if self._has_usage else {}
+        self._ends: dict[int, Ended] = {}
+        self._logprobs: dict[int, ChatLogprobs] = {}
 
-    async with contextlib.aclosing(events):
-        async for index, event in events:
-            if isinstance(event, Started):
-                if not index:
-                    tell_agent(request, event)
-                said = {} if event.notice is None else {"kvcellar": agent_facts(event)}
-                yield chunk(index, {"role": "assistant", "content": ""})
-                said = {}
-            elif isinstance(event, TextEvent):
-                logprobs = None
-                if event.token is not None and event.token.logprob is not None:
-                    if index not in logprobs_of:
-                        path = service.models.resolve(head["model"])
-                        logprobs_of[index] = ChatLogprobs(service.models.registry.host(path))
-                    logprobs = logprobs_of[index].of([event.token])
-                if event.text or logprobs:
-                    yield chunk(index, {"content": event.text}, logprobs=logprobs)
-            elif isinstance(event, CallEvent):
-                yield chunk(index, {"tool_calls": [_call_delta(event)]})
-            else:
-                ends[index] = event
-                yield chunk(index, {}, finish_reason=event.reason)
-    usage = _usage([ends[i] for i in range(body.n or 1)])
-    note(request, agent=ends[0].agent_id, **_facts(usage), **notes_of(ends[0].usage))
-    if wants_usage:
-        extra = extra_of(ends[0], body)
-        yield frame({**head, "choices": [], "usage": usage, "kvcellar": extra})
-    yield frame("[DONE]")
+    def headers(self, first: ChatEvent | None) -> Mapping[str, str]:
+        """Say whose turn it is, where that is known."""
+        return answer_headers(first) if isinstance(first, Started) else {}
+
+    async def of(self, number: int, item: ChatEvent) -> bytes:
+        """Write the next event of a choice."""
+        if isinstance(item, TextEvent):
+            return self._text(number, item)
+        if isinstance(item, Started):
+            said = {} if item.notice is None else {"kvcellar": agent_facts(item)}
+            return self._chunk(number, {"role": "assistant", "content": ""}, said)
+        if isinstance(item, CallEvent):
+            return self._chunk(number, {"tool_calls": [_call_delta(item)]})
+        self._ends[number] = item
+        return self._chunk(number, {}, finish_reason=item.reason)
+
+    def end(self) -> bytes:
+        """Write the usage of all choices, where it is wanted, and that nothing follows."""
+        ends = [self._ends[i] for i in range(self._body.n or 1)]
+        usage, first = _usage(ends), ends[0]
+        note(self._request, agent=first.agent_id, **_facts(usage), **notes_of(first.usage))
+        if not self._has_usage:
+            return frame("[DONE]")
+        extra = extra_of(first, self._body)
+        value = {**self._head, "choices": [], "usage": usage, "kvcellar": extra}
+        return frame(value) + frame("[DONE]")
+
+    def _text(self, number: int, event: TextEvent) -> bytes:
+        logprobs = None
+        if event.token is not None and event.token.logprob is not None:
+            if number not in self._logprobs:
+                models = service_of(self._request).models
+                host = models.registry.host(models.resolve(self._head["model"]))
+                self._logprobs[number] = ChatLogprobs(host)
+            logprobs = self._logprobs[number].of([event.token])
+        if not event.text and logprobs is None:
+            return b""
+        return self._chunk(number, {"content": event.text}, logprobs=logprobs)
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], said: Mapping[str, Any] | None = None, **of: Any
+    ) -> bytes:
+        choice = {"index": number, "delta": delta, "finish_reason": None, **of}
+        return frame({**self._head, "choices": [choice], **self._more, **(said or {})})
 
 
 def _call_delta(event: CallEvent) -> dict[str, Any]:

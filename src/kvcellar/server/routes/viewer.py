@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcellar.server.events import Watch
+from kvcellar.server.events import SnapshotFrames, Watch
 from kvcellar.server.replies import sse
 from kvcellar.server.streams import Stream
 
@@ -28,25 +28,25 @@ _POLICY = (
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """The page."""
+    """Send the page."""
     return _file("index.html")
 
 
 @router.get("/viewer.css", include_in_schema=False)
 async def style() -> Response:
-    """How it looks."""
+    """Send the page's styles."""
     return _file("viewer.css")
 
 
 @router.get("/viewer.js", include_in_schema=False)
 async def script() -> Response:
-    """What it does."""
+    """Send the page's program."""
     return _file("viewer.js")
 
 
 @router.get("/favicon.svg", include_in_schema=False)
 async def icon() -> Response:
-    """Its icon."""
+    """Send the page's icon."""
     return _file("favicon.svg")
 
 
@@ -54,7 +54,7 @@ async def icon() -> Response:
 async def events(request: Request) -> Response:
     """Server-sent events: what ``/v1/cache`` says, whenever it has changed."""
     watch: Watch = request.app.state.watch
-    return await sse(request, Stream(watch.frames()))
+    return await sse(request, Stream.of(watch.snapshots()), SnapshotFrames(request))
 
 
 def _file(name: str) -> Response:

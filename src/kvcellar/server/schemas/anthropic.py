@@ -18,7 +18,7 @@ class CacheControl(Open):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Open):
+class ContentBlock(Open):
     """A piece of content; which fields it has depends on its type."""
 
     model_config = ConfigDict(extra="allow")
@@ -29,7 +29,7 @@ class Block(Open):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | dict[str, Any] | None = None
+    content: str | list[ContentBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -38,7 +38,7 @@ class Message(Open):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class Tool(Open):
@@ -53,18 +53,18 @@ class Tool(Open):
 
     @property
     def is_function(self) -> bool:
-        """Whether it is one that the client runs."""
+        """True for a tool that the client runs."""
         return self.input_schema is not None or self.type in (None, "custom")
 
     @model_validator(mode="after")
     def has_schema(self) -> Tool:
-        """A tool that the client runs says what it takes."""
+        """Refuse a tool that the client runs and that does not say what it takes."""
         if self.is_function and (self.input_schema is None or self.name is None):
             raise ValueError("a tool has a name and an input_schema, or a type that is not custom")
         return self
 
 
-class ToolChoice(Open):
+class ToolChoiceField(Open):
     """Which tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -80,7 +80,7 @@ class OutputFormat(Open):
 
 
 class OutputConfig(Open):
-    """The same, one level down."""
+    """Wrapper around an answer's format."""
 
     format: OutputFormat | None = None
 
@@ -90,9 +90,9 @@ class CountRequest(Body):
 
     model: str | None = Field(None, max_length=512)
     messages: list[Message] = Field(min_length=1)
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[Tool] | None = Field(None, max_length=512)
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoiceField | None = None
     agent_id: AgentId | None = None
 
 

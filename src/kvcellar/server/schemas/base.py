@@ -118,7 +118,7 @@ class AskBody(Body):
 
 
 def _names_of(kind: type[AskBody]) -> list[str]:
-    """The fields of a request as clients call them."""
+    """Return the fields of a request as clients call them."""
     return [field.alias or name for name, field in kind.model_fields.items()]
 
 

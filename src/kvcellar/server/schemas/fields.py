@@ -156,12 +156,12 @@ def refuse_or_ignore(
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether the values are equal, where true is no 1."""
+    """Return true if two values are equal, where true is no 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def _misspelt(name: str, known: Collection[str]) -> str | None:
-    """The field that a name was meant to be: another spelling, or a letter wrong."""
+    """Find the field that a name was meant to be: another spelling, or a letter wrong."""
     if len(name) > 40:
         return None
     plain = {re.sub(r"[_-]", "", one.lower()): one for one in sorted(known)}

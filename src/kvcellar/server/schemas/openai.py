@@ -9,11 +9,11 @@ from pydantic import ConfigDict, Field, model_validator
 from kvcellar.server.schemas.base import AgentId, AskBody, Open, SessionId, Stop, Stops
 
 __all__ = [
+    "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
     "FunctionTool",
     "JsonFormat",
-    "Message",
     "SamplingFields",
 ]
 
@@ -31,7 +31,7 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 class SamplingFields(AskBody):
-    """How to sample, as in OpenAI's requests, with what local servers add."""
+    """Settings of sampling, as in OpenAI's requests, with what local servers add."""
 
     temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -49,7 +49,7 @@ class SamplingFields(AskBody):
 
 
 class StreamOptions(Open):
-    """Of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
@@ -78,7 +78,7 @@ class ToolCall(Open):
 
     @model_validator(mode="after")
     def one_of_both(self) -> ToolCall:
-        """A function, or a tool that takes text."""
+        """Refuse a call that is neither of a function nor of a tool that takes text."""
         if self.function is None and self.custom is None:
             raise ValueError("a call has a function")
         return self
@@ -92,7 +92,7 @@ class ContentPart(Open):
     refusal: str | None = None
 
 
-class Message(Open):
+class ChatMessage(Open):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -126,7 +126,7 @@ class FunctionTool(Open):
 
     @model_validator(mode="after")
     def has_function(self) -> FunctionTool:
-        """A function has one."""
+        """Refuse a tool of type function that has none."""
         if self.type == "function" and self.function is None:
             raise ValueError("a tool of type function has a function")
         return self
@@ -168,7 +168,7 @@ class NamedTool(Open):
 
     @model_validator(mode="after")
     def has_name(self) -> NamedTool:
-        """A function has a name, and a list of allowed tools is one."""
+        """Refuse a function without a name, and a list of allowed tools without tools."""
         if self.type == "function" and not (self.name or self.function):
             raise ValueError("a choice of type function names one")
         if self.type == "allowed_tools" and not (self.tools or self.allowed_tools):
@@ -205,7 +205,7 @@ class StructuredOutputs(Open):
 
 
 class FormFields(SamplingFields):
-    """How to sample, and what an answer has to be: in one of these fields."""
+    """Settings of sampling, and what an answer has to be: in one of these fields."""
 
     response_format: JsonFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -224,7 +224,7 @@ class ChatRequest(FormFields):
     route: ClassVar[str] = "/v1/chat/completions"
 
     model: str | None = Field(None, max_length=512)
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=64)

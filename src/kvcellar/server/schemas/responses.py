@@ -13,7 +13,7 @@ from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 __all__ = ["Item", "OtherItem", "ResponseRequest", "read_items"]
 
 
-class Part(Open):
+class ItemPart(Open):
     """A piece of an item's content."""
 
     model_config = ConfigDict(extra="allow")
@@ -34,11 +34,11 @@ class Item(Open):
     type: str | None = None
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ItemPart] | None = None
 
 
 class OtherItem(Open):
@@ -53,7 +53,7 @@ _READ = ("message", "function_call", "function_call_output", "reasoning", "item_
 
 
 def _kind(item: Any) -> str:
-    """Whether an item is one that is read, or another."""
+    """Return ``item`` for an item that is read, ``other`` for any other."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return "item" if not isinstance(kind, str) or kind in _READ else "other"
 
@@ -71,7 +71,7 @@ def read_items(values: Sequence[Any]) -> list[Item | OtherItem]:
     return list(_ITEMS.validate_python(list(values)))
 
 
-class FunctionTool(Open):
+class FlatTool(Open):
     """A function, flat; tools of other types are left out."""
 
     type: str = Field(max_length=128)
@@ -81,8 +81,8 @@ class FunctionTool(Open):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def has_name(self) -> FunctionTool:
-        """A function has a name."""
+    def has_name(self) -> FlatTool:
+        """Refuse a function without a name."""
         if self.type == "function" and self.name is None:
             raise ValueError("a tool of type function has a name")
         return self
@@ -98,7 +98,7 @@ class TextFormat(Open):
 
 
 class TextConfig(Open):
-    """The same, one level up."""
+    """Wrapper around an answer's format."""
 
     format: TextFormat | None = None
 
@@ -115,7 +115,7 @@ class ResponseRequest(SamplingFields):
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     store: bool | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=512)
+    tools: list[FlatTool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -1,8 +1,8 @@
-"""What all protocols' routes do with a request before it is answered."""
+"""How all protocols read what requests have in common: whom, how to sample, messages, tools."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
@@ -12,31 +12,18 @@ from starlette.requests import Request
 
 from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.server.calls import read_arguments
-from kvcellar.server.chat import Ended, Started
 from kvcellar.server.conversations import Whose
 from kvcellar.server.errors import ApiError
-from kvcellar.server.schemas.base import AskBody
-from kvcellar.server.schemas.openai import Message, NamedTool, SamplingFields, ToolCall
-from kvcellar.server.service import Service
+from kvcellar.server.schemas.openai import ChatMessage, NamedTool, SamplingFields, ToolCall
 from kvcellar.server.tools import ToolChoice, told
 
 __all__ = [
     "READS_AGENT",
-    "agent_facts",
-    "answer_headers",
-    "extra_of",
-    "ignored_of",
-    "note",
-    "notes_of",
     "plain_messages",
-    "predictions",
     "sampling_of",
-    "service_of",
-    "tell_agent",
     "text_of",
     "tool_choice_of",
     "unset_in",
-    "usage_extra",
     "whose_of",
 ]
 
@@ -54,18 +41,12 @@ _SESSION_HEADERS = (
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-class Part(Protocol):
+class PartLike(Protocol):
     """A piece of a message's content, in any protocol of OpenAI's."""
 
     type: str
     text: str | None
     refusal: str | None
-
-
-def service_of(request: Request) -> Service:
-    """The server's state."""
-    service: Service = request.app.state.service
-    return service
 
 
 async def agent_headers(
@@ -123,24 +104,6 @@ def whose_of(request: Request, name: str | None, *sessions: str | None) -> Whose
     return replace(said, name=said.name or name or None, session=session)
 
 
-def agent_facts(event: Started | Ended) -> dict[str, str]:
-    """Say whose turn it is, and what is to be known of that, for ``kvcellar`` in an answer."""
-    notice = {} if event.notice is None else {"notice": event.notice}
-    return {"agent_id": event.agent_id, **notice}
-
-
-def answer_headers(event: Started | Ended) -> dict[str, str]:
-    """Say the same as headers."""
-    facts = agent_facts(event)
-    notice = {"x-agent-notice": facts["notice"]} if "notice" in facts else {}
-    return {"x-agent-id": event.agent_id.encode("ascii", "replace").decode(), **notice}
-
-
-def tell_agent(request: Request, event: Started) -> None:
-    """Have a stream's response say whose turn it is, as long as nothing of it was sent."""
-    request.scope["kvcellar.headers"] = answer_headers(event)
-
-
 def sampling_of(
     fields: SamplingFields,
     *,
@@ -148,7 +111,7 @@ def sampling_of(
     logprobs: int | None = None,
     index: int = 0,
 ) -> SamplingParams:
-    """How to sample the answer with number ``index``.
+    """Return how to sample the answer with number ``index``.
 
     What a client leaves out is the model's own default, and where it has none as with OpenAI.
 
@@ -183,7 +146,7 @@ def unset_in(fields: BaseModel) -> frozenset[str]:
     return frozenset(name for name in DEFAULTABLE if getattr(fields, name, None) is None)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages of OpenAI's as chat templates take them.
 
     Raises:
@@ -198,7 +161,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_plain(message, of_text) for message in messages]
 
 
-def _plain(message: Message, of_text: Mapping[str | None, str]) -> dict[str, Any]:
+def _plain(message: ChatMessage, of_text: Mapping[str | None, str]) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     content = text_of(message.content, "messages")
     if role == "tool" and message.tool_call_id in of_text:
@@ -225,8 +188,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or "", "type": "function", "function": function}
 
 
-def text_of(content: str | Sequence[Part] | None, param: str) -> str:
-    """The text of a message, or of the parts it comes in.
+def text_of(content: str | Sequence[PartLike] | None, param: str) -> str:
+    """Join the text of a message, or of the parts it comes in.
 
     Raises:
         ApiError: 400, a part is something else than text, whatever text it has beside.
@@ -236,7 +199,7 @@ def text_of(content: str | Sequence[Part] | None, param: str) -> str:
     return "".join(_text_of(part, param) for part in content)
 
 
-def _text_of(part: Part, param: str) -> str:
+def _text_of(part: PartLike, param: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or text is None:
         raise ApiError(
@@ -255,23 +218,8 @@ def _arguments(value: str | Mapping[str, Any] | None) -> Any:
     return read_arguments(value) if isinstance(value, str) else dict(value or {})
 
 
-def ignored_of(body: AskBody) -> dict[str, str]:
-    """Return the header of an answer that names the request's fields that nobody here knows."""
-    return {"x-kvcellar-ignored": ", ".join(body.ignored)} if body.ignored else {}
-
-
-def extra_of(end: Ended, body: AskBody) -> dict[str, Any]:
-    """What there is to know of an answer in a conversation that its protocol has no field for."""
-    return {
-        **agent_facts(end),
-        "finish_cause": end.cause,
-        "ignored": list(body.ignored),
-        **usage_extra(end.usage),
-    }
-
-
 def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice:
-    """Which tools may be called, as OpenAI's requests say it."""
+    """Return which tools may be called, as OpenAI's requests say it."""
     if choice is None or isinstance(choice, str):
         return ToolChoice(choice or "auto")
     if choice.type != "allowed_tools":
@@ -280,40 +228,3 @@ def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice:
     tools = inside.tools if inside else choice.tools or []
     mode = inside.mode if inside else choice.mode or "auto"
     return ToolChoice(mode, tuple(tool.called for tool in tools))
-
-
-def usage_extra(usage: Any) -> dict[str, Any]:
-    """What an answer took beyond what the protocols know."""
-    miss, first_s = usage.miss, usage.time_to_first_token_s
-    return {
-        "restored_tokens": usage.restored_tokens,
-        "restore_s": round(usage.restore_s, 4),
-        "first_token_s": first_s if first_s is None else round(first_s, 4),
-        "miss": None if miss is None else {**miss.as_json(), "advice": miss.advice},
-        "notes": list(usage.notes),
-        "rules": [change.as_json() for change in usage.rules],
-        "drafted_tokens": usage.drafted_tokens,
-        "accepted_tokens": usage.accepted_tokens,
-    }
-
-
-def notes_of(usage: Any) -> dict[str, Any]:
-    """What a line of the log says of an answer beside its tokens."""
-    first_s = usage.time_to_first_token_s
-    said = {} if first_s is None else {"first_token_s": round(first_s, 3)}
-    return {**said, **({"notes": list(usage.notes)} if usage.notes else {})}
-
-
-def predictions(usages: Iterable[Any]) -> dict[str, int]:
-    """Guesses that were verified, by the names of OpenAI's predicted outputs."""
-    counts = [(usage.accepted_tokens, usage.drafted_tokens) for usage in usages]
-    accepted = sum(right for right, _ in counts)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": sum(n for _, n in counts) - accepted,
-    }
-
-
-def note(request: Request, **facts: Any) -> None:
-    """Put something into the request's line of the log; never text of prompts or answers."""
-    request.scope.setdefault("kvcellar.notes", {}).update(facts)

@@ -1,0 +1,141 @@
+"""What is asked and what is answered, in no protocol's words: each has a parser and a writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcellar.agents import AgentUsage
+from kvcellar.engine import SamplingParams
+from kvcellar.engine.generate import GeneratedToken
+from kvcellar.server.calls import Call, is_whole
+from kvcellar.server.conversations import Whose
+from kvcellar.server.forms import Form
+from kvcellar.server.tools import Toolbox, ToolChoice
+
+__all__ = ["CallEvent", "ChatEvent", "Ended", "PinWish", "Question", "Started", "TextEvent"]
+
+
+@dataclass(frozen=True, slots=True)
+class PinWish:
+    """A wish to keep a beginning of the conversation in the cache.
+
+    Attributes:
+        n_messages: how many messages it is.
+        ttl_s: for how many seconds.
+    """
+
+    n_messages: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        messages: the whole conversation, as chat templates take it.
+        model: a name that is offered; None: the default.
+        params: how to sample; without a guide.
+        tools: what it may call.
+        choice: whether it does, and which.
+        is_parallel: whether an answer may have several calls.
+        form: what an answer without calls has to be.
+        whose: whom it is for, as the client says it.
+        pins: what to keep in the cache.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    model: str | None = None
+    tools: Toolbox = field(default_factory=Toolbox)
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    is_parallel: bool = True
+    form: Form | None = None
+    whose: Whose = field(default_factory=Whose)
+    pins: Sequence[PinWish] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is in.
+
+    Attributes:
+        agent_id: whose turn it is.
+        model: who answers.
+        prompt_tokens: all of them.
+        cached_tokens: of these, those that the cache had when it was queued.
+        pinned_tokens: leading tokens that somebody asked to keep.
+        notice: what the client should know of whose turn it is.
+    """
+
+    agent_id: str
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    pinned_tokens: int
+    notice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """A token, and the text that became certain with it, which may be none.
+
+    Where the answer may have calls, a token has no text and a text no token: what is held back for
+    a call that may begin is another's text. Tokens come at all where log probabilities are wanted.
+    """
+
+    text: str
+    token: GeneratedToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """A piece of a call; the first one of each call is empty."""
+
+    index: int
+    call: Call
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end.
+
+    Attributes:
+        reason: ``stop``, ``length`` or ``tool_calls``; the last where all calls are whole.
+        cause: why, as ``engine.generate.Finish`` has it.
+        stop_text: the stop text that ended it, if one did.
+        text: all text that is in no call.
+        calls: all calls.
+        usage: what it took.
+        agent_id: whose turn it was.
+        model: who answered.
+        params: how it was sampled.
+        pinned_tokens: as in :class:`Started`.
+        notice: as in :class:`Started`.
+        added: messages of the agent's history that were read behind the system messages of the
+            request, which did not have them.
+    """
+
+    reason: str
+    cause: str
+    stop_text: str | None
+    text: str
+    calls: Sequence[Call]
+    usage: AgentUsage
+    agent_id: str
+    model: str
+    params: SamplingParams
+    pinned_tokens: int = 0
+    notice: str | None = None
+    added: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def is_inside_call(self) -> bool:
+        """True where the answer ended in the middle of its last call."""
+        return bool(self.calls) and not is_whole(self.calls[-1])
+
+
+ChatEvent = Started | TextEvent | CallEvent | Ended

@@ -1,0 +1,175 @@
+"""From a request of OpenAI's responses, and what it goes on from, to a ``Question``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+
+from kvcellar.agents import n_system_of
+from kvcellar.server.calls import read_arguments
+from kvcellar.server.conversations import Whose
+from kvcellar.server.dialogue import Question
+from kvcellar.server.errors import ApiError
+from kvcellar.server.forms import Form
+from kvcellar.server.parsing import sampling_of, text_of, tool_choice_of, whose_of
+from kvcellar.server.routes.responses.value import PREFIX, ResponseValue
+from kvcellar.server.schemas.responses import Item, OtherItem, ResponseRequest, read_items
+from kvcellar.server.service import Service, service_of
+from kvcellar.server.stored import StoredResponse
+from kvcellar.server.tools import Toolbox, told
+
+__all__ = ["ask_of", "stored_response", "unknown_response"]
+
+_INSTRUCTIONS = "instructions"
+"""Marks the system message that belongs to one response alone."""
+
+
+async def ask_of(request: Request, value: ResponseValue) -> Question:
+    """Return what a response is to answer; ``value`` takes the conversation before it.
+
+    Raises:
+        ApiError: the response before it is not stored, or what is asked cannot be had.
+    """
+    service, body = service_of(request), value.body
+    whose = whose_of(request, body.agent_id, body.session_id, body.prompt_cache_key)
+    if whose.name is not None and body.previous_response_id is not None:
+        raise ApiError(
+            400, "give previous_response_id or an agent, not both", param="previous_response_id"
+        )
+    before: list[dict[str, Any]] = []
+    previous = None
+    if body.previous_response_id is not None:
+        previous = await stored_response(service, body.previous_response_id)
+        value.before = [*previous.items, *previous.response["output"]]
+        value.added = previous.added
+        _add_items(before, read_items(value.before))
+        n_system = n_system_of(before)
+        before[n_system:n_system] = previous.added
+    if body.store is not False and whose.name is None:
+        after = None if previous is None else (previous.agent_id, previous.n_tokens)
+        whose = replace(whose, own_id=value.response_id, after=after)
+    return _ask(service, body, before, whose)
+
+
+async def stored_response(service: Service, response_id: str) -> StoredResponse:
+    """Return a stored response.
+
+    Raises:
+        ApiError: 404, none of that id is.
+    """
+    found = None
+    if response_id.startswith(PREFIX):
+        found = await service.responses.get(response_id)
+    if found is None:
+        raise unknown_response(response_id)
+    return found
+
+
+def unknown_response(response_id: str) -> ApiError:
+    """Return a refusal: no response of that id is stored here."""
+    return ApiError(
+        404,
+        f"response {response_id[:80]!r} is not stored here; it was made with store false, deleted, "
+        f"or by another server",
+        "response_not_found",
+        param="previous_response_id",
+    )
+
+
+def _ask(
+    service: Service, body: ResponseRequest, before: list[dict[str, Any]], whose: Whose
+) -> Question:
+    if any("logprobs" in name for name in body.include or ()):
+        raise ApiError(
+            400,
+            "include asks for log probabilities, which come on /v1/chat/completions alone",
+            "unsupported_field",
+            param="include",
+        )
+    messages = list(before)
+    if body.instructions is not None:
+        said = {"role": "system", "content": body.instructions, "name": _INSTRUCTIONS}
+        messages.insert(0, said)
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        _add_items(messages, body.input)
+    most = body.max_output_tokens or service.config.max_tokens
+    return Question(
+        messages=messages,
+        model=body.model,
+        params=sampling_of(body, max_tokens=most),
+        tools=_tools(body),
+        choice=tool_choice_of(body.tool_choice),
+        is_parallel=body.parallel_tool_calls is not False,
+        form=_form(body),
+        whose=whose,
+    )
+
+
+def _form(body: ResponseRequest) -> Form | None:
+    wanted = body.text.format if body.text else None
+    if wanted is None or wanted.type not in ("json_object", "json_schema"):
+        return None
+    if wanted.type == "json_object":
+        return Form("schema", wanted.json_schema or {"type": "object"}, "text.format")
+    if wanted.json_schema is None:
+        raise ApiError(400, "text.format json_schema comes without a schema", param="text")
+    return Form("schema", wanted.json_schema, "text.format", wanted.strict is not False)
+
+
+def _tools(body: ResponseRequest) -> Toolbox:
+    tools = Toolbox()
+    for tool in body.tools or ():
+        if tool.type == "function" and tool.name is not None:
+            tools.add(tool.name, tool.description, tool.parameters, is_strict=bool(tool.strict))
+        else:
+            tools.leave_out(tool.name, tool.type)
+    return tools
+
+
+def _add_items(messages: list[dict[str, Any]], items: list[Item | OtherItem]) -> None:
+    """Add items as chat templates take them: calls join the answer that they are part of."""
+    for item in items:
+        if isinstance(item, OtherItem):
+            _add_told(messages, item)
+        elif item.type == "function_call":
+            _add_call(messages, item)
+        elif item.type == "function_call_output":
+            content, call_id = text_of(item.output, "input"), item.call_id or ""
+            messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+        elif item.type in (None, "message") and item.role is not None:
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": text_of(item.content, "input")})
+        elif item.type != "reasoning":
+            raise ApiError(
+                400,
+                f"an input item of type {str(item.type)[:40]!r} came without what it needs; this "
+                f"server takes messages, function_call and function_call_output",
+                "unsupported_content",
+                param="input",
+            )
+
+
+def _add_call(messages: list[dict[str, Any]], item: Item) -> None:
+    arguments = read_arguments(item.arguments or "{}")
+    function = {"name": item.name or "", "arguments": arguments}
+    call = {"id": item.call_id or "", "type": "function", "function": function}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    calls = [*messages[-1].get("tool_calls", []), call]
+    messages[-1] = {**messages[-1], "tool_calls": calls}
+
+
+def _add_told(messages: list[dict[str, Any]], item: OtherItem) -> None:
+    """Add what a tool that is not run here did, to the answer, or what came of it, behind it."""
+    text = told(item.type, item.model_extra or {})
+    if item.type.endswith(("_output", "_response", "_result")):
+        messages.append({"role": "user", "content": text})
+    elif messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        before = messages[-1]["content"]
+        messages[-1] = {**messages[-1], "content": f"{before}\n{text}" if before else text}
+    else:
+        messages.append({"role": "assistant", "content": text})

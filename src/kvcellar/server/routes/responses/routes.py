@@ -1,0 +1,120 @@
+"""The routes of OpenAI's responses: make one, and get, list, cancel or delete what is stored."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcellar.errors import UnknownAgentError
+from kvcellar.server.bodies import BodyRoute
+from kvcellar.server.chat import answer, whole
+from kvcellar.server.errors import ApiError
+from kvcellar.server.parsing import READS_AGENT
+from kvcellar.server.replies import sse
+from kvcellar.server.routes.responses.parsing import ask_of, stored_response, unknown_response
+from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, keep, sent_item
+from kvcellar.server.routes.responses.writing import ResponseFrames
+from kvcellar.server.schemas.responses import ResponseRequest
+from kvcellar.server.service import new_id, service_of
+from kvcellar.server.streams import Stream, until_gone
+from kvcellar.server.telling import answer_headers, ignored_of
+
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+
+MOST_ITEMS = 100
+"""Items of a conversation that one page can have."""
+
+
+@router.post("/v1/responses", response_model=None, dependencies=[READS_AGENT])
+async def create_response(request: Request, body: ResponseRequest) -> Response:
+    """Answer; with ``previous_response_id`` in a conversation that the server knows."""
+    service = service_of(request)
+    path = service.models.resolve(body.model)
+    value = ResponseValue(new_id(PREFIX), int(time.time()), body, service.models.public(path))
+    ask = await ask_of(request, value)
+    if body.stream:
+        frames = ResponseFrames(request, value)
+        return await sse(request, Stream.of(answer(service, ask)), frames, ignored_of(body))
+    ((end, _),) = await until_gone(request, whole(service, [ask]))
+    value.finish(end)
+    value.note(request)
+    headers = {**answer_headers(end), **ignored_of(body)}
+    return JSONResponse(await keep(service, value), headers=headers)
+
+
+@router.get("/v1/responses/{response_id}", response_model=None)
+async def get_response(
+    request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+) -> Response:
+    """Return a response that was stored, as it was."""
+    if stream or starting_after is not None:
+        raise ApiError(
+            400,
+            "a stored response comes whole and is not streamed again; leave stream and "
+            "starting_after out",
+            "unsupported_field",
+            param="stream",
+        )
+    return JSONResponse((await stored_response(service_of(request), response_id)).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=None)
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """List the conversation that a stored response answered, as it was sent."""
+    stored = await stored_response(service_of(request), response_id)
+    items = list(stored.items)
+    instructions = stored.response.get("instructions")
+    if instructions:
+        part = {"type": "input_text", "text": instructions}
+        said = {"role": "system", "content": [part]}
+        items.insert(0, sent_item(said, f"{response_id[len(PREFIX) :]}instructions"))
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise ApiError(
+                400, f"there is no item {after[:80]!r} in this conversation", param="after"
+            )
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    has_more = len(items) > limit
+    return JSONResponse({"object": "list", "data": page, "has_more": has_more, **ends})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Refuse: a response that is stored has ended, since none runs in the background."""
+    await stored_response(service_of(request), response_id)
+    raise ApiError(
+        400,
+        f"response {response_id!r} has ended; to end one that runs, close its connection",
+        "not_in_background",
+    )
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a response and what only it needs; what went on from it stays."""
+    service = service_of(request)
+    if re.fullmatch(PREFIX + "[0-9a-f]{32}", response_id) is None:  # nor an agent of such a name
+        raise unknown_response(response_id)
+    is_found = await service.responses.delete(response_id)
+    try:
+        await service.agents.lifecycle.delete(response_id, is_final=True)  # as the API promises
+    except UnknownAgentError:
+        if not is_found:
+            raise unknown_response(response_id) from None
+    return {"id": response_id, "object": "response", "deleted": True}

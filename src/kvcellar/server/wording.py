@@ -1,0 +1,94 @@
+"""A conversation in the words of one model: what its chat template knows, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.agents import ModelHost, n_system_of
+from kvcellar.agents.lengths import refuse_bytes, size_of
+from kvcellar.server.calls import THOUGHT_BEGIN, THOUGHT_END, say_calls, say_tools, without_tools
+from kvcellar.server.dialogue import Question
+from kvcellar.server.service import Service
+
+__all__ = ["Wording", "knows_calls", "opens_thought", "word"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What is asked, as one model's template takes it.
+
+    Attributes:
+        messages: the whole conversation.
+        tools: definitions of its tools; None where the messages say them, or there are none.
+        lent: leading messages that are the named agent's, and not the client's.
+        knows_calls: whether the template writes calls by itself.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    lent: list[dict[str, Any]]
+    knows_calls: bool
+
+    def tools_of_turn(self, *, is_appended: bool) -> list[dict[str, Any]] | None:
+        """Return tools as a turn takes them; who sends what is new alone keeps the agent's."""
+        return [] if self.tools is None and not is_appended else self.tools
+
+
+async def word(service: Service, host: ModelHost, ask: Question) -> Wording:
+    """Put a question into a model's words, in a thread where that is much.
+
+    Raises:
+        ContextError: it is longer than the model's context, as its bytes say.
+    """
+    lent = await _lent(service, host, ask)
+    messages, tools = [*lent, *ask.messages], ask.tools.given
+    size = size_of(messages, tools)
+    if host.tokenizer is not None:
+        refuse_bytes(host.tokenizer, size.n_bytes, host.context)
+    return await service.agents.work.run(size.cost, _worded, host, messages, tools, lent)
+
+
+def _worded(
+    host: ModelHost,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    lent: list[dict[str, Any]],
+) -> Wording:
+    knows = knows_calls(host)
+    plain = [dict(message) if knows else say_calls(message) for message in messages]
+    listed = [dict(tool) for tool in tools] or None
+    if listed and not knows:
+        return Wording(say_tools(plain, listed), None, lent, knows)
+    return Wording(plain, listed, lent, knows)
+
+
+async def _lent(service: Service, host: ModelHost, ask: Question) -> list[dict[str, Any]]:
+    """Return a named agent's system messages, where the request has tools and none of its own.
+
+    A template that knows no tools is told of them in a system message, which would seem to be
+    another one than the agent's.
+    """
+    name, has_own = ask.whose.name, bool(n_system_of(ask.messages))
+    if name is None or has_own or not ask.tools.given or knows_calls(host):
+        return []
+    if not await service.agents.directory.has(name):
+        return []
+    known = without_tools(service.agents.directory.conversation(name))
+    return known[: n_system_of(known)]
+
+
+def knows_calls(host: ModelHost) -> bool:
+    """Return true if a model's template says tools and calls by itself."""
+    return "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
+
+
+def opens_thought(host: ModelHost, prompt: Sequence[int]) -> bool:
+    """Return true if a prompt ends with the mark of a thought, whose end comes as text."""
+    assert host.tokenizer is not None
+    end = host.tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False)
+    if not end.rstrip().endswith(THOUGHT_BEGIN):
+        return False
+    mark = host.tokenizer.encode(THOUGHT_END, add_special_tokens=False)
+    return THOUGHT_END in host.tokenizer.decode(mark, skip_special_tokens=True)
