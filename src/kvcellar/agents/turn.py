@@ -29,14 +29,14 @@ from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import BroughtBack, bring_back
 from kvcellar.agents.volatile import apply_rules
 from kvcellar.agents.work import OTHER_BYTES, Work
-from kvcellar.engine import EventStream, FinishEvent, Request, TokenEvent
+from kvcellar.engine import Event, EventStream, FinishEvent, Request, TokenEvent
 from kvcellar.errors import AgentError, EngineClosedError, PromptError, StoreError
 from kvcellar.history import History
 from kvcellar.models.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
 from kvcellar.valid import valid_json
 
-__all__ = ["Turns"]
+__all__ = ["RunningTurn", "Turns"]
 
 MOST_COUNTED = 4
 """A conversation of so many contexts is counted to its end where somebody asks how long it is."""
@@ -73,8 +73,25 @@ class Turns:
     async def generate(self, turn: Turn) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
         """Run one turn: what is new in, events out, the last a :class:`TurnEnd`.
 
-        Leaving the iteration ends the turn; what was sampled by then stays in the history. Turns of
-        one agent run one after the other.
+        Leaving the iteration ends the turn; what was sampled by then stays in the history.
+
+        Raises:
+            KVCellarError: as ``running``.
+        """
+        async with self.running(turn) as running:
+            async for event in running.events:
+                running.take(event)
+                if isinstance(event, TokenEvent):
+                    yield event
+        yield running.end
+
+    @contextlib.asynccontextmanager
+    async def running(self, turn: Turn) -> AsyncIterator[RunningTurn]:
+        """Run one turn for as long as the block lasts; turns of one agent go one after the other.
+
+        Its events come from the engine as they are; the block gives each of them to ``take``. It
+        may be left at any time, which ends the turn; what was sampled by then stays in the history,
+        which is durable behind the block.
 
         Raises:
             UnknownAgentError: there is none of that name.
@@ -85,23 +102,13 @@ class Turns:
                 was changed.
         """
         agent = await self.directory.find(turn.agent_id)
-        end: TurnEnd | None = None
         async with self.models.use(turn.model or agent.model) as host:
             agent = self.directory.on_model(agent, host)
             async with agent.gate:
                 await self.publisher.refresh(agent)
                 await self._plan(turn, agent, host)
-                async with (
-                    self._replacing(turn, agent),
-                    contextlib.aclosing(self._run(turn, agent, host)) as events,
-                ):
-                    async for event in events:
-                        if isinstance(event, TurnEnd):
-                            end = event
-                        else:
-                            yield event
-        if end is not None:  # the agent is free for its next turn already
-            yield end
+                async with self._replacing(turn, agent), self._queued(turn, agent, host) as running:
+                    yield running
 
     async def _plan(self, turn: Turn, agent: Agent, host: ModelHost) -> None:
         """Fill in what a turn brings, in a thread where that is much.
@@ -151,11 +158,12 @@ class Turns:
             if name is not None and agent.turns == before:  # there was no turn
                 await self.dropped.forget(name)
 
-    async def _run(
+    @contextlib.asynccontextmanager
+    async def _queued(
         self, turn: Turn, agent: Agent, host: ModelHost
-    ) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
+    ) -> AsyncIterator[RunningTurn]:
         """Bring the history back, have it answered, and save what is new."""
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         settings = turn.params.for_model(host.sampling)
         request = Request(History(turn.prompt), settings, turn.priority, turn.deadline_s)
         host.costs.recall(agent.rates)
@@ -168,24 +176,12 @@ class Turns:
         )
         if not agent.turns and agent.miss is not None:
             turn.miss = agent.miss  # of a name that belongs to another model
-        first_s: float | None = None
-        answer = _Answer(self, turn, agent, host, back)
         try:
             if turn.on_start is not None:
                 turn.on_start(turn.prompt, back.n_cached + back.n_restored)
             agent.expected = list(turn.prompt)
-            async with answer.stream(request) as stream:
-                async for event in stream:
-                    if isinstance(event, TokenEvent):
-                        if first_s is None:
-                            first_s = time.perf_counter() - started
-                            back.release(host)
-                        agent.expected.append(event.token.token_id)
-                        yield event
-                    elif isinstance(event, FinishEvent):
-                        await answer.make_durable()
-                        usage = usage_of(turn, agent, event, back, first_s)
-                        yield TurnEnd(agent.agent_id, event, usage, answer.save)
+            async with RunningTurn(self, turn, agent, host, back, started_s).queued(request) as one:
+                yield one
         finally:
             back.release(host)
             agent.request_id = None
@@ -237,42 +233,77 @@ class Turns:
         return encode(host.tokenizer, rendered)
 
 
-class _Answer:
-    """One request of an agent's in the engine, and what is recorded when it ends."""
+class RunningTurn:
+    """One turn in the engine, and what is recorded when it ends.
+
+    Attributes:
+        events: of its request, as the engine tells them.
+    """
+
+    events: EventStream
 
     def __init__(
-        self, turns: Turns, turn: Turn, agent: Agent, host: ModelHost, back: BroughtBack
+        self,
+        turns: Turns,
+        turn: Turn,
+        agent: Agent,
+        host: ModelHost,
+        back: BroughtBack,
+        started_s: float,
     ) -> None:
-        """Create an answer to a turn that is not queued yet."""
-        self.save: SaveTicket | None = None
+        """Create a turn that is not queued yet, and was begun at ``started_s``."""
         self._turns = turns
         self._turn = turn
         self._agent = agent
         self._host = host
         self._back = back
+        self._started_s = started_s
+        self._first_s: float | None = None
+        self._finish: FinishEvent | None = None
+        self._end: TurnEnd | None = None
+        self._save: SaveTicket | None = None
         self._lock = threading.Lock()
         self._is_over = False
 
+    @property
+    def end(self) -> TurnEnd:
+        """The end of the turn, behind the block in which it ran to it."""
+        assert self._end is not None, "a turn that ran to its end has one"
+        return self._end
+
+    def take(self, event: Event) -> None:
+        """Take note of an event of the turn, which whoever reads them has just read."""
+        if isinstance(event, TokenEvent):
+            if self._first_s is None:
+                self._first_s = time.perf_counter() - self._started_s
+                self._back.release(self._host)
+            self._agent.expected.append(event.token.token_id)
+        elif isinstance(event, FinishEvent):
+            self._finish = event
+
     @contextlib.asynccontextmanager
-    async def stream(self, request: Request) -> AsyncIterator[EventStream]:
-        """Queue a request and give its events; at the end what it said is recorded and durable.
+    async def queued(self, request: Request) -> AsyncIterator[RunningTurn]:
+        """Queue the turn's request; behind the block what it said is recorded and durable.
 
         A reader that leaves ends it: then too the history is recorded before this returns.
         """
-        stream = await self._host.service.submit(request, self._on_finish)
+        self.events = await self._host.service.submit(request, self._on_finish)
         with self._lock:
             if not self._is_over:
-                self._agent.request_id = stream.request_id
+                self._agent.request_id = self.events.request_id
         try:
-            yield stream
+            yield self
         finally:
             with contextlib.suppress(EngineClosedError):
-                await stream.cancel()
-                async for _ in stream:
-                    pass
-            await self.make_durable()
+                await self.events.cancel()
+                async for event in self.events:
+                    self.take(event)
+            await self._make_durable()
+            if self._finish is not None:
+                usage = usage_of(self._turn, self._agent, self._finish, self._back, self._first_s)
+                self._end = TurnEnd(self._agent.agent_id, self._finish, usage, self._save)
 
-    async def make_durable(self) -> None:
+    async def _make_durable(self) -> None:
         """Have what a turn said on disk before anybody is told that it has ended."""
         try:
             await self._turns.publisher.make_durable(self._agent)
@@ -284,7 +315,7 @@ class _Answer:
         with self._lock:
             self._is_over, self._agent.request_id = True, None
         try:
-            self.save = self._record(event)
+            self._save = self._record(event)
         except Exception as error:  # a full or closed store must not end the engine
             self._note(f"the last turn was not saved: {error}")
 

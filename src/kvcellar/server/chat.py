@@ -14,7 +14,7 @@ from kvcellar.agents.lengths import size_of
 from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.engine import TokenEvent
 from kvcellar.engine.generate import GeneratedToken
-from kvcellar.errors import DeadlineError, EngineClosedError, ModelError
+from kvcellar.errors import ModelError
 from kvcellar.models.prompts import common_prefix
 from kvcellar.server.calls import CallParser, Part, TextPart, as_message, is_whole, say_calls
 from kvcellar.server.conversations import Seat
@@ -48,16 +48,13 @@ async def answer(service: Service, ask: Question) -> AsyncGenerator[ChatEvent, N
             async with seated as seat:
                 said = _Answer(service, host, ask, wording, held, seat)
                 pinned = await said.pinned_prefix()
-                end: TurnEnd | None = None
-                async with contextlib.aclosing(said.turn(pinned)) as turn:
-                    async for event in turn:
+                async with service.agents.turns.running(said.turn(pinned)) as running:
+                    async for event in running.events:
+                        running.take(event)
                         if isinstance(event, TokenEvent):
                             for one in said.take(event):
                                 yield one
-                        else:
-                            end = event
-                assert end is not None, "a turn ends"
-                for one in await said.end(end):
+                for one in await said.end(running.end):
                     yield one
 
 
@@ -182,22 +179,20 @@ class _Answer:
         cost = size_of(self._messages, self._wording.tools).cost + OTHER_BYTES
         return await self._service.agents.work.run(cost, begin)
 
-    def turn(self, pinned: Sequence[int] | None) -> AsyncGenerator[TokenEvent | TurnEnd, None]:
-        """Begin the agent's turn."""
+    def turn(self, pinned: Sequence[int] | None) -> Turn:
+        """Make the agent's turn; ``pinned`` is as ``pinned_prefix`` returns it."""
         self._pinned = pinned
         is_held = self._held is not None and self._held.begin is not None
-        return self._service.agents.turns.generate(
-            Turn(
-                self._seat.agent_id,
-                messages=self._messages,
-                tools=self._wording.tools_of_turn(is_appended=self._seat.is_appended),
-                params=replace(self._ask.params, guide=self._guide if is_held else None),
-                model=self._host.name,
-                deadline_s=self._service.config.wait_s,
-                answer=self._kept,
-                on_start=self._begin,
-                is_continuing=self._seat.is_continuing,
-            )
+        return Turn(
+            self._seat.agent_id,
+            messages=self._messages,
+            tools=self._wording.tools_of_turn(is_appended=self._seat.is_appended),
+            params=replace(self._ask.params, guide=self._guide if is_held else None),
+            model=self._host.name,
+            deadline_s=self._service.config.wait_s,
+            answer=self._kept,
+            on_start=self._begin,
+            is_continuing=self._seat.is_continuing,
         )
 
     def _begin(self, prompt: Sequence[int], n_cached: int) -> None:
@@ -254,8 +249,11 @@ class _Answer:
         Raises:
             ApiError, KVCellarError: there was no answer, or it ended with an error.
         """
-        if self._last_s is None or event.finish.reason not in ("stop", "length"):
-            raise await self._failure(event)
+        await self._service.check_finish(self._host, event.finish)
+        if self._last_s is None:
+            assert event.finish.finish is not None, "who has no cell is told so"
+            message = f"no cell was left for an answer: {event.finish.finish.detail}"
+            raise ApiError(503, message, "cache_full", retry_after_s=5)
         rest = event.finish.text[self._n_seen :]  # held back for a stop text that never came
         said: list[ChatEvent] = []
         if self._reads_calls:
@@ -290,19 +288,6 @@ class _Answer:
             notice=start.notice if start else None,
             added=[*self._wording.lent, *self._seat.added],
         )
-
-    async def _failure(self, event: TurnEnd) -> Exception:
-        """Say why a turn has ended without an answer."""
-        error, finish = event.finish.error, event.finish.finish
-        if isinstance(error, DeadlineError):
-            return await self._service.no_room(self._host, error)
-        if error is not None:
-            return error
-        if event.finish.reason == "length":
-            why = "" if finish is None else f": {finish.detail}"
-            message = f"no cell was left for an answer{why}"
-            return ApiError(503, message, "cache_full", retry_after_s=5)
-        return EngineClosedError("the server is being stopped; ask the next one")
 
 
 def _event_of(part: Part) -> ChatEvent:

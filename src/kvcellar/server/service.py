@@ -12,8 +12,8 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.agents import AgentManager, ModelHost
-from kvcellar.engine import EngineStats
-from kvcellar.errors import EngineClosedError
+from kvcellar.engine import EngineStats, FinishEvent
+from kvcellar.errors import DeadlineError, EngineClosedError
 from kvcellar.server.config import ServerConfig
 from kvcellar.server.conversations import Conversations
 from kvcellar.server.errors import ApiError, ContextExceeded
@@ -134,6 +134,21 @@ class Service:
         if len(tokens) > host.context:
             self.metrics.refused.labels("context").inc()
             raise ContextExceeded(len(tokens), host.context, max_positions=host.max_positions)
+
+    async def check_finish(self, host: ModelHost, finish: FinishEvent) -> None:
+        """Refuse what has ended without having been answered.
+
+        Raises:
+            ApiError: 429, there was no room for it in time.
+            EngineClosedError: the server is being stopped.
+            Exception: what the engine says.
+        """
+        if isinstance(finish.error, DeadlineError):
+            raise await self.no_room(host, finish.error)
+        if finish.error is not None:
+            raise finish.error
+        if finish.reason not in ("stop", "length"):
+            raise EngineClosedError("the server is being stopped; ask the next one")
 
     async def no_room(self, host: ModelHost, error: Exception) -> ApiError:
         """Say what it would take for a request to fit that waited too long for its cells."""

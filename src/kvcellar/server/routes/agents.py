@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from kvcellar.agents import Dropped, Turn, TurnEnd, checked_id
 from kvcellar.engine import TokenEvent
-from kvcellar.errors import DeadlineError, EngineClosedError, StoreError
+from kvcellar.errors import StoreError
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.calls import without_tools
 from kvcellar.server.errors import ApiError
@@ -266,18 +266,13 @@ async def _events(
                 deadline_s=service.config.wait_s,
                 on_start=lambda tokens, n_cached: service.check_fits(host, tokens),
             )
-            events = service.agents.turns.generate(turn)
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    if isinstance(event, TurnEnd):
-                        error = event.finish.error
-                        if isinstance(error, DeadlineError):
-                            raise await service.no_room(host, error)
-                        if error is not None:
-                            raise error
-                        if event.finish.reason == "cancelled":
-                            raise EngineClosedError("the server is being stopped")
-                    yield event
+            async with service.agents.turns.running(turn) as running:
+                async for event in running.events:
+                    running.take(event)
+                    if isinstance(event, TokenEvent):
+                        yield event
+            await service.check_finish(host, running.end.finish)
+            yield running.end
 
 
 def _end(end: TurnEnd) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,14 +12,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcellar.agents import ModelHost, Turn, TurnEnd
+from kvcellar.agents import ModelHost, Turn
 from kvcellar.agents.lengths import refuse_bytes, refuse_text, size_of
 from kvcellar.engine import FinishEvent, PromptEvent, SamplingParams, TokenEvent
 from kvcellar.engine import Request as EngineRequest
 from kvcellar.engine.generate import GeneratedToken
-from kvcellar.errors import DeadlineError, EngineClosedError
-        History(choice.prompt),
-        choice.params.for_model(host.sampling),
 from kvcellar.history import History
 from kvcellar.server.bodies import BodyRoute
 from kvcellar.server.conversations import Whose
@@ -223,13 +219,8 @@ async def _plain(
     wanted = len(choice.prompt) + (choice.params.max_tokens or 0)
     service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
     asked = EngineRequest(
-<<<<<<< HEAD
         History(choice.prompt),
-        params.for_model(host.sampling),
-=======
-        choice.prompt,
         choice.params.for_model(host.sampling),
->>>>>>> 4490075 (Server: one neutral question in, events that each protocol writes on their way out)
         deadline_s=service.config.wait_s,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
@@ -254,7 +245,8 @@ async def _plain(
                 )
                 yield choice.pieces
             else:
-                choice.end = await _checked(service, host, event)
+                choice.end = event
+                await service.check_finish(host, event)
 
 
 async def _of_agent(
@@ -267,34 +259,22 @@ async def _of_agent(
         choice.n_prompt = len(tokens)
 
     async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
-        turn = service.agents.turns.generate(
-            Turn(
-                seat.agent_id,
-                tokens=choice.prompt,
-                params=choice.params,
-                model=host.name,
-                deadline_s=service.config.wait_s,
-                on_start=on_start,
-            )
+        turn = Turn(
+            seat.agent_id,
+            tokens=choice.prompt,
+            params=choice.params,
+            model=host.name,
+            deadline_s=service.config.wait_s,
+            on_start=on_start,
         )
-        async with contextlib.aclosing(turn):
-            async for event in turn:
-                if isinstance(event, TurnEnd):
-                    choice.end = await _checked(service, host, event.finish)
-                else:
+        async with service.agents.turns.running(turn) as running:
+            async for event in running.events:
+                running.take(event)
+                if isinstance(event, TokenEvent):
                     choice.tokens.append(event.token)
                     yield [event.token]
-
-
-async def _checked(service: Service, host: ModelHost, end: FinishEvent) -> FinishEvent:
-    """Return the end of a continuation."""
-    if isinstance(end.error, DeadlineError):
-        raise await service.no_room(host, end.error)
-    if end.error is not None:
-        raise end.error
-    if end.reason not in ("stop", "length"):
-        raise EngineClosedError("the server is being stopped; ask the next one")
-    return end
+        choice.end = running.end.finish
+        await service.check_finish(host, choice.end)
 
 
 async def _prompts(
