@@ -143,7 +143,9 @@ class ModelRegistry:
     async def _make_room(self, name: str) -> None:
         if self._budget_bytes is None:
             return
-        size = self._size_of(name) if self._size_of else self._sizes.get(name, 0)
+        size = self._sizes.get(name, 0)
+        if self._size_of is not None:  # which reads the model's config
+            size = await asyncio.to_thread(self._size_of, name)
         if size > self._budget_bytes:
             raise ConfigError(
                 f"model {name!r} needs {format_size(size)} and all models together may hold "

@@ -7,7 +7,6 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from kvcellar.server.replies import Frames, frame
 from kvcellar.server.service import Service
@@ -25,7 +24,7 @@ class Watch:
     def __init__(self, service: Service) -> None:
         """Look for nobody yet."""
         self._service = service
-        self._latest: dict[str, Any] | None = None
+        self._latest: str | None = None
         self._looked_s = 0.0
         self._lock = asyncio.Lock()
 
@@ -36,7 +35,7 @@ class Watch:
         said = None
         try:
             while not service.is_closing:
-                now = json.dumps(await self._look())
+                now = await self._look()
                 if now != said:
                     said = now
                     yield now
@@ -46,11 +45,12 @@ class Watch:
         finally:
             service.metrics.streams.dec()
 
-    async def _look(self) -> dict[str, Any]:
+    async def _look(self) -> str:
         async with self._lock:
             now = time.monotonic()
             if self._latest is None or now - self._looked_s > PERIOD_S / 2:
-                self._latest = await take_snapshot(self._service)
+                snapshot = await take_snapshot(self._service)
+                self._latest = await asyncio.to_thread(json.dumps, snapshot)
                 self._looked_s = time.monotonic()
             return self._latest
 

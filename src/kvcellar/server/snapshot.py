@@ -50,27 +50,37 @@ _COUNTED = (
 Owned = Sequence[tuple[str, tuple[int, ...], int | None]]
 """Agents: name, tokens, and the request that runs for them."""
 
+Seen = tuple[ModelHost, dict[str, Any], EngineStats]
+"""A host, what its cells are, and its counts."""
+
 
 async def take_snapshot(service: Service) -> dict[str, Any]:
     """Look at all models' caches, the agents and the store."""
     infos = await service.agents.directory.listed()
-    models = []
+    seen = []
     for host in service.models.hosts():
-        mine = [info for info in infos if info.model == host.name]
         owned = service.agents.directory.histories(host.name)
         try:
             call = host.service.run(partial(_look, owned))
-            cells, stats = await asyncio.wrap_future(call)
+            seen.append((host, *await asyncio.wrap_future(call)))
         except EngineClosedError:
             continue
-        name = service.models.public(host.name)
-        models.append(_model(name, host, cells, stats, [info.agent_id for info in mine]))
-    stored = await asyncio.to_thread(service.store.stats)
+    return await asyncio.to_thread(_described, service, infos, seen)
+
+
+def _described(
+    service: Service, infos: Sequence[AgentInfo], seen: Sequence[Seen]
+) -> dict[str, Any]:
+    """Describe what was seen. In a thread: there may be hundreds of agents, and the store."""
+    models = []
+    for host, cells, stats in seen:
+        mine = [info.agent_id for info in infos if info.model == host.name]
+        models.append(_model(service.models.public(host.name), host, cells, stats, mine))
     return {
         "models": models,
         "states": service.models.as_json(),
         "agents": [_agent(service, info) for info in infos],
-        "store": dataclasses.asdict(stored),
+        "store": dataclasses.asdict(service.store.stats()),
         "active": service.n_active,
         "pins": {"n": len(service.pins), "tokens": service.pins.n_tokens},
     }

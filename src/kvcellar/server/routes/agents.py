@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,14 @@ async def import_agent(request: Request, id: str | None = None) -> dict[str, Any
     service = service_of(request)
     if id is not None:
         checked_id(id)  # before the body is taken in
-    with tempfile.TemporaryDirectory(prefix="kvcellar-import-") as folder:
-        file = Path(folder) / "agent"
-        with file.open("wb") as out:
+    async with _folder("kvcellar-import-") as folder:
+        file = folder / "agent"
+        out = await asyncio.to_thread(file.open, "wb")
+        try:
             async for piece in request.stream():
                 await asyncio.to_thread(out.write, piece)
+        finally:
+            await asyncio.to_thread(out.close)
         try:
             info = await service.agents.sleep.import_file(file, id)
         except StoreError as error:
@@ -184,19 +188,25 @@ async def finish_agent(request: Request, agent_id: str) -> dict[str, Any]:
 async def export_agent(request: Request, agent_id: str) -> Response:
     """Send an agent with its KV as one file."""
     service = service_of(request)
-    folder = tempfile.TemporaryDirectory(prefix="kvcellar-export-")
-    file = Path(folder.name) / "agent"
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        file = await stack.enter_async_context(_folder("kvcellar-export-")) / "agent"
         await service.agents.sleep.export(agent_id, file)
-    except BaseException:
-        folder.cleanup()
-        raise
-    return FileResponse(
-        file,
-        media_type="application/octet-stream",
-        filename=f"{agent_id}.kvcellar",
-        background=BackgroundTask(folder.cleanup),
-    )
+        return FileResponse(
+            file,
+            media_type="application/octet-stream",
+            filename=f"{agent_id}.kvcellar",
+            background=BackgroundTask(stack.pop_all().aclose),
+        )
+
+
+@asynccontextmanager
+async def _folder(prefix: str) -> AsyncIterator[Path]:
+    """Make a folder that lasts as long as the block; threads wait for the disk."""
+    folder = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix=prefix)
+    try:
+        yield Path(folder.name)
+    finally:
+        await asyncio.to_thread(folder.cleanup)
 
 
 # Behind the other routes: names from before they were checked may have slashes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.resources import files
 
 from fastapi import APIRouter
@@ -29,25 +30,25 @@ _POLICY = (
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """Send the page."""
-    return _file("index.html")
+    return await _file("index.html")
 
 
 @router.get("/viewer.css", include_in_schema=False)
 async def style() -> Response:
     """Send the page's styles."""
-    return _file("viewer.css")
+    return await _file("viewer.css")
 
 
 @router.get("/viewer.js", include_in_schema=False)
 async def script() -> Response:
     """Send the page's program."""
-    return _file("viewer.js")
+    return await _file("viewer.js")
 
 
 @router.get("/favicon.svg", include_in_schema=False)
 async def icon() -> Response:
     """Send the page's icon."""
-    return _file("favicon.svg")
+    return await _file("favicon.svg")
 
 
 @router.get("/events", tags=["Observability"], response_model=None)
@@ -57,7 +58,7 @@ async def events(request: Request) -> Response:
     return await sse(request, Stream.of(watch.snapshots()), SnapshotFrames(request))
 
 
-def _file(name: str) -> Response:
-    data = files("kvcellar.server").joinpath("viewer", name).read_bytes()
+async def _file(name: str) -> Response:
+    data = await asyncio.to_thread(files("kvcellar.server").joinpath("viewer", name).read_bytes)
     headers = {"Cache-Control": "no-cache", "Content-Security-Policy": _POLICY}
     return Response(data, media_type=_FILES[name], headers=headers)
