@@ -155,7 +155,7 @@ def _read_side_by_side(
     context: int,
     progress: Callable[[float], None] | None,
 ) -> tuple[NDArray[np.float64], int]:
-    """Means over a text's predictions: ``[readers, 3]``, and how many predictions they are.
+    """Return means over a text's predictions, ``[readers, 3]``, and the number of predictions.
 
     Negative log-likelihood, divergence from the first reader, the same likeliest token.
 
@@ -199,7 +199,7 @@ def _log_softmax(logits: FloatArray) -> FloatArray:
 def _compared(
     logprobs: FloatArray, base: FloatArray, targets: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> tuple[float, float, float]:
-    """Sums over the rows: negative log-likelihood, divergence from ``base``, same likeliest."""
+    """Return sums: negative log-likelihood, divergence from ``base``, same likeliest token."""
     rows = np.arange(len(targets))
     nll = -logprobs[rows, targets].sum(dtype=np.float64)
     kl = (np.exp(base) * (base - logprobs)).sum(dtype=np.float64)

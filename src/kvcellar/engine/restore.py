@@ -31,7 +31,7 @@ class RowCache(SeqCache, Protocol):
         ...
 
     def read_rows(self, tables: Sequence[IntArray]) -> Any:
-        """Per layer group the arrays of K and V of some cells, ``[n_layers, n_kv_heads, n, w]``."""
+        """Return per layer group some cells' K and V, ``[n_layers, n_kv_heads, n, width]``."""
         ...
 
     def write_rows(self, tables: Sequence[IntArray], rows: Any) -> None:
@@ -211,7 +211,7 @@ class Restore:
         return True
 
     def _here(self) -> list[IntArray]:
-        """Per layer group ``[stop]`` the cell of each position, held before or claimed now."""
+        """Return per layer group ``[stop]``: each position's cell, held before or claimed now."""
         n = self.first
         here = [table.copy() for table in self.tables]
         for table, held in zip(here, self._held.tables, strict=True):
@@ -219,7 +219,7 @@ class Restore:
         return here
 
     def stand_on(self, held: HeldPrefix) -> None:
-        """Stand on what was computed meanwhile before ``first``, which ``held`` protects."""
+        """Rest on what was computed meanwhile before ``first``, which ``held`` protects."""
         self._held.release()
         self._held = held
 
