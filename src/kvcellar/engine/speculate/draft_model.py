@@ -15,7 +15,7 @@ import numpy as np
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
-from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
+from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, make_room, propose_levels
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.history import History
 from kvcellar.models import Runner
@@ -120,23 +120,15 @@ class DraftModel:
             self._known[request_id] = n
 
     def _with_room(self, asks: Sequence[DraftRequest]) -> list[DraftRequest]:
-        """Return the sequences that fit together with their guesses, after others gave way."""
-        going: list[DraftRequest] = []
-        need = 0
-        asked = {ask.request_id for ask in asks}
+        """Return the requests that fit together with their guesses, after others gave way."""
+        needs = []
         for ask in asks:
             self._share(ask)
             n_new = len(ask.tokens) - self._known.get(ask.request_id, 0)
-            n_nodes = (ask.limit - 1) * self._width_of(ask)
-            for other in list(self._known):
-                if self._cache.can_extend(need + n_new + n_nodes):
-                    break
-                if other not in asked:
-                    self.ended(other)
-            if self._cache.can_extend(need + n_new + n_nodes):
-                need += n_new + n_nodes
-                going.append(ask)
-        return going
+            needs.append((ask, n_new + (ask.limit - 1) * self._width_of(ask)))
+        asked = {ask.request_id for ask in asks}
+        others = [held for held in self._known if held not in asked]
+        return make_room(self._cache, needs, others, self.ended)
 
     def _share(self, ask: DraftRequest) -> None:
         """Let a new sequence begin on the cells of the one that begins most as it does."""

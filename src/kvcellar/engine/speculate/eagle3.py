@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.cache import TreeSeqCache
 from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
-from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, propose_levels
+from kvcellar.engine.speculate.growing import GrowingTree, drop_trees, make_room, propose_levels
 from kvcellar.errors import CacheFullError
 
 if TYPE_CHECKING:
@@ -236,22 +236,14 @@ class Eagle3Drafter:
             known.features, known.n_features = [], 0
 
     def _with_room(self, asks: Sequence[DraftRequest]) -> list[DraftRequest]:
-        """Return the sequences with new pairs that fit with their guesses; others give way."""
-        going: list[DraftRequest] = []
-        need = 0
-        asked = {ask.request_id for ask in asks}
+        """Return the requests with new pairs that fit with their guesses; others give way."""
+        needs = []
         for ask in asks:
             known = self._known.get(ask.request_id)
             if known is None or not known.first < known.end == len(ask.tokens) - 1:
                 continue  # features of its last tokens are not known
             n_new = known.end - known.first - known.n_pairs
-            n_new += (ask.limit - 1) * (self._width if ask.n_nodes else 1)
-            for other in list(self._known):
-                if self._cache.can_extend(need + n_new):
-                    break
-                if other not in asked:
-                    self.ended(other)
-            if self._cache.can_extend(need + n_new):
-                need += n_new
-                going.append(ask)
-        return going
+            needs.append((ask, n_new + (ask.limit - 1) * (self._width if ask.n_nodes else 1)))
+        asked = {ask.request_id for ask in asks}
+        others = [held for held in self._known if held not in asked]
+        return make_room(self._cache, needs, others, self.ended)

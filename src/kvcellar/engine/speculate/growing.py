@@ -6,16 +6,16 @@ of all guesses behind them the likeliest are given in the end, whether they went
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvcellar.cache import TreeCache
+from kvcellar.cache import SeqCache, TreeCache
 from kvcellar.engine.draft import Draft
 from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.models.runner import FloatArray
 from kvcellar.types import IntArray
 
-__all__ = ["GrowingTree", "drop_trees", "propose_levels"]
+__all__ = ["GrowingTree", "drop_trees", "make_room", "propose_levels"]
 
 MIN_PATH = 0.01
 """Nothing is guessed behind paths that are held to be less likely, but for a level's likeliest."""
@@ -77,6 +77,35 @@ class GrowingTree:
         whole = Draft(tuple(self.tokens), self.kind, tuple(self.parents), tuple(self.beliefs))
         order = sorted(range(len(whole)), key=lambda node: (-self.paths[node], node))
         return whole.keep(sorted(order[: self.n_wanted]))
+
+
+def make_room(
+    cache: SeqCache,
+    needs: Sequence[tuple[DraftRequest, int]],
+    others: Iterable[int],
+    let_go: Callable[[int], None],
+) -> list[DraftRequest]:
+    """Return the requests that fit together in a draft's cache, after others gave way.
+
+    Args:
+        cache: the draft's.
+        needs: requests, and the cells that each of them needs.
+        others: ids of sequences that may give way.
+        let_go: frees the cells of such a sequence.
+    """
+    giving_way = iter(others)
+    going: list[DraftRequest] = []
+    n_taken = 0
+    for ask, n in needs:
+        while not (fits := cache.can_extend(n_taken + n)):
+            other = next(giving_way, None)
+            if other is None:
+                break
+            let_go(other)
+        if fits:
+            n_taken += n
+            going.append(ask)
+    return going
 
 
 def propose_levels(cache: TreeCache, trees: Sequence[GrowingTree]) -> tuple[list[int], list[int]]:
