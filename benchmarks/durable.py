@@ -20,6 +20,7 @@ from harness import run
 
 from kvcellar.agents.publishing import Publisher
 from kvcellar.agents.records import Agent, TurnRecord
+from kvcellar.history import History
 from kvcellar.store import Layout, ModelKey, Store
 from kvcellar.types import LayerGroup
 
@@ -66,18 +67,16 @@ async def measure_turns(store: Store, n: int, n_turns: int) -> tuple[float, list
     """Return milliseconds of the first turn behind so many tokens, and of those that follow."""
     publisher = Publisher(store)
     agent = Agent(f"agent-{n}", "model", KEY)
-    agent.tokens = tuple(range(n))
+    agent.tokens = History(range(n))
     agent.messages = tuple(message(i) for i in range(n // 150))
     agent.advance()
     times = []
     for i in range(n_turns + 1):
         at, n_messages = len(agent.tokens), len(agent.messages) + 1
-        agent.tokens = (*agent.tokens, *range(i, i + N_NEW))
+        agent.tokens = History((*agent.tokens, *range(i, i + N_NEW)))
         agent.messages = (*agent.messages, message(2 * i), message(2 * i + 1))
-        agent.turns = (
-            *agent.turns,
-            TurnRecord(at, at + 100, len(agent.tokens), n_messages, "stop"),
-        )
+        new = TurnRecord(at, at + 100, len(agent.tokens), n_messages, "stop")
+        agent.turns = (*agent.turns, new)
         agent.advance()
         started = time.perf_counter()
         await publisher.make_durable(agent)

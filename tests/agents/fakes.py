@@ -159,7 +159,7 @@ def oracle(history: Sequence[int], n: int, params: Any = PARAMS) -> list[int]:
 
 
 def tokens_of(agents: AgentManager, agent_id: str) -> tuple[int, ...]:
-    return agents.directory.agent(agent_id).tokens
+    return tuple(agents.directory.agent(agent_id).tokens)
 
 
 def engine_of(agents: AgentManager) -> Any:

@@ -45,7 +45,7 @@ def stored(agents: Any, agent_id: str = "a") -> tuple[tuple[int, ...], int]:
     """The tokens of an agent's reference, and how many of them have KV in the store."""
     agents.store.flush()
     ref = agents.store.get(agents.directory.agent(agent_id).name)
-    return tuple(ref.tokens.tolist()), ref.n_stored
+    return tuple(ref.tokens), ref.n_stored
 
 
 def test_a_short_turn_is_published_at_once_and_its_kv_when_the_engine_rests(

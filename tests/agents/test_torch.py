@@ -71,7 +71,7 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
 def held_rows_of(agents: Any, model: str) -> Any:
     """The bytes of the agent's rows in the cache."""
     host = agents.models.host(model)
-    tokens = agents.directory.agent("a").token_array()
+    tokens = agents.directory.agent("a").tokens.tokens
 
     def read(engine: Any) -> Any:
         held = engine.hold(tokens)

@@ -38,7 +38,7 @@ def main(folder: str, seed: int, n: int, cold_bytes: int) -> None:
                 gone, _ = last.popitem()
                 store.delete(gone)
         for name, tokens in last.items():
-            assert store.get(name).tokens.tolist() == tokens
+            assert list(store.get(name).tokens) == tokens
         kinds = {event.kind for event in store.take_events()}
         assert kinds <= {"evicted", "write_failed"}, kinds
     print(published, failed, flush=True)

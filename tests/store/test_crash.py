@@ -104,7 +104,7 @@ def check_state(store: Store, name: str, done: int, begun: int) -> int:
     if not store.has_reference(name):
         assert not done
         return 0
-    tokens = store.get(name).tokens.tolist()
+    tokens = list(store.get(name).tokens)
     states = [n for n in {done, begun} if n and tokens == tokens_after(name, n)]
     assert states, (name, done, begun)
     assert load_all(store, History(KEY, tokens)) == len(tokens)
@@ -153,7 +153,7 @@ def test_a_crash_before_any_change_to_the_folder_leaves_every_history_as_it_was_
             store._writer.close(60)
         store._cold.close()
         with Store(folder, StoreConfig(warm_bytes=0)) as again:
-            tokens = again.get("a").tokens.tolist()
+            tokens = list(again.get("a").tokens)
             states.append(len(tokens))
             assert tokens in (first.tokens, second.tokens)
             assert load_all(again, History(KEY, tokens)) == len(tokens)

@@ -167,7 +167,7 @@ def test_a_thousand_faults_give_no_wrong_byte_and_are_all_reported(
                 lost += len(history.tokens) - n_loaded
                 state = store.get(name) if store.has_reference(name) else None
                 assert state is not None
-                assert state.tokens.tolist() in (history.tokens, history.tokens[:9])
+                assert list(state.tokens) in (history.tokens, history.tokens[:9])
             events += store.take_events()
             if not want - {event.kind for event in events}:
                 pass  # it was met while loading
@@ -260,7 +260,7 @@ def test_a_write_that_fails_anywhere_leaves_the_state_before(
             assert os.strerror(code) in ticket.reason
             (event,) = store.take_events()
             assert (event.kind, event.subject) == (EventKind.WRITE_FAILED, "a")
-            assert store.get("a").tokens.tolist() == history.tokens[:9]
+            assert list(store.get("a").tokens) == history.tokens[:9]
             assert list((tmp_path / "tmp").iterdir()) == []
             load_all(store, history)
             n += 331
@@ -318,7 +318,7 @@ def test_a_read_only_folder_is_read_and_saves_fail(healthy: Path, tmp_path: Path
         with Store(disk / "store", COLD) as store:
             for history in HISTORIES.values():
                 assert load_all(store, history) == len(history.tokens)
-            assert store.get("a").tokens.tolist() == HISTORIES["a"].tokens
+            assert list(store.get("a").tokens) == HISTORIES["a"].tokens
             history = History(KEY, tokens_of(5, 10))
             ticket = store.save("new", KEY, history.tokens, history)
             assert ticket.wait(60) == "failed"
@@ -384,13 +384,13 @@ def test_a_lost_reference_falls_back_to_the_state_before_and_is_repaired(
     with Store(folder, COLD) as store:
         path = store._folder.of_reference("a")
         path.write_bytes(b"x")
-        assert store.get("a").tokens.tolist() == HISTORIES["a"].tokens[:9]
+        assert list(store.get("a").tokens) == HISTORIES["a"].tokens[:9]
         report = store.verify()
         assert report.damaged_references == [path.name]
         assert report.n_references == 3
         assert {event.kind for event in store.take_events()} == {EventKind.REFERENCE_DAMAGED}
         assert store.verify().is_good
-        assert store.get("a").tokens.tolist() == HISTORIES["a"].tokens[:9]
+        assert list(store.get("a").tokens) == HISTORIES["a"].tokens[:9]
         save(store, "a", HISTORIES["a"])
         path.write_bytes(b"x")
         path.with_name(path.name + ".previous").unlink()

@@ -139,7 +139,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         for name, tokens in self.want.items():
             self.store.flush()  # what left RAM is on its way to disk, and takes room there
             ref = self.store.get(name)
-            assert ref.tokens.tolist() == tokens
+            assert list(ref.tokens) == tokens
             assert (ref.parent, ref.parent_position) == self.parents[name]
             assert ref.is_pinned is (name in self.pinned)
             n = load_all(self.store, self.history(tokens))

@@ -213,7 +213,7 @@ def test_a_reference_says_what_it_is(tmp_path: Path) -> None:
         store.save("a/b ü", key, [*tokens, 7], n_computed=30).wait()
         ref = store.get("a/b ü")
         assert (ref.name, ref.fingerprint, ref.revision) == ("a/b ü", "model", 2)
-        assert ref.tokens.tolist() == [*tokens, 7]
+        assert list(ref.tokens) == [*tokens, 7]
         assert (ref.n_stored, ref.metadata, ref.parent) == (30, metadata, None)
         child = store.fork("a/b ü", "c", 12, metadata={"is": "child"})
         assert (child.parent, child.parent_position, child.n_stored) == ("a/b ü", 12, 12)
@@ -394,7 +394,7 @@ def test_a_history_larger_than_the_queue_is_saved_in_several_turns(tmp_path: Pat
             ticket = store.save("a", key, history.tokens, history)
             assert ticket.wait(60) == SaveState.PUBLISHED
             stored.append(ticket.n_stored)
-            assert store.get("a").tokens.tolist() == history.tokens
+            assert list(store.get("a").tokens) == history.tokens
             if not ticket.is_partial:
                 break
         assert stored == sorted(stored)
@@ -517,7 +517,7 @@ def test_the_disk_limit_holds_and_the_least_recently_used_history_gives_way(tmp_
         assert evicted
         for seed in range(12):
             ref = store.get(f"{seed}")
-            assert ref.tokens.tolist() == tokens_of(seed, 40)  # a history is never lost
+            assert list(ref.tokens) == tokens_of(seed, 40)  # a history is never lost
             assert ref.is_evicted is (f"{seed}" in evicted)
             want = 0 if ref.is_evicted else 40
             assert load_all(store, History(key, tokens_of(seed, 40))) == want

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import what_changed
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.misses import Miss, explain, miss_beside
@@ -14,7 +14,6 @@ from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import MIN_GAIN, BroughtBack
 from kvcellar.agents.volatile import RuleChange, match_key
 from kvcellar.engine import FinishEvent
-from kvcellar.models.prompts import common_prefix
 from kvcellar.store import SaveTicket
 
 __all__ = ["AgentUsage", "TurnEnd", "miss_of", "usage_of"]
@@ -99,7 +98,7 @@ def _miss_of_own(
 ) -> Miss | None:
     """Return what was lost against the agent's own history."""
     before = agent.tokens
-    n_same = common_prefix(before, turn.prompt)
+    n_same = before.common_prefix(turn.prompt)
     # The last token of a history was sampled and never computed: it is no loss.
     n_lost = len(before) - 1 - n_same
     if n_lost > 0:
@@ -130,9 +129,8 @@ def _miss_beside(
     if other.key != host.key or turn.spoken is None:
         return None
     messages = turn.spoken.messages
-    pairs = zip(other.messages, messages, strict=False)
-    keys = ((match_key(a, rules), match_key(b, rules)) for a, b in pairs)
-    n_known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], keys))
+    known, new = ([match_key(m, rules) for m in some] for some in (other.messages, messages))
+    n_known = n_alike(known, new)
     cause = what_changed(other.messages, messages, n_known, rules)
     if (turn.spoken.tools or None) != (other.tools or None):
         cause = "tools"

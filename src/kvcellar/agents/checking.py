@@ -59,7 +59,7 @@ def checked_facts(ref: Reference) -> dict[str, Any]:
     try:
         facts = dict(plain(dict(ref.metadata), "its metadata"))
         _check(facts, len(ref.tokens))
-        if len(ref.tokens) and int(ref.tokens.max()) > MOST_TOKEN:
+        if len(ref.tokens) and int(ref.tokens.tokens.max()) > MOST_TOKEN:
             raise BadFactError(f"a token is above {MOST_TOKEN}")
     except (BadFactError, KeyError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)

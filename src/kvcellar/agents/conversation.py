@@ -11,10 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvcellar.agents.alike import n_alike
 from kvcellar.agents.lengths import refuse_text
 from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
 from kvcellar.errors import ModelError, PromptError
-from kvcellar.models.prompts import ChatTokenizer, common_prefix, encode, render
+from kvcellar.history import History
+from kvcellar.models.prompts import ChatTokenizer, encode, render
 
 __all__ = [
     "AgentTokenizer",
@@ -59,7 +61,7 @@ class Prefixes:
     tokenizer: AgentTokenizer
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
-    tokens: list[int]
+    tokens: History
     n_common: int
     control_tokens_in_text: bool
     n_left: int = 16
@@ -83,7 +85,8 @@ class Prefixes:
             )
         except ModelError:  # a template may want the user to have the last word
             return self.n_common
-        return max(self.n_common, common_prefix(encode(self.tokenizer, rendered), self.tokens))
+        part = History(encode(self.tokenizer, rendered))
+        return max(self.n_common, self.tokens.common_prefix(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +111,14 @@ class Spoken:
     prefixes: Prefixes = field(repr=False)
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> History:
         """All of them, ready to be answered."""
         return self.prefixes.tokens
 
 
 def plan_messages(
     tokenizer: AgentTokenizer,
-    history: Sequence[int],
+    history: History,
     known: Sequence[Message],
     known_tools: list[dict[str, Any]] | None,
     messages: Sequence[Mapping[str, Any]],
@@ -153,16 +156,14 @@ def plan_messages(
     )
     if context is not None:
         refuse_text(tokenizer, rendered.text, context)
-    tokens = encode(tokenizer, rendered)
+    tokens = History(encode(tokenizer, rendered))
     n_known = 0
     has_same_tools = not known or ruled.tools == known_tools
     if has_same_tools:
-        for mine, theirs in zip(known, ruled.messages[:-1], strict=False):
-            if match_key(mine, rules) != match_key(theirs, rules):
-                break
-            n_known += 1
+        keys = ([match_key(m, rules) for m in some] for some in (known, ruled.messages[:-1]))
+        n_known = n_alike(*keys)
     changed = what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
-    n_common = common_prefix(history, tokens)
+    n_common = history.common_prefix(tokens)
     prefixes = Prefixes(
         tokenizer, ruled.messages, ruled.tools, tokens, n_common, control_tokens_in_text
     )

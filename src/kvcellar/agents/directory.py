@@ -26,6 +26,7 @@ from kvcellar.agents.records import (
 )
 from kvcellar.engine import Engine
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
+from kvcellar.history import History
 from kvcellar.store import Store
 
 __all__ = ["Directory", "name_taken"]
@@ -89,7 +90,7 @@ class Directory:
         host = self.host_of(agent)
         if host is None:
             return self.info_of(agent, 0)
-        tokens = agent.token_array()
+        tokens = agent.tokens.tokens
 
         def count(engine: Engine) -> int:
             n = engine.match(tokens)
@@ -145,12 +146,12 @@ class Directory:
             return "nothing was lost: it was the first turn, and there was no history to reuse"
         return "nothing was lost: the last turn reused all of the history"
 
-    def histories(self, model: str) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
+    def histories(self, model: str) -> Sequence[tuple[str, History, int | None]]:
         """Return (id, tokens, request that runs for it) of the agents of a model in memory."""
         host = self._models.host(model)
         key = None if host is None else host.key
         return [
-            (a.agent_id, tuple(a.expected) or a.tokens, a.request_id)
+            (a.agent_id, a.expected or a.tokens, a.request_id)
             for a in self.agents(model)
             if a.key == key
         ]
@@ -172,7 +173,7 @@ class Directory:
         decode = host.tokenizer.decode
         before = agent.tokens[max(0, position - n_tokens) : position]
         behind = agent.tokens[position : position + n_tokens]
-        return decode(list(before)), decode(list(behind))
+        return decode(before.tolist()), decode(behind.tolist())
 
     # For those who work with agents ------------------------------------------------------------
 

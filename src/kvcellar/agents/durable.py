@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvcellar.agents.alike import n_alike
 from kvcellar.agents.marks import Mark
 from kvcellar.agents.records import Agent
 from kvcellar.errors import StoreError, UnknownReferenceError
+from kvcellar.history import History
 from kvcellar.store import EventKind, Reference, Store
 from kvcellar.store.facts import BadFactError, items, object_of, parse_json, plain, text, whole
 from kvcellar.store.format import VERSION, DamagedError, Tensor, pack, read_from
@@ -35,13 +37,13 @@ def entry_of(agent: Agent, before: Mark | None) -> tuple[bytes, Mark]:
         before: a state that is durable; None: the entry says all.
     """
     if before is None:
-        before = Mark(agent.name, 0, 0, (), (), (), (), None)
-    n = _n_same_tokens(before.tokens, agent.tokens)
-    k = _n_same(
+        before = Mark(agent.name, 0, 0, History(), (), (), (), None)
+    n = before.tokens.common_prefix(agent.tokens)
+    k = n_alike(
         list(zip(before.messages, before.stops, strict=True)),
         list(zip(agent.messages, agent.stops, strict=True)),
     )
-    n_turns = _n_same(before.turns, agent.turns)
+    n_turns = n_alike(before.turns, agent.turns)
     tokens = before.token_hash if n == len(before.tokens) else None
     if tokens is None:
         tokens = xxhash.xxh3_128(_array(agent.tokens[:n]).tobytes())
@@ -123,7 +125,7 @@ def _followed(ref: Reference | None, name: str, payload: bytes) -> Reference:
             name=name,
             fingerprint=text(file.metadata["fingerprint"], "fingerprint"),
             layout_json=text(file.metadata["layout"], "layout"),
-            tokens=np.empty(0, np.int64),
+            tokens=History(),
             metadata={"messages": [], "stops": [], "turns": [], "tools": None},
             revision=0,
         )
@@ -140,27 +142,16 @@ def _followed(ref: Reference | None, name: str, payload: bytes) -> Reference:
         facts[part] = [*items(before[part], part)[:n_kept], *items(facts[part], part)]
     if kept["tools"]:
         facts["tools"] = before["tools"]
+    tokens = ref.tokens.prefix(n)
+    tokens.extend(file.tensors["tokens"])
     return replace(
         ref,
-        tokens=np.concatenate([_array(ref.tokens[:n]), _array(file.tensors["tokens"])]),
+        tokens=tokens,
         n_stored=min(ref.n_stored, n),
         parent=None if parent is None else text(parent, "parent"),
         parent_position=None if position is None else whole(position, "parent_position"),
         metadata=plain(facts, "facts"),
     )
-
-
-def _n_same_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Return how many tokens two histories begin with in common; fast where one goes on."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return int(np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))[0])
-
-
-def _n_same(a: Any, b: Any) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
 
 
 def _hash_of(messages: Sequence[Any], before: Any = None) -> Any:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-
-import numpy as np
 
 from kvcellar.agents.directory import Directory
 from kvcellar.agents.records import Agent
 from kvcellar.errors import EngineClosedError
-from kvcellar.models.prompts import common_prefix
+from kvcellar.history import History
 
 __all__ = ["demote_cells", "free_cells"]
 
 
 async def free_cells(
-    directory: Directory, agent: Agent, tokens: Sequence[int] | None = None, keep: int = 0
+    directory: Directory, agent: Agent, tokens: History | None = None, keep: int = 0
 ) -> None:
     """Free the cells that no other agent needs: of an agent's history, or of one that it had.
 
@@ -29,10 +26,9 @@ async def free_cells(
     host = directory.host_of(agent)
     if host is None:
         return
-    tokens = agent.tokens if tokens is None else tokens
-    array = np.array(tokens, dtype=np.int64)
+    history = agent.tokens if tokens is None else tokens
     shared = [
-        common_prefix(tokens, other.expected or other.tokens)
+        history.common_prefix(other.expected or other.tokens)
         for other in directory.agents()
         if other is not agent
         and other.key == agent.key
@@ -41,12 +37,12 @@ async def free_cells(
     ]
     keep = max(keep, *shared) if shared else keep
     with contextlib.suppress(EngineClosedError):
-        await host.between_steps(lambda engine: engine.drop(array, keep))
+        await host.between_steps(lambda engine: engine.drop(history.tokens, keep))
 
 
 async def demote_cells(directory: Directory, agent: Agent) -> None:
     """Have the cells that only this agent needs go first where memory is short."""
     host = directory.host_of(agent)
     if host is not None:
-        tokens = agent.token_array()
+        tokens = agent.tokens.tokens
         await host.between_steps(lambda engine: engine.demote(tokens))

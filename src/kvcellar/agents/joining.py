@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
@@ -55,8 +56,7 @@ def join(agent: Agent, messages: Sequence[Mapping[str, Any]], rules: Collection[
     mine = [match_key(message, rules) for message in known]
     read = apply_rules(messages, None, rules).messages
     given = [match_key(message, rules) for message in read]
-    pairs = enumerate(zip(mine, given, strict=False))
-    n = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(given)))
+    n = n_alike(mine, given)
     if not agent.is_conversation:
         # What was put behind the messages as tokens cannot be said in messages: it is never gone on
         # from by them.

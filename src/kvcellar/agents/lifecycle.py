@@ -290,8 +290,8 @@ class Lifecycle:
         tokens = await host.between_steps(lambda engine: engine.publish(request_id))
         now = replace(agent)
         n = len(agent.tokens)
-        if tokens is not None and len(tokens) > n == tokens.common_prefix(agent.token_array()):
-            now.tokens = tuple(tokens)
+        if tokens is not None and len(tokens) > n == tokens.common_prefix(agent.tokens):
+            now.tokens = tokens
         return now
 
 

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcellar.history import History
+
 if TYPE_CHECKING:
     from kvcellar.agents.conversation import Message
     from kvcellar.agents.records import Agent, TurnRecord
@@ -33,7 +35,7 @@ class Mark:
     name: str
     serial: int
     n_changes: int
-    tokens: tuple[int, ...]
+    tokens: History
     messages: tuple[Message, ...]
     stops: tuple[int | None, ...]
     turns: tuple[TurnRecord, ...]

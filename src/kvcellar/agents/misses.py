@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcellar.agents.conversation import AgentTokenizer
-from kvcellar.models.prompts import common_prefix
+from kvcellar.history import History, common_prefix
 
 __all__ = ["CAUSES", "Miss", "explain", "miss_beside"]
 
@@ -73,8 +73,8 @@ class Miss:
 
 
 def miss_beside(
-    other: Sequence[int],
-    tokens: Sequence[int],
+    other: History,
+    tokens: History,
     n_cached: int,
     cause: str,
     tokenizer: AgentTokenizer | None,
@@ -91,18 +91,18 @@ def miss_beside(
     Returns:
         None where nothing behind the difference is the same, or it was cached all the same.
     """
-    at = common_prefix(other, tokens)
+    at = other.common_prefix(tokens)
     n_lost = min(_same_behind(other, tokens, at), len(tokens) - n_cached)
     if n_lost < _ALIKE or at >= min(len(other), len(tokens)):
         return None
     return explain(cause, n_lost, at, other, tokens, tokenizer)
 
 
-def _same_behind(a: Sequence[int], b: Sequence[int], at: int) -> int:
+def _same_behind(a: History, b: History, at: int) -> int:
     """Count the tokens behind a difference from where the two texts are the same again."""
-    pieces = {tuple(b[j : j + _ALIKE]): j for j in range(at + _FAR, at - 1, -1)}
+    pieces = {b[j : j + _ALIKE].tobytes(): j for j in range(at + _FAR, at - 1, -1)}
     for i in range(at, min(at + _FAR, len(a) - _ALIKE + 1)):
-        j = pieces.get(tuple(a[i : i + _ALIKE]))
+        j = pieces.get(a[i : i + _ALIKE].tobytes())
         if j is not None:
             return common_prefix(a[i:], b[j:])
     return 0
@@ -112,8 +112,8 @@ def explain(
     cause: str,
     tokens_lost: int,
     position: int,
-    history: Sequence[int],
-    tokens: Sequence[int],
+    history: History,
+    tokens: History,
     tokenizer: AgentTokenizer | None,
 ) -> Miss:
     """A miss with the texts around it."""
@@ -126,8 +126,8 @@ def explain(
     )
 
 
-def _text(tokenizer: AgentTokenizer | None, tokens: Sequence[int], at: int) -> str:
-    part = [int(token) for token in tokens[max(0, at - _AROUND) : at + _AROUND]]
+def _text(tokenizer: AgentTokenizer | None, tokens: History, at: int) -> str:
+    part = tokens[max(0, at - _AROUND) : at + _AROUND].tolist()
     if tokenizer is None or not part:
         return ""
     return tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)

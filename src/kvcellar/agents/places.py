@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
@@ -81,7 +82,7 @@ class Places:
         for agent in agents:
             alive.add(agent.name)
             known[agent.name] = self._chain_of(agent, known.get(agent.name))
-            n_same = _n_same(wanted, known[agent.name][1])
+            n_same = n_alike(wanted, known[agent.name][1])
             answered = [
                 (n_turns, end, turn.stop)
                 for n_turns, (turn, end) in enumerate(agent.turns_with_ends(), 1)
@@ -159,8 +160,3 @@ def _text_of(message: Mapping[str, Any]) -> str:
 def _words_of_system(messages: Sequence[Mapping[str, Any]]) -> set[str]:
     is_there = bool(messages) and messages[0].get("role") == "system"
     return set(_text_of(messages[0]).split()) if is_there else set()
-
-
-def _n_same(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)

@@ -15,14 +15,14 @@ from kvcellar.agents.records import Agent, TurnRecord
 from kvcellar.agents.residence import ProgressFn
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
 from kvcellar.errors import PromptError
-from kvcellar.models.prompts import common_prefix
+from kvcellar.history import History
 
 __all__ = ["AnswerFn", "StartFn", "Turn", "plan_turn", "record_turn"]
 
 AnswerFn = Callable[[str], Message]
 """From the text of an answer to the message that clients will send back for it."""
 
-StartFn = Callable[[Sequence[int], int], None]
+StartFn = Callable[[History, int], None]
 """Called with a turn's tokens and how many of them the cache holds; it may refuse by raising."""
 
 _DEFAULT = SamplingParams(unset=DEFAULTABLE)
@@ -73,7 +73,7 @@ class Turn:
     answer: AnswerFn | None = None
     on_start: StartFn | None = None
     progress: ProgressFn | None = None
-    prompt: Sequence[int] = field(default=(), repr=False)
+    prompt: History = field(default_factory=History, repr=False)
     kept: tuple[TurnRecord, ...] = ()
     n_messages: int = 0
     changed: str | None = None
@@ -108,7 +108,8 @@ def plan_turn(
     if turn.tokens is not None:
         if not turn.tokens:
             raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
-        turn.prompt = [*agent.tokens, *map(int, turn.tokens)]
+        turn.prompt = History(agent.tokens)
+        turn.prompt.extend(turn.tokens)
         turn.kept, turn.n_messages = agent.turns, len(agent.messages)
         return
     if host.tokenizer is None:
@@ -171,7 +172,7 @@ def _what_differs(agent: Agent, host: ModelHost, prefixes: Prefixes) -> str | No
             n_more = 2 * (turn.stop - turn.n_prompt) + 16
             was, now = (
                 host.tokenizer.decode(
-                    list(part), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    part.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
                 for part in (
                     history[turn.n_prompt : turn.stop],
@@ -186,7 +187,7 @@ def _decode_cut(agent: Agent, host: ModelHost) -> None:
     """Give an answer that was cut in its middle the text that is left of it."""
     if agent.messages and agent.messages[-1].get("content", "") is None and agent.turns:
         assert host.tokenizer is not None
-        part = list(agent.tokens[agent.turns[-1].n_prompt :])
+        part = agent.tokens[agent.turns[-1].n_prompt :].tolist()
         text = host.tokenizer.decode(part, skip_special_tokens=True)
         agent.messages = (*agent.messages[:-1], {"role": "assistant", "content": text})
 
@@ -200,8 +201,9 @@ def record_turn(turn: Turn, agent: Agent, host: ModelHost, event: FinishEvent) -
         host: who answered.
         event: the end of the answer.
     """
-    n_before = common_prefix(agent.tokens, turn.prompt)
-    agent.tokens = (*turn.prompt, *event.token_ids)
+    n_before = agent.tokens.common_prefix(turn.prompt)
+    agent.tokens = History(turn.prompt)
+    agent.tokens.extend(event.token_ids)
     if turn.spoken is not None:
         answer = {"role": "assistant", "content": event.text}
         if turn.answer is not None:

@@ -180,7 +180,7 @@ class Publisher:
             self.store,
             agent.name,
             agent.key,
-            agent.token_array(),
+            agent.tokens,
             parent=agent.parent,
             parent_position=agent.parent_position,
             metadata=agent.metadata(),
@@ -197,17 +197,17 @@ class Publisher:
     def _without_cells(self, agent: Agent) -> SaveTicket | None:
         """Publish a state of which no cell is here: what is stored of it is referred to."""
         ref = None
-        tokens, n = agent.token_array(), len(agent.tokens)
+        tokens, n = agent.tokens, len(agent.tokens)
         if self.store.has_reference(agent.name):
             before = self.store.get(agent.name)
-            if len(before.tokens) == n and bool((before.tokens == tokens).all()):
+            if len(before.tokens) == n == before.tokens.common_prefix(tokens):
                 self.store.update_metadata(agent.name, agent.metadata())
                 ref = self.store.get(agent.name)
-            elif len(before.tokens) > n and bool((before.tokens[:n] == tokens).all()):
+            elif before.tokens.common_prefix(tokens) == n:
                 ref = self.store.cut(agent.name, n, metadata=agent.metadata())
         elif agent.parent is not None and self.store.has_reference(agent.parent):
             before = self.store.get(agent.parent)
-            if len(before.tokens) >= n and bool((before.tokens[:n] == tokens).all()):
+            if before.tokens.common_prefix(tokens) == n:
                 ref = self.store.fork(agent.parent, agent.name, n, metadata=agent.metadata())
         if ref is not None:
             agent.revision, agent.n_stored = ref.revision, ref.n_stored

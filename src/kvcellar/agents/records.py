@@ -8,17 +8,15 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
 from kvcellar.errors import AgentError, AgentNameError
+from kvcellar.history import History
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.references import SERIAL
-from kvcellar.types import IntArray
 
 __all__ = [
     "Agent",
@@ -105,13 +103,13 @@ class AgentInfo:
 class Agent:
     """A named sequence with a history. Its manager changes it; see ``AgentManager``.
 
-    ``tokens`` are never changed in place: whoever read them has one state of the history.
+    ``tokens`` are never appended to: whoever read them has one state of the history.
     """
 
     agent_id: str
     model: str
     key: ModelKey
-    tokens: tuple[int, ...] = ()
+    tokens: History = field(default_factory=History)
     messages: tuple[Message, ...] = ()
     tools: list[dict[str, Any]] | None = None
     turns: tuple[TurnRecord, ...] = ()
@@ -138,7 +136,7 @@ class Agent:
     gate: Gate = field(default_factory=Gate)
     request_id: int | None = None
     """Of the turn that is being generated."""
-    expected: list[int] = field(default_factory=list)
+    expected: History = field(default_factory=History)
     """Tokens of the turn that is being generated, as far as they are known."""
     is_passing: bool = False
     """Not saved until somebody goes on from it, or its model goes."""
@@ -213,7 +211,7 @@ class Agent:
             mark=None,
             gate=Gate(),
             request_id=None,
-            expected=[],
+            expected=History(),
             is_waiting=False,
             is_paused=False,
             is_passing=False,
@@ -243,7 +241,8 @@ class Agent:
         n, messages = len(self.tokens), self.messages
         if self.turns and self.turns[-1].reason == "cut":
             messages = messages[:-1]
-        return other.tokens[:n] == self.tokens and other.messages[: len(messages)] == messages
+        is_same = other.tokens.common_prefix(self.tokens) == n
+        return is_same and other.messages[: len(messages)] == messages
 
     def take_history(self, other: Agent) -> None:
         """Have what another has said, and be who one is."""
@@ -257,10 +256,6 @@ class Agent:
         """Give a state that has just changed its number."""
         self.serial = next_serial(self.serial)
         self.n_changes += 1
-
-    def token_array(self) -> IntArray:
-        """``[n]`` int64: the history."""
-        return np.array(self.tokens, dtype=np.int64)
 
     def position_of(self, position: int | None, turn: int | None) -> int:
         """A place in the history, given as tokens or as turns from its beginning (or -1: its end).
@@ -312,7 +307,7 @@ class Agent:
         then ``n_turns`` says how many stay. An answer that is cut in its middle stays, with what is
         left of it (``content`` None until somebody decodes it).
         """
-        self.tokens = self.tokens[:position]
+        self.tokens = self.tokens.prefix(min(position, len(self.tokens)))
         turns = self.turns_with_ends()
         whole = [turn for turn, _ in turns if turn.stop <= position]
         if n_turns is not None:
@@ -362,7 +357,7 @@ class Agent:
         """
         value = checked_facts(ref)
         self.model = value["model"]
-        self.tokens = tuple(ref.tokens.tolist())
+        self.tokens = ref.tokens
         self.messages = tuple(value["messages"])
         self.tools = value["tools"]
         self.turns = tuple(TurnRecord(*turn) for turn in value["turns"])

@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvcellar.agents.canary import check_restored
 from kvcellar.agents.costs import Estimate
 from kvcellar.agents.host import ModelHost
@@ -31,6 +29,7 @@ from kvcellar.engine import (
     RowCache,
 )
 from kvcellar.errors import EngineClosedError
+from kvcellar.history import History
 from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
 from kvcellar.types import IntArray
 
@@ -92,7 +91,7 @@ class BroughtBack:
 async def bring_back(
     host: ModelHost,
     store: Store,
-    tokens: tuple[int, ...],
+    tokens: History,
     *,
     is_wanted: bool = False,
     is_verified: bool = False,
@@ -113,7 +112,7 @@ async def bring_back(
             is put away, nothing is restored, and an event and ``trouble`` say so.
         progress: told how much is loaded.
     """
-    job = _Job(host, store, np.array(tokens, dtype=np.int64), is_wanted, is_verified, progress)
+    job = _Job(host, store, tokens, is_wanted, is_verified, progress)
     async with host.restoring:
         work = asyncio.ensure_future(asyncio.to_thread(job.run))
         try:
@@ -131,7 +130,7 @@ class _Job:
 
     host: ModelHost
     store: Store
-    tokens: IntArray
+    tokens: History
     is_wanted: bool
     is_verified: bool
     progress: ProgressFn | None
@@ -141,7 +140,7 @@ class _Job:
 
     def run(self) -> BroughtBack:
         started = time.perf_counter()
-        held = self._call(lambda engine: engine.hold(self.tokens))
+        held = self._call(lambda engine: engine.hold(self.tokens.tokens))
         result = BroughtBack(held.n_tokens, n_known=held.n_tokens, _held=held)
         if held.n_tokens + MIN_GAIN > len(self.tokens):
             return result
@@ -347,7 +346,7 @@ def save_history(
     store: Store,
     name: str,
     key: ModelKey,
-    tokens: IntArray,
+    tokens: History,
     *,
     parent: str | None,
     parent_position: int | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvcellar.agents.alike import n_alike
 from kvcellar.agents.conversation import AgentTokenizer, Message
 from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.prompts import render
@@ -86,7 +87,7 @@ def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
             continue
         expected = first + said
         if not second.startswith(expected):
-            at = _differs_at(expected, second)
+            at = n_alike(expected, second)
             findings.append(
                 f"{what} comes out differently in the next turn, from character {at} on: it was "
                 f"{_around(expected, at)!r} and becomes {_around(second, at)!r}"
@@ -110,18 +111,13 @@ def _check_tools(tokenizer: AgentTokenizer, user: Message) -> list[str]:
         second = render(tokenizer, [user, call, result], _TOOLS).text
     except (ModelError, TypeError):
         return []  # a template without tools
-    at = _differs_at(first, second)
+    at = n_alike(first, second)
     if at == len(first) or not first[at:].strip():
         return []
     return [
         f"a tool's result changes the turn before it, from character {at} on: it was "
         f"{_around(first, at)!r} and becomes {_around(second, at)!r}"
     ]
-
-
-def _differs_at(a: str, b: str) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
 
 
 def _around(text: str, at: int) -> str:

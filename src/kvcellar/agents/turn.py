@@ -165,12 +165,12 @@ class Turns:
         """Bring the history back, have it answered, and save what is new."""
         started_s = time.perf_counter()
         settings = turn.params.for_model(host.sampling)
-        request = Request(History(turn.prompt), settings, turn.priority, turn.deadline_s)
+        request = Request(turn.prompt, settings, turn.priority, turn.deadline_s)
         host.costs.recall(agent.rates)
         back = await bring_back(
             host,
             self.store,
-            tuple(turn.prompt[:-1]),
+            turn.prompt.prefix(len(turn.prompt) - 1),
             is_verified=self.is_verified,
             progress=turn.progress,
         )
@@ -179,13 +179,13 @@ class Turns:
         try:
             if turn.on_start is not None:
                 turn.on_start(turn.prompt, back.n_cached + back.n_restored)
-            agent.expected = list(turn.prompt)
+            agent.expected = History(turn.prompt)
             async with RunningTurn(self, turn, agent, host, back, started_s).queued(request) as one:
                 yield one
         finally:
             back.release(host)
             agent.request_id = None
-            agent.expected = []
+            agent.expected = History()
 
     def prompt_of(
         self,
@@ -195,7 +195,7 @@ class Turns:
         *,
         is_asking: bool = True,
         agent_id: str | None = None,
-    ) -> Sequence[int]:
+    ) -> History:
         """Return the tokens of a conversation, as a turn that is given it has them.
 
         Args:
@@ -230,7 +230,7 @@ class Turns:
             control_tokens_in_text=self.control_tokens_in_text,
         )
         refuse_text(host.tokenizer, rendered.text, host.context, times=MOST_COUNTED)
-        return encode(host.tokenizer, rendered)
+        return History(encode(host.tokenizer, rendered))
 
 
 class RunningTurn:

@@ -17,12 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
 from kvcellar.models.rendering import ask_renderer
 
-__all__ = ["ChatTokenizer", "Rendered", "common_prefix", "encode", "render"]
+__all__ = ["ChatTokenizer", "Rendered", "encode", "render"]
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
 """Put before a control token that a message spells. Noncharacters: no text should have them, one
@@ -128,13 +126,6 @@ def encode(tokenizer: ChatTokenizer, rendered: Rendered) -> list[int]:
             return ids
     assert controls is not None
     return controls.encode(rendered.marked or rendered.text, rendered.mark)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two histories begin with in common."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
-    return int(differ[0]) if differ.size else n
 
 
 def _apply(

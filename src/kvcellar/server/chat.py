@@ -15,7 +15,7 @@ from kvcellar.agents.work import OTHER_BYTES
 from kvcellar.engine import TokenEvent
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.errors import ModelError
-from kvcellar.models.prompts import common_prefix
+from kvcellar.history import History
 from kvcellar.server.calls import CallParser, Part, TextPart, as_message, is_whole, say_calls
 from kvcellar.server.conversations import Seat
 from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Question, Started, TextEvent
@@ -150,9 +150,9 @@ class _Answer:
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
         self._parser = CallParser(self._call_ids)
         self._is_in_thought = False
-        self._pinned: Sequence[int] | None = ()
+        self._pinned: History | None = History()
         self._start: Started | None = None
-        self._prompt: Sequence[int] = ()
+        self._prompt = History()
         self._guide_troubles: Sequence[str] = ()
         self._started_s = time.perf_counter()
         self._last_s: float | None = None
@@ -160,26 +160,26 @@ class _Answer:
 
     # The turn ----------------------------------------------------------------------------------
 
-    async def pinned_prefix(self) -> Sequence[int] | None:
+    async def pinned_prefix(self) -> History | None:
         """Return tokens of the messages that the longest pin covers; None: of all messages."""
         ask, host = self._ask, self._host
         n = max((pin.n_messages for pin in ask.pins), default=-1)
         if n < 0 or host.tokenizer is None:
-            return ()
+            return History()
         if n >= len(ask.messages):
             return None
         n += len(self._messages) - len(ask.messages)  # what came in front
 
-        def begin() -> Sequence[int]:
+        def begin() -> History:
             with contextlib.suppress(ModelError):
                 messages, tools = self._messages[:n], self._wording.tools
                 return self._service.agents.turns.prompt_of(host, messages, tools, is_asking=False)
-            return ()
+            return History()
 
         cost = size_of(self._messages, self._wording.tools).cost + OTHER_BYTES
         return await self._service.agents.work.run(cost, begin)
 
-    def turn(self, pinned: Sequence[int] | None) -> Turn:
+    def turn(self, pinned: History | None) -> Turn:
         """Make the agent's turn; ``pinned`` is as ``pinned_prefix`` returns it."""
         self._pinned = pinned
         is_held = self._held is not None and self._held.begin is not None
@@ -195,7 +195,7 @@ class _Answer:
             is_continuing=self._seat.is_continuing,
         )
 
-    def _begin(self, prompt: Sequence[int], n_cached: int) -> None:
+    def _begin(self, prompt: History, n_cached: int) -> None:
         """Take note of the prompt, or refuse it, before it is queued."""
         service, host = self._service, self._host
         service.check_fits(host, prompt)
@@ -206,7 +206,7 @@ class _Answer:
             self._is_in_thought = self._parser.is_in_thought = opens_thought(host, prompt)
         n_pinned = len(prompt)
         if self._pinned is not None:
-            n_pinned = common_prefix(self._pinned, prompt)
+            n_pinned = prompt.common_prefix(self._pinned)
         name, seat = service.models.public(host.name), self._seat
         self._start = Started(seat.agent_id, name, len(prompt), n_cached, n_pinned, seat.notice)
 
@@ -264,7 +264,7 @@ class _Answer:
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
             ttl_s = max(pin.ttl_s for pin in self._ask.pins)
-            await self._service.pins.pin(self._host, self._prompt[:n_pinned], ttl_s)
+            await self._service.pins.pin(self._host, self._prompt.prefix(n_pinned), ttl_s)
         self._seat.has_answered = True
         return [*said, self._ended(event)]
 

@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvcellar.agents import ModelHost
 from kvcellar.engine import Engine, HeldPrefix
 from kvcellar.errors import EngineClosedError
+from kvcellar.history import History
 
 __all__ = ["Pins"]
 
@@ -28,7 +27,7 @@ SHARE = 0.5
 @dataclass(slots=True, eq=False)
 class _Pin:
     host: ModelHost
-    tokens: tuple[int, ...]
+    tokens: History
     held: HeldPrefix
     ends_s: float
 
@@ -42,31 +41,29 @@ class Pins:
         self._pins: list[_Pin] = []
         self._lock = threading.Lock()
 
-    async def pin(self, host: ModelHost, tokens: Sequence[int], ttl_s: float) -> int:
+    async def pin(self, host: ModelHost, tokens: History, ttl_s: float) -> int:
         """Keep what the cache holds of a history for so many seconds; how many tokens that is.
 
         A shorter pin of the same history ends; one of the same tokens lasts longer.
         """
         await self.sweep()
-        mine = tuple(tokens)
-        array = np.array(mine, dtype=np.int64)
         ends_s = self._clock() + ttl_s
 
         def lock(engine: Engine) -> int:
-            held = engine.hold(array)
+            held = engine.hold(tokens.tokens)
             limit = int(engine.cache.capacity * SHARE)
             if not held.n_tokens or held.n_tokens > limit:
                 held.release()
                 return 0
             with self._lock:
                 ours = [pin for pin in self._pins if pin.host is host]
-                gone = [pin for pin in ours if pin.tokens == mine[: len(pin.tokens)]]
+                gone = [pin for pin in ours if tokens.common_prefix(pin.tokens) == len(pin.tokens)]
                 left = sorted((p for p in ours if p not in gone), key=lambda pin: pin.ends_s)
                 while left and sum(p.held.n_tokens for p in left) + held.n_tokens > limit:
                     gone.append(left.pop(0))
-                until = max([ends_s, *(p.ends_s for p in gone if len(p.tokens) == len(mine))])
+                until = max([ends_s, *(p.ends_s for p in gone if len(p.tokens) == len(tokens))])
                 self._pins = [pin for pin in self._pins if pin not in gone]
-                self._pins.append(_Pin(host, mine[: held.n_tokens], held, until))
+                self._pins.append(_Pin(host, tokens.prefix(held.n_tokens), held, until))
             for pin in gone:
                 pin.held.release()
             return held.n_tokens

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from starlette.requests import Request
@@ -118,7 +118,7 @@ class Service:
             self._n_active -= n
             self.metrics.active.set(self._n_active)
 
-    def check_fits(self, host: ModelHost, tokens: Sequence[int]) -> None:
+    def check_fits(self, host: ModelHost, tokens: Sized) -> None:
         """Refuse a prompt that can never be answered, before anything is computed.
 
         Where the prompt fits, its answer may have fewer tokens than were asked for: it ends with

@@ -18,6 +18,7 @@ import numpy as np
 from kvcellar.agents import AgentInfo, ModelHost
 from kvcellar.engine import CellState, Engine, EngineStats
 from kvcellar.errors import EngineClosedError, UnknownAgentError
+from kvcellar.history import History
 from kvcellar.server.service import Service
 from kvcellar.types import IntArray
 
@@ -47,7 +48,7 @@ _COUNTED = (
     "protected_tokens",
 )
 
-Owned = Sequence[tuple[str, tuple[int, ...], int | None]]
+Owned = Sequence[tuple[str, History, int | None]]
 """Agents: name, tokens, and the request that runs for them."""
 
 Seen = tuple[ModelHost, dict[str, Any], EngineStats]
@@ -108,7 +109,7 @@ def _model(
 
 def _look(owned: Owned, engine: Engine) -> tuple[dict[str, Any], EngineStats]:
     """Find whose every cell of the first layer group is. In the engine's thread."""
-    seen = engine.cell_map((np.array(tokens, dtype=np.int64), run) for _, tokens, run in owned)
+    seen = engine.cell_map((tokens.tokens, run) for _, tokens, run in owned)
     numbers, sets = _owner_sets(len(seen.states), seen.tables)
     names = [name for name, *_ in owned]
     cells = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcellar.agents import ModelHost, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
+from kvcellar.history import History
 from kvcellar.server.calls import THOUGHT_BEGIN, THOUGHT_END, say_calls, say_tools, without_tools
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
@@ -84,10 +85,10 @@ def knows_calls(host: ModelHost) -> bool:
     return "tool_calls" in str(getattr(host.tokenizer, "chat_template", None) or "")
 
 
-def opens_thought(host: ModelHost, prompt: Sequence[int]) -> bool:
+def opens_thought(host: ModelHost, prompt: History) -> bool:
     """Return true if a prompt ends with the mark of a thought, whose end comes as text."""
     assert host.tokenizer is not None
-    end = host.tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False)
+    end = host.tokenizer.decode(prompt[-16:].tolist(), skip_special_tokens=False)
     if not end.rstrip().endswith(THOUGHT_BEGIN):
         return False
     mark = host.tokenizer.encode(THOUGHT_END, add_special_tokens=False)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcellar.errors import StoreError
+from kvcellar.history import History
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.store.facts import MOST_INT
 from kvcellar.store.format import (
@@ -79,7 +80,7 @@ class Link(NamedTuple):
     stop: int
 
 
-def chain(key: ModelKey, tokens: IntArray) -> Iterator[Link]:
+def chain(key: ModelKey, tokens: History) -> Iterator[Link]:
     """The blocks of a history: full ones, then the tail where tokens are left over."""
     parent, size = key.root, key.layout.block_tokens
     for start in range(0, len(tokens), size):
@@ -89,12 +90,12 @@ def chain(key: ModelKey, tokens: IntArray) -> Iterator[Link]:
         parent = address
 
 
-def boundary_link(key: ModelKey, tokens: IntArray) -> Link:
+def boundary_link(key: ModelKey, tokens: History) -> Link:
     """The window state at the end of these tokens; ``start`` is where its last part begins."""
     size = key.layout.block_tokens
     start = len(tokens) // size * size
     parent = key.root
-    for link in chain(key, tokens[:start]):
+    for link in chain(key, tokens.prefix(start)):
         parent = link.address
     return Link(address_of(Kind.WINDOW, parent, tokens[start:]), parent, start, len(tokens))
 

@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from kvcellar.errors import StoreError
 from kvcellar.home import open_own
 from kvcellar.store.blocks import Info, Kind, Sealed, read_info, read_sealed
@@ -435,9 +433,7 @@ class ColdTier:
 
         Only what ``new`` contains: an abandoned continuation stays until room is needed.
         """
-        n = min(len(old.tokens), len(new.tokens))
-        differ = np.flatnonzero(old.tokens[:n] != new.tokens[:n])
-        n_common = int(differ[0]) if differ.size else n
+        n_common = new.tokens.common_prefix(old.tokens)
         removed = []
         for address in old.addresses - new.addresses - set(protect):
             info = self.info(address)

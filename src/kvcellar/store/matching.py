@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from kvcellar.history import History, common_prefix
 from kvcellar.store.blocks import Draft, Info, Kind, Link, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
@@ -63,14 +64,14 @@ class Match:
 
     Attributes:
         key: the model and layout.
-        tokens: ``[n]`` int64: the history that was asked for, up to the limit.
+        tokens: the history that was asked for, up to the limit.
         steps: the blocks that hold its beginning, in order.
         n_tokens: leading tokens whose rows in the full-history groups are stored.
         boundaries: window states on this history, latest first; empty for models without windows.
     """
 
     key: ModelKey
-    tokens: IntArray
+    tokens: History
     steps: tuple[Step, ...]
     n_tokens: int
     boundaries: tuple[Boundary, ...]
@@ -166,7 +167,7 @@ class Finder:
 
     # What is there -----------------------------------------------------------------------------
 
-    def match(self, key: ModelKey, tokens: IntArray) -> Match:
+    def match(self, key: ModelKey, tokens: History) -> Match:
         """The longest stored beginning of a history, to the token."""
         steps: list[Step] = []
         parents = [key.root]
@@ -208,18 +209,17 @@ class Finder:
             return None
         return Step(found[0], found[0].stop, found[1])
 
-    def _partial(self, key: ModelKey, parent: bytes, start: int, tokens: IntArray) -> Step | None:
+    def _partial(self, key: ModelKey, parent: bytes, start: int, tokens: History) -> Step | None:
         """The block behind ``parent`` that has most tokens in common with the history."""
-        rest = tokens[start:]
         best: Step | None = None
         for tier, info in self._children([parent], Kind.BLOCK):
-            n = _n_common(info.tokens, rest)
+            n = tokens.common_prefix(info.tokens, start)
             if n and _is_at(info, key, start) and (best is None or start + n > best.stop):
                 best = Step(info, start + n, tier)
         return best
 
     def _boundaries(
-        self, key: ModelKey, parents: list[bytes], tokens: IntArray, partial: Step | None
+        self, key: ModelKey, parents: list[bytes], tokens: History, partial: Step | None
     ) -> tuple[Boundary, ...]:
         """Window states whose positions, as far as they reach back, are those of this history.
 
@@ -238,7 +238,7 @@ class Finder:
             if partial is not None and start >= partial.info.stop:
                 last = partial.stop  # where the histories part, in the block before
             else:
-                last = start + _n_common(info.tokens, tokens[start:])
+                last = start + tokens.common_prefix(info.tokens, start)
             if last >= max(1, info.first):
                 found.setdefault(info.address, Boundary(info, info.first, last))
         return tuple(sorted(found.values(), key=lambda boundary: -boundary.last))
@@ -320,7 +320,7 @@ class Finder:
         if (held.root, held.start) != (info.root, info.start):
             self._cold.reject(held, "it says that it belongs to another place or model")
             return None
-        if _n_common(held.tokens, tokens) < len(tokens):
+        if common_prefix(held.tokens, tokens) < len(tokens):
             self._cold.correct(held)
             return None
         return item, tier
@@ -335,10 +335,3 @@ def _below(window: WindowRows, n: int) -> WindowRows:
     """The positions below ``n``."""
     keep = int(np.searchsorted(window.positions, n))
     return WindowRows(window.positions[:keep], slice_rows(window.rows, 0, keep))
-
-
-def _n_common(a: IntArray, b: IntArray) -> int:
-    """How many leading tokens are equal."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n

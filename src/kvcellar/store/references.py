@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.errors import StoreError
+from kvcellar.history import History
 from kvcellar.store.blocks import ADDRESS_BYTES
 from kvcellar.store.facts import (
     MOST_INT,
@@ -50,7 +51,7 @@ class Reference:
         name: any text without control characters, up to 512 bytes of UTF-8.
         fingerprint: of the model whose KV it is.
         layout_json: of the rows; ``Layout.as_json``.
-        tokens: ``[n]`` int64: the whole history, also what no KV is stored of.
+        tokens: the whole history, also what no KV is stored of.
         blocks: addresses of the leading blocks that are stored, full ones and then a tail.
         n_stored: tokens that these cover.
         boundaries: the window states that are kept, by length ascending; empty without windows.
@@ -66,7 +67,7 @@ class Reference:
     name: str
     fingerprint: str
     layout_json: str
-    tokens: IntArray
+    tokens: History
     blocks: tuple[bytes, ...] = ()
     n_stored: int = 0
     boundaries: tuple[Boundary, ...] = ()
@@ -109,7 +110,7 @@ class Reference:
         }
         return pack(
             {
-                "tokens": Tensor("I64", self.tokens),
+                "tokens": Tensor("I64", self.tokens.tokens),
                 "blocks": Tensor("U8", _table(b"".join(self.blocks))),
                 "windows": Tensor("U8", _table(windows)),
                 "window_lengths": Tensor("I64", np.array(lengths, np.int64)),
@@ -153,7 +154,7 @@ def _read(file: FileBytes) -> Reference:
         name=checked_name(text(facts["name"], "name")),
         fingerprint=text(file.metadata["fingerprint"], "fingerprint"),
         layout_json=text(file.metadata["layout"], "layout"),
-        tokens=tokens,
+        tokens=History(tokens),
         blocks=_addresses(file, "blocks"),
         n_stored=whole(facts["n_stored"], "n_stored", 0, n),
         boundaries=tuple(map(Boundary, lengths, windows)),

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from kvcellar.errors import StoreError
+from kvcellar.history import History
 from kvcellar.store.blocks import (
     Draft,
     Kind,
@@ -30,7 +29,6 @@ from kvcellar.store.references import Boundary, Reference
 from kvcellar.store.reports import EventKind, EventLog
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.store.writer import Writer
-from kvcellar.types import IntArray
 
 
 class RowSource(Protocol):
@@ -182,7 +180,7 @@ class Saver:
         self,
         naming: Naming | None,
         key: ModelKey,
-        tokens: IntArray,
+        tokens: History,
         n_computed: int,
         source: RowSource | None,
         *,
@@ -191,9 +189,9 @@ class Saver:
     ) -> SaveTicket:
         """Take what is new and queue it; see ``Store.save`` and ``Store.keep_warm``."""
         ticket = SaveTicket(naming.name if naming else None, n_computed)
-        room = self._writer.n_free_bytes - tokens.nbytes
+        room = self._writer.n_free_bytes - tokens.tokens.nbytes
         reading = _Reading(is_cold, may_read)
-        plan = self._take(ticket, key, tokens[:n_computed], source, room, reading)
+        plan = self._take(ticket, key, tokens.prefix(n_computed), source, room, reading)
         subject = ticket.name or "unnamed blocks"
         if plan is None or (naming is None and n_computed and not plan.needs):
             return self._skipped(ticket)
@@ -203,7 +201,7 @@ class Saver:
         with self._lock:
             self._wanted.update(plan.needs.keys())
         self._warm.hold(plan.items, is_cold)
-        size = tokens.nbytes + sum(item.size_bytes for item in plan.items)
+        size = tokens.tokens.nbytes + sum(item.size_bytes for item in plan.items)
 
         def job() -> None:
             self._run(plan, naming, key, tokens, is_cold)
@@ -238,7 +236,7 @@ class Saver:
         self,
         ticket: SaveTicket,
         key: ModelKey,
-        tokens: IntArray,
+        tokens: History,
         source: RowSource | None,
         room: int,
         reading: _Reading,
@@ -279,7 +277,7 @@ class Saver:
         self,
         plan: Plan,
         key: ModelKey,
-        tokens: IntArray,
+        tokens: History,
         source: RowSource | None,
         room: int,
         reading: _Reading,
@@ -325,7 +323,7 @@ class Saver:
         plan: Plan,
         naming: Naming | None,
         key: ModelKey,
-        tokens: IntArray,
+        tokens: History,
         is_cold: bool,
     ) -> None:
         ticket = plan.ticket
@@ -366,7 +364,7 @@ class Saver:
         plan: Plan,
         naming: Naming | None,
         key: ModelKey,
-        tokens: IntArray,
+        tokens: History,
         stays: dict[bytes, tuple[Item | None, bool]],
     ) -> None:
         keep = naming.name if naming else None
@@ -400,15 +398,13 @@ class Saver:
         plan: Plan,
         naming: Naming,
         key: ModelKey,
-        tokens: IntArray,
+        tokens: History,
         before: Reference | None,
     ) -> Reference:
         boundaries = [] if plan.boundary is None else [plan.boundary]
         root = key.fingerprint, key.layout.as_json
         if before is not None and (before.fingerprint, before.layout_json) == root:
-            n = min(len(before.tokens), len(tokens))
-            differ = np.flatnonzero(before.tokens[:n] != tokens[:n])
-            n_common = int(differ[0]) if differ.size else n
+            n_common = tokens.common_prefix(before.tokens)
             known = {boundary.address for boundary in boundaries}
             boundaries += [
                 boundary

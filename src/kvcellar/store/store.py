@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvcellar.errors import StoreError, UnknownReferenceError
+from kvcellar.history import History
 from kvcellar.store import exchange, upkeep
 from kvcellar.store.blocks import chain
 from kvcellar.store.catalogue import Catalogue, RefRow
@@ -39,7 +38,7 @@ from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray
 
-Tokens = Sequence[int] | IntArray
+Tokens = History | IntArray | Sequence[int]
 Progress = Callable[[float, str], None]
 
 
@@ -129,7 +128,7 @@ class Store:
 
         A model's forward wants at least one token that is not loaded: leave out the last.
         """
-        return self._finder.match(key, _token_array(tokens))
+        return self._finder.match(key, History(tokens))
 
     def load(self, match: Match, start: int = 0, stop: int | None = None) -> Iterator[Loaded]:
         """The rows of positions ``[start, stop)`` of a match, block by block.
@@ -216,9 +215,9 @@ class Store:
         if metadata is not None:
             checked_json(metadata)
         naming = Naming(name, parent, parent_position, metadata, is_pinned)
-        array = _token_array(tokens)
-        n = len(array) if n_computed is None else min(n_computed, len(array))
-        ticket = self._saver.save(naming, key, array, n, source, is_cold=True, may_read=may_read)
+        history = History(tokens)
+        n = len(history) if n_computed is None else min(n_computed, len(history))
+        ticket = self._saver.save(naming, key, history, n, source, is_cold=True, may_read=may_read)
         if is_pinned is not None:
             self._writer.offer(self._refresh_pins, 0)
         return ticket
@@ -231,7 +230,7 @@ class Store:
         if key.layout.window_groups:
             return 0
         n = 0
-        for link in chain(key, _token_array(tokens)):
+        for link in chain(key, History(tokens)):
             if self._cold.seen(link.address) is None:
                 break
             n = link.stop
@@ -245,10 +244,10 @@ class Store:
         As ``save``, but nothing is written until RAM runs short and spills it to disk. With no RAM
         (``warm_bytes=0``) it goes to disk at once.
         """
-        array = _token_array(tokens)
-        n = len(array) if n_computed is None else min(n_computed, len(array))
+        history = History(tokens)
+        n = len(history) if n_computed is None else min(n_computed, len(history))
         is_cold = not self.config.warm_bytes
-        return self._saver.save(None, key, array, n, source, is_cold=is_cold)
+        return self._saver.save(None, key, history, n, source, is_cold=is_cold)
 
     # References --------------------------------------------------------------------------------
 
@@ -641,15 +640,7 @@ def _beginning(ref: Reference, position: int) -> Reference:
     """The reference with its first ``position`` tokens alone; its blocks are still all of them."""
     return replace(
         ref,
-        tokens=ref.tokens[:position],
+        tokens=ref.tokens.prefix(position),
         n_stored=min(ref.n_stored, position),
         boundaries=tuple(b for b in ref.boundaries if b.length <= position),
     )
-
-
-def _token_array(tokens: Tokens) -> IntArray:
-    """Tokens as ``[n]`` int64 that the caller cannot change afterwards."""
-    array = np.array(tokens, dtype=np.int64)
-    if array.ndim != 1:
-        raise StoreError(f"a history is one list of tokens, got shape {array.shape}")
-    return array

@@ -254,7 +254,7 @@ async def _of_agent(
 ) -> AsyncGenerator[Pieces, None]:
     """Continue a prompt behind an agent's history, which grows by it."""
 
-    def on_start(tokens: Sequence[int], n_cached: int) -> None:
+    def on_start(tokens: History, n_cached: int) -> None:
         service.check_fits(host, tokens)
         choice.n_prompt = len(tokens)
 
