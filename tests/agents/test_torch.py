@@ -41,9 +41,10 @@ def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
     family, block_size, tmp_path
 ):
     folder = str(make_checkpoint(family, tmp_path / family))
+    cache = {"cache": "paged", "block_size": block_size} if block_size > 1 else {}
 
     def load(name: str) -> ModelHost:
-        return open_host(folder, capacity=1024, config=CONFIG, block_size=block_size)
+        return open_host(folder, capacity=1024, config=CONFIG, **cache)
 
     said = [list(text.encode()) for text in ("The first thing. " * 4, "And another.", "Then?")]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvcellar.agents import host
 from kvcellar.cli import app
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -84,6 +85,25 @@ def test_an_agent_keeps_its_type_of_k_and_v() -> None:
     other = say("small", "And?", "--kv-dtype", "float32")
     assert other["usage"]["miss"]["cause"] == "other model"
     assert {info["kv_dtype"] for info in run_json("list")} == {"int8", "float32"}
+
+
+def test_an_agent_goes_on_in_blocks_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    engine_of = host.EngineService
+
+    def start(engine: Any) -> Any:
+        opened.append((engine.cache.block_size, engine.cache.config.layout))
+        return engine_of(engine)
+
+    monkeypatch.setattr(host, "EngineService", start)
+    greedy = ("--temperature", "0", "--max-tokens", "4")
+    assert run("generate", "poet", "x = ", "--create", *greedy)[0] == 0
+    blocks = ("--cache", "paged", "--block-size", "8", "--layout", "block_first")
+    code, out, err = run(
+        "generate", "poet", "1", "--temperature", "0", "--max-tokens", "4", *blocks
+    )
+    assert code == 0 and out, err
+    assert opened == [(1, "layer_first"), (8, "block_first")]
 
 
 def test_chat_makes_its_agent_and_each_line_is_a_turn() -> None:

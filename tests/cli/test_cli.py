@@ -80,7 +80,7 @@ def test_json_is_one_object_with_text_tokens_reason_and_usage(tiny: str) -> None
 def test_every_cache_gives_the_same_text(tiny: str) -> None:
     texts = [
         generated(tiny, "-p", "hello", "--max-tokens", "20", "--cache", kind)["text"]
-        for kind in ("contiguous", "seq", "tree")
+        for kind in ("contiguous", "cells", "paged", "tree")
     ]
     assert len(set(texts)) == 1
 
@@ -131,7 +131,7 @@ def test_k_and_v_may_be_stored_in_fewer_bits(tiny: str) -> None:
 def test_mlx_says_what_torch_says(tiny: str) -> None:
     for model in (tiny, "demo"):
         args = (model, "--prompt", "import os", "--max-tokens", "8")
-        torch, mlx = generated(*args), generated(*args, "--backend", "mlx", "--cache", "seq")
+        torch, mlx = generated(*args), generated(*args, "--backend", "mlx", "--cache", "cells")
         assert mlx["token_ids"] == torch["token_ids"]
     assert "mlx" in error_of("generate", "--prompt", "x", "--backend", "tensorflow")
 
@@ -172,7 +172,10 @@ def test_the_bundled_model_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--cache", "ring"), "cache 'ring' is unknown; choose one of contiguous, seq, tree"),
+        (
+            ("--cache", "ring"),
+            "cache 'ring' is unknown; choose one of contiguous, cells, paged, tree",
+        ),
         (("--kv-dtype", "int3"), "kv_dtype 'int3' is not known; choose one of"),
         (("--backend", "abacus"), "backend 'abacus' is unknown; there are:"),
         (("--capacity", "0"), "capacity is the number of tokens a cache can hold"),
@@ -185,7 +188,7 @@ def test_the_bundled_model_is_the_default() -> None:
         (("--max-tokens", "many"), "invalid value for '--max-tokens'"),
         (("--stop", ""), "stop holds texts of at least one character"),
         (("--system", "x", "--raw"), "leave --raw out"),
-        (("--colour",), "no such option: --colour; see kvcellar generate --help"),
+        (("--wibble",), "no such option: --wibble; see kvcellar generate --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -247,7 +250,7 @@ def chat_lines(tiny: str, stdin: str, *args: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
+@pytest.mark.parametrize("kind", ["contiguous", "cells", "paged", "tree"])
 def test_every_line_of_a_pipe_is_a_message_and_what_was_asked_before_is_not_computed(
     tiny: str, kind: str
 ) -> None:

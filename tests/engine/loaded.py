@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcellar.cli import session as cli_session
+from kvcellar.cli.session import bound_model
 from kvcellar.engine import Engine, FinishEvent, Request, SamplingParams
 from kvcellar.models import LoadOptions
-from kvcellar.registry import make_paged_session
 
 
 def peak_bytes() -> int:
@@ -26,9 +25,8 @@ def peak_bytes() -> int:
 
 def main(folder: str, kind: str, memory: str, kv_dtype: str, n_requests: str, n: str) -> None:
     """Load the model, run the requests, all at once, and print one object."""
-    cli_session.KINDS["paged"] = make_paged_session
-    options = LoadOptions(folder, kv_dtype=kv_dtype)
-    with cli_session.bound_model(options, kind=kind, memory=memory, n_sequences=1000) as bound:
+    options = LoadOptions(folder, kv_dtype=kv_dtype, cache=kind)
+    with bound_model(options, memory=memory, n_sequences=1000) as bound:
         budget = bound.cache.config.budget
         engine = Engine(bound.runner, bound.cache)
         params = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -170,7 +170,7 @@ class GuessAgain:
     config=st.fixed_dictionaries(
         {
             "policy": st.sampled_from(["mixed", "prefill-first"]),
-            "delay_factor": st.sampled_from([0.0, 2.0]),
+            "is_delayed": st.booleans(),
             "index": st.sampled_from(["radix", "hashed", "naive"]),
             "block_size": st.sampled_from([1, 4]),
             "max_num_batched_tokens": st.integers(1, 24),
@@ -190,6 +190,8 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
     drafter: Any = None
     if kind != "none":
         drafter = GuessAgain() if kind == "chain" else GuessTrees(params, VOCAB)
+    if config.pop("is_delayed") and config["policy"] == "prefill-first":
+        config["delay_factor"] = 2.0
     engine = make_engine(cache=cache, drafter=drafter, **config)
     heard = Heard()
     asked: dict[int, Request] = {}

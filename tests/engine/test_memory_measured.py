@@ -74,13 +74,13 @@ def loaded(*args: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def idle(folder: Any) -> dict[str, Any]:
     """A process with a budget that it never feels."""
-    return loaded(folder("llama"), "seq", "100GB", "float32", 1, 4)
+    return loaded(folder("llama"), "cells", "100GB", "float32", 1, 4)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "kv_dtype", "n_requests", "n_tokens"),
     [
-        ("llama", "seq", "float32", 8, 1000),  # 393 MB in all, more than reserve and KV together
+        ("llama", "cells", "float32", 8, 1000),  # 393 MB in all, more than reserve and KV together
         ("gemma3", "paged", "bfloat16", 10, 1000),
     ],
 )
@@ -100,7 +100,7 @@ def test_the_whole_process_stays_inside_its_budget_under_load(
 
 
 def test_weights_count_from_the_start_though_they_are_mapped_from_their_file(folder, idle):
-    heavy = loaded(folder("heavy"), "seq", "100GB", "float32", 1, 4)
+    heavy = loaded(folder("heavy"), "cells", "100GB", "float32", 1, 4)
     weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB; the other has 15
     assert heavy["base"] - idle["base"] > 0.8 * weights
     grown, grown_idle = (seen["peak"] - seen["base"] for seen in (heavy, idle))

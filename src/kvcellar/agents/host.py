@@ -27,10 +27,10 @@ from kvcellar.errors import ConfigError
 from kvcellar.home import default_home
 from kvcellar.models import LoadedModel, LoadOptions, check_model, load_model
 from kvcellar.models.eagle3.finding import size_eagle3
-from kvcellar.models.options import ProgressFn, no_progress
+from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
-from kvcellar.registry import CacheSession, make_paged_session, make_seq_session, make_tree_session
+from kvcellar.registry import make_tree_session
 from kvcellar.store import Layout, ModelKey
 from kvcellar.types import CacheConfig, make_config
 
@@ -122,6 +122,7 @@ def open_host(
         StoreError: its files cannot be hashed.
     """
     options = LoadOptions.of(model, **settings)
+    _check_cache(options)
     report = progress or no_progress
     chosen = None
     budgets: tuple[MemoryBudget | None, MemoryBudget | None] = None, None
@@ -137,13 +138,7 @@ def open_host(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{options.name}: {what}"),
     )
-    cache_config = make_config(
-        loaded.params,
-        chosen.cells,
-        options.kv_dtype_for(loaded.dtype),
-        budget=budgets[0],
-        block_size=options.block_size,
-    )
+    cache_config = options.config_for(loaded.params, loaded.dtype, chosen.cells, budgets[0])
     layout = Layout.from_config(cache_config)
     rows_bytes = layout.rows_bytes(cache_config.capacity)
     with ExitStack() as stack:
@@ -175,11 +170,8 @@ def _start_engine(
     stack: ExitStack,
 ) -> Engine:
     """Open the sessions of a model and of whoever guesses for it, and make an engine for them."""
-    make_session: Callable[[str, CacheConfig], CacheSession[Any]] = make_seq_session
-    if options.block_size > 1:
-        make_session = make_paged_session
-    elif options.speculate is not None:
-        make_session = make_tree_session
+    has_trees = options.cache == "cells" and options.speculate is not None
+    make_session = CACHES["tree" if has_trees else options.cache]
     session = stack.enter_context(make_session(options.backend, cache_config))
     drafter = _make_drafter(options, model, cache_config, draft_budget, stack)
     layers = drafter.feature_layers if isinstance(drafter, FeatureReader) else ()
@@ -210,11 +202,13 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     Raises:
         ModelError, BackendError, ConfigError: as ``open_host``.
     """
+    _check_cache(options)
     check_model(options)
     spec = size_model(options)
     cells = spec.max_positions if options.capacity is None else options.capacity
-    kv_dtype = options.kv_dtype or "float32"
-    make_config(spec.params, cells, kv_dtype, block_size=options.block_size)
+    cache_config = options.config_for(spec.params, spec.dtype, cells)
+    block_size = cache_config.block_size if options.cache == "paged" else 1
+    (config or EngineConfig()).make_index((None,), block_size)
     if options.memory_bytes is not None:
         budgets_of_host(options, config)
     if options.speculate in (None, NGRAM):
@@ -225,6 +219,18 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
         check_model(replace(options, model=options.speculate))
     else:
         size_eagle3(head or None, options.model, dtype=spec.dtype)
+
+
+def _check_cache(options: LoadOptions) -> None:
+    """Refuse a cache for one sequence: an engine runs many.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if options.cache == "contiguous":
+        raise ConfigError(
+            "a contiguous cache holds one sequence, and an engine runs many; choose cells or paged"
+        )
 
 
 def _make_drafter(

@@ -13,7 +13,7 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.generate import as_object, show_end
-from kvcellar.cli.groups import CacheOptions, ChatSampling
+from kvcellar.cli.groups import AnyCacheOptions, ChatSampling
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import print_error, print_note, progress_bar, write
 from kvcellar.engine import Conversation, Generation, SamplingParams
@@ -47,8 +47,7 @@ def chat_command(
         bool, typer.Option("--json", help="Print one JSON object per answer, each on a line.")
     ] = False,
     sampling: ChatSampling,
-    cache: options.Cache = "contiguous",
-    loading: CacheOptions,
+    loading: AnyCacheOptions,
 ) -> None:
     """Talk with a model; only what is new is computed in each turn.
 
@@ -56,7 +55,7 @@ def chat_command(
     /help, /quit. In a pipe every line is one message.
     """
     params = sampling.params()
-    with bound_model(loading.options_for(model), kind=cache, memory=loading.memory) as bound:
+    with bound_model(loading.options_for(model), memory=loading.memory) as bound:
         conversation = Conversation(
             bound.runner,
             bound.cache,
@@ -67,7 +66,7 @@ def chat_command(
         params = params.for_model(bound.model.sampling)
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if is_interactive:
-            _greet(bound, cache, loading.backend, params)
+            _greet(bound, loading.cache, loading.backend, params)
         for line in _typed_lines() if is_interactive else _piped_lines():
             if line.startswith("/"):
                 if line.split()[0] in ("/quit", "/exit"):

@@ -73,7 +73,7 @@ def demo_command(
     """
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=max_tokens)
     loading = LoadOptions(backend=backend, weights=weights)
-    with bound_model(loading, kind="seq", memory=memory, n_sequences=branches) as bound:
+    with bound_model(loading, memory=memory, n_sequences=branches) as bound:
         tokenizer = bound.model.tokenizer
         trunk = [tokenizer.bos_token_id, *tokenizer.encode(TRUNK)]
         with progress_bar("reading the trunk") as report:

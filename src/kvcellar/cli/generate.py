@@ -11,7 +11,7 @@ import typer
 
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
-from kvcellar.cli.groups import CacheOptions, SamplingOptions
+from kvcellar.cli.groups import AnyCacheOptions, SamplingOptions
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
 from kvcellar.engine import DEFAULTABLE, Generation, SamplingParams, encode_chat, generate
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
         "kvcellar generate --prompt 'import os' --max-tokens 64",
         "kvcellar generate ~/models/Qwen3-0.6B --prompt 'Why is the sky blue?'",
         "cat notes.txt | kvcellar generate --prompt - --temperature 0.7 --seed 1",
-        "kvcellar generate --prompt 'def ' --cache seq --json | jq .usage",
+        "kvcellar generate --prompt 'def ' --cache cells --json | jq .usage",
     )
 
 
@@ -54,8 +54,7 @@ def generate_command(
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
     ] = False,
     sampling: SamplingOptions,
-    cache: options.Cache = "contiguous",
-    loading: CacheOptions,
+    loading: AnyCacheOptions,
 ) -> None:
     """Continue a text.
 
@@ -68,7 +67,7 @@ def generate_command(
         raise ConfigError("--raw uses no chat template; leave --raw or --chat-template out")
     params = sampling.params()
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with bound_model(loading.options_for(model), kind=cache, memory=loading.memory) as bound:
+    with bound_model(loading.options_for(model), memory=loading.memory) as bound:
         params = params.for_model(bound.model.sampling)
         if chat is None:
             has_template = bool(getattr(bound.model.tokenizer, "chat_template", None))

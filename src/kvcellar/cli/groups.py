@@ -10,7 +10,7 @@ from kvcellar.cli import options
 from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.models.options import DEMO, LoadOptions
 
-__all__ = ["CacheOptions", "ChatSampling", "ModelOptions", "SamplingOptions"]
+__all__ = ["AnyCacheOptions", "CacheOptions", "ChatSampling", "ModelOptions", "SamplingOptions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,23 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions(ModelOptions):
-    """Options of loading a model, and how much its cache holds.
+    """Options of loading a model, of which cache for many sequences it gets, and of its size.
 
     ``memory`` is of the whole process, and whoever loads the models divides it.
     """
 
+    cache: options.Cache = "cells"
+    block_size: options.BlockSize = None
+    layout: options.Layout = None
     capacity: options.Capacity = None
     memory: options.Memory = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyCacheOptions(CacheOptions):
+    """Options of loading a model for one conversation, in a cache of any kind."""
+
+    cache: options.AnyCache = "contiguous"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import typer
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
+from kvcellar.models.options import CACHES
 
 LOADING = "Model and cache"
 SAMPLING = "Sampling"
@@ -24,7 +25,35 @@ Model = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        metavar="KIND", help="Which cache: contiguous, seq or tree.", rich_help_panel=LOADING
+        metavar="KIND",
+        help="Which cache: cells, which are taken one by one, or paged: in blocks.",
+        rich_help_panel=LOADING,
+    ),
+]
+AnyCache = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND",
+        help=f"Which cache: {', '.join([*CACHES][:-1])} or {[*CACHES][-1]}.",
+        rich_help_panel=LOADING,
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Cells that a paged cache takes and shares together. Default: 16.",
+        rich_help_panel=LOADING,
+    ),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How a paged cache lays out its bytes: layer_first, or block_first: all layers of a "
+        "block side by side. Default: layer_first, which is read faster.",
+        rich_help_panel=LOADING,
     ),
 ]
 Capacity = Annotated[

@@ -16,7 +16,13 @@ from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.groups import CacheOptions
 from kvcellar.cli.hosting import Hosting
-from kvcellar.cli.serving import LimitOptions, PlaceOptions, TrustOptions, server_config
+from kvcellar.cli.serving import (
+    EngineOptions,
+    LimitOptions,
+    PlaceOptions,
+    TrustOptions,
+    server_config,
+)
 from kvcellar.cli.store import Folder
 from kvcellar.cli.terminal import (
     ProgressFn,
@@ -30,12 +36,10 @@ from kvcellar.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from kvcellar.agents import ModelHost
+    from kvcellar.engine import EngineConfig
     from kvcellar.server.config import ServerConfig
     from kvcellar.server.models import ServedModels
     from kvcellar.server.service import Service
-
-PREFILL_BESIDE = 32
-"""Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
 
 
 def register(app: typer.Typer) -> None:
@@ -81,6 +85,7 @@ def serve_command(
     ] = None,
     trust: TrustOptions,
     limits: LimitOptions,
+    engine: EngineOptions,
     loading: CacheOptions,
     speculate: options.Speculate = None,
     idle_unload: Annotated[
@@ -99,7 +104,7 @@ def serve_command(
     """
     _check_installed()
     offered = _offered(models or ["demo"])
-    hosting = _hosting(loading, limits, speculate, list(offered.values()))
+    hosting = _hosting(loading, engine.config(), speculate, list(offered.values()))
     config = server_config(
         context,
         place,
@@ -155,21 +160,18 @@ def _offered(models: list[str]) -> dict[str, str]:
 
 
 def _hosting(
-    loading: CacheOptions, limits: LimitOptions, speculate: str | None, paths: list[str]
+    loading: CacheOptions, engine: EngineConfig, speculate: str | None, paths: list[str]
 ) -> Hosting:
     """Plan how the offered models are loaded, and how they share memory.
 
     Raises:
         ConfigError: one template is for several models, or memory holds none.
     """
-    from kvcellar.engine import EngineConfig
-
     if loading.chat_template is not None and len(paths) > 1:
         raise ConfigError(
             f"one --chat-template is for one model, and {len(paths)} are offered; start a server "
             f"for each"
         )
-    engine = EngineConfig(max_num_seqs=limits.parallel, max_prefill_beside=PREFILL_BESIDE)
     hosting = Hosting.of(
         replace(loading.options_for(), speculate=speculate), loading.memory, engine
     )

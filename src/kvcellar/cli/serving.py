@@ -14,13 +14,18 @@ from kvcellar.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcellar.agents import MemoryPlan
+    from kvcellar.engine import EngineConfig
     from kvcellar.server.config import ServerConfig
 
-__all__ = ["LimitOptions", "PlaceOptions", "TrustOptions", "server_config"]
+__all__ = ["EngineOptions", "LimitOptions", "PlaceOptions", "TrustOptions", "server_config"]
 
 _TRUST = "Trust"
 _LIMITS = "Limits"
+_ENGINE = "Engine"
 _PARALLEL = 8
+_PREFILL_BESIDE = 32
+"""Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
+
 _MIB = 1 << 20
 _BODY_SHARE = 64
 """With --memory a body may have one part in so many of it: reading takes several times its size."""
@@ -112,6 +117,77 @@ class TrustOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options of how answers share steps and stored prefixes, for the engine of each model."""
+
+    parallel: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Answers that run at a time; more wait their turn, so that these go on evenly.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = _PARALLEL
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How prompts and running answers share steps. mixed: answers go on in every step, "
+            "and prompts get what is left; prefill-first: prompts first, which is best for many at "
+            "once that nobody watches.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "mixed"
+    delay: Annotated[
+        float,
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            help="With --policy prefill-first: let new prompts gather for X times as long as the "
+            "last one took to read, so that they are read together.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 0.0
+    index: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How stored prefixes are found. radix: to the token; hashed: by hashes of whole "
+            "blocks; naive: never, so every prompt is read whole.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "radix"
+    index_block: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens that the index stores and finds together. Default: as many as the cache's "
+            "blocks have; 16 for a hashed index over cells.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+
+    def config(self) -> EngineConfig:
+        """Return the engine's settings.
+
+        Raises:
+            ConfigError: a value that cannot work, or two that do not go together.
+        """
+        from kvcellar.engine import EngineConfig
+
+        return EngineConfig(
+            max_num_seqs=self.parallel,
+            max_prefill_beside=_PREFILL_BESIDE,
+            policy=self.policy,
+            delay_factor=self.delay,
+            index=self.index,
+            block_size=self.index_block,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
     """Options of how much the server does at a time, and how long it waits."""
 
@@ -131,15 +207,6 @@ class LimitOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = 256
-    parallel: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Answers that run at a time; more wait their turn, so that these go on evenly.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = _PARALLEL
     max_body: Annotated[
         str,
         typer.Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,24 +11,13 @@ from kvcellar.budget import MemoryBudget, format_size, parse_size, resident_byte
 from kvcellar.cache import Cache
 from kvcellar.cli.terminal import progress_bar, shown_warnings
 from kvcellar.errors import ConfigError
-from kvcellar.registry import (
-    CacheSession,
-    load_backend,
-    make_decode_session,
-    make_seq_session,
-    make_tree_session,
-)
-from kvcellar.types import CacheConfig, ModelCacheParams, make_config
+from kvcellar.models.options import CACHES
+from kvcellar.registry import load_backend
+from kvcellar.types import ModelCacheParams
 
 if TYPE_CHECKING:
     from kvcellar.agents import Capacity, MemoryPlan
     from kvcellar.models import LoadedModel, LoadOptions, Runner
-
-KINDS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
-    "contiguous": make_decode_session,
-    "seq": make_seq_session,
-    "tree": make_tree_session,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,6 @@ class Bound:
 def bound_model(
     options: LoadOptions,
     *,
-    kind: str = "contiguous",
     memory: str | None = None,
     n_sequences: int = 1,
 ) -> Iterator[Bound]:
@@ -54,29 +42,26 @@ def bound_model(
     What is wrong with the settings is found before anything is loaded.
 
     Args:
-        options: of the model; what it may hold is worked out from ``memory``.
-        kind: of the cache.
+        options: of the model and its cache; what it may hold is worked out from ``memory``.
         memory: what the whole process may hold, as a text.
         n_sequences: conversations of the model's context, for the default capacity.
 
     Raises:
-        ConfigError: an unknown kind of cache or type of K and V, a capacity that cannot work, or
-            memory that does not hold the model.
+        ConfigError: an unknown type of K and V, a capacity that cannot work, or memory that does
+            not hold the model.
         BackendError, ModelError: from loading.
     """
     limit_bytes = _limit_bytes(memory, options.device)
-    if kind not in KINDS:
-        raise ConfigError(f"cache {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     capacity = 1 if options.capacity is None else options.capacity
-    make_config(ModelCacheParams(1, 1, 128), capacity, options.kv_dtype or "float32")
+    options.config_for(ModelCacheParams(1, 1, 128), "float32", capacity)
     model, chosen, reserve_bytes = _load(options, limit_bytes, n_sequences)
     budget = None
     if limit_bytes is not None:
         model.touch_weights()  # they count, and would come with the first forward
         budget = MemoryBudget(limit_bytes, base_bytes=resident_bytes(), reserve_bytes=reserve_bytes)
     cells = _checked(chosen.cells, model, n_sequences)
-    config = make_config(model.params, cells, options.kv_dtype_for(model.dtype), budget=budget)
-    with KINDS[kind](options.backend, config) as session:
+    config = options.config_for(model.params, model.dtype, cells, budget)
+    with CACHES[options.cache](options.backend, config) as session:
         cache: Cache = session.cache
         with shown_warnings():
             runner = model.bind(session)

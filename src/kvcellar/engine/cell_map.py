@@ -51,11 +51,18 @@ def map_cells(scheduler: Scheduler, histories: Iterable[tuple[IntArray, int | No
             cells = _taken(cache.seq_table(sequence.seq_id)[0])
             states[cells] = CellState.RUNNING
             running[sequence.request_id] = cells
+    _mark_blocks(states, cache.block_size)
     tables = [
         running[request_id] if request_id in running else _taken(index.peek_prefix(tokens)[0])
         for tokens, request_id in histories
     ]
     return CellMap(states, tables)
+
+
+def _mark_blocks(states: IntArray, block_size: int) -> None:
+    """Give the cells that nobody holds in a block the state of the block: it goes as a whole."""
+    blocks = states[: states.size - states.size % block_size].reshape(-1, block_size)
+    np.maximum(blocks, blocks.max(axis=1, keepdims=True) * (blocks == CellState.FREE), out=blocks)
 
 
 def _taken(table: IntArray) -> IntArray:

@@ -91,6 +91,31 @@ class EngineConfig:
         text(self.policy, "policy")
         text(self.index, "index")
         flag(self.verify_all_drafts, "verify_all_drafts")
+        self.make_policy()
+        self.make_index((None,), self.block_size or 1)
+
+    def make_policy(self) -> Policy:
+        """Create the policy.
+
+        Raises:
+            ConfigError: it is unknown, or has no delay.
+        """
+        return make_policy(self.policy, self.delay_factor, self.max_prefill_beside)
+
+    def make_index(self, windows: Sequence[int | None], cache_block: int) -> PrefixIndex:
+        """Create the index over a cache whose blocks have so many cells.
+
+        Raises:
+            ConfigError: it is unknown, or its blocks are not made of whole blocks of the cache.
+        """
+        is_hashed_cells = self.index == "hashed" and cache_block == 1
+        block_size = self.block_size or (HASHED_BLOCK if is_hashed_cells else cache_block)
+        if block_size % cache_block:
+            raise ConfigError(
+                f"block_size {block_size} cannot be used over blocks of {cache_block} cells, which "
+                f"are shared and freed whole; choose a multiple, or None"
+            )
+        return make_index(self.index, windows, block_size)
 
 
 class Engine:
@@ -127,18 +152,7 @@ class Engine:
         self.cache = cache
         self._trees = cache if isinstance(cache, TreeSeqCache) else None
         windows = tuple(group.window for group in cache.config.params.groups)
-        is_hashed_cells = self.config.index == "hashed" and cache.block_size == 1
-        usual = HASHED_BLOCK if is_hashed_cells else cache.block_size
-        block_size = self.config.block_size or usual
-        if block_size % cache.block_size:
-            raise ConfigError(
-                f"block_size {block_size} cannot be used over blocks of {cache.block_size} cells, "
-                f"which are shared and freed whole; choose a multiple, or None"
-            )
-        self.index: PrefixIndex = make_index(self.config.index, windows, block_size)
-        policy: Policy = make_policy(
-            self.config.policy, self.config.delay_factor, self.config.max_prefill_beside
-        )
+        self.index = self.config.make_index(windows, cache.block_size)
         residency = Residency(cache, self.index)
         speculator = None
         if drafter is not None:
@@ -152,7 +166,7 @@ class Engine:
         self.outcomes = Outcomes(residency, eos_token_ids, max_positions, speculator)
         self.scheduler = Scheduler(
             residency,
-            policy,
+            self.config.make_policy(),
             Limits(
                 step_limit(runner, self.config.max_num_batched_tokens),
                 self.config.max_num_seqs,

@@ -1,4 +1,4 @@
-"""Which sequences a step serves, and how many tokens of each: two policies behind one interface.
+"""Policies: which sequences a step serves, and how many tokens of each.
 
 A policy decides on counts alone. Whether cells can be found for them, and who has to give way, is
 the scheduler's.
@@ -26,15 +26,15 @@ class Policy(Protocol):
     """Decides whom a step serves."""
 
     def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
-        """Whether waiting sequences may join now."""
+        """Return true if waiting sequences may join now."""
         ...
 
     def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
-        """Tokens of the next step, at most ``budget`` in all, drafted ones included."""
+        """Divide at most ``budget`` tokens of the next step, drafted ones included."""
         ...
 
     def ran(self, n_prefill: int, started: float, took_s: float) -> None:
-        """A step with so many prefill tokens has run."""
+        """Learn from a step that had so many tokens of prompts and took so long."""
         ...
 
 
@@ -47,19 +47,22 @@ class Mixed:
     """
 
     def __init__(self, min_prefill: int = 16, max_beside: int | None = None) -> None:
-        """At least ``min_prefill`` tokens of a full budget go to prefill where there is any.
+        """Create a policy that keeps some of each step for prompts.
 
-        Beside decodes it gets at most ``max_beside``, so that they go on evenly; None: no limit.
+        Args:
+            min_prefill: tokens of a full budget that go to prompts, at least, where there are any.
+            max_beside: tokens of prompts beside decodes, at most, so that they go on evenly; None:
+                no limit.
         """
         self._min_prefill = min_prefill
         self._max_beside = max_beside
 
     def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
-        """At any time."""
+        """Return true: anybody may join at any time."""
         return True
 
     def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
-        """Decodes first, then the prompts in even shares."""
+        """Give every decode its token, then the prompts even shares of what is left."""
         decodes = sorted((s for s in running if s.is_decoding), key=lambda s: s.last_step)
         prefills = sorted((s for s in running if not s.is_decoding), key=lambda s: s.order)
         reserved = min(self._min_prefill, budget // 2) if prefills else 0
@@ -70,7 +73,7 @@ class Mixed:
         return allotments + _even_shares(prefills, left)
 
     def ran(self, n_prefill: int, started: float, took_s: float) -> None:
-        """Nothing to remember."""
+        """Learn nothing: shares depend on counts alone."""
 
 
 class PrefillFirst:
@@ -82,21 +85,25 @@ class PrefillFirst:
     """
 
     def __init__(self, delay_factor: float = 0.0) -> None:
-        """See the class."""
+        """Create a policy.
+
+        Raises:
+            ConfigError: a delay below 0.
+        """
         if delay_factor < 0:
             raise ConfigError(f"delay_factor must be 0 or more, got {delay_factor}")
         self._delay_factor = delay_factor
         self._last_prefill_s = 0.0
 
     def may_admit(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> bool:
-        """Whether the oldest prompt has waited long enough, or nothing else is to be done."""
+        """Return true if the oldest prompt has waited long enough, or nothing else runs."""
         if not self._delay_factor or not waiting or not running:
             return True
         oldest = min(sequence.arrived_s for sequence in waiting)
         return now - oldest > self._delay_factor * self._last_prefill_s
 
     def allot(self, running: Seq[Sequence], budget: int) -> list[Allotment]:
-        """Prompts in their order, as much as fits; without any, the decodes."""
+        """Give the prompts, in their order, as much as fits; without any, the decodes."""
         allotments: list[Allotment] = []
         for sequence in sorted((s for s in running if not s.is_decoding), key=lambda s: s.order):
             n = min(sequence.n_left, budget)
@@ -112,7 +119,7 @@ class PrefillFirst:
 
 
 def _decodes(sequences: Seq[Sequence], budget: int) -> list[Allotment]:
-    """One token each, with its drafted ones as far as the budget goes."""
+    """Give each sequence one token, with its drafted ones as far as the budget goes."""
     allotments = []
     for i, sequence in enumerate(sequences):
         if budget < 1:
@@ -125,7 +132,7 @@ def _decodes(sequences: Seq[Sequence], budget: int) -> list[Allotment]:
 
 
 def _even_shares(prefills: Seq[Sequence], budget: int) -> list[Allotment]:
-    """Even shares of the budget; what a short prompt does not need goes to the others."""
+    """Divide the budget evenly; what a short prompt does not need goes to the others."""
     shares: dict[int, int] = {}
     for i, sequence in enumerate(sorted(prefills, key=lambda s: s.n_left)):
         share = min(sequence.n_left, -(-budget // (len(prefills) - i)))
@@ -140,11 +147,15 @@ POLICIES = ("mixed", "prefill-first")
 def make_policy(
     name: str, delay_factor: float = 0.0, max_prefill_beside: int | None = None
 ) -> Policy:
-    """The policy of that name.
+    """Create the policy of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or a delay is asked of one that has none.
     """
+    if delay_factor and name != "prefill-first":
+        raise ConfigError(
+            f"delay_factor {delay_factor} is for the policy prefill-first, not {name}; leave it out"
+        )
     if name == "mixed":
         return Mixed(max_beside=max_prefill_beside)
     if name == "prefill-first":

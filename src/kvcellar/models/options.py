@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvcellar.budget import MemoryBudget
+from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
+from kvcellar.registry import (
+    CacheSession,
+    make_decode_session,
+    make_paged_session,
+    make_seq_session,
+    make_tree_session,
+)
+from kvcellar.types import CacheConfig, ModelCacheParams, make_config
 
-__all__ = ["DEMO", "LoadOptions", "ProgressFn", "no_progress"]
+__all__ = ["CACHES", "DEMO", "LoadOptions", "ProgressFn", "no_progress"]
+
+CACHES: Mapping[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
+    "contiguous": make_decode_session,
+    "cells": make_seq_session,
+    "paged": make_paged_session,
+    "tree": make_tree_session,
+}
+"""What a cache is asked for by, and what makes it."""
 
 DEMO = "demo"
 """The name of the bundled model."""
@@ -44,7 +62,11 @@ class LoadOptions:
             allows.
         memory_bytes: what it may hold: weights, forwards and KV; None: its KV grows up to the
             capacity. On CPUs only.
-        block_size: cells that are shared and freed together; above 1 its cache is of blocks.
+        cache: the kind of its cache, one of ``CACHES``. Agents and servers need one for many
+            sequences: ``cells``, or ``paged`` for blocks of cells.
+        block_size: of a paged cache: cells that are taken and shared together; None: 16.
+        layout: of a paged cache: how it lays out its bytes, one of ``LAYOUTS``; None:
+            ``layer_first``.
         speculate: who guesses tokens that are verified where that saves time: ``ngram`` (what
             followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
             bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary; None:
@@ -60,8 +82,21 @@ class LoadOptions:
     kv_dtype: str | None = None
     capacity: int | None = None
     memory_bytes: int | None = None
-    block_size: int = 1
+    cache: str = "cells"
+    block_size: int | None = None
+    layout: str | None = None
     speculate: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise ConfigError(f"cache {self.cache!r} is unknown; choose one of {', '.join(CACHES)}")
+        for name in ("block_size", "layout"):
+            value = getattr(self, name)
+            if value is not None and self.cache != "paged":
+                raise ConfigError(
+                    f"{name} {value!r} is for a paged cache, and {self.cache} were asked for; "
+                    f"choose the cache paged, or leave it out"
+                )
 
     @classmethod
     def of(cls, model: str | Path | LoadOptions, /, **settings: Any) -> LoadOptions:
@@ -76,6 +111,29 @@ class LoadOptions:
     def kv_dtype_for(self, dtype: str) -> str:
         """Return how K and V are stored where the weights have this type."""
         return self.kv_dtype or (dtype if dtype in FLOAT_KV_DTYPES else "float32")
+
+    def config_for(
+        self,
+        params: ModelCacheParams,
+        dtype: str,
+        capacity: int,
+        budget: MemoryBudget | None = None,
+    ) -> CacheConfig:
+        """Return the settings of the model's cache.
+
+        Args:
+            params: the model's facts.
+            dtype: of its weights.
+            capacity: cells, where the options leave them to whoever knows the memory.
+            budget: whom the cache asks before it grows.
+
+        Raises:
+            ConfigError: a value that cannot work; the message names it.
+        """
+        given = {"block_size": self.block_size, "layout": self.layout}
+        paged: dict[str, Any] = {name: it for name, it in given.items() if it is not None}
+        kv_dtype = self.kv_dtype_for(dtype)
+        return make_config(params, capacity, kv_dtype, budget=budget, **paged)
 
 
 def no_progress(fraction: float, what: str) -> None:

@@ -94,6 +94,7 @@ def _model(
     return {
         "name": name,
         "kv_dtype": host.key.layout.kv_dtype,
+        "block_size": host.engine.cache.block_size,
         "pool_bytes": stats.cache.size_bytes,
         "weights_and_cache_bytes": host.size_bytes,
         "hit_rate": round(stats.hit_rate, 4),
