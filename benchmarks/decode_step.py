@@ -70,7 +70,7 @@ def single_stream(quick: bool) -> dict[str, float]:
     hand = HandWritten(loaded.params, 2 * CONTEXT)
     AttentionInterface.register("handwritten", hand.attention)
     prompt = [(7 * i) % loaded.vocab_size for i in range(CONTEXT)]
-    model = loaded._model
+    model = loaded.network
 
     def hand_forward(tokens: list[int]) -> Any:
         model.config._attn_implementation = "handwritten"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
-from types import ModuleType
 
 import pytest
 
@@ -14,14 +12,16 @@ from kvcellar import registry
 from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
 from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
 from kvcellar.registry import (
-    CacheBuilderRegistry,
+    Backend,
     CacheRegistry,
     CacheSession,
     active_cache,
+    backend_names,
     make_decode_session,
     make_seq_session,
     make_tree_session,
     make_unique_key,
+    register_backend,
     use_cache,
 )
 from kvcellar.types import ModelCacheParams, make_config
@@ -36,18 +36,32 @@ def make_cache():
 @pytest.fixture
 def fake_backend(monkeypatch):
     """A backend 'fake' that builds bookkeeping without bytes; 'odd' builds a cache of no face."""
-    builders = CacheBuilderRegistry()
-    monkeypatch.setattr(CacheBuilderRegistry, "_global", builders)
-    monkeypatch.setitem(registry.BACKENDS, "fake", "fake")
-    monkeypatch.setitem(registry.BACKENDS, "odd", "odd")
-    for name in ("fake", "odd"):
-        module = f"kvcellar.backends.{name}"
-        monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    builders.register_builder("fake", "contiguous", ContiguousBookkeeping)
-    builders.register_builder("fake", "seq", SeqBookkeeping)
-    builders.register_builder("fake", "tree", TreeBookkeeping)
-    builders.register_builder("odd", "seq", ContiguousBookkeeping)
-    return builders
+    monkeypatch.setattr(registry, "_registered", {})
+    caches = {
+        "contiguous": ContiguousBookkeeping,
+        "seq": SeqBookkeeping,
+        "tree": TreeBookkeeping,
+    }
+    register_backend("fake", Backend(caches))
+    register_backend("odd", Backend({"seq": ContiguousBookkeeping}))
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """Install a package that brings a backend, as pip would: a module and its metadata."""
+
+    def install(name: str, source: str) -> None:
+        (tmp_path / f"{name}_package.py").write_text(source)
+        info = tmp_path / f"{name}_package-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 1.0\n"
+        )
+        point = f"[kvcellar.backends]\n{name} = {name}_package:BACKEND\n"
+        (info / "entry_points.txt").write_text(point)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return install
 
 
 # Caches by key ------------------------------------------------------------------------------------
@@ -236,11 +250,11 @@ def test_a_cache_that_lacks_the_verbs_of_its_face_is_refused_where_it_is_made(fa
         make_seq_session("odd", CONFIG)
 
 
-# Builders -----------------------------------------------------------------------------------------
+# Backends -----------------------------------------------------------------------------------------
 
 
 def test_an_unknown_backend_says_which_there_are():
-    with pytest.raises(BackendError, match="backend 'tensorflow' is unknown; there are: reference"):
+    with pytest.raises(BackendError, match=r"'tensorflow' is unknown; there are: .*reference"):
         make_seq_session("tensorflow", CONFIG)
 
 
@@ -249,14 +263,61 @@ def test_a_kind_that_a_backend_does_not_build_says_which_it_does(fake_backend):
         make_tree_session("odd", CONFIG)
 
 
-def test_a_later_builder_of_the_same_kind_wins(fake_backend):
-    fake_backend.register_builder("odd", "seq", TreeBookkeeping)
+def test_the_last_backend_of_a_name_counts(fake_backend):
+    register_backend("odd", Backend({"seq": TreeBookkeeping}))
     with make_seq_session("odd", CONFIG) as session:
         assert type(session.cache) is TreeBookkeeping
 
 
-def test_a_bug_inside_of_a_backend_is_not_taken_for_a_missing_package(monkeypatch):
-    monkeypatch.setitem(registry.BACKENDS, "broken", "no_such_module")
+def test_a_backend_may_be_made_when_it_is_asked_for(fake_backend):
+    made = []
+
+    def make():
+        made.append(True)
+        return Backend({"seq": SeqBookkeeping})
+
+    register_backend("late", make)
+    assert "late" in backend_names() and not made
+    with make_seq_session("late", CONFIG) as session:
+        assert type(session.cache) is SeqBookkeeping and made
+
+
+def test_our_own_backends_are_the_packages_of_their_room():
+    assert {"reference", "torch", "mlx", "executorch"} <= set(backend_names())
+    assert "host_rows" not in backend_names()
+
+
+def test_an_installed_package_brings_a_backend(installed):
+    source = """
+from kvcellar.bookkeeping import SeqBookkeeping
+from kvcellar.registry import Backend
+BACKEND = Backend({"seq": SeqBookkeeping})
+"""
+    installed("brought", source)
+    assert "brought" in backend_names()
+    with make_seq_session("brought", CONFIG) as session:
+        assert type(session.cache) is SeqBookkeeping
+    with pytest.raises(BackendError, match="'x' is unknown; there are: brought, executorch"):
+        make_seq_session("x", CONFIG)
+
+
+def test_an_installed_backend_whose_package_is_missing_says_which(installed):
+    installed("lacking", "import no_such_runtime")
+    with pytest.raises(BackendError, match="'lacking' needs the package 'no_such_runtime'"):
+        make_seq_session("lacking", CONFIG)
+
+
+def test_what_is_no_backend_is_refused(installed):
+    installed("wrong", "BACKEND = 3")
+    with pytest.raises(BackendError, match="'wrong' must be a Backend, got 3"):
+        make_seq_session("wrong", CONFIG)
+
+
+def test_a_bug_inside_of_a_backend_is_not_taken_for_a_missing_package(fake_backend):
+    def broken():
+        import kvcellar.backends.no_such_module  # noqa: F401
+
+    register_backend("broken", broken)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         registry.load_backend("broken")
 

@@ -364,7 +364,7 @@ def make_model(folder: Path) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
-    from kvcellar.models.loading import DEMO_FOLDER
+    from kvcellar.models.hub import DEMO_FOLDER
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     vocab, width = len(tokenizer), CONFIG["hidden_size"]

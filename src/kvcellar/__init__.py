@@ -8,13 +8,15 @@ from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeCache, TreeSeqCache
 from kvcellar.errors import KVCellarError
 from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
 from kvcellar.registry import (
-    CacheBuilderRegistry,
+    Backend,
     CacheRegistry,
     CacheSession,
+    backend_names,
     make_decode_session,
     make_paged_session,
     make_seq_session,
     make_tree_session,
+    register_backend,
 )
 from kvcellar.types import (
     AttendKind,
@@ -32,8 +34,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AttendKind",
     "AttendSpec",
+    "Backend",
     "Cache",
-    "CacheBuilderRegistry",
     "CacheConfig",
     "CacheRegistry",
     "CacheSession",
@@ -47,11 +49,13 @@ __all__ = [
     "TreeCache",
     "TreeSeqCache",
     "__version__",
+    "backend_names",
     "make_config",
     "make_decode_session",
     "make_paged_session",
     "make_seq_session",
     "make_tree_session",
     "read_kv_cache_metadata",
+    "register_backend",
     "write_kv_cache_metadata",
 ]

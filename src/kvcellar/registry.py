@@ -1,4 +1,4 @@
-"""Where a runner's cache and a model's op meet: caches by key, builders by backend and kind.
+"""Backends by name, caches by key, and the cache that a model's op meets in this thread.
 
 A session installs its cache in the registry under a unique ``cache_key`` for as long as its
 ``with`` lasts. Whoever looked the cache up holds it too, so erasing an entry in mid-use is safe.
@@ -9,8 +9,13 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import iter_modules
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -22,13 +27,26 @@ from kvcellar.types import CacheConfig
 Face = TypeVar("Face", bound=Cache)
 CacheBuilder = Callable[[CacheConfig], Cache]
 
-BACKENDS = {
-    "reference": "reference",
-    "torch": "torch",
-    "mlx": "mlx",
-    "executorch": "executorch",
-}
-"""Backend id -> module below ``kvcellar.backends`` that registers its builders when imported."""
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What a runtime brings.
+
+    Attributes:
+        caches: kind of cache (``contiguous``, ``seq``, ``paged`` or ``tree``) -> how it is built.
+        loader: imports and returns what loads models, a :class:`kvcellar.models.ModelLoader`; None:
+            it has caches alone.
+    """
+
+    caches: Mapping[str, CacheBuilder]
+    loader: Callable[[], Any] | None = None
+
+
+ENTRY_POINTS = "kvcellar.backends"
+"""Group of packaging entry points whose names are backends and whose objects are ``Backend``."""
+
+_OWN = "kvcellar.backends"
+"""The package whose packages are backends, each with its ``BACKEND``."""
 
 
 class CacheRegistry:
@@ -92,64 +110,77 @@ class CacheRegistry:
 CacheRegistry._global = CacheRegistry()
 
 
-class CacheBuilderRegistry:
-    """(backend id, kind) -> how to build such a cache. Backends register when they are imported."""
-
-    _global: CacheBuilderRegistry
-
-    def __init__(self) -> None:
-        """An empty registry."""
-        self._lock = threading.Lock()
-        self._builders: dict[tuple[str, str], CacheBuilder] = {}
-
-    @classmethod
-    def instance(cls) -> CacheBuilderRegistry:
-        """The registry of this process."""
-        return cls._global
-
-    def register_builder(self, backend: str, kind: str, builder: CacheBuilder) -> None:
-        """Say how ``backend`` builds a cache of ``kind`` (contiguous, seq, paged or tree)."""
-        with self._lock:
-            self._builders[backend, kind] = builder
-
-    def build(self, backend: str, kind: str, config: CacheConfig) -> Cache:
-        """A new cache.
-
-        Raises:
-            BackendError: the backend is unknown, or the package it needs is not installed.
-            UnknownCacheError: the backend builds no cache of that kind.
-        """
-        load_backend(backend)
-        with self._lock:
-            builder = self._builders.get((backend, kind))
-            kinds = [k for b, k in self._builders if b == backend]
-        if builder is None:
-            raise UnknownCacheError(
-                f"backend {backend!r} builds no {kind!r} cache; it builds: {', '.join(kinds)}"
-            )
-        return builder(config)
+_registered: dict[str, Callable[[], Backend]] = {}
 
 
-CacheBuilderRegistry._global = CacheBuilderRegistry()
+def register_backend(name: str, backend: Backend | Callable[[], Backend]) -> None:
+    """Make a backend known under a name, in this process; the last one of a name counts.
+
+    A package that is installed says the same with an entry point of the group
+    ``kvcellar.backends``.
+
+    Args:
+        name: what callers ask for.
+        backend: the backend, or what makes it, called whenever it is asked for.
+    """
+    text(name, "backend", BackendError)
+    _registered[name] = (lambda: backend) if isinstance(backend, Backend) else backend
 
 
-def load_backend(backend: str) -> Any:
-    """Import a backend by its id, so that its builders are registered; return its module.
+def backend_names() -> list[str]:
+    """Return the names of all backends, sorted: our own, installed ones, and registered ones.
+
+    A name says nothing of whether the packages that its backend needs are installed.
+    """
+    installed = (point.name for point in entry_points(group=ENTRY_POINTS))
+    return sorted({*_own_names(), *installed, *_registered})
+
+
+def load_backend(name: str) -> Backend:
+    """Return a backend by its name; its runtime is imported.
 
     Raises:
-        BackendError: it is unknown, or the package it needs is not installed.
+        BackendError: it is unknown, or a package that it needs is not installed.
     """
-    if text(backend, "backend", BackendError) not in BACKENDS:
-        raise BackendError(f"backend {backend!r} is unknown; there are: {', '.join(BACKENDS)}")
+    text(name, "backend", BackendError)
+    with needed_packages(name, f"backend {name!r}"):
+        if name in _registered:
+            found = _registered[name]()
+        elif name in _own_names():
+            found = importlib.import_module(f"{_OWN}.{name}").BACKEND
+        elif points := entry_points(group=ENTRY_POINTS, name=name):
+            found = next(iter(points)).load()
+        else:
+            raise BackendError(
+                f"backend {name!r} is unknown; there are: {', '.join(backend_names())}"
+            )
+    if not isinstance(found, Backend):
+        raise BackendError(f"backend {name!r} must be a Backend, got {seen(found)}")
+    return found
+
+
+@contextmanager
+def needed_packages(backend: str, who: str) -> Iterator[None]:
+    """Say what to install where an import inside of the block finds no package.
+
+    Raises:
+        BackendError: a package that is none of ours is missing.
+    """
     try:
-        return importlib.import_module(f"kvcellar.backends.{BACKENDS[backend]}")
+        yield
     except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("kvcellar"):
+        if not error.name or error.name.startswith("kvcellar"):
             raise
+        way = f"pip install 'kvcellar[{backend}]'" if backend in _own_names() else error.name
         raise BackendError(
-            f"backend {backend!r} needs the package {error.name!r}; install it with: "
-            f"pip install 'kvcellar[{backend}]'"
+            f"{who} needs the package {error.name!r}; install it with: {way}"
         ) from error
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    folder = Path(__file__).parent / "backends"
+    return frozenset(found.name for found in iter_modules([str(folder)]) if found.ispkg)
 
 
 _counter = itertools.count()
@@ -246,13 +277,18 @@ def _make_session(
 ) -> CacheSession[Face]:
     if not isinstance(config, CacheConfig):
         raise ConfigError(f"config must be what make_config gives, got {seen(config)}")
-    cache = CacheBuilderRegistry.instance().build(backend, kind, config)
-    if not isinstance(cache, face):
+    caches = load_backend(backend).caches
+    if kind not in caches:
         raise UnknownCacheError(
-            f"backend {backend!r} built {type(cache).__name__} for {kind!r}, which lacks verbs of "
+            f"backend {backend!r} builds no {kind!r} cache; it builds: {', '.join(caches)}"
+        )
+    made = caches[kind](config)
+    if not isinstance(made, face):
+        raise UnknownCacheError(
+            f"backend {backend!r} built {type(made).__name__} for {kind!r}, which lacks verbs of "
             f"{face.__name__}"
         )
-    return CacheSession(cache, backend=backend)
+    return CacheSession(made, backend=backend)
 
 
 # The active cache: which one the op meets in this thread ------------------------------------------

@@ -130,7 +130,7 @@ def test_a_model_whose_weights_changed_under_the_same_name_is_found_out(tmp_path
             host = open_host("demo", capacity=1024, config=CONFIG)
             if is_changed:
                 with torch.no_grad():
-                    for parameter in host.engine.runner._model.parameters():
+                    for parameter in host.engine.runner._network.parameters():
                         parameter.mul_(1 + 0.2 * torch.sin(torch.arange(parameter.shape[-1])))
             return host
 

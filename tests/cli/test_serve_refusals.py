@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvcellar.cli import app, session
-from kvcellar.models.loading import DEMO_FOLDER
+from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.server import run
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

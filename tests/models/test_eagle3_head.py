@@ -46,7 +46,7 @@ def test_a_tree_of_guesses_is_what_the_dense_network_says_along_each_path(
         del stored["d2t"], stored["t2d"]
         tensors["d2t"] = torch.zeros(272, dtype=torch.int64)
     head = load_eagle3(write_head(tmp_path / "head", config, stored), target)
-    dense = DenseHead(config, tensors, target._model.get_input_embeddings().weight.detach())
+    dense = DenseHead(config, tensors, target.network.get_input_embeddings().weight.detach())
     drawn = torch.Generator().manual_seed(1)
     known = {0: list(text(9, 1)), 3: list(text(5, 2))}
     features = {s: torch.randn(len(t), N_FEATURES, generator=drawn) for s, t in known.items()}

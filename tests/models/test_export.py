@@ -39,7 +39,7 @@ def export(model: torch.nn.Module) -> torch.export.ExportedProgram:
 )
 def test_the_graph_has_one_op_node_per_layer_and_runs_on_our_caches(loaded, oracle, family, op):
     model = loaded(family)
-    program = export(model._model)
+    program = export(model.network)
     nodes = [node for node in program.graph.nodes if "update_and_attend" in str(node.target)]
     assert [str(node.target) for node in nodes] == [op] * model.params.n_layers
     assert [node.args[4] for node in nodes] == list(range(model.params.n_layers))

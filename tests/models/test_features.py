@@ -26,7 +26,7 @@ def inputs_of(modules, run) -> np.ndarray:
 
 
 def n_hooks(model) -> int:
-    return sum(len(module._forward_pre_hooks) for module in model._model.modules())
+    return sum(len(module._forward_pre_hooks) for module in model.network.modules())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
@@ -84,7 +84,7 @@ def test_a_thread_gets_its_own_features_while_another_runs_the_same_model(loaded
         thread.start()
     for thread in threads:
         thread.join()
-    embedding = model._model.get_input_embeddings().weight.detach().numpy()
+    embedding = model.network.get_input_embeddings().weight.detach().numpy()
     for i, prompt in enumerate(prompts):
         features = np.concatenate(found[i])
         np.testing.assert_allclose(features[:, : embedding.shape[1]], embedding[list(prompt)])

@@ -40,7 +40,7 @@ def test_a_model_says_the_same_with_and_without_joined_layers(
 
     dtype = "bfloat16" if weights == "bf16" else "float32"
     fast = load_model(checkpoint(name), weights=weights, dtype=dtype)
-    kinds = [type(module) for module in fast._model.modules()]
+    kinds = [type(module) for module in fast.network.modules()]
     if name in ("llama", "mistral", "qwen2", "qwen3"):
         n_layers = fast.config.num_hidden_layers
         assert kinds.count(KernelLayer) == n_layers
@@ -57,8 +57,8 @@ def test_a_model_says_the_same_with_and_without_joined_layers(
 
 def test_biases_are_joined_too(checkpoint):
     model = load_model(checkpoint("qwen2"), weights="bf16")
-    own = load_model(checkpoint("qwen2"), weights="none", dtype="bfloat16")._model.model.layers[0]
-    attention = model._model.model.layers[0].self_attn
+    own = load_model(checkpoint("qwen2"), weights="none", dtype="bfloat16").network.model.layers[0]
+    attention = model.network.model.layers[0].self_attn
     assert torch.equal(
         attention.qkv_proj.bias,
         torch.cat([getattr(own.self_attn, f"{part}_proj").bias for part in "qkv"]),
@@ -128,7 +128,7 @@ def test_what_layers_are_given_comes_from_one_call_too(checkpoint, monkeypatch, 
     assert taken == [True, True]
     hidden = model.config.hidden_size
     assert [x.shape for x in found[0]] == [(2, model.vocab_size), (3, 3 * hidden)]
-    embedding = model._model.get_input_embeddings().weight.detach().float()
+    embedding = model.network.get_input_embeddings().weight.detach().float()
     assert np.array_equal(found[0][1][:, :hidden], embedding[[5, 9, 31]])
     monkeypatch.setattr(KernelDecoder, "forward", lambda *_: None)
     for one, other in zip(found, play(), strict=True):
@@ -147,7 +147,7 @@ def test_nothing_is_said_of_no_rows(checkpoint):
 def test_rotations_are_those_of_the_model(checkpoint):
     rotary = load_model(
         checkpoint("llama"), weights="none", dtype="bfloat16"
-    )._model.model.rotary_emb
+    ).network.model.rotary_emb
     found = Rotations(rotary, torch.bfloat16)
     like = torch.empty(0, dtype=torch.bfloat16)
     for positions in ([0], [255], [256], [3, 9000, 3, 511, 512], [131071]):

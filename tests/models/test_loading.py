@@ -20,7 +20,7 @@ import transformers
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models import load_model
-from kvcellar.models.loading import DEMO_FOLDER
+from kvcellar.models.hub import DEMO_FOLDER
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import (
     COMMON,
@@ -146,7 +146,7 @@ def test_the_text_part_of_a_multimodal_gemma_3_runs_alone(tmp_path):
     assert model.params.n_layers == 7
     assert [group.window for group in model.params.groups] == [8, None]
     assert model.eos_token_ids == {257, 258, 260, 261}
-    assert not any("vision" in name for name, _ in model._model.named_parameters())
+    assert not any("vision" in name for name, _ in model.network.named_parameters())
     with torch.no_grad():
         want = whole(torch.tensor([text(30)]), use_cache=True).logits[0].numpy()
     with Player(model, "contiguous") as player:
@@ -566,7 +566,7 @@ def test_importing_the_package_needs_no_tensor_library():
 
 
 def test_without_torch_the_error_says_what_to_install(folder, monkeypatch):
-    for name in ("loading", "model_attention", "runner"):
+    for name in ("loading", "weights", "model_attention"):
         monkeypatch.delitem(sys.modules, f"kvcellar.backends.torch.{name}", raising=False)
     monkeypatch.delattr("kvcellar.backends.torch.loading", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -585,6 +585,6 @@ def test_a_sharded_index_may_be_written_by_hand(sharded):
 
 def test_touching_weights_says_how_many_bytes_they_are(checkpoint):
     model = load_model(checkpoint("gemma3"))  # its embedding is tied, and counts once
-    tensors = [*model._model.parameters(), *model._model.buffers()]
+    tensors = [*model.network.parameters(), *model.network.buffers()]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert model.touch_weights() == held

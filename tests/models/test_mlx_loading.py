@@ -41,7 +41,7 @@ def mlx_lm_says(model: Any, prompt: Any, n: int) -> list[int]:
 @pytest.mark.parametrize("family", SIX)
 def test_greedy_tokens_are_mlx_lms_own(loaded: Any, family: str) -> None:
     model, prompt = loaded(family, "mlx"), text(30)
-    want = mlx_lm_says(model._model, prompt, 32)
+    want = mlx_lm_says(model.network, prompt, 32)
     for kind in ("contiguous", "seq"):
         with Player(model, kind) as player:
             tokens, _ = player.greedy(player.feed(prompt), 32)
@@ -52,7 +52,7 @@ def test_greedy_tokens_are_mlx_lms_own(loaded: Any, family: str) -> None:
 def test_a_flat_batch_of_forks_says_what_each_would_alone(loaded: Any, family: str) -> None:
     model, trunk = loaded(family, "mlx"), text(25)
     tails = [text(n, seed=n) for n in (1, 4, 2)]
-    wants = [mlx_lm_says(model._model, trunk + tail, 8) for tail in tails]
+    wants = [mlx_lm_says(model.network, trunk + tail, 8) for tail in tails]
     with Player(model, "seq") as player:
         player.feed(trunk)
         for seq_id in (1, 2):
@@ -98,7 +98,7 @@ def test_a_folder_quantised_for_mlx_is_loaded_as_it_is(
     prompt = text(30)
     with Player(model, "seq") as player:
         tokens, _ = player.greedy(player.feed(prompt), 16)
-    assert tokens == mlx_lm_says(model._model, prompt, 16)
+    assert tokens == mlx_lm_says(model.network, prompt, 16)
     with pytest.raises(ModelError, match="quantised for MLX; load it with the backend mlx"):
         load_model(folder)
     spec = size_model(folder)
@@ -254,7 +254,7 @@ for call in (lambda: load_model("demo", backend="mlx"),
 
 def test_yarn_without_truncation_is_the_configs_own(loaded: Any) -> None:
     torch = pytest.importorskip("torch")
-    rope = loaded("gpt_oss", "mlx")._model.model.layers[0].self_attn.rope.rope
+    rope = loaded("gpt_oss", "mlx").network.model.layers[0].self_attn.rope.rope
     want = make_model("gpt_oss").model.rotary_emb.inv_freq
     torch.testing.assert_close(torch.tensor(1 / np.array(rope._freqs)), want, rtol=1e-5, atol=0)
 

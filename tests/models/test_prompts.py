@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvcellar.agents import check_template
 from kvcellar.errors import ModelError, TemplateLimitError
-from kvcellar.models.loading import DEMO_FOLDER
+from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.models.prompts import encode, render
 from kvcellar.models.tokenizer import load_tokenizer
 

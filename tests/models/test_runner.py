@@ -64,7 +64,7 @@ def test_rows_choose_the_tokens_whose_logits_come_back_in_their_order(llama, ora
 
 def test_the_lm_head_runs_on_the_wanted_rows_alone(llama):
     shapes = []
-    head = llama._model.get_output_embeddings()
+    head = llama.network.get_output_embeddings()
     hook = head.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape[1]))
     try:
         with Player(llama, "contiguous") as player:
@@ -165,11 +165,11 @@ def test_a_forward_without_its_step_is_refused(llama, kind):
 def test_a_forward_that_raises_leaves_no_cell_claimed_and_can_be_repeated(
     llama, oracle, kind, at, monkeypatch
 ):
-    inner = llama._model.model
+    inner = llama.network.model
     module = {
         "before the first layer": inner.embed_tokens,
         "between two layers": inner.layers[1].mlp,
-        "after the last": llama._model.lm_head,
+        "after the last": llama.network.lm_head,
     }[at]
     prompt = text(7)
     with Player(llama, kind) as player:

@@ -178,7 +178,7 @@ def test_every_family_is_counted_as_it_is_loaded(family, checkpoint, loaded):
     folder = checkpoint(family)
     model = loaded(family)
     spec = size_model(folder)
-    held = sum(p.numel() * p.element_size() for p in model._model.parameters())
+    held = sum(p.numel() * p.element_size() for p in model.network.parameters())
     assert spec.weight_bytes == held
     assert spec.params == model.params
     assert spec.max_positions == model.max_positions
@@ -201,7 +201,7 @@ def test_the_sizes_of_files_count_more_than_what_the_config_says(checkpoint, tmp
 def test_the_bundled_model_is_counted_in_the_type_that_it_runs_in():
     spec = size_model("demo")
     model = load_model("demo")
-    assert spec.weight_bytes == sum(4 * p.numel() for p in model._model.parameters())
+    assert spec.weight_bytes == sum(4 * p.numel() for p in model.network.parameters())
     plain = size_model("demo", dtype="bfloat16", weights="none")
     assert plain.weight_bytes * 2 == spec.weight_bytes
 

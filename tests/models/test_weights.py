@@ -82,8 +82,8 @@ def test_every_family_holds_what_was_counted_before(checkpoint, name):
         model = load_model(checkpoint(name), weights=weights)
         assert model.weights == weights
         spec = size_model(checkpoint(name), weights=weights)
-        buffers = sum(b.nbytes for n, b in model._model.named_buffers() if "rotary" in n)
-        scale = sum(b.nbytes for n, b in model._model.named_buffers() if n.endswith("embed_scale"))
+        buffers = sum(b.nbytes for n, b in model.network.named_buffers() if "rotary" in n)
+        scale = sum(b.nbytes for n, b in model.network.named_buffers() if n.endswith("embed_scale"))
         assert model.size_bytes - buffers - scale == spec.weight_bytes
         assert model.touch_weights() >= spec.weight_bytes
         assert np.isfinite(logits_of(model)).all()
@@ -97,7 +97,7 @@ def test_bfloat16_takes_what_was_counted_before(checkpoint, monkeypatch, name, i
     folder = "demo" if name == "demo" else checkpoint(name)
     model = load_model(folder, weights="bf16")
     spec = size_model(folder, weights="bf16")
-    buffers = dict(model._model.named_buffers())
+    buffers = dict(model.network.named_buffers())
     beside = sum(b.nbytes for n, b in buffers.items() if "rotary" in n or n.endswith("escapes"))
     if name == "demo":  # the others have no layer of 128 inputs
         assert any(n.endswith("escapes") for n in buffers) == is_coded
@@ -111,7 +111,7 @@ def test_bfloat16_takes_what_was_counted_before(checkpoint, monkeypatch, name, i
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_tied_embedding_is_the_packed_last_layer_s(checkpoint, monkeypatch, name, weights, dtype):
     folder = "demo" if name == "demo" else checkpoint(name)
-    own = load_model(folder, weights="none", dtype=dtype)._model.get_input_embeddings()
+    own = load_model(folder, weights="none", dtype=dtype).network.get_input_embeddings()
     rows = reads_rows_of_its_head(
         load_model(folder, weights=weights, dtype=dtype), own, monkeypatch
     )
@@ -123,10 +123,10 @@ def test_a_tied_embedding_is_the_packed_last_layer_s(checkpoint, monkeypatch, na
 def test_a_tied_embedding_is_the_last_layer_s_in_12_bits(tmp_path, monkeypatch):
     save_tied(tmp_path)
     model = load_model(tmp_path, weights="bf16")
-    buffers = model._model.named_buffers()
+    buffers = model.network.named_buffers()
     beside = sum(b.nbytes for n, b in buffers if "rotary" in n or n.endswith("escapes"))
     assert model.size_bytes - beside == size_model(tmp_path, weights="bf16").weight_bytes
-    own = load_model(tmp_path, weights="none")._model.get_input_embeddings()
+    own = load_model(tmp_path, weights="none").network.get_input_embeddings()
     assert torch.equal(reads_rows_of_its_head(model, own, monkeypatch), own.weight)
 
 
@@ -143,7 +143,7 @@ def save_tied(folder):
 
 def reads_rows_of_its_head(model, own, monkeypatch):
     """The rows: held once, and in one call as in modules what an embedding of them would say."""
-    inner = model._model
+    inner = model.network
     embedding = inner.get_input_embeddings()
     assert isinstance(embedding, KernelEmbedding) and embedding.head is inner.lm_head
     assert not any(p.shape[0] == model.vocab_size for p in inner.parameters())
@@ -184,7 +184,7 @@ def test_no_file_stays_mapped(tmp_path, weights):
 @needs_kernel
 @pytest.mark.parametrize("ids", [[-1], [3, 4096]])
 def test_an_id_that_no_tied_embedding_has_is_refused(ids):
-    rows = load_model("demo", weights="int8")._model.get_input_embeddings()
+    rows = load_model("demo", weights="int8").network.get_input_embeddings()
     assert rows(torch.empty(1, 0, dtype=torch.long)).shape == (1, 0, 320)
     with pytest.raises(IndexError, match="4096 rows"):
         rows(torch.tensor(ids))
@@ -194,7 +194,7 @@ def test_an_id_that_no_tied_embedding_has_is_refused(ids):
 def test_a_head_reads_a_tied_embedding():
     """What guesses has no embedding of its own; its target's is the last layer's."""
     target = load_model("demo", weights="int8")
-    embedding = target._model.get_input_embeddings()
+    embedding = target.network.get_input_embeddings()
     assert torch.equal(load_eagle3(None, target).embedding, embedding.weight)
 
 

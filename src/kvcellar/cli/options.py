@@ -87,7 +87,8 @@ Backend = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Who runs the model: torch, mlx or executorch.",
+        help="Who runs the model: torch, or another backend that is installed and loads models; of "
+        "an unknown one it is said which there are.",
         rich_help_panel=LOADING,
     ),
 ]

@@ -14,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.models.architecture import (
+    CLASSES,
+    MULTIMODAL,
+    check_architecture,
+    is_quantised_for_mlx,
+    without_quantisation,
+)
 from kvcellar.models.checkpoint import (
     check_weights,
     pick_dtype,
@@ -22,17 +29,9 @@ from kvcellar.models.checkpoint import (
     stored_bytes,
     stored_numbers,
 )
-from kvcellar.models.loading import (
-    CLASSES,
-    DEMO_FOLDER,
-    HUB_ID,
-    MULTIMODAL,
-    check_architecture,
-    from_hub,
-    is_quantised_for_mlx,
-    without_quantisation,
-)
-from kvcellar.models.options import DEMO, LoadOptions
+from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub
+from kvcellar.models.loading import loader_of
+from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.weights import (
     bits_of,
     can_code,
@@ -43,7 +42,6 @@ from kvcellar.models.weights import (
     packed_bytes,
     parse_weights,
 )
-from kvcellar.registry import load_backend
 from kvcellar.spec import (
     DTYPE_BYTES,
     ModelCacheSpec,
@@ -62,9 +60,6 @@ _NOT_TEXT = (
 
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
-
-_EXPORTED = {"8da4w": "int4", "8da8w": "int8"}
-"""ExecuTorch's schemes -> a format that takes about as much."""
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = ".embed_tokens.weight"
@@ -85,20 +80,31 @@ def size_model(model: str | Path | LoadOptions, /, **settings: Any) -> ModelCach
         BackendError: transformers is not installed; or torch, and there are no weights to count.
     """
     options = LoadOptions.of(model, **settings)
-    name_or_path, dtype, weights = options.model, options.dtype, options.weights
-    if options.backend == "executorch":
-        program = Path(name_or_path).expanduser()
-        if program.suffix == ".pte":
-            found: ModelCacheSpec = load_backend(options.backend).size_program(program)
-            return found
-        dtype = "float32" if dtype in (None, "auto") else dtype  # what it is exported in
-        weights = _EXPORTED.get(weights or "", weights)
-    path = find_config(name_or_path)
+    try:
+        loader = loader_of(options.backend)
+    except BackendError:  # not installed here; a checkpoint's files say nearly as much
+        return size_checkpoint(options, has_kernel=options.backend == "torch")
+    return loader.size_model(options)
+
+
+def size_checkpoint(
+    options: LoadOptions, *, has_kernel: bool = False, is_coded: bool = False
+) -> ModelCacheSpec:
+    """Work out what a checkpoint's KV and weights cost.
+
+    Args:
+        options: of the model; what concerns caches is ignored.
+        has_kernel: true if its linear layers can be held as the CPU kernel reads them.
+        is_coded: true if that kernel reads bfloat16 weights in 12 bits here.
+
+    Raises:
+        ModelError, ConfigError, BackendError: as ``size_model``.
+    """
+    path = find_config(options.model)
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
-        asked = parse_weights(weights, dtype)
-        is_torch = options.backend == "torch"
-        return _spec_of(options.name, path, raw, dtype, asked, is_torch=is_torch)
+        asked = parse_weights(options.weights, options.dtype)
+        return _spec_of(options.name, path, raw, options.dtype, asked, has_kernel, is_coded)
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -106,7 +112,7 @@ def size_model(model: str | Path | LoadOptions, /, **settings: Any) -> ModelCach
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The ``config.json`` of a model; downloaded where the name is one of the hub's.
+    """Return the ``config.json`` of a model; download it where the name is one of the hub's.
 
     Raises:
         ModelError: there is none.
@@ -128,7 +134,7 @@ def find_config(name_or_path: str | Path) -> Path:
             f"config.json, or {DEMO!r}"
         )
     try:
-        folder = from_hub(name_or_path, lambda fraction, what: None, ("config.json",))
+        folder = from_hub(name_or_path, no_progress, ("config.json",))
     except ModuleNotFoundError as error:
         raise BackendError(
             f"looking {name_or_path!r} up needs the package {error.name!r}; install it with: "
@@ -143,8 +149,8 @@ def _spec_of(
     raw: Mapping[str, Any],
     dtype: str | None,
     asked: str | None,
-    *,
-    is_torch: bool,
+    has_kernel: bool,
+    is_coded: bool,
 ) -> ModelCacheSpec:
     is_for_mlx = is_quantised_for_mlx(raw)
     group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
@@ -179,11 +185,11 @@ def _spec_of(
     if is_mxfp4:
         counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
     weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
-    weights = choose_weights(asked, memory_dtype, is_built=is_torch)
+    weights = choose_weights(asked, memory_dtype, is_built=has_kernel)
     if weights is not None and is_packed(weights):
         weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
         counted += f"; linear layers are packed to {weights} when it is loaded"
-    elif weights == "bf16" and linears and load_backend("torch").codes_weights():
+    elif weights == "bf16" and linears and is_coded:
         weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
         counted += "; linear layers are written in 12 bits when it is loaded, and nothing is lost"
     if is_for_mlx:
@@ -212,7 +218,7 @@ def _spec_of(
 def _dtypes(
     name: str, raw: Mapping[str, Any], dtype: str | None, stored_types: Counter[str]
 ) -> tuple[str, str]:
-    """(type that the weights are stored in, type that they are loaded in), as ``load_model`` does.
+    """Return the type that weights are stored in and the type that ``load_model`` puts them in.
 
     Raises:
         ConfigError: a dtype that does not exist.
@@ -231,7 +237,7 @@ def _dtypes(
 def _held_weights(
     sizes: Mapping[str, int], linears: Mapping[str, tuple[int, int]], weights: str, itemsize: int
 ) -> int:
-    """Bytes of all parameters where the kernel reads linear layers that it has written anew.
+    """Return the bytes of all parameters where the kernel has written linear layers anew.
 
     One that shares its weights with the embedding is the embedding too.
     """
@@ -253,7 +259,7 @@ def _held_weights(
 def _parameters(
     class_name: str, config: Any, files: Path | None, group_size: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-    """How many numbers every parameter has, a tied one once; outputs and inputs of linear layers.
+    """Count the numbers of every parameter, a tied one once; and outputs and inputs of linears.
 
     Args:
         class_name: of transformers.
@@ -266,30 +272,15 @@ def _parameters(
         ModelError: the config's fields do not make a model.
     """
     try:
-        import torch
-        import transformers
-
-        from kvcellar.models.tokenizer import quiet
-    except ModuleNotFoundError as error:
+        counter: Any = loader_of("torch")
+    except BackendError as error:
         if files is not None:
             is_tied = bool(getattr(config, "tie_word_embeddings", False))
             skip = (*_NOT_TEXT, *(("lm_head.",) if is_tied else ()))
             return stored_numbers(files, skip, group_size), {}
         raise BackendError(
-            f"counting a model's parameters needs the package {error.name!r}; install it with: "
-            f"pip install 'kvcellar[torch]', or say weight_bytes in a spec file"
+            f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
-    classes: Any = transformers
-    with quiet(lambda part: None), torch.device("meta"):
-        try:
-            model = getattr(classes, class_name)(config)
-        except Exception as error:  # whatever its layers do not like
-            raise ModelError(
-                f"the {config.model_type} config makes no model: {error}; check the file"
-            ) from error
-    linears = {
-        f"{name}.weight": (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear
-    }
-    return {key: int(weight.numel()) for key, weight in model.named_parameters()}, linears
+    found: tuple[dict[str, int], dict[str, tuple[int, int]]]
+    found = counter.count_parameters(class_name, config)
+    return found

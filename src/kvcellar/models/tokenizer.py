@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import transformers
 from transformers.utils import logging as hf_logging
 
 from kvcellar.errors import ModelError
+from kvcellar.models.checkpoint import read_json
 
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""
@@ -79,3 +80,32 @@ def quiet(progress: Callable[[float], None]) -> Iterator[None]:
             hf_logging.set_tqdm_hook(hook)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+    """Refuse a tokenizer of another model.
+
+    Special tokens past the embedding are let through: Gemma 3's tokenizer has one for images that
+    its smallest model lacks. A runner refuses them when they come.
+    """
+    special = set(tokenizer.all_special_ids)
+    special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    beyond = sorted(
+        i for i in tokenizer.get_vocab().values() if i >= vocab_size and i not in special
+    )
+    if beyond:
+        raise ModelError(
+            f"the tokenizer in {folder} has token ids up to {beyond[-1]} and the model's embedding "
+            f"has {vocab_size} rows; they are of different models, copy the model's own tokenizer"
+        )
+
+
+def find_eos_token_ids(folder: Path, raw: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
+    """Return every token that one of the checkpoint's files calls an end; they often differ."""
+    sources = [raw, raw.get("text_config") or {}]
+    if (folder / "generation_config.json").is_file():
+        sources.append(read_json(folder / "generation_config.json"))
+    found: set[int] = set()
+    for value in [*(source.get("eos_token_id") for source in sources), tokenizer.eos_token_id]:
+        found.update([value] if isinstance(value, int) else value or ())
+    return frozenset(found)

@@ -26,9 +26,9 @@ MAX_POSITIONS = 512
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_the_graph_has_one_op_per_layer_no_mutated_buffer_and_no_context_length(checkpoint, family):
     model = load_model(checkpoint(family))
-    rewrite(model._model)
+    rewrite(model.network)
     with quietly():
-        program = trace(model._model, MAX_TOKENS)
+        program = trace(model.network, MAX_TOKENS)
     calls = [n for n in program.graph.nodes if "update_and_attend" in str(n.target)]
     assert [n.args[4] for n in calls] == list(range(model.params.n_layers))
     assert not program.graph_signature.buffers_to_mutate
@@ -96,9 +96,9 @@ def logits_of(model: LoadedModel) -> np.ndarray:
 def test_quantised_programs_compute_what_torchao_computes_eagerly(loaded, checkpoint, scheme):
     eager: Any = load_model(checkpoint("llama"))
     exact = logits_of(eager)
-    rewrite(eager._model)
+    rewrite(eager.network)
     with quietly():
-        quantise(eager._model, scheme)
+        quantise(eager.network, scheme)
         want = logits_of(eager)
     got = logits_of(loaded("llama", scheme))
     # A product at a rounding boundary may become the other 8-bit number, one step of some 1%.

@@ -16,7 +16,8 @@ from kvcellar.backends.torch import (
     TorchSeqCache,
     TorchTreeCache,
 )
-from kvcellar.registry import CacheBuilderRegistry
+from kvcellar.models.loading import ModelLoader
+from kvcellar.registry import Backend
 
 if TYPE_CHECKING:
     from kvcellar.backends.executorch.exporting import ExportReport
@@ -24,33 +25,30 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("executorch") is None:
     raise ModuleNotFoundError("No module named 'executorch'", name="executorch")
 
-_builders = CacheBuilderRegistry.instance()
-_builders.register_builder("executorch", "contiguous", TorchContiguousCache)
-_builders.register_builder("executorch", "seq", TorchSeqCache)
-_builders.register_builder("executorch", "paged", TorchPagedCache)
-_builders.register_builder("executorch", "tree", TorchTreeCache)
+from kvcellar.backends.executorch.program import Method, Program
 
-from kvcellar.backends.executorch.loading import (  # noqa: E402
-    ExecutorchModel,
-    check_model,
-    load_model,
-    size_program,
+__all__ = ["BACKEND", "Method", "Program", "export_program"]
+
+
+def _loader() -> ModelLoader:
+    from kvcellar.backends.executorch import loading
+
+    return loading
+
+
+BACKEND = Backend(
+    {
+        "contiguous": TorchContiguousCache,
+        "seq": TorchSeqCache,
+        "paged": TorchPagedCache,
+        "tree": TorchTreeCache,
+    },
+    _loader,
 )
-from kvcellar.backends.executorch.program import Method, Program  # noqa: E402
-
-__all__ = [
-    "ExecutorchModel",
-    "Method",
-    "Program",
-    "check_model",
-    "export_program",
-    "load_model",
-    "size_program",
-]
 
 
 def export_program(name_or_path: str | Path, to: str | Path, **options: Any) -> ExportReport:
-    """A checkpoint as one file; see ``exporting.export_program``. Who only runs imports less."""
+    """Export a checkpoint as one file; see ``exporting.export_program``, imported when called."""
     from kvcellar.models.tokenizer import quiet
 
     with quiet(lambda part: None):

@@ -7,8 +7,8 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX
 from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
+from kvcellar.backends.torch.loading import TorchModel
 from kvcellar.backends.torch.runner import inputs_of, modules_given
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
-from kvcellar.models import LoadedModel, load_model
+from kvcellar.models import load_model
 from kvcellar.models.eagle3.config import default_feature_layers
 from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
-from kvcellar.models.loading import check_feature_layers
+from kvcellar.models.model import check_feature_layers
+from kvcellar.models.options import ProgressFn, no_progress
 
 DTYPES = ("float32", "float16", "bfloat16")
 OP = "update_and_attend"
@@ -33,8 +35,6 @@ PRODUCTS = ("linear", "mm", "addmm")
 """Operators that linear layers become."""
 CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES, *TEMPLATE_FILES)
 """Files of a checkpoint that travel inside the program."""
-
-ProgressFn = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,68 +132,118 @@ def export_program(
         ConfigError: settings that cannot work.
         ModelError: the checkpoint cannot be loaded, or the file not be written.
     """
-    _check(quantize, dtype, max_tokens_per_step, method)
-    report = progress or (lambda fraction, what: None)
-    target = Path(to)
-    if not target.parent.is_dir():
-        raise ModelError(f"there is no folder {target.parent} to write {target.name} to")
+    asked = _Settings(
+        Path(to), quantize, dtype, max_tokens_per_step, method, tuple(feature_layers or ())
+    )
+    asked.check()
+    report = progress or no_progress
     loaded = load_model(
         name_or_path,
         dtype=dtype,
         weights="none",
         progress=lambda part, what: report(0.15 * part, what),
     )
+    assert isinstance(loaded, TorchModel)
     if feature_layers is not None:
         n_layers = loaded.params.n_layers
-        feature_layers = tuple(feature_layers) or default_feature_layers(n_layers)
-        check_feature_layers(feature_layers, n_layers)
-    layers = tuple(feature_layers or ())
-    model = loaded._model
-    report(0.15, "fingerprinting the weights")
-    scheme = "" if quantize == "none" else f"+{quantize}"
-    fingerprint = loaded.fingerprint(dtype=dtype + scheme)
-    n_kept = 0
+        asked = replace(asked, layers=asked.layers or default_feature_layers(n_layers))
+        check_feature_layers(asked.layers, n_layers)
     with _quiet():
-        from kvcellar.backends.executorch.lowering import lower
-
-        rewrite(model)
-        if quantize != "none":
-            report(0.2, f"quantising to {quantize}")
-            _, n_kept = quantise(model, quantize)
-        report(0.3, "tracing the graph")
-        graph = trace(model, max_tokens_per_step, layers)
-        report(0.4, "lowering to XNNPACK")
-        constants = _constants(
-            loaded, fingerprint.value, dtype, quantize, max_tokens_per_step, layers
-        )
-        edge = lower(graph, method, constants)
-        report(0.85, "planning memory")
-        module = edge.exported_program(method).graph_module
-        counts = _counts(module)
-        program = edge.to_executorch(_plan())
-    report(0.9, f"writing {target.name}")
-    _write(program, target)
+        lowered = _lower(loaded, asked, report)
+    report(0.9, f"writing {asked.path.name}")
+    _write(lowered.program, asked.path)
     report(1.0, "ready")
     return ExportReport(
-        path=target,
-        size_bytes=target.stat().st_size,
+        path=asked.path,
+        size_bytes=asked.path.stat().st_size,
         method=method,
         quantize=quantize,
         dtype=dtype,
         max_tokens_per_step=max_tokens_per_step,
-        feature_layers=layers,
-        n_op_calls=sum(OP in str(node.target) for node in graph.graph.nodes),
-        n_linears_kept=n_kept,
-        n_delegates=counts[0],
-        delegated=counts[1],
-        kept=counts[2],
+        feature_layers=asked.layers,
+        n_op_calls=lowered.n_op_calls,
+        n_linears_kept=lowered.n_linears_kept,
+        n_delegates=lowered.n_delegates,
+        delegated=lowered.delegated,
+        kept=lowered.kept,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What is exported, and to where; fields as ``export_program`` takes them."""
+
+    path: Path
+    quantize: str
+    dtype: str
+    max_tokens_per_step: int
+    method: str
+    layers: tuple[int, ...]
+
+    def check(self) -> None:
+        """Refuse settings that cannot work.
+
+        Raises:
+            ConfigError: they cannot.
+            ModelError: there is no folder to write to.
+        """
+        quantize, dtype, most = self.quantize, self.dtype, self.max_tokens_per_step
+        check_scheme(quantize)
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        if quantize != "none" and dtype != "float32":
+            raise ConfigError(
+                f"{quantize} quantises activations that come in float32, got dtype {dtype!r}; "
+                f"leave dtype out"
+            )
+        if most < 2:
+            raise ConfigError(f"max_tokens_per_step must be at least 2, got {most}")
+        if not self.method.isidentifier():
+            raise ConfigError(
+                f"method {self.method!r} is no name; use letters, digits and _, such as 'forward'"
+            )
+        if not self.path.parent.is_dir():
+            raise ModelError(f"there is no folder {self.path.parent} to write {self.path.name} to")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """A program that can be written, and counts as in ``ExportReport``."""
+
+    program: Any
+    n_op_calls: int
+    n_linears_kept: int
+    n_delegates: int
+    delegated: Mapping[str, int]
+    kept: Mapping[str, int]
+
+
+def _lower(loaded: TorchModel, asked: _Settings, report: ProgressFn) -> _Lowered:
+    """Fingerprint, rewrite, quantise, trace and lower a model; its modules are used up."""
+    from kvcellar.backends.executorch.lowering import lower
+
+    report(0.15, "fingerprinting the weights")
+    scheme = "" if asked.quantize == "none" else f"+{asked.quantize}"
+    fingerprint = loaded.fingerprint(dtype=asked.dtype + scheme)
+    rewrite(loaded.network)
+    n_linears_kept = 0
+    if asked.quantize != "none":
+        report(0.2, f"quantising to {asked.quantize}")
+        _, n_linears_kept = quantise(loaded.network, asked.quantize)
+    report(0.3, "tracing the graph")
+    graph = trace(loaded.network, asked.max_tokens_per_step, asked.layers)
+    report(0.4, "lowering to XNNPACK")
+    edge = lower(graph, asked.method, _constants(loaded, fingerprint.value, asked))
+    report(0.85, "planning memory")
+    module = edge.exported_program(asked.method).graph_module
+    n_op_calls = sum(OP in str(node.target) for node in graph.graph.nodes)
+    return _Lowered(edge.to_executorch(_plan()), n_op_calls, n_linears_kept, *_counts(module))
 
 
 def trace(
     model: Any, max_tokens_per_step: int, feature_layers: Sequence[int] = ()
 ) -> torch.export.ExportedProgram:
-    """The graph of a rewritten model: one call of the op per layer, no cache, mask or length."""
+    """Trace a rewritten model: one call of the op per layer, no cache, mask or length."""
     n_tokens = torch.export.Dim("n_tokens", min=1, max=max_tokens_per_step)
     n_rows = torch.export.Dim("n_rows", min=1, max=max_tokens_per_step)
     n = min(4, max_tokens_per_step)
@@ -211,31 +261,8 @@ def trace(
         )
 
 
-def _check(quantize: str, dtype: str, max_tokens_per_step: int, method: str) -> None:
-    check_scheme(quantize)
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    if quantize != "none" and dtype != "float32":
-        raise ConfigError(
-            f"{quantize} quantises activations that come in float32, got dtype {dtype!r}; leave "
-            f"dtype out"
-        )
-    if max_tokens_per_step < 2:
-        raise ConfigError(f"max_tokens_per_step must be at least 2, got {max_tokens_per_step}")
-    if not method.isidentifier():
-        raise ConfigError(
-            f"method {method!r} is no name; use letters, digits and _, such as 'forward'"
-        )
-
-
-def _constants(
-    loaded: LoadedModel,
-    fingerprint: str,
-    dtype: str,
-    quantize: str,
-    max_tokens_per_step: int,
-    feature_layers: tuple[int, ...],
-) -> dict[str, Any]:
+def _constants(loaded: TorchModel, fingerprint: str, asked: _Settings) -> dict[str, Any]:
+    """Return what a program says of itself: facts for a cache, and the files of its model."""
     params = loaded.params
     facts: dict[str, Any] = {}
     write_kv_cache_metadata(
@@ -255,17 +282,17 @@ def _constants(
     packed = torch.frombuffer(bytearray(pack_files(files)), dtype=torch.uint8)
     own = {
         "name": Path(loaded.name).name,
-        "max_tokens_per_step": max_tokens_per_step,
+        "max_tokens_per_step": asked.max_tokens_per_step,
         "max_positions": loaded.max_positions,
         "eos_token_ids": sorted(loaded.eos_token_ids),
-        "dtype": dtype,
-        "quantize": quantize,
+        "dtype": asked.dtype,
+        "quantize": asked.quantize,
         "fingerprint": fingerprint,
         "executorch": executorch_version(),
         "files": packed,
     }
-    if feature_layers:
-        own["feature_layers"] = list(feature_layers)
+    if asked.layers:
+        own["feature_layers"] = list(asked.layers)
     if not own["eos_token_ids"]:
         del own["eos_token_ids"]
     return facts | {OWN_PREFIX + key: value for key, value in own.items()}
@@ -278,7 +305,7 @@ def _plan() -> Any:
 
 
 def _counts(module: torch.fx.GraphModule) -> tuple[int, dict[str, int], dict[str, int]]:
-    """Delegates, operators inside of them, and operators outside."""
+    """Count delegates, operators inside of them, and operators outside, by name."""
     delegated: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     n_delegates = 0

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import kvcellar
+from kvcellar import models
 from kvcellar.backends.executorch.archive import unpack_files
 from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX, Program
@@ -27,12 +28,17 @@ from kvcellar.models.fingerprint import (
     fingerprint_of,
 )
 from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.loading import LoadedModel
-from kvcellar.models.options import DEMO, ProgressFn
+from kvcellar.models.hub import find_checkpoint
+from kvcellar.models.model import LoadedModel
+from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
 from kvcellar.models.runner import FloatArray, Runner, checked_batch
+from kvcellar.models.sizing import size_checkpoint
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec, config_from_dict
 from kvcellar.types import IntArray, ModelCacheParams
+
+_SIZED_AS = {"8da4w": "int4", "8da8w": "int8"}
+"""Scheme of the weights -> a format that takes about as much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +59,7 @@ class ExecutorchModel(LoadedModel):
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return self.path.stat().st_size
 
     def fingerprint(
@@ -63,17 +69,22 @@ class ExecutorchModel(LoadedModel):
         on_progress: Progress | None = None,
         dtype: str | None = None,
     ) -> Fingerprint:
-        """That of the checkpoint that it was exported from, with the type of its weights."""
+        """Return that of the checkpoint that was exported, with the type of the weights."""
         parts = json.loads(self.program.metadata[OWN_PREFIX + "fingerprint"])
         if self.chat_template is not None:
             parts |= fingerprint_of(chat_template=self.chat_template).parts
         return Fingerprint(parts)
 
     def touch_weights(self) -> int:
-        """XNNPACK has copied them in its own order when the method was loaded."""
+        """Return the bytes of the weights: XNNPACK copied them when the method was loaded."""
         return self.size_bytes
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
+        """Make a runner of the program.
+
+        Raises:
+            ConfigError: the program does not tell these features.
+        """
         if feature_layers and tuple(feature_layers) != self.feature_layers:
             told = f"those of {list(self.feature_layers)}" if self.feature_layers else "none"
             raise ConfigError(
@@ -121,7 +132,7 @@ class ExecutorchRunner:
         positions: Sequence[int] | IntArray,
         rows: Sequence[int] | IntArray | None,
     ) -> tuple[FloatArray, torch.Tensor]:
-        """Logits, and the last output of the program."""
+        """Run the tokens; return logits, and the last output of the program."""
         cache = self._session.cache
         try:
             ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
@@ -150,23 +161,14 @@ class ExecutorchRunner:
         return out, others[0] if others else logits
 
 
-def load_model(
-    name_or_path: str | Path,
-    *,
-    dtype: Any = None,
-    weights: str | None = None,
-    device: Any = None,
-    progress: ProgressFn | None = None,
-) -> ExecutorchModel:
+def load_model(options: LoadOptions, report: ProgressFn) -> ExecutorchModel:
     """Load a program and the tokenizer inside; see :func:`kvcellar.models.load_model`.
 
     Args:
-        name_or_path: a .pte file. Anything else that can be loaded is exported first, in float32
-            if nothing is said, and the program kept in the user's own folder for the next time.
-        dtype: what the program must have been exported in; None: whatever it was.
-        weights: ``none``, ``8da4w`` or ``8da8w``; the same of a program that is there.
-        device: the CPU.
-        progress: called while exporting and loading.
+        options: the model is a .pte file. Anything else that can be loaded is exported first, in
+            float32 if nothing is said, and the program kept in the user's own folder for the next
+            time. ``dtype`` and ``weights`` are what it must have been exported in.
+        report: called while exporting and loading.
 
     Raises:
         ModelError: the file is damaged, or of no model.
@@ -174,13 +176,10 @@ def load_model(
         ConfigError: another device or type.
         BackendError: the native part is missing.
     """
-    report = progress or (lambda fraction, what: None)
-    _check_device(device)
-    path, name = Path(name_or_path).expanduser(), str(name_or_path)
-    if path.suffix != ".pte" and not path.is_file():
-        path = _exported(
-            name_or_path, dtype, weights or "none", lambda part, what: report(0.95 * part, what)
-        )
+    _check_device(options.device)
+    path = _program_of(options)
+    if path is None:
+        path = _exported(options, lambda part, what: report(0.95 * part, what))
     report(0.95, "reading the program")
     program = Program(path)
     params = program.params
@@ -188,14 +187,14 @@ def load_model(
     report(0.96, "reading the tokenizer")
     config, tokenizer, sampling = _carried(program)
     report(0.98, "loading weights")
-    _check_asked(path, facts, dtype, weights)
+    _check_asked(path, facts, options)
     method = program.method_names[0]
     program.load_method(method)
     report(1.0, "ready")
     return ExecutorchModel(
-        name=name,
+        name=options.name,
         path=path,
-        backend="executorch",
+        backend=options.backend,
         params=params,
         config=config,
         tokenizer=tokenizer,
@@ -206,7 +205,6 @@ def load_model(
         weights=None if facts["quantize"] == "none" else str(facts["quantize"]),
         sampling=sampling,
         chat_template=None,
-        _model=None,
         program=program,
         method=method,
         max_tokens_per_step=int(facts["max_tokens_per_step"]),
@@ -214,42 +212,53 @@ def load_model(
     )
 
 
-def check_model(
-    name_or_path: str | Path,
-    *,
-    dtype: Any = None,
-    weights: str | None = None,
-    device: Any = None,
-) -> None:
+def check_model(options: LoadOptions) -> None:
     """Find what is wrong with a program or with what would be exported.
 
     See :func:`kvcellar.models.check_model`.
     """
-    from kvcellar import models
     from kvcellar.backends.executorch.quantising import check_scheme
 
-    _check_device(device)
-    path = Path(name_or_path).expanduser()
-    if path.suffix != ".pte" and not path.is_file():
-        check_scheme(weights or "none")
-        wanted = "float32" if dtype in (None, "auto") else dtype
-        models.check_model(models.LoadOptions(name_or_path, dtype=wanted))
+    _check_device(options.device)
+    path = _program_of(options)
+    if path is None:
+        check_scheme(options.weights or "none")
+        models.check_model(LoadOptions(options.model, dtype=_exported_dtype(options)))
         return
     program = Program(path)
     try:
-        _check_asked(path, _facts(program), dtype, weights)
+        _check_asked(path, _facts(program), options)
         _carried(program)
     finally:
         program.close()
 
 
+def device_bytes(device: Any) -> int | None:
+    """Return None: programs run in main memory."""
+    return None
+
+
+def _program_of(options: LoadOptions) -> Path | None:
+    """Return the .pte file that is asked for; None where a checkpoint is, which is exported."""
+    path = Path(options.model).expanduser()
+    return path if path.suffix == ".pte" or path.is_file() else None
+
+
+def _exported_dtype(options: LoadOptions) -> str:
+    """Return the type that a checkpoint is exported in: float32 if nothing is said."""
+    asked = options.dtype
+    return "float32" if asked in (None, "auto") else str(asked).removeprefix("torch.")
+
+
 def _check_device(device: Any) -> None:
+    """Refuse a device other than the CPU."""
     if device is not None and str(device).partition(":")[0] != "cpu":
         raise ConfigError(f"programs run on the CPU, got device {device!r}; leave it out")
 
 
-def _check_asked(path: Path, facts: Mapping[str, Any], dtype: Any, weights: str | None) -> None:
+def _check_asked(path: Path, facts: Mapping[str, Any], options: LoadOptions) -> None:
     """Refuse a program that was exported otherwise than is asked for."""
+    dtype, weights = options.dtype, options.weights
     found = str(facts["dtype"]) + ("" if facts["quantize"] == "none" else f"+{facts['quantize']}")
     asked = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
     if asked not in (None, facts["dtype"]):
@@ -264,8 +273,20 @@ def _check_asked(path: Path, facts: Mapping[str, Any], dtype: Any, weights: str 
         )
 
 
+def size_model(options: LoadOptions) -> ModelCacheSpec:
+    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`.
+
+    A checkpoint is counted in the type that it is exported in.
+    """
+    if Path(options.model).suffix == ".pte":
+        return size_program(Path(options.model).expanduser())
+    weights = _SIZED_AS.get(options.weights or "", options.weights)
+    dtype = "float32" if options.dtype in (None, "auto") else options.dtype
+    return size_checkpoint(replace(options, dtype=dtype, weights=weights))
+
+
 def size_program(path: Path) -> ModelCacheSpec:
-    """What a program costs; its weights are not read.
+    """Work out what a program costs; its weights are not read.
 
     XNNPACK packs them when a method is loaded, in about as many bytes as the file has, and lets go
     of the file then.
@@ -298,7 +319,11 @@ def size_program(path: Path) -> ModelCacheSpec:
 
 
 def _facts(program: Program) -> Mapping[str, Any]:
-    """What kvcellar's exporter wrote beside the cache's facts."""
+    """Return what kvcellar's exporter wrote beside the cache's facts.
+
+    Raises:
+        MetadataError: it wrote none.
+    """
     own = {
         key.removeprefix(OWN_PREFIX): value
         for key, value in program.metadata.items()
@@ -317,7 +342,7 @@ def _facts(program: Program) -> Mapping[str, Any]:
 
 
 def _carried(program: Program) -> tuple[Any, Any, Mapping[str, float]]:
-    """The config and the tokenizer inside, and how the model wants to be sampled."""
+    """Read the config and the tokenizer inside, and how the model wants to be sampled."""
     from kvcellar.models.tokenizer import load_tokenizer, quiet
 
     with tempfile.TemporaryDirectory(prefix="kvcellar-") as temporary:
@@ -331,18 +356,17 @@ def _carried(program: Program) -> tuple[Any, Any, Mapping[str, float]]:
             return config_from_dict(raw), load_tokenizer(folder), sampling_defaults(folder)
 
 
-def _exported(name_or_path: str | Path, dtype: Any, weights: str, report: ProgressFn) -> Path:
-    """The program of a checkpoint, exported now or at an earlier time.
+def _exported(options: LoadOptions, report: ProgressFn) -> Path:
+    """Return the program of a checkpoint, exported now or at an earlier time.
 
     Whose program it is says its name: the checkpoint's fingerprint, the versions and the options.
     One process exports it while others that want it wait; what one left half written, when it was
     killed, the next removes.
     """
     from kvcellar.backends.executorch.exporting import export_program
-    from kvcellar.models.loading import find_checkpoint
 
-    folder = find_checkpoint(name_or_path, lambda part, what: report(0.1 * part, what))
-    wanted = "float32" if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    folder = find_checkpoint(options.model, lambda part, what: report(0.1 * part, what))
+    wanted, weights = _exported_dtype(options), options.weights or "none"
     fingerprint = fingerprint_checkpoint(
         folder,
         cache_file=default_home() / "fingerprints.json",
@@ -351,7 +375,7 @@ def _exported(name_or_path: str | Path, dtype: Any, weights: str, report: Progre
     digest = hashlib.blake2b(digest_size=8)
     for part in (kvcellar.__version__, executorch_version(), wanted, weights, fingerprint.value):
         digest.update(part.encode() + b"\0")
-    name = DEMO if name_or_path == DEMO else folder.name
+    name = DEMO if options.model == DEMO else folder.name
     path = default_home() / "executorch" / "programs" / f"{name}-{digest.hexdigest()}.pte"
     if path.is_file():
         return path
@@ -362,7 +386,7 @@ def _exported(name_or_path: str | Path, dtype: Any, weights: str, report: Progre
             for half in path.parent.glob(f".{path.name}.*"):
                 half.unlink(missing_ok=True)
             export_program(
-                name_or_path,
+                options.model,
                 path,
                 quantize=weights,
                 dtype=wanted,

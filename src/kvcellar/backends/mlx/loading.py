@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,23 @@ from kvcellar.backends.mlx.binding import text_model, wrap
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.models.architecture import check_architecture, without_quantisation
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.loading import (
-    LoadedModel,
-    check_architecture,
-    check_vocabulary,
-    find_checkpoint,
-    find_eos_token_ids,
-    is_local,
-    without_quantisation,
-)
-from kvcellar.models.options import DEMO, ProgressFn
+from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.model import LoadedModel
+from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
-from kvcellar.models.tokenizer import load_tokenizer, quiet
+from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
-from kvcellar.spec import config_from_dict, params_from_config, positions_from_config
+from kvcellar.spec import (
+    ModelCacheSpec,
+    config_from_dict,
+    params_from_config,
+    positions_from_config,
+)
 
 _PARTS = {
     "model.language_model.": "language_model.model.",
@@ -51,22 +51,25 @@ class MlxModel(LoadedModel):
     """A model of mlx-lm in memory; attributes as in :class:`LoadedModel`.
 
     Attributes:
+        network: the module of mlx-lm, wrapped.
         device: where it runs; None: MLX's default, the GPU of a Mac.
     """
 
-    device: mx.Device | None = None
+    network: Any = field(repr=False)
+    device: mx.Device | None
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
+        """Make a runner of MLX, which keeps inside of the session's budget."""
         budget = session.cache.config.budget
         if budget is not None:
             limit_memory(budget.limit_bytes, budget.reserve_bytes)
         return MlxRunner(
-            self._model, self.params, self.vocab_size, session, self.device, feature_layers
+            self.network, self.params, self.vocab_size, session, self.device, feature_layers
         )
 
     def touch_weights(self) -> int:
-        """The bytes of the weights: loading has read them all."""
-        return sum(array.nbytes for array in _arrays(self._model))
+        """Return the bytes of the weights: loading has read them all."""
+        return sum(array.nbytes for array in _arrays(self.network))
 
 
 def limit_memory(limit_bytes: int, spare_bytes: int) -> None:
@@ -80,32 +83,24 @@ def limit_memory(limit_bytes: int, spare_bytes: int) -> None:
     mx.set_cache_limit(spare_bytes)
 
 
-def load_model(
-    name_or_path: str | Path,
-    *,
-    dtype: Any = None,
-    weights: str | None = None,
-    device: Any = None,
-    progress: ProgressFn | None = None,
-) -> MlxModel:
+def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
     """Load a model and its tokenizer for MLX; see :func:`kvcellar.models.load_model`.
 
+    A folder may be quantised for MLX; its weights are then loaded as they are.
+
     Args:
-        name_or_path: as there; a folder may be quantised for MLX.
-        dtype: type of the weights that are floats; None or ``auto``: as they are stored, and
-            float32 for the bundled model.
-        weights: None: a checkpoint is quantised for MLX before, and loaded as it is.
-        device: ``cpu`` or ``gpu``; None: MLX's default.
-        progress: called while loading.
+        options: ``dtype`` is that of the weights that are floats; None or ``auto``: as they are
+            stored, and float32 for the bundled model. ``device`` is ``cpu`` or ``gpu``; None:
+            MLX's default.
+        report: called while loading.
 
     Raises:
         ModelError, ConfigError: as there.
     """
-    _check_weights_option(weights)
-    wanted, where = _pick_dtype(dtype, name_or_path), _pick_device(device)
-    report: ProgressFn = progress or (lambda fraction, what: None)
+    _check_weights_option(options.weights)
+    wanted, where = _pick_dtype(options), _pick_device(options.device)
     with quiet(lambda part: None):
-        folder = find_checkpoint(name_or_path, lambda part, what: report(0.9 * part, what))
+        folder = find_checkpoint(options.model, lambda part, what: report(0.9 * part, what))
         report(0.9, "reading the config")
         raw = read_config(folder)
         stored = _check_files(folder, raw)
@@ -125,9 +120,9 @@ def load_model(
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
     return MlxModel(
-        name=str(name_or_path),
+        name=options.name,
         path=folder,
-        backend="mlx",
+        backend=options.backend,
         params=params,
         config=config,
         tokenizer=tokenizer,
@@ -138,13 +133,13 @@ def load_model(
         weights=None,
         sampling=sampling_defaults(folder),
         chat_template=None,
-        _model=model,
+        network=model,
         device=where,
     )
 
 
 def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
-    """The model of mlx-lm, in evaluation mode, its weights not yet read.
+    """Make a model of mlx-lm, in evaluation mode, its weights not yet read.
 
     Args:
         folder: the checkpoint.
@@ -168,7 +163,7 @@ def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
 
 
 def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """What mlx-lm makes its model of: the checkpoint's config in the words that it knows.
+    """Write a checkpoint's config in the words that mlx-lm knows.
 
     Raises:
         ModelError: layers in an order that mlx-lm's model does not have.
@@ -197,7 +192,11 @@ def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _pattern(layer_types: list[str]) -> int:
-    """Every how many layers one sees all of the history."""
+    """Return n where every n-th layer sees all of the history, as in Gemma 3.
+
+    Raises:
+        ModelError: the layers come in another order.
+    """
     first = layer_types.index("full_attention") if "full_attention" in layer_types else -1
     if first < 0 or any(
         (kind == "full_attention") != ((i + 1) % (first + 1) == 0)
@@ -211,7 +210,7 @@ def _pattern(layer_types: list[str]) -> int:
 
 
 def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's classes of a model; its ``sanitize`` gets weights as it knows them."""
+    """Return mlx-lm's classes of a model; its ``sanitize`` gets weights as it knows them."""
     model_class, arguments_class = mlx_lm.utils._get_classes(config)
 
     class Model(model_class):  # type: ignore[misc, valid-type]
@@ -224,7 +223,7 @@ def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _renamed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Text models of multimodal ones, and gpt-oss whose experts are floats, as mlx-lm has them."""
+    """Rename weights of multimodal models and of gpt-oss with float experts for mlx-lm."""
     found: dict[str, mx.array] = {}
     for name, value in weights.items():
         for theirs, ours in _PARTS.items():
@@ -272,7 +271,7 @@ def _untruncate(model: Any, config: Any) -> None:
 
 
 def _arrays(model: Any) -> list[mx.array]:
-    """Every array of a model, those that are no parameters too."""
+    """Return every array of a model, those that are no parameters too."""
     return [
         value
         for module in model.modules()
@@ -282,28 +281,33 @@ def _arrays(model: Any) -> list[mx.array]:
 
 
 def _float_type(model: Any, stored: Counter[str]) -> str:
-    """The type that the model computes in: that of its last norm."""
+    """Return the type that the model computes in: that of its last norm."""
     dtype = text_model(model).norm.norm.weight.dtype
     return next(name for name, known in FLOAT_DTYPES.items() if known == dtype)
 
 
-def check_model(
-    name_or_path: str | Path,
-    *,
-    dtype: Any = None,
-    weights: str | None = None,
-    device: Any = None,
-) -> None:
+def check_model(options: LoadOptions) -> None:
     """Find what is wrong with a model; see :func:`kvcellar.models.check_model`."""
-    _check_weights_option(weights)
-    _pick_dtype(dtype, name_or_path)
-    _pick_device(device)
-    if is_local(name_or_path):
-        folder = find_checkpoint(name_or_path, lambda fraction, what: None)
+    _check_weights_option(options.weights)
+    _pick_dtype(options)
+    _pick_device(options.device)
+    if is_local(options.model):
+        folder = find_checkpoint(options.model, no_progress)
         _check_files(folder, read_config(folder))
 
 
+def size_model(options: LoadOptions) -> ModelCacheSpec:
+    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    return size_checkpoint(options)
+
+
+def device_bytes(device: Any) -> int | None:
+    """Return None: a Mac's GPU has no memory of its own."""
+    return None
+
+
 def _check_weights_option(weights: str | None) -> None:
+    """Refuse a format of weights that is not made here."""
     if weights not in (None, PLAIN):
         raise ConfigError(
             f"weights {weights!r} are not made by the backend mlx; quantise the checkpoint with "
@@ -312,6 +316,7 @@ def _check_weights_option(weights: str | None) -> None:
 
 
 def _check_files(folder: Path, raw: dict[str, Any]) -> Counter[str]:
+    """Check a checkpoint's files; return how many tensors are stored in each type."""
     check_architecture(without_quantisation(raw), folder)
     params_from_config(raw)
     stored = check_weights(folder)
@@ -319,9 +324,11 @@ def _check_files(folder: Path, raw: dict[str, Any]) -> Counter[str]:
     return stored
 
 
-def _pick_dtype(dtype: Any, name_or_path: str | Path) -> str | None:
+def _pick_dtype(options: LoadOptions) -> str | None:
+    """Return the type that floats are converted to; None: they stay."""
+    dtype = options.dtype
     if dtype in (None, "auto"):
-        return "float32" if name_or_path == DEMO else None
+        return "float32" if options.model == DEMO else None
     name = str(dtype).removeprefix("mlx.core.")
     if name not in FLOAT_DTYPES:
         raise ConfigError(f"dtype {name!r} is not known; choose one of {', '.join(FLOAT_DTYPES)}")
@@ -329,6 +336,7 @@ def _pick_dtype(dtype: Any, name_or_path: str | Path) -> str | None:
 
 
 def _pick_device(device: Any) -> mx.Device | None:
+    """Return a device of MLX; None: its default."""
     if device is None:
         return None
     if device not in ("cpu", "gpu"):

@@ -10,7 +10,7 @@ from kvcellar.backends.reference.caches import (
     Segment,
 )
 from kvcellar.backends.reference.pools import Pool
-from kvcellar.registry import CacheBuilderRegistry
+from kvcellar.registry import Backend
 
 __all__ = [
     "Pool",
@@ -24,8 +24,11 @@ __all__ = [
     "visible",
 ]
 
-_builders = CacheBuilderRegistry.instance()
-_builders.register_builder("reference", "contiguous", ReferenceContiguousCache)
-_builders.register_builder("reference", "seq", ReferenceSeqCache)
-_builders.register_builder("reference", "paged", ReferencePagedCache)
-_builders.register_builder("reference", "tree", ReferenceTreeCache)
+BACKEND = Backend(
+    {
+        "contiguous": ReferenceContiguousCache,
+        "seq": ReferenceSeqCache,
+        "paged": ReferencePagedCache,
+        "tree": ReferenceTreeCache,
+    },
+)

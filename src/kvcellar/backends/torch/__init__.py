@@ -6,27 +6,33 @@ from kvcellar.backends.torch.caches import (
     TorchSeqCache,
     TorchTreeCache,
 )
-from kvcellar.backends.torch.eagle3.kernel import make_eagle3_kernel
-from kvcellar.backends.torch.fast.hold import hold_weights
-from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.kernel import levels
-from kvcellar.registry import CacheBuilderRegistry
+from kvcellar.models.loading import ModelLoader
+from kvcellar.registry import Backend
 
 __all__ = [
+    "BACKEND",
     "TorchContiguousCache",
     "TorchPagedCache",
     "TorchSeqCache",
     "TorchTreeCache",
-    "codes_weights",
-    "hold_weights",
-    "make_eagle3_kernel",
-    "reads_weights",
 ]
 
-_builders = CacheBuilderRegistry.instance()
-_builders.register_builder("torch", "contiguous", TorchContiguousCache)
-_builders.register_builder("torch", "seq", TorchSeqCache)
-_builders.register_builder("torch", "paged", TorchPagedCache)
-_builders.register_builder("torch", "tree", TorchTreeCache)
+
+def _loader() -> ModelLoader:
+    from kvcellar.backends.torch import loading
+
+    return loading
+
+
+BACKEND = Backend(
+    {
+        "contiguous": TorchContiguousCache,
+        "seq": TorchSeqCache,
+        "paged": TorchPagedCache,
+        "tree": TorchTreeCache,
+    },
+    _loader,
+)
 
 levels.warn_if_missing()

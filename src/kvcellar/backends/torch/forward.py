@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -18,23 +18,24 @@ _CPU = torch.device("cpu")
 
 
 class GroupStep(NamedTuple):
-    """What the CPU kernel does in every layer of one layer group."""
+    """Work of the CPU kernel in every layer of one layer group."""
 
     plan: attend.Plan
     to_exact: attend.Plan | None
     """Tokens that are written to exact cells too."""
 
 
-def can_plan(cache: object) -> bool:
-    """Whether the CPU kernel alone can run this cache's forwards.
+def can_plan(cache: object) -> TypeGuard[TorchBytes]:
+    """Return true if the CPU kernel alone can run this cache's forwards.
 
-    Not where K is stored rotated: queries and keys have to be rotated before.
+    It cannot where K is stored rotated: queries and keys have to be rotated before.
     """
-    return isinstance(cache, TorchBytes) and not cache._is_rotated and kernel.takes(_CPU)
+    is_fitting = isinstance(cache, TorchBytes) and not cache.config.kv.k.is_rotated
+    return is_fitting and kernel.takes(_CPU)
 
 
-def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether the CPU kernel is also what this cache's next forward would attend with.
+def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[TorchBytes]:
+    """Return true if the CPU kernel is also what this cache's next forward attends with.
 
     Args:
         cache: any.
@@ -43,7 +44,6 @@ def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> bool:
     """
     if not can_plan(cache):
         return False
-    assert isinstance(cache, TorchBytes), "else it could not plan"
     most = kernel.most_queries(cache.config.kv, dtype)
     if most is None or n_tokens <= most:
         return True
@@ -83,13 +83,13 @@ def plan_forward(
 
 
 def finish_forward(cache: TorchBytes) -> None:
-    """Every layer has written: the step's tokens count."""
+    """Count the step's tokens, in a forward whose layers have all written."""
     for layer in range(cache.n_layers):
         cache.wrote(layer)
 
 
 def pools_of(cache: TorchBytes) -> list[tuple[attend.Pool, attend.Pool | None]]:
-    """Per layer where the kernel finds its bytes, and exact cells beside them."""
+    """Return, for each layer, where the kernel finds its bytes, and exact cells beside them."""
     found = []
     for pool in cache.pools_of_layer:
         exact = pool.exact.for_kernel() if isinstance(pool, ExactPool) else None
@@ -98,6 +98,7 @@ def pools_of(cache: TorchBytes) -> list[tuple[attend.Pool, attend.Pool | None]]:
 
 
 def _compiled(plan: StepPlan, exact: ExactCells | None) -> GroupStep:
+    """Hand a plan to the kernel, with writes to exact cells apart."""
     if exact is None:
         return GroupStep(attend.Plan(plan), None)
     own, writes = exact.rewrite(plan)

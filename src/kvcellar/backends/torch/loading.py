@@ -1,46 +1,217 @@
-"""Weights through transformers, completely or not at all."""
+"""Models of transformers: found, checked, loaded once, and bound to sessions."""
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
+from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.fast.hold import hold_weights
+from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
+from kvcellar.backends.torch.runner import TorchRunner
+from kvcellar.backends.torch.weights import DTYPES, load_weights, touch_weights
 from kvcellar.errors import ConfigError, ModelError
-from kvcellar.models.checkpoint import few, pick_dtype
+from kvcellar.models.architecture import CLASSES, check_architecture
+from kvcellar.models.checkpoint import (
+    check_tokenizer_files,
+    check_weights,
+    pick_dtype,
+    read_config,
+)
+from kvcellar.models.generation import sampling_defaults
+from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
+from kvcellar.models.model import LoadedModel
+from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
+from kvcellar.models.runner import Runner
+from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.tokenizer import (
+    check_vocabulary,
+    find_eos_token_ids,
+    load_tokenizer,
+    quiet,
+)
+from kvcellar.models.weights import WEIGHTS, choose_weights, parse_weights
+from kvcellar.registry import CacheSession
+from kvcellar.spec import (
+    ModelCacheSpec,
+    config_from_dict,
+    params_from_config,
+    positions_from_config,
+)
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DOWNLOAD = 0.9
+"""How much of all the work it is to download a model, where that is needed."""
 
-_TEXT_KEYS = {
-    r"^language_model\.model\.": "model.",
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-}
-"""Where a multimodal checkpoint keeps its text model -> where a text model keeps it."""
 
-_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchModel(LoadedModel):
+    """A model of transformers in memory; attributes as in :class:`LoadedModel`.
 
-_MOST_TURNED = 1 << 24
-"""Numbers of a model whose matrices are turned."""
+    Attributes:
+        network: the module of transformers, in evaluation mode, with its attention on the op.
+        decoder: runs a few tokens of it as one call of the CPU kernel; None: not all of its parts
+            are the kernel's.
+    """
 
-_PAGE = 4096
-"""The smallest page of memory in use."""
+    network: Any = field(repr=False)
+    decoder: KernelDecoder | None = field(repr=False)
+
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
+        """Make a runner of torch; session and model were found to fit."""
+        return TorchRunner(
+            self.network, self.decoder, self.params, self.vocab_size, session, feature_layers
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights as they are stored, or as the kernel holds them."""
+        if self.weights in WEIGHTS:
+            tensors = [*self.network.parameters(), *self.network.buffers()]
+            return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return self.stored_bytes
+
+    def touch_weights(self) -> int:
+        """Read a byte of every page of the weights; see :meth:`LoadedModel.touch_weights`."""
+        return touch_weights(self.network)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that can be loaded, and how.
+
+    Attributes:
+        folder: where it is.
+        raw: its ``config.json``.
+        dtype: type of its weights in memory.
+        device: where they go.
+        weights: how linear layers hold theirs; None: as torch does.
+    """
+
+    folder: Path
+    raw: dict[str, Any]
+    dtype: torch.dtype
+    device: torch.device
+    weights: str | None
+
+
+def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
+    """Load a model and its tokenizer; see :func:`kvcellar.models.load_model`."""
+    asked = parse_weights(options.weights, options.dtype)
+    start = 0.0  # where reading and loading begin, behind a download
+
+    def downloading(part: float, what: str) -> None:
+        nonlocal start
+        start = _DOWNLOAD * part
+        report(start, what)
+
+    def reading(part: float, what: str) -> None:
+        report(start + (1.0 - start) * part, what)
+
+    with quiet(lambda part: reading(0.05 + 0.95 * part, "loading weights")):
+        folder = find_checkpoint(options.model, downloading)
+        reading(0.0, "reading the config")
+        found = _check(folder, options, asked)
+        config = config_from_dict(found.raw)
+        reading(0.02, "reading the tokenizer")
+        tokenizer = load_tokenizer(folder)
+        reading(0.05, "loading weights")
+        network, decoder, n_parameters = _read_network(found, config, reading)
+    vocab_size = int(network.get_input_embeddings().num_embeddings)
+    check_vocabulary(tokenizer, vocab_size, folder)
+    report(1.0, "ready")
+    _warn_of_weights(found, options.name, n_parameters)
+    return TorchModel(
+        name=options.name,
+        path=folder,
+        backend=options.backend,
+        params=params_from_config(found.raw),
+        config=network.config,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eos_token_ids=find_eos_token_ids(folder, found.raw, tokenizer),
+        max_positions=positions_from_config(config),
+        dtype=str(network.dtype).removeprefix("torch."),
+        weights=found.weights,
+        sampling=sampling_defaults(folder),
+        chat_template=None,
+        network=network,
+        decoder=decoder,
+    )
+
+
+def _read_network(
+    found: _Found, config: Any, report: ProgressFn
+) -> tuple[Any, KernelDecoder | None, int]:
+    """Read the weights; return the module, its decoder if it has one, and how many numbers it has.
+
+    Raises:
+        ModelError: weights that are missing, or not this architecture's.
+    """
+    network = load_weights(
+        found.folder,
+        config,
+        CLASSES[config.model_type],
+        quantization=found.raw.get("quantization_config"),
+        dtype=found.dtype,
+        device=found.device,
+    )
+    n_parameters = sum(parameter.numel() for parameter in network.parameters())
+    if found.weights is None:
+        return network, None, n_parameters
+    report(0.95, "packing the weights")
+    return network, hold_weights(network, found.weights), n_parameters
+
+
+def _warn_of_weights(found: _Found, name: str, n_parameters: int) -> None:
+    """Warn where the weights' format harms the model, or models of its size."""
+    if found.weights is None:
+        return
+    harm = harm_of(found.folder, name, found.weights, n_parameters)
+    if harm:
+        warnings.warn(harm, WeightsQualityWarning, stacklevel=4)
+
+
+def check_model(options: LoadOptions) -> None:
+    """Find what is wrong with a model; see :func:`kvcellar.models.check_model`."""
+    asked = parse_weights(options.weights, options.dtype)
+    if is_local(options.model):
+        _check(find_checkpoint(options.model, no_progress), options, asked)
+    else:
+        pick_types(options.dtype or "float32", options.device, {}, Counter())
+
+
+def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
+    """Check a checkpoint's files and the options, and pick types and device."""
+    raw = read_config(folder)
+    check_architecture(raw, folder)
+    params_from_config(raw)
+    stored = check_weights(folder)
+    check_tokenizer_files(folder)
+    wanted = "bfloat16" if asked == "bf16" else options.dtype
+    if options.model == DEMO and wanted in (None, "auto"):
+        wanted = "float32"
+    dtype, device = pick_types(wanted, options.device, raw, stored)
+    weights = choose_weights(
+        asked,
+        str(dtype).removeprefix("torch."),
+        is_cpu=device.type == "cpu",
+        is_built=reads_weights(),
+    )
+    return _Found(folder, raw, dtype, device, weights)
 
 
 def pick_types(
     dtype: Any, device: Any, raw: Mapping[str, Any], stored: Counter[str]
 ) -> tuple[torch.dtype, torch.device]:
-    """The types that a checkpoint is loaded in; ``load_model`` says by which rules.
+    """Pick the types that a checkpoint is loaded in; ``LoadOptions`` says by which rules.
 
     Args:
         dtype: what the caller asked for.
@@ -62,8 +233,8 @@ def pick_types(
     return DTYPES[pick_dtype(dtype, raw, stored, is_cpu=where.type == "cpu")], where
 
 
-def device_bytes(device: str) -> int | None:
-    """Memory of an accelerator; None where it has none of its own, or is not there."""
+def device_bytes(device: Any) -> int | None:
+    """Return the memory of an accelerator; None where it has none of its own, or is not there."""
     try:
         where = torch.device(device)
         return torch.cuda.mem_get_info(where)[1] if where.type == "cuda" else None
@@ -71,110 +242,37 @@ def device_bytes(device: str) -> int | None:
         return None
 
 
-def load_weights(
-    folder: Path,
-    config: Any,
-    class_name: str,
-    *,
-    quantization: Mapping[str, Any] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Any:
-    """The model, in evaluation mode, with its attention on the op.
+def size_model(options: LoadOptions) -> ModelCacheSpec:
+    """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+    return size_checkpoint(options, has_kernel=True, is_coded=codes_weights())
+
+
+def count_parameters(
+    class_name: str, config: Any
+) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """Count the numbers of every parameter, a tied one once; and outputs and inputs of linears.
+
+    Counted on the model that transformers builds on the meta device, where tensors have shapes and
+    no bytes.
 
     Args:
-        folder: the checkpoint.
-        config: the config object of its text part.
-        class_name: the class of transformers.
-        quantization: the checkpoint's quantization_config; MXFP4 is expanded.
-        dtype: type of the weights in memory.
-        device: where to put them.
+        class_name: of transformers.
+        config: its config.
 
     Raises:
-        ModelError: weights that are missing, or not this architecture's.
+        ModelError: the config's fields do not make a model.
     """
-    # Imported here, inside of quiet(): it is what makes transformers import all that it can find.
-    from kvcellar.backends.torch.model_attention import NAME
-
     classes: Any = transformers
-    options: dict[str, Any] = {}
-    if quantization:
-        options["quantization_config"] = classes.Mxfp4Config(dequantize=True)
-    try:
-        model, info = getattr(classes, class_name).from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            key_mapping=_TEXT_KEYS,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
-        raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} tensors that a {class_name} has: {few(missing)}; the "
-            f"checkpoint is half copied or of another architecture"
-        )
-    strangers = sorted(
-        key
-        for key in info["unexpected_keys"]
-        if (found := _OF_A_LAYER.match(key)) and int(found[1]) < config.num_hidden_layers
-    )
-    if strangers:
-        raise ModelError(
-            f"{folder} has {len(strangers)} tensors that a {class_name} does not know: "
-            f"{few(strangers)}; its config.json is of another architecture"
-        )
-    model = model.to(device).eval()
-    if device.type == "cpu":
-        turn_small(model)
-    return model
-
-
-def turn_small(model: Any) -> None:
-    """Have the linear layers of a small float32 model lie as products of a few rows want them.
-
-    ``[in, out]``, behind the same shape: 4 to 24 tokens take a third to a half less, as when some
-    answers go on together or guesses are verified; one token and many take the same. Matrices that
-    do not fit into a core's cache gain nothing, so larger models stay as they are, and so does a
-    layer that is the embedding too. No file stays mapped for what was copied out of it.
-    """
-    parameters = list(model.parameters())
-    is_small = sum(parameter.numel() for parameter in parameters) <= _MOST_TURNED
-    if model.dtype != torch.float32 or not is_small:
-        return
-    embedding = model.get_input_embeddings().weight
-    turned = {
-        id(module.weight)
-        for module in model.modules()
-        if type(module) is torch.nn.Linear and module.weight is not embedding
+    with quiet(lambda part: None), torch.device("meta"):
+        try:
+            model = getattr(classes, class_name)(config)
+        except Exception as error:  # whatever its layers do not like
+            raise ModelError(
+                f"the {config.model_type} config makes no model: {error}; check the file"
+            ) from error
+    linears = {
+        f"{name}.weight": (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
     }
-    for parameter in parameters:
-        data = parameter.data
-        if id(parameter) in turned:
-            parameter.data = data.t().contiguous().t()
-        else:
-            parameter.data = data.clone()
-
-
-def touch_weights(model: Any) -> int:
-    """Read a byte of every page of the weights; return how many bytes they are.
-
-    Loading maps files where it can, and their pages come into memory when they are first read.
-    """
-    storages = {
-        storage.data_ptr(): storage
-        for tensor in [*model.parameters(), *model.buffers()]
-        for storage in [tensor.untyped_storage()]
-    }
-    n_bytes = 0
-    for storage in storages.values():
-        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        view[::_PAGE].sum()
-        n_bytes += storage.nbytes()
-    return n_bytes
+    return {key: int(weight.numel()) for key, weight in model.named_parameters()}, linears

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.cache import Cache
 from kvcellar.models.runner import FloatArray, checked_batch
 from kvcellar.registry import CacheSession, use_cache
@@ -26,6 +27,7 @@ class TorchRunner:
     def __init__(
         self,
         model: Any,
+        decoder: KernelDecoder | None,
         params: ModelCacheParams,
         vocab_size: int,
         session: CacheSession[Any],
@@ -35,10 +37,10 @@ class TorchRunner:
         self.params = params
         self.vocab_size = vocab_size
         self.n_features = len(feature_layers) * int(model.config.hidden_size)
-        self._model = model
+        self._network = model
         self._feature_layers = tuple(feature_layers)
         self._feature_modules = modules_given(model, feature_layers)
-        self._decoder = getattr(model, "kernel_decoder", None)
+        self._decoder = decoder
         self._session = session
         self._device: torch.device = model.device
 
@@ -68,7 +70,7 @@ class TorchRunner:
         *,
         has_features: bool,
     ) -> tuple[FloatArray, FloatArray]:
-        """Logits, and the features, if they are wanted."""
+        """Run the tokens; return logits, and the features, if they are wanted."""
         cache: Cache = self._session.cache
         if not cache.is_step_open:
             cache.end_step()  # from here on cancel_step can only mean this forward's step
@@ -77,9 +79,7 @@ class TorchRunner:
             if self._decoder is not None:
                 last = np.array([len(ids) - 1], np.int64) if wanted is None else wanted
                 layers = self._feature_layers if has_features else ()
-                whole: tuple[FloatArray, FloatArray] | None = self._decoder.forward(
-                    cache, ids, at, last, layers
-                )
+                whole = self._decoder.forward(cache, ids, at, last, layers)
                 if whole is not None:
                     return whole
             with use_cache(cache), torch.inference_mode():
@@ -96,10 +96,10 @@ class TorchRunner:
         rows: IntArray | None,
         modules: Sequence[Any],
     ) -> tuple[FloatArray, FloatArray]:
-        """As transformers runs it; features are what these modules are given."""
+        """Run the tokens as transformers does; features are what these modules are given."""
         keep = 1 if rows is None else self._tensor(rows)
         with inputs_of(modules) as seen:
-            logits = self._model(
+            logits = self._network(
                 input_ids=self._tensor(ids[None]),
                 position_ids=self._tensor(positions[None]),
                 use_cache=False,
@@ -114,7 +114,7 @@ class TorchRunner:
 
 
 def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:
-    """Per layer the module of a transformers model that is given its input.
+    """Return, for each layer, the module of a transformers model that is given its input.
 
     Behind the last layer that is the last norm.
     """
@@ -124,9 +124,10 @@ def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:
 
 @contextmanager
 def inputs_of(modules: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-    """The first argument of each module's next call in this thread, in their order.
+    """Yield a list that gets the first argument of each module's next call, in their order.
 
-    Other threads may run the same modules at the same time; nothing stays behind.
+    Calls of this thread alone: others may run the same modules at the same time. Nothing stays
+    behind.
     """
     mine = threading.get_ident()
     seen: list[torch.Tensor] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.loading import check_rope
+from kvcellar.models.architecture import check_rope
 
 __all__ = ["MOST_HELD_TWICE", "Eagle3Config", "default_feature_layers", "read_eagle3_config"]
 

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcellar.backends.torch.eagle3.kernel import make_eagle3_kernel
 from kvcellar.backends.torch.eagle3.network import Eagle3Network
+from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
 from kvcellar.cache import Cache
-from kvcellar.models.eagle3.config import MOST_HELD_TWICE, Eagle3Config
+from kvcellar.models.eagle3.config import MOST_HELD_TWICE
 from kvcellar.models.runner import FloatArray
 from kvcellar.op import eager_update_and_attend
-from kvcellar.registry import CacheSession, load_backend, use_cache
+from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guesses:
-    """What a head says behind some tokens.
+    """Guesses of a head behind some tokens.
 
     Attributes:
         tokens: ``[R, k]``, the likeliest first, as the target calls them.
@@ -35,96 +37,33 @@ class Guesses:
     hidden: Tensor
 
 
-class Eagle3Head:
-    """The weights of a head. Shared by sessions and threads; never changes.
-
-    Norms are folded into the matrices behind them, matrices with one input are one, and all lie
-    ``[in, out]``: levels of four to eight guesses take a twelfth less than with torch's own order.
+class Eagle3Head(Eagle3Weights):
+    """A head that is loaded; attributes as in :class:`Eagle3Weights`.
 
     Attributes:
-        config: its shape.
         feature_layers: whose inputs it reads of its target.
         params: what a cache for it must know.
         kv_dtype: how its cache stores K and V: as the weights.
-        kernel: runs levels of a few tokens of a small head, see ``backends.torch.eagle3``; None
-            where torch runs them all.
+        kernel: runs levels of a few tokens of a small head; None: torch runs them all.
     """
 
     def __init__(self, network: Eagle3Network, feature_layers: tuple[int, ...]) -> None:
         """Take the weights over from a network; it is not needed any more."""
-        config, layer = network.config, network.midlayer
-        self.config: Eagle3Config = config
+        super().__init__(network)
         self.feature_layers = feature_layers
-        self.params = ModelCacheParams(1, config.n_kv_heads, config.head_dim)
-        self.kv_dtype = str(network.fc.weight.dtype).removeprefix("torch.")
-        attention, mlp = layer.self_attn, layer.mlp
-        with torch.no_grad():
-            self.embedding = network.embed_tokens.weight.detach()
-            self.fc, self.fc_bias = _turned(network.fc.weight), network.fc.bias
-            qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-            scale = torch.cat((layer.input_layernorm.weight, layer.hidden_norm.weight))
-            self.qkv = _turned(torch.cat([part.weight for part in qkv]) * scale)
-            self.qkv_bias = None
-            if config.attention_bias:
-                self.qkv_bias = torch.cat([part.bias for part in qkv])
-            self.o = _turned(attention.o_proj.weight)
-            gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
-            self.gate_up = _turned(gate_up * layer.post_attention_layernorm.weight)
-            self.down = _turned(mlp.down_proj.weight)
-            self.residual_scale = None
-            if config.norm_before_residual:
-                self.residual_scale = layer.hidden_norm.weight.detach()
-            self.lm_head = _turned(network.lm_head.weight * network.norm.weight)
-            ids = torch.arange(config.draft_vocab_size, device=network.d2t.device)
-            self.target_ids: IntArray = (ids + network.d2t).cpu().numpy()
-        self._rotary = network.rotary
-        self._eps = torch.tensor(config.rms_norm_eps, device=self.fc.device)
-        self._rope = torch.empty(2, 0, config.head_dim)
-        self.kernel: Any = None
-        if sum(matrix.numel() for matrix in self.matrices) <= MOST_HELD_TWICE:
-            self.kernel = load_backend("torch").make_eagle3_kernel(self)
+        self.params = ModelCacheParams(1, self.config.n_kv_heads, self.config.head_dim)
+        self.kv_dtype = str(self.fc.dtype).removeprefix("torch.")
+        is_small = sum(matrix.numel() for matrix in self.matrices) <= MOST_HELD_TWICE
+        self.kernel = make_eagle3_kernel(self) if is_small else None
 
     def bind(self, session: CacheSession[Any]) -> Eagle3Runner:
-        """Join it with an open session, whose cache was made with its ``params``.
+        """Join the head with an open session, whose cache was made with its ``params``.
 
         Raises:
             SessionClosedError: the session is not open.
             ConfigError: its cache was made for another model.
         """
         return Eagle3Runner(self, session)
-
-    @property
-    def matrices(self) -> tuple[Tensor, ...]:
-        """All of them, ``[in, out]``."""
-        return (self.fc, self.qkv, self.o, self.gate_up, self.down, self.lm_head)
-
-    def normed(self, x: Tensor) -> Tensor:
-        """An RMS norm of rows, in few operators: torch's own takes as long as a small product."""
-        if x.dtype != torch.float32:
-            return functional.rms_norm(x, x.shape[-1:], eps=self.config.rms_norm_eps)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-
-    def rope(self, positions: Tensor, n: int) -> Tensor:
-        """Cosine and signed sine ``[2, T, 1, head_dim]``.
-
-        Args:
-            positions: ``[T]``.
-            n: more than the highest of them.
-        """
-        return self.rope_table(n)[:, positions, None]
-
-    def rope_table(self, n: int) -> Tensor:
-        """Cosine and signed sine of at least ``n`` positions ``[2, n, head_dim]``; it grows."""
-        table = self._rope
-        if n > table.shape[1]:
-            at = torch.arange(max(n, 2 * table.shape[1], 1024), device=self.embedding.device)
-            with torch.inference_mode():
-                cos, sin = self._rotary(self.embedding, at[None])
-                half = sin.shape[2] // 2
-                sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-                table = self._rope = torch.cat((cos, sin))
-        return table
 
 
 class Eagle3Runner:
@@ -138,7 +77,7 @@ class Eagle3Runner:
         self._session = session
 
     def join(self, features: Sequence[FloatArray], before: Tensor | None = None) -> Tensor:
-        """What ``read`` takes in place of features, a third of their size.
+        """Project features to what ``read`` takes in place of them, a third of their size.
 
         Args:
             features: ``[n, n_features]`` each.
@@ -208,7 +147,7 @@ class Eagle3Runner:
         rows: Sequence[int],
         k: int,
     ) -> Guesses:
-        """Of tokens that go on from some rows of ``hidden``, what is said behind some of them."""
+        """Run tokens that go on from some rows of ``hidden``; guess behind some of them."""
         head = self.head
         cache: Cache = self._session.cache
         if not cache.is_step_open:
@@ -235,7 +174,7 @@ class Eagle3Runner:
         rows: Sequence[int],
         k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By torch, on any device, and what the kernel is held to."""
+        """Run a level by torch, on any device; the kernel is compared with it."""
         at = torch.tensor(positions, device=hidden.device)
         tokens = torch.tensor(token_ids, device=hidden.device)
         if list(above) != list(range(len(hidden))):
@@ -251,7 +190,7 @@ class Eagle3Runner:
     def _layer(
         self, tokens: Tensor, hidden: Tensor, at: Tensor, n_positions: int, rows: Tensor | None
     ) -> Tensor:
-        """``[T, hidden]``, or of some rows."""
+        """Run the layer; return ``[T, hidden]``, or of some rows."""
         head, config = self.head, self.head.config
         embeds = head.embedding[tokens]
         both = head.normed(torch.stack((embeds, hidden), dim=1))
@@ -278,11 +217,6 @@ class Eagle3Runner:
         hidden = torch.addmm(hidden, attended, head.o)
         gate, up = torch.mm(head.normed(hidden), head.gate_up).chunk(2, dim=-1)
         return torch.addmm(hidden, functional.silu(gate) * up, head.down)
-
-
-def _turned(weight: Tensor) -> Tensor:
-    """``[out, in]`` as ``[in, out]``, in memory too."""
-    return weight.detach().t().contiguous()
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,33 +8,31 @@ now and then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
 from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
 from kvcellar.kernel import attend, layers, levels, linear
 from kvcellar.models.weights import can_pack
 
-if TYPE_CHECKING:
-    from kvcellar.backends.torch.eagle3.head import Eagle3Head
-
 MOST_TOKENS = 32
-"""Of one level; torch's matrix products are faster for more."""
+"""Tokens of one level at most; torch's matrix products are faster for more."""
 
 
 class Eagle3Kernel:
     """The weights of a head as the kernel reads them. Shared, and never changed."""
 
-    def __init__(self, head: Eagle3Head) -> None:
-        """Of a head that ``takes``."""
+    def __init__(self, head: Eagle3Weights) -> None:
+        """Pack the matrices of a head for which :func:`make_eagle3_kernel` found it possible."""
         config = head.config
         self._head = head
         self.size_bytes = 0
-        """Of the matrices, held besides the head's own."""
+        """Bytes of the matrices, held besides the head's own."""
         self._held: list[Tensor] = []
         self._fc = self._packed(head.fc)
         self._level = layers.Eagle3Weights(
@@ -56,12 +54,12 @@ class Eagle3Kernel:
             residual_scale=self._address(head.residual_scale),
         )
 
-    def takes(self, cache: object, n_tokens: int) -> bool:
-        """Whether a level of so many tokens over this cache is the kernel's."""
+    def takes(self, cache: object, n_tokens: int) -> TypeGuard[TorchBytes]:
+        """Return true if a level of so many tokens over this cache is the kernel's."""
         return n_tokens <= MOST_TOKENS and can_plan(cache)
 
     def join(self, features: Tensor) -> Tensor:
-        """``[T, n_features] -> [T, hidden]`` in float32, for a few tokens."""
+        """Project features, ``[T, n_features] -> [T, hidden]`` in float32, for a few tokens."""
         out = torch.empty(len(features), self._head.config.hidden_size)
         features = features.contiguous()
         dtype = attend.Dtype.float32
@@ -78,7 +76,7 @@ class Eagle3Kernel:
         rows: Sequence[int],
         k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass of the head.
+        """Run one pass of the head.
 
         Args:
             cache: one that it ``takes``; the step is complete afterwards.
@@ -93,7 +91,7 @@ class Eagle3Kernel:
             Hidden states ``[R, hidden]``, the head's ids ``[R, k]`` and beliefs ``[R, k]``.
 
         Raises:
-            StepError, PositionError: as ``plan``; the step is open still.
+            StepError, PositionError: as ``plan``; the step stays open.
         """
         (step,) = plan_forward(cache, len(tokens), positions)
         ((pool, exact),) = pools_of(cache)
@@ -124,7 +122,7 @@ class Eagle3Kernel:
         return out, ids, beliefs
 
     def _packed(self, matrix: Tensor) -> linear.LinearWeights:
-        """A matrix ``[in, out]`` in 8 bits."""
+        """Pack a matrix ``[in, out]`` in 8 bits, and keep it."""
         n_in, n_out = matrix.shape
         packed, scales = pack(matrix.t(), 8)
         self._held += (packed, scales)
@@ -134,6 +132,7 @@ class Eagle3Kernel:
         )
 
     def _address(self, tensor: Tensor | None) -> int:
+        """Keep a tensor without gaps; return its address, or 0 where there is none."""
         if tensor is None:
             return 0
         tensor = tensor.contiguous()
@@ -141,10 +140,10 @@ class Eagle3Kernel:
         return tensor.data_ptr()
 
 
-def make_eagle3_kernel(head: Eagle3Head) -> Eagle3Kernel | None:
-    """The kernel's own weights of a head; None for one that is torch's alone.
+def make_eagle3_kernel(head: Eagle3Weights) -> Eagle3Kernel | None:
+    """Pack a head's matrices for the kernel; None for a head that torch alone runs.
 
-    A head in float32 on a CPU whose matrices have inputs in whole groups.
+    The kernel takes heads in float32 on a CPU whose matrices have inputs in whole groups.
     """
     is_usual = head.fc.is_cpu and head.fc.dtype == torch.float32
     is_packable = all(can_pack(matrix.shape[0]) for matrix in head.matrices)

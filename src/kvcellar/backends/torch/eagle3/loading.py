@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvcellar.backends.torch.eagle3.head import Eagle3Head
 from kvcellar.backends.torch.eagle3.network import Eagle3Network
-from kvcellar.backends.torch.loading import DTYPES
+from kvcellar.backends.torch.loading import TorchModel
+from kvcellar.backends.torch.weights import DTYPES
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.checkpoint import check_weights, few, read_config, read_json
 from kvcellar.models.eagle3.config import (
@@ -20,7 +21,8 @@ from kvcellar.models.eagle3.config import (
     read_eagle3_config,
 )
 from kvcellar.models.eagle3.finding import DEMO_HEAD_FOLDER, find_head
-from kvcellar.models.loading import DEMO_FOLDER, LoadedModel
+from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.model import LoadedModel
 
 _EMBEDDING = "embed_tokens.weight"
 _TARGET_EMBEDDINGS = (
@@ -53,8 +55,7 @@ def load_eagle3(name_or_path: str | Path | None, target: LoadedModel) -> Eagle3H
     if _EMBEDDING not in tensors:
         tensors[_EMBEDDING] = _target_embedding(config, folder, target)
     dtype = DTYPES.get(target.dtype, torch.float32)
-    device = getattr(target._model, "device", None)
-    where = device if isinstance(device, torch.device) else torch.device("cpu")
+    where = target.network.device if isinstance(target, TorchModel) else torch.device("cpu")
     network = _network(config, folder, tensors, dtype, where)
     return Eagle3Head(network, layers)
 
@@ -105,9 +106,8 @@ def _target_embedding(config: Eagle3Config, folder: Path, target: LoadedModel) -
             f"those of {target.name!r} ({target.config.hidden_size}), so it cannot share the "
             f"model's; it is half copied, copy it again"
         )
-    model: Any = target._model
-    if isinstance(model, torch.nn.Module):
-        weight: Tensor = cast(Any, model).get_input_embeddings().weight.detach()
+    if isinstance(target, TorchModel):
+        weight: Tensor = target.network.get_input_embeddings().weight.detach()
         return weight
     source = DEMO_FOLDER if folder == DEMO_HEAD_FOLDER else target.path
     if source.is_dir():

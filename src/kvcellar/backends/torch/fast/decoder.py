@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvcellar.backends.torch.caches import TorchBytes
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
@@ -115,7 +114,6 @@ class KernelDecoder:
         n_tokens, n_rows, n_features = len(ids), len(rows), len(feature_layers)
         if n_tokens > self.few or not can_run(cache, n_tokens, self._dtype):
             return None
-        assert isinstance(cache, TorchBytes), "else it could not run"
         steps = plan_forward(cache, n_tokens, positions)
         caps = [group.softcap or 0.0 for group in cache.groups]
         calls = []

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.fast.decoder import make_decoder
+from kvcellar.backends.torch.fast.decoder import KernelDecoder, make_decoder
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, kernel_layer
 from kvcellar.backends.torch.fast.linears import (
     EXPANDED,
@@ -24,13 +24,16 @@ from kvcellar.kernel import levels, linear
 from kvcellar.models.weights import bits_of, can_pack, is_packed
 
 
-def hold_weights(model: Any, weights: str) -> None:
+def hold_weights(model: Any, weights: str) -> KernelDecoder | None:
     """Put linear layers that the kernel reads in the place of a model's own. Other layers stay.
 
     Args:
         model: of transformers, on a CPU, in evaluation mode; in bfloat16 for ``bf16``. What it
             keeps of its own is moved to large pages; the files that it came from are read no more.
         weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4.
+
+    Returns:
+        The model as one call of the kernel; None where not all of its parts are the kernel's.
 
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
@@ -78,8 +81,8 @@ def hold_weights(model: Any, weights: str) -> None:
     for module in model.modules():
         if isinstance(module, KernelLayer):
             module.take_addresses()
-    model.kernel_decoder = make_decoder(model)
     give_back()
+    return make_decoder(model)
 
 
 def _replace_in(

@@ -1,0 +1,195 @@
+"""A model in memory, whatever the runtime: what is known of it, and binding it to a session."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import BackendError, ConfigError
+from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
+from kvcellar.models.kv_quality import KvQualityWarning, known_quality
+from kvcellar.models.prompts import encode, render
+from kvcellar.models.runner import Runner
+from kvcellar.models.weights import PACKINGS
+from kvcellar.registry import CacheSession
+from kvcellar.types import ModelCacheParams
+
+__all__ = ["LoadedModel", "check_feature_layers"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel(ABC):
+    """A model in memory, with its tokenizer. Shared by sessions and threads; never changes.
+
+    Each backend that runs models has its own, with the weights.
+
+    Attributes:
+        name: what ``load_model`` was asked for.
+        path: the folder it came from.
+        backend: id of the backend that runs it.
+        params: what a cache for it must know.
+        config: the config object of transformers, of the text part.
+        tokenizer: the tokenizer of transformers.
+        vocab_size: rows of the embedding: ids from 0 to ``vocab_size - 1`` exist.
+        eos_token_ids: tokens that end a text or a turn.
+        max_positions: the longest sequence that the model was made for.
+        dtype: type that the model computes in, and of weights that are held in no other way.
+        weights: how linear layers hold theirs: a name of ``WEIGHTS``, or a scheme of ExecuTorch's;
+            None: in ``dtype``.
+        sampling: settings of sampling that the checkpoint names (``generation_config.json``), for
+            ``SamplingParams.for_model``.
+        chat_template: what was given in place of the checkpoint's own; None: nothing.
+    """
+
+    name: str
+    path: Path
+    backend: str
+    params: ModelCacheParams
+    config: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_positions: int
+    dtype: str
+    weights: str | None
+    sampling: Mapping[str, float]
+    chat_template: str | None
+
+    def bind(self, session: CacheSession[Any], *, feature_layers: Sequence[int] = ()) -> Runner:
+        """Join the model with a session that is open; any number may be joined at a time.
+
+        Args:
+            session: of a cache that was made with the model's ``params``.
+            feature_layers: layers whose inputs are wanted beside the logits, ascending; the number
+                of layers is the output of the last one. The runner is then a ``FeatureRunner``.
+
+        Raises:
+            SessionClosedError: the session is not open.
+            BackendError: it is a session of another backend.
+            ConfigError: its cache was made for another model, or it has no such layers.
+
+        Warns:
+            KvQualityWarning: the cache's storage type was measured with this model and is bad.
+        """
+        self._check_session(session)
+        check_feature_layers(feature_layers, self.params.n_layers)
+        known = None
+        if self.path.is_dir():  # figures are known by a checkpoint's files
+            known = known_quality(self.path, session.cache.config.kv_dtype)
+        if known is not None and known.verdict == "bad":
+            warnings.warn(
+                f"kv_dtype {known.kv_dtype} is known to be bad for {self.name!r}: perplexity "
+                f"{known.ppl_ratio:.3f} times that of float32, the same likeliest token after "
+                f"{known.same_top1:.1%} of {known.n_tokens} tokens; kvcellar bench kv-quality "
+                f"{self.name} recommends another",
+                KvQualityWarning,
+                stacklevel=2,
+            )
+        return self._make_runner(session, feature_layers)
+
+    @abstractmethod
+    def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
+        """Make a runner of this backend; session and model were found to fit."""
+
+    def _check_session(self, session: CacheSession[Any]) -> None:
+        """Refuse a session of another backend, or with a cache for another model."""
+        params = session.cache.config.params
+        if session.backend != self.backend:
+            raise BackendError(
+                f"session {session.cache_key} is of backend {session.backend!r} and "
+                f"{self.name!r} was loaded for {self.backend!r}; make the session with "
+                f"{self.backend!r}"
+            )
+        if params != self.params:
+            raise ConfigError(
+                f"the cache of session {session.cache_key} was made for {_shape(params)}; "
+                f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return self.stored_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weights' files."""
+        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
+
+    def fingerprint(
+        self,
+        *,
+        cache_file: str | Path | None = None,
+        on_progress: Progress | None = None,
+        dtype: str | None = None,
+    ) -> Fingerprint:
+        """Work out whose KV it computes: equal where the same tokens give the same K and V.
+
+        Args:
+            cache_file: where hashes of large files are remembered; None: nowhere.
+            on_progress: takes how much of the weights is read, 0 to 1, and what comes now.
+            dtype: the type that the weights are used in, where it is not that in memory.
+
+        Raises:
+            StoreError: a file cannot be read.
+        """
+        packing = PACKINGS.get(self.weights or "")
+        kept = self.dtype if packing is None else f"{self.dtype}+{packing}"
+        replaced = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return fingerprint_checkpoint(
+            self.path,
+            cache_file=cache_file,
+            on_progress=on_progress,
+            dtype=dtype or kept,
+            **replaced,
+        )
+
+    @abstractmethod
+    def touch_weights(self) -> int:
+        """Have every weight in memory now, not when a forward first needs it; return their bytes.
+
+        Weights may be mapped from their files. Whoever measures a process wants them to count.
+        """
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the tokens of a chat, by the model's own template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` each, oldest first.
+            add_generation_prompt: end with the opening of the assistant's turn.
+
+        Raises:
+            ModelError: the model has no chat template, or its template refuses these messages.
+        """
+        rendered = render(self.tokenizer, messages, is_asking=add_generation_prompt)
+        return encode(self.tokenizer, rendered)
+
+
+def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:
+    """Make sure that a model has the layers whose features are asked for.
+
+    Raises:
+        ConfigError: it has not, or they are not ascending.
+    """
+    if sorted(set(layers)) != [layer for layer in layers if 0 <= layer <= n_layers]:
+        raise ConfigError(
+            f"features of the layers {list(layers)} were asked for; name some of 0 to {n_layers}, "
+            f"each once, ascending"
+        )
+
+
+def _shape(params: ModelCacheParams) -> str:
+    """Describe what a cache was made for, for messages."""
+    windows = ", ".join(str(group.window or "all") for group in params.groups)
+    return (
+        f"{params.n_layers} layers of {params.n_kv_heads} KV heads and head_dim "
+        f"{params.head_dim} (windows: {windows})"
+    )
