@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar.backends.executorch import exporting, loading
 from kvcellar.errors import ConfigError
-from kvcellar.models import load_model
+from kvcellar.models import LoadOptions, load_model
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def fake_export(monkeypatch, tmp_path):
 
 
 def kept(weights="none", dtype=None, report=lambda part, what: None):
-    return loading._exported("demo", dtype, weights, report)
+    return loading._exported(LoadOptions(dtype=dtype, weights=weights), report)
 
 
 def test_it_is_exported_once_for_each_set_of_options(fake_export):

@@ -235,9 +235,9 @@ def _lower(loaded: TorchModel, asked: _Settings, report: ProgressFn) -> _Lowered
     report(0.4, "lowering to XNNPACK")
     edge = lower(graph, asked.method, _constants(loaded, fingerprint.value, asked))
     report(0.85, "planning memory")
-    module = edge.exported_program(asked.method).graph_module
+    counts = _counts(edge.exported_program(asked.method).graph_module)  # planning rewrites it
     n_op_calls = sum(OP in str(node.target) for node in graph.graph.nodes)
-    return _Lowered(edge.to_executorch(_plan()), n_op_calls, n_linears_kept, *_counts(module))
+    return _Lowered(edge.to_executorch(_plan()), n_op_calls, n_linears_kept, *counts)
 
 
 def trace(
