@@ -187,6 +187,16 @@ def test_a_call_that_was_cut_short_keeps_what_there_is():
     assert call.arguments == '{"x": [1, '
 
 
+@pytest.mark.parametrize("begun", ["<tool", "<tool_call>", '<tool_call>\n{"na'])
+def test_a_call_that_has_to_come_and_was_cut_before_its_name_is_no_text(begun):
+    forced, free = CallParser("c", is_forced=True), CallParser("c")
+    for parser in (forced, free):
+        parser.push(begun)
+        parser.flush()
+    assert (forced.text, forced.calls) == ("", [])
+    assert free.text == begun
+
+
 @given(WORDS, CALLS)
 def test_what_a_template_makes_of_text_and_calls_is_what_the_model_said(before, calls):
     before = f"So {before}\n" if calls else before

@@ -45,6 +45,24 @@ def test_a_field_of_the_wrong_type_is_named_as_the_client_knows_it(live):
 # Bounds ------------------------------------------------------------------------------------------
 
 
+FLAGS = [
+    ("/v1/completions", {"prompt": [True]}, "prompt"),
+    ("/v1/completions", {"prompt": [[1, 2], [3, False]]}, "prompt"),
+    ("/v1/completions", {"prompt": "x", "n": True}, "n"),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": [True]}, "stop_token_ids"),
+    ("/v1/chat/completions", {"messages": [SAID], "temperature": False}, "temperature"),
+    ("/v1/chat/completions", {"messages": [SAID], "logit_bias": {"1": True}}, "logit_bias"),
+    ("/v1/messages", {"messages": [SAID], "max_tokens": True}, "max_tokens"),
+    ("/v1/responses", {"input": "x", "max_output_tokens": True}, "max_output_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), FLAGS)
+def test_a_flag_is_no_number(live, path, body, name):
+    said = live.http.post(path, json=body)
+    assert said.status_code == 400 and name in said.text and "number" in said.text, said.text
+
+
 @pytest.mark.parametrize("path", PLAIN)
 def test_a_temperature_that_no_protocol_has_is_refused(live, path):
     assert "temperature" in refusal(live, path, temperature=99)

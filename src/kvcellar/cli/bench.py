@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sysconfig
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,12 @@ import typer
 from kvcellar.budget import format_size
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
+from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.engine.quality import CANDIDATES, measure_kv_quality, measure_weights_quality
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.models import LoadedModel, load_model
+from kvcellar.models import LoadedModel, LoadOptions, load_model
 from kvcellar.models.checkpoint import read_json
 from kvcellar.models.kv_quality import (
     KvQuality,
@@ -33,22 +35,40 @@ from kvcellar.models.weights import WEIGHTS, parse_weights
 
 N_TOKENS = 8192
 
-Text = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Text to read. Default: modules of Python's standard library; for the bundled model "
-        "those that it was not trained on.",
-    ),
-]
-Tokens = Annotated[
-    int, typer.Option(metavar="N", min=2, help="Tokens of the text to read at most.")
-]
-Context = Annotated[
-    int, typer.Option(metavar="N", min=2, help="Tokens of a piece that is read in one go.")
-]
-
 STYLES = {"good": "green", "fair": "yellow", "bad": "red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingOptions:
+    """Options of what a model reads while it is measured."""
+
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to read. Default: modules of Python's standard library; for the bundled "
+            "model those that it was not trained on.",
+        ),
+    ] = None
+    tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Tokens of the text to read at most.")
+    ] = N_TOKENS
+    context: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Tokens of a piece that is read in one go.")
+    ] = 1024
+
+    def of(self, model: LoadedModel, name: str) -> tuple[list[int], str]:
+        """Return the tokens that a model reads, and what they were called.
+
+        Raises:
+            ConfigError: a piece is longer than the model's context, or the file is no text.
+        """
+        if self.context > model.max_positions:
+            raise ConfigError(
+                f"context {self.context} is more than the {model.max_positions} positions that "
+                f"{name!r} was made for"
+            )
+        return read_text(model, self.text, self.tokens)
 
 
 def register(app: typer.Typer) -> None:
@@ -75,6 +95,7 @@ def register(app: typer.Typer) -> None:
 
 def kv_quality(
     model: options.Model = "demo",
+    *,
     kv_dtype: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,13 +103,11 @@ def kv_quality(
             help=f"A type to measure; may be given often. Default: {', '.join(CANDIDATES)}.",
         ),
     ] = None,
-    text: Text = None,
-    tokens: Tokens = N_TOKENS,
-    context: Context = 1024,
+    reading: ReadingOptions,
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what smaller storage types of K and V cost in quality.
 
@@ -101,46 +120,27 @@ def kv_quality(
     wanted = kv_dtype or list(CANDIDATES)
     for name in wanted:
         parse_kv_dtype(name)
-    with progress_bar("loading") as report:
-        loaded = load_model(
-            model,
-            backend=backend,
-            dtype=dtype,
-            device=device,
-            progress=lambda fraction, what: report(fraction, f"{model}: {what}"),
-        )
-    _check_context(loaded, model, context)
-    token_ids, source = read_text(loaded, text, tokens)
-    with progress_bar("reading") as report:
+    loaded = _load(LoadOptions(model, backend=backend, dtype=dtype, device=device))
+    token_ids, source = reading.of(loaded, model)
+    with _bar(token_ids) as report:
         results = measure_kv_quality(
-            loaded,
-            token_ids,
-            wanted,
-            context=context,
-            progress=lambda fraction: report(fraction, f"reading {len(token_ids)} tokens"),
+            loaded, token_ids, wanted, context=reading.context, progress=report
         )
     best = recommended(results, loaded.dtype)
-    saved: str | None = None
-    try:
-        saved = str(save_quality(loaded.path, results, source))
-    except OSError as error:
-        print_note(f"the figures cannot be remembered: {error}")
+    saved = _remembered(lambda: save_quality(loaded.path, results, source))
     if as_json:
-        found = {
-            "model": model,
-            "text": source,
-            "context": context,
-            "results": [asdict(r) | {"verdict": r.verdict} for r in results],
-            "recommended": best.kv_dtype,
-            "saved": saved,
-        }
-        write(json.dumps(found, ensure_ascii=False) + "\n")
-    else:
-        _show(model, results, best, source, context)
+        more = {"recommended": best.kv_dtype, "saved": saved}
+        _print_json(model, source, reading, results, more)
+        return
+    rows = [(r.kv_dtype, f"{r.bytes_per_token:,}", r) for r in results]
+    _show_table(_title(model, source, reading, results), "K and V", "bytes/token", rows)
+    share = best.bytes_per_token / results[0].bytes_per_token
+    write(f"recommended: --kv-dtype {best.kv_dtype}, {share:.0%} of float32's bytes\n")
 
 
 def weights_quality(
     model: options.Model = "demo",
+    *,
     weights: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,10 +148,8 @@ def weights_quality(
             help=f"A format to measure; may be given often. Default: {', '.join(WEIGHTS)}.",
         ),
     ] = None,
-    text: Text = None,
-    tokens: Tokens = N_TOKENS,
-    context: Context = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    reading: ReadingOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what smaller formats of a model's weights cost in quality, with torch on a CPU.
 
@@ -166,53 +164,43 @@ def weights_quality(
 
     def load(name: str | None) -> LoadedModel:
         dtype = "float32" if name is None else None
-        with progress_bar("loading") as report, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", WeightsQualityWarning)  # it is what is measured
-            return load_model(
-                model,
-                dtype=dtype,
-                weights=name or "none",
-                progress=lambda fraction, what: report(fraction, f"{model}: {what}"),
-            )
+            return _load(LoadOptions(model, dtype=dtype, weights=name or "none"))
 
     base = load(None)
-    _check_context(base, model, context)
-    token_ids, source = read_text(base, text, tokens)
-    with progress_bar("reading") as report:
+    token_ids, source = reading.of(base, model)
+    with _bar(token_ids) as report:
         results = measure_weights_quality(
-            base,
-            load,
-            token_ids,
-            wanted,
-            context=context,
-            progress=lambda part: report(part, f"reading {len(token_ids)} tokens"),
+            base, load, token_ids, wanted, context=reading.context, progress=report
         )
-    saved: str | None = None
+    saved = _remembered(lambda: save_weights_quality(base.path, results, source))
+    if as_json:
+        _print_json(model, source, reading, results, {"saved": saved})
+        return
+    rows = [(r.weights, format_size(r.size_bytes), r) for r in results]
+    _show_table(_title(model, source, reading, results), "weights", "in memory", rows)
+
+
+def _load(how: LoadOptions) -> LoadedModel:
+    with progress_bar("loading") as report:
+        return load_model(how, progress=lambda part, what: report(part, f"{how.name}: {what}"))
+
+
+@contextmanager
+def _bar(token_ids: Sequence[int]) -> Iterator[Callable[[float], None]]:
+    """Show how much of a text is read."""
+    with progress_bar("reading") as report:
+        yield lambda fraction: report(fraction, f"reading {len(token_ids)} tokens")
+
+
+def _remembered(save: Callable[[], Path]) -> str | None:
+    """Save figures and return where; None where that fails, which is told."""
     try:
-        saved = str(save_weights_quality(base.path, results, source))
+        return str(save())
     except OSError as error:
         print_note(f"the figures cannot be remembered: {error}")
-    if as_json:
-        found = {
-            "model": model,
-            "text": source,
-            "context": context,
-            "results": [asdict(r) | {"verdict": r.verdict} for r in results],
-            "saved": saved,
-        }
-        write(json.dumps(found, ensure_ascii=False) + "\n")
-    else:
-        title = f"{model}: {results[0].n_tokens} tokens of {source} in pieces of {context}"
-        rows = [(r.weights, format_size(r.size_bytes), r) for r in results]
-        _show_table(title, "weights", "in memory", rows)
-
-
-def _check_context(model: LoadedModel, name: str, context: int) -> None:
-    if context > model.max_positions:
-        raise ConfigError(
-            f"context {context} is more than the {model.max_positions} positions that {name!r} "
-            f"was made for"
-        )
+        return None
 
 
 def read_text(model: LoadedModel, file: Path | None, n_tokens: int) -> tuple[list[int], str]:
@@ -245,15 +233,24 @@ def read_text(model: LoadedModel, file: Path | None, n_tokens: int) -> tuple[lis
     return token_ids[:n_tokens], source
 
 
-def _show(model: str, results: list[KvQuality], best: KvQuality, source: str, context: int) -> None:
-    from rich.console import Console
+def _title(
+    model: str, source: str, reading: ReadingOptions, results: Sequence[KvQuality | WeightsQuality]
+) -> str:
+    n_tokens = results[0].n_tokens
+    return f"{model}: {n_tokens} tokens of {source} in pieces of {reading.context}"
 
-    title = f"{model}: {results[0].n_tokens} tokens of {source} in pieces of {context}"
-    rows = [(r.kv_dtype, f"{r.bytes_per_token:,}", r) for r in results]
-    _show_table(title, "K and V", "bytes/token", rows)
-    share = best.bytes_per_token / results[0].bytes_per_token
-    console = Console(highlight=False)
-    console.print(f"recommended: --kv-dtype {best.kv_dtype}, {share:.0%} of float32's bytes")
+
+def _print_json(
+    model: str,
+    source: str,
+    reading: ReadingOptions,
+    results: Sequence[KvQuality | WeightsQuality],
+    more: Mapping[str, str | None],
+) -> None:
+    """Print the figures, and what they were measured on, as one JSON object."""
+    figures = [asdict(one) | {"verdict": one.verdict} for one in results]
+    found = {"model": model, "text": source, "context": reading.context, "results": figures}
+    write(json.dumps(found | dict(more), ensure_ascii=False) + "\n")
 
 
 def _show_table(

@@ -10,6 +10,7 @@ import typer
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.session import Bound, bound_model
+from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.engine import BranchReport, SamplingParams, branch
 from kvcellar.engine.branches import bytes_per_cell
@@ -64,7 +65,7 @@ def demo_command(
     memory: options.Memory = None,
     backend: options.Backend = "torch",
     weights: options.Weights = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fork one prompt into branches that share its cells, and keep the best.
 

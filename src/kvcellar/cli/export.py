@@ -13,6 +13,7 @@ import typer
 from kvcellar.budget import format_size
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
+from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.registry import load_backend
@@ -75,7 +76,7 @@ def export_command(
             "numbers with commas between, or eagle3 for those that heads read by default.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Export a model as one ExecuTorch program, lowered to XNNPACK.
 

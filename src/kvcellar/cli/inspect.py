@@ -14,6 +14,7 @@ from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
 from kvcellar.cli.commands import add_command
 from kvcellar.cli.session import too_small
+from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
@@ -39,6 +40,58 @@ def register(app: typer.Typer) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions:
+    """Options of what is to fit, and into what."""
+
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What the process may hold, such as 24GB or 8GiB. Default: this machine's memory.",
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Tokens that each agent holds. Default: {USUAL_CONTEXT}, or as many as the model "
+            "was made for where that is less.",
+        ),
+    ] = None
+    agents: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Say whether so many fit, and how long they may be."),
+    ] = None
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help=f"One type of K and V. Default: {', '.join(SHOWN)}."),
+    ] = None
+    spec_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--spec",
+            metavar="FILE",
+            help="A JSON object whose fields replace those of the model's config; "
+            "docs/spec-file.md lists them.",
+        ),
+    ] = None
+
+    def context_of(self, spec: ModelCacheSpec) -> int:
+        """Return the tokens that each agent holds.
+
+        Raises:
+            ConfigError: the model was not made for so many.
+        """
+        context = min(USUAL_CONTEXT, spec.max_positions) if self.context is None else self.context
+        if not 1 <= context <= spec.max_positions:
+            raise ConfigError(
+                f"a context of {context} tokens is asked for and {spec.name!r} was made for 1 to "
+                f"{spec.max_positions}; choose a --context in between"
+            )
+        return context
+
+
 def inspect_command(
     model: Annotated[
         str | None,
@@ -48,41 +101,11 @@ def inspect_command(
             "Hugging Face hub. May be left out where --spec says everything.",
         ),
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What the process may hold, such as 24GB or 8GiB. Default: this machine's memory.",
-        ),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Tokens that each agent holds. Default: {USUAL_CONTEXT}, or as many as the model "
-            "was made for where that is less.",
-        ),
-    ] = None,
-    agents: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Say whether so many fit, and how long they may be."),
-    ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help=f"One type of K and V. Default: {', '.join(SHOWN)}."),
-    ] = None,
-    spec_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--spec",
-            metavar="FILE",
-            help="A JSON object whose fields replace those of the model's config; "
-            "docs/spec-file.md lists them.",
-        ),
-    ] = None,
+    *,
+    asked: FitOptions,
     dtype: options.Dtype = None,
     weights: options.Weights = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what fits in memory: bytes per token, per agent, and how many agents.
 
@@ -93,20 +116,14 @@ def inspect_command(
     they allocate is what is shown. All figures are there also for what does not fit: then `fits` is
     false in the object of --json, and the status is 0 all the same.
     """
-    limit_bytes = machine_bytes() if memory is None else parse_size(memory)
-    names = SHOWN if kv_dtype is None else (kv_dtype,)
+    limit_bytes = machine_bytes() if asked.memory is None else parse_size(asked.memory)
+    names = SHOWN if asked.kv_dtype is None else (asked.kv_dtype,)
     for name in names:
         parse_kv_dtype(name)
     with progress_bar("reading the config"):
-        spec = _spec(model, spec_file, dtype, weights)
-    if context is None:
-        context = min(USUAL_CONTEXT, spec.max_positions)
-    if not 1 <= context <= spec.max_positions:
-        raise ConfigError(
-            f"a context of {context} tokens is asked for and {spec.name!r} was made for 1 to "
-            f"{spec.max_positions}; choose a --context in between"
-        )
-    view = View(spec, limit_bytes, context, agents, has_budget=memory is not None)
+        spec = _spec(model, asked.spec_file, dtype, weights)
+    context, has_budget = asked.context_of(spec), asked.memory is not None
+    view = View(spec, limit_bytes, context, asked.agents, has_budget=has_budget)
     levels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")

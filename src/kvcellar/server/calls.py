@@ -101,12 +101,14 @@ class CallParser:
         call_ids: how the ids of the calls begin.
         is_in_thought: whether what comes next is inside ``<think>``; true at the beginning where
             the prompt ends with the mark.
+        is_forced: whether there is nothing but calls: the beginning of one that was cut is no text.
         text: all text so far that is in no call.
         calls: all calls so far.
     """
 
     call_ids: str
     is_in_thought: bool = False
+    is_forced: bool = False
     text: str = ""
     calls: list[Call] = field(default_factory=list)
     _held: str = ""
@@ -130,6 +132,8 @@ class CallParser:
     def flush(self) -> list[Part]:
         """Return the rest, at the end of the answer."""
         parts: list[Part] = []
+        if self.is_forced:
+            self._drop_begun()
         if self._state == "text":
             self._say(self._held, parts)
         elif self._state == "head":
@@ -143,6 +147,13 @@ class CallParser:
             parts.append(TextPart(self._spaces))
         self._spaces = ""
         return parts
+
+    def _drop_begun(self) -> None:
+        """Leave out a call of which not even the name has come."""
+        if self._state == "text":
+            self._held = self._held[: len(self._held) - _overlap(self._held, CALL_BEGIN)]
+        elif self._state == "head" and _whole(self._held) is None:
+            self._held, self._state = "", "text"
 
     def _next(self, parts: list[Part]) -> bool:
         """Go on by one step; false where more text is needed."""

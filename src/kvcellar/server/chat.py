@@ -148,7 +148,8 @@ class _Answer:
         self._messages = [dict(message) for message in seat.messages]
         self._reads_calls = bool(chosen(ask.tools, ask.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
-        self._parser = CallParser(self._call_ids)
+        self._is_forced = self._reads_calls and ask.choice.mode == "required"
+        self._parser = CallParser(self._call_ids, is_forced=self._is_forced)
         self._is_in_thought = False
         self._pinned: History | None = History()
         self._start: Started | None = None
@@ -220,7 +221,7 @@ class _Answer:
 
     def _kept(self, text: str) -> dict[str, Any]:
         """Make the message that clients will send back for this answer."""
-        again = CallParser(self._call_ids, self._is_in_thought)
+        again = CallParser(self._call_ids, self._is_in_thought, self._is_forced)
         if self._reads_calls:
             again.push(text)
             again.flush()

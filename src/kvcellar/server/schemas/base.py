@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -12,6 +13,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -65,6 +68,14 @@ class Body(Open):
     def _made_valid(cls, value: Any) -> Any:
         return valid_json(value)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where numbers are wanted; they would be read as 1 and 0."""
+        if info.field_name is not None and _takes_numbers_alone(cls, info.field_name):
+            _refuse_flags(value)
+        return value
+
 
 class AskBody(Body):
     """A request for an answer: no field that would change it is ignored in silence.
@@ -115,6 +126,32 @@ class AskBody(Body):
         )
         extra.clear()
         return self
+
+
+@functools.cache
+def _takes_numbers_alone(kind: type[Body], name: str) -> bool:
+    """Return true if a field takes numbers, or lists of them, and neither flags nor anything."""
+    kinds = list(_kinds_in(kind.model_fields[name].annotation))
+    return (int in kinds or float in kinds) and bool not in kinds and Any not in kinds
+
+
+def _kinds_in(kind: Any) -> Iterator[Any]:
+    """Yield the types that an annotation names, however deep."""
+    inside = get_args(kind)
+    if not inside:
+        yield kind
+    for one in inside:
+        yield from _kinds_in(one)
+
+
+def _refuse_flags(value: Any) -> None:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    kinds = set(map(type, inside))
+    if isinstance(value, bool) or bool in kinds:
+        raise PydanticCustomError("flag", "a number is wanted, and true and false are none")
+    if list in kinds:
+        for one in inside:
+            _refuse_flags(one)
 
 
 def _names_of(kind: type[AskBody]) -> list[str]:
