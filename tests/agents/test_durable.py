@@ -203,7 +203,9 @@ def test_a_turn_that_cannot_be_recorded_says_so(tmp_path: Path, monkeypatch: Any
         run(agents.lifecycle.create("a"))
 
         def full(*_: Any) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
 
         held = Held(agents.store)
         monkeypatch.setattr(Journal, "_drop_superseded", full)

@@ -7,6 +7,7 @@ long the loop was held is compared with what would have held it.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from kvcellar.store.folder import Folder
 from kvcellar.store.journal import Journal
 from tests.server.live import PATIENCE_S, Live, serving
 
+pytestmark = pytest.mark.slow
+
 SLOW_S = 1.0
-LONG_S = 20.0
+LONG_S = 10.0
 LOOP = "server"
 """The name of the thread that the server's loop runs in."""
 
@@ -71,7 +74,8 @@ class Watched:
                     time.sleep(self.seconds)
             return call(*given, **named)
 
-        self._patch.setattr(owner, name, noticed)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        self._patch.setattr(owner, name, staticmethod(noticed) if is_static else noticed)
 
 
 @pytest.fixture

@@ -356,8 +356,18 @@ def _inode(path: Path | None) -> int:
         return -1
 
 
+_IN_USE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+    }
+)
+
+
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error means a catalogue that has to be made again, not one that is in use."""
-    text = str(error).lower()
-    in_use = ("locked", "busy", "full", "readonly", "read-only", "unable to open")
-    return not any(word in text for word in in_use)
+    """Return true if an error means a database that has to be made again, not one in use."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # Python's own have none
+    return code & 0xFF not in _IN_USE
