@@ -6,16 +6,14 @@ class of transformers, whose rules are the ones that the model runs by.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN
 from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype
+from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import MIN_CHUNK, LayerGroup, ModelCacheParams
 
 _ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -39,7 +37,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def params_from_config(config: Any) -> ModelCacheParams:
-    """What a cache must know of a model, from the model's own config.
+    """Read what a cache must know of a model from the model's own config.
 
     Args:
         config: a config object of transformers, or a ``config.json`` as a dict. The text part is
@@ -52,46 +50,18 @@ def params_from_config(config: Any) -> ModelCacheParams:
     """
     text = config_from_dict(config) if isinstance(config, Mapping) else config
     text = getattr(text, "text_config", None) or text
-    family = getattr(text, "model_type", None)
-    check_family(family)
-
-    def number(name: str) -> int:
-        value = getattr(text, name, None)
-        if value is None:
-            raise ModelError(_missing(str(family), name))
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(
-                f"the {family} config has {name}={value!r}; it must be at least 1; check the file"
-            )
-        return value
-
-    n_layers = number("num_hidden_layers")
-    n_heads = number("num_attention_heads")
-    n_kv_heads = number("num_key_value_heads")
-    if getattr(text, "head_dim", None) is not None:
-        head_dim = number("head_dim")
-    elif number("hidden_size") % n_heads:
-        raise ModelError(
-            f"the {family} config has no head_dim, and its hidden_size {text.hidden_size} is no "
-            f"multiple of its num_attention_heads {n_heads}; check the file"
-        )
-    else:
-        head_dim = number("hidden_size") // n_heads
-    v_head_dim = number("v_head_dim") if getattr(text, "v_head_dim", None) is not None else head_dim
+    check_family(getattr(text, "model_type", None))
+    _refuse_uncachable(text)
+    n_layers, n_heads = _number(text, "num_hidden_layers"), _number(text, "num_attention_heads")
+    n_kv_heads = _number(text, "num_key_value_heads")
+    head_dim = _head_dim(text, n_heads)
+    has_v_dim = getattr(text, "v_head_dim", None) is not None
+    v_head_dim = _number(text, "v_head_dim") if has_v_dim else head_dim
+    family = text.model_type
     if n_heads % n_kv_heads:
         raise ModelError(
             f"the {family} config has {n_heads} query heads and {n_kv_heads} KV heads; "
             f"num_key_value_heads must divide num_attention_heads; check the file"
-        )
-    if getattr(text, "num_kv_shared_layers", None):
-        raise ModelError(
-            f"the {family} config shares K and V among {text.num_kv_shared_layers} layers, which "
-            f"caches here cannot do; choose another model"
-        )
-    if getattr(text, "use_bidirectional_attention", False):
-        raise ModelError(
-            f"the {family} config asks for bidirectional attention, where a token sees later ones "
-            f"and nothing can be cached; choose a causal model"
         )
     softcap = getattr(text, "attn_logit_softcapping", None)
     layers_by_window: dict[int | None, list[int]] = {}
@@ -107,8 +77,59 @@ def params_from_config(config: Any) -> ModelCacheParams:
         raise ModelError(f"the {family} config cannot work: {error}; check the file") from error
 
 
+def _number(text: Any, name: str) -> int:
+    """Return a field of a config.
+
+    Raises:
+        ModelError: it is missing, or not at least 1.
+    """
+    family, value = text.model_type, getattr(text, name, None)
+    if value is None:
+        raise ModelError(_missing(family, name))
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(
+            f"the {family} config has {name}={value!r}; it must be at least 1; check the file"
+        )
+    return value
+
+
+def _head_dim(text: Any, n_heads: int) -> int:
+    """Return the length of a K row: a field of its own, or hidden size over heads.
+
+    Raises:
+        ModelError: there is no such field, and the heads do not divide the hidden size.
+    """
+    if getattr(text, "head_dim", None) is not None:
+        return _number(text, "head_dim")
+    hidden = _number(text, "hidden_size")
+    if hidden % n_heads:
+        raise ModelError(
+            f"the {text.model_type} config has no head_dim, and its hidden_size {hidden} is no "
+            f"multiple of its num_attention_heads {n_heads}; check the file"
+        )
+    return hidden // n_heads
+
+
+def _refuse_uncachable(text: Any) -> None:
+    """Refuse layers whose past no cache here can keep.
+
+    Raises:
+        ModelError: layers share K and V, or tokens see later ones.
+    """
+    if getattr(text, "num_kv_shared_layers", None):
+        raise ModelError(
+            f"the {text.model_type} config shares K and V among {text.num_kv_shared_layers} "
+            f"layers, which caches here cannot do; choose another model"
+        )
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ModelError(
+            f"the {text.model_type} config asks for bidirectional attention, where a token sees "
+            f"later ones and nothing can be cached; choose a causal model"
+        )
+
+
 def _windows(text: Any, n_layers: int) -> list[int | None]:
-    """The window of every layer, None for full attention.
+    """Return the window of every layer, None for full attention.
 
     transformers masks a sliding layer with ``kv > q - sliding_window``, in every family here, so
     its number is our window: a query at p sees ``(p - w, p]``.
@@ -147,7 +168,7 @@ def _windows(text: Any, n_layers: int) -> list[int | None]:
 
 
 def positions_from_config(config: Any) -> int:
-    """The longest sequence that a model was made for, from the config of its text part.
+    """Return the longest sequence that a model was made for, by the config of its text part.
 
     ``max_position_embeddings``, or what YaRN stretches the original positions to where that is
     more: published configs that switch YaRN on leave the other number as it was. Other kinds of
@@ -186,7 +207,7 @@ def check_family(model_type: str | None) -> None:
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> Any:
-    """The config object of transformers for a ``config.json``: of its text part, if it has one.
+    """Make the config object of transformers for a ``config.json``: of its text part, if any.
 
     Raises:
         ModelError: an unknown family, or a field that is missing or impossible.
@@ -216,6 +237,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> Any:
 
 
 def _missing(family: str, name: str) -> str:
+    """Say that a config lacks a field, and what to do."""
     return f"the {family} config has no {name}; add the field, or take the model's own config.json"
 
 
@@ -267,15 +289,17 @@ class ModelCacheSpec:
     vocab_size: int
 
     def group_bytes(self, kv: KvDtype) -> tuple[int, ...]:
-        """Bytes of one token in each layer group, scales included."""
+        """Return the bytes of one token in each layer group, scales included."""
         return tuple(group.cell_bytes(kv) for group in self.params.groups)
 
     def token_bytes(self, kv: KvDtype) -> int:
-        """Bytes of one token in all layers."""
+        """Return the bytes of one token in all layers."""
         return sum(self.group_bytes(kv))
 
     def agent_cells(self, context: int, window_slack: int = 64) -> tuple[int, ...]:
-        """Tokens that a sequence of ``context`` holds in each group: a window lets go of the rest.
+        """Return the tokens that a sequence of ``context`` holds in each group.
+
+        A window lets go of what is behind it.
 
         Args:
             context: its length.
@@ -287,12 +311,12 @@ class ModelCacheSpec:
         )
 
     def agent_bytes(self, context: int, kv: KvDtype, window_slack: int = 64) -> int:
-        """Bytes of a sequence of ``context`` tokens, shared with nobody."""
+        """Return the bytes of a sequence of ``context`` tokens, shared with nobody."""
         cells = self.agent_cells(context, window_slack)
         return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
 
     def growth_bytes(self, context: int, kv: KvDtype, window_slack: int = 64) -> int:
-        """What an agent adds while pools grow: one layer's old copy stands beside the new one."""
+        """Return the bytes that growing adds: one layer's old copy stands beside the new one."""
         cells = self.agent_cells(context, window_slack)
         return max(
             n * size // len(group.layers)
@@ -302,7 +326,7 @@ class ModelCacheSpec:
     def pool_cells(
         self, context: int, n_agents: int = 1, window_slack: int = 64
     ) -> tuple[int, ...]:
-        """Cells that pools allocate in each group where no budget is set: they double.
+        """Return the cells that pools allocate in each group where no budget is set: they double.
 
         Exact for one agent whose history came in steps of ``STEP_TOKENS``. Of several it is what
         they take at most: each has free cells behind its tail, so that it can grow in place.
@@ -327,18 +351,18 @@ class ModelCacheSpec:
         return tuple(cells)
 
     def pool_bytes(self, context: int, kv: KvDtype, n_agents: int = 1) -> int:
-        """Bytes that pools allocate for agents where no budget is set."""
+        """Return the bytes that pools allocate for agents where no budget is set."""
         cells = self.pool_cells(context, n_agents)
         return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
 
     def n_agents(self, n_bytes: int, context: int, kv: KvDtype, *, has_budget: bool = True) -> int:
-        """How many agents of ``context`` tokens, sharing nothing, fit in so many bytes.
+        """Return how many agents of ``context`` tokens, sharing nothing, fit in so many bytes.
 
         Args:
             n_bytes: for K and V.
             context: tokens of each.
             kv: how K and V are stored.
-            has_budget: whether pools are granted what they need; else they double.
+            has_budget: true if pools are granted what they need; else they double.
         """
         if has_budget:
             one = self.agent_bytes(context, kv) + self.growth_bytes(context, kv)
@@ -349,7 +373,7 @@ class ModelCacheSpec:
         )
 
     def peak_bytes(self, context: int, kv: KvDtype, n_agents: int = 1) -> int:
-        """Pools without a budget, and the old copy of a layer that has just doubled."""
+        """Return the bytes of pools without a budget, and of a layer's old copy while it doubles."""
         cells = self.pool_cells(context, n_agents)
         copies = [
             n // 2 * size // len(group.layers)
@@ -360,14 +384,14 @@ class ModelCacheSpec:
     def most_context(
         self, n_bytes: int, n_agents: int, kv: KvDtype, *, has_budget: bool = True
     ) -> int:
-        """The longest context at which so many agents fit, at most what the model was made for."""
+        """Return the longest context of the model's own at which so many agents fit."""
         return most(
             self.max_positions,
             lambda context: self.n_agents(n_bytes, context, kv, has_budget=has_budget) >= n_agents,
         )
 
     def scratch_bytes(self, context: int, n_tokens: int = 512, n_rows: int = 64) -> int:
-        """What a forward takes besides weights and KV, and gives back: an upper estimate.
+        """Estimate from above what a forward takes besides weights and KV, and gives back: bytes.
 
         Args:
             context: tokens that its longest sequence has.
@@ -388,7 +412,10 @@ class ModelCacheSpec:
 
 
 def most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to a limit that fits, where smaller ones fit too; 0 where none does."""
+    """Return the largest number up to a limit that fits; 0 where none does.
+
+    Where a number fits, all smaller ones have to fit too.
+    """
     low, high = 0, max(0, limit)
     while low < high:
         n = (low + high + 1) // 2
@@ -397,150 +424,3 @@ def most(limit: int, fits: Callable[[int], bool]) -> int:
         else:
             high = n - 1
     return low
-
-
-# Models that no config says enough of ------------------------------------------------------------
-
-SPEC_FIELDS: dict[str, str] = {
-    "n_layers": "attention layers",
-    "n_kv_heads": "KV heads per layer",
-    "head_dim": "length of a K row",
-    "v_head_dim": "length of a V row; as head_dim where it is left out",
-    "groups": "layer groups: objects of layers (a list of ids, or how many), window (or null), "
-    "n_kv_heads, head_dim, v_head_dim",
-    "max_positions": "the longest sequence",
-    "weight_bytes": "weights in memory",
-    "stored_bytes": "weights in files; as weight_bytes where it is left out",
-    "dtype": "type of the weights in memory",
-    "n_heads": "query heads",
-    "hidden_size": "numbers per token between layers",
-    "inner_size": "numbers per token inside an MLP",
-    "vocab_size": "logits per token",
-}
-"""Fields of a spec file and what they mean."""
-
-_NEEDED = ("n_layers", "n_kv_heads", "head_dim", "max_positions", "weight_bytes")
-_GROUP_FIELDS = ("layers", "window", "n_kv_heads", "head_dim", "v_head_dim")
-
-
-def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCacheSpec:
-    """A spec from a JSON object of its fields, over those of ``base`` where there is one.
-
-    Raises:
-        ConfigError: no JSON object, unknown or impossible fields, or too few without a base; the
-            message names the file and the field.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}; write one object") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds {type(raw).__name__}; write one object of fields")
-    unknown = sorted(set(raw) - set(SPEC_FIELDS))
-    if unknown:
-        raise ConfigError(
-            f"{path} has the field {unknown[0]!r}, which a spec does not have; there are: "
-            f"{', '.join(SPEC_FIELDS)}"
-        )
-    missing = [name for name in _NEEDED if name not in raw and base is None]
-    if missing:
-        raise ConfigError(
-            f"{path} has no {missing[0]} ({SPEC_FIELDS[missing[0]]}) and there is no model's "
-            f"config to take it from; add it, or name a model"
-        )
-
-    def number(name: str, there: Mapping[str, Any], other: int, where: str = "") -> int:
-        value = there.get(name, other)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{path} has {where}{name}={value!r}; it must be a whole number >= 1")
-        return value
-
-    n_kv_heads = number("n_kv_heads", raw, base.params.n_kv_heads if base else 0)
-    n_layers = number("n_layers", raw, base.params.n_layers if base else 0)
-    head_dim = number("head_dim", raw, base.params.head_dim if base else 0)
-    v_head_dim = number("v_head_dim", raw, base.params.v_head_dim if base else head_dim)
-    is_reshaped = {"n_layers", "n_kv_heads", "head_dim", "v_head_dim", "groups"} & set(raw)
-    if "groups" in raw:
-        groups = _groups_of_file(path, raw["groups"], number, n_kv_heads, head_dim, v_head_dim)
-    elif base is not None and "n_layers" not in raw:
-        groups = tuple(
-            LayerGroup(g.layers, n_kv_heads, head_dim, v_head_dim, g.window, g.softcap)
-            for g in base.params.groups
-        )
-    else:
-        groups = ()
-    try:
-        params = (
-            ModelCacheParams(n_layers, n_kv_heads, head_dim, v_head_dim, groups)
-            if is_reshaped or base is None
-            else base.params
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{path} cannot work: {error}") from error
-    dtype = raw.get("dtype", base.dtype if base else "bfloat16")
-    if dtype not in FLOAT_KV_DTYPES:
-        raise ConfigError(f"{path} has dtype={dtype!r}; choose one of {', '.join(FLOAT_KV_DTYPES)}")
-    weight_bytes = number("weight_bytes", raw, base.weight_bytes if base else 0)
-    stored = base.stored_bytes if base and "weight_bytes" not in raw else weight_bytes
-    n_heads = number("n_heads", raw, base.n_heads if base else n_kv_heads)
-    if n_heads % n_kv_heads:
-        raise ConfigError(
-            f"{path}: {n_heads} query heads (n_heads) are no multiple of {n_kv_heads} KV heads "
-            f"(n_kv_heads)"
-        )
-    hidden = number("hidden_size", raw, base.hidden_size if base else n_heads * head_dim)
-    return ModelCacheSpec(
-        name=base.name if base else str(path),
-        family=base.family if base else "custom",
-        params=params,
-        max_positions=number("max_positions", raw, base.max_positions if base else 0),
-        stored_bytes=number("stored_bytes", raw, stored),
-        weight_bytes=weight_bytes,
-        dtype=dtype,
-        counted=(f"{base.counted}; " if base and "weight_bytes" not in raw else "")
-        + f"{', '.join(raw) or 'nothing'} from {path.name}",
-        n_heads=n_heads,
-        hidden_size=hidden,
-        inner_size=number("inner_size", raw, base.inner_size if base else 4 * hidden),
-        vocab_size=number("vocab_size", raw, base.vocab_size if base else 262_144),
-    )
-
-
-def _groups_of_file(
-    path: Path, raw: Any, number: Any, n_kv_heads: int, head_dim: int, v_head_dim: int
-) -> tuple[LayerGroup, ...]:
-    """The ``groups`` of a spec file; layers that are counted follow those of the group before."""
-    if not isinstance(raw, list) or not raw or not all(isinstance(part, dict) for part in raw):
-        raise ConfigError(f"{path} has groups={raw!r}; write a list of objects")
-    groups: list[LayerGroup] = []
-    start = 0
-    for index, part in enumerate(raw):
-        where = f"groups[{index}]."
-        unknown = sorted(set(part) - set(_GROUP_FIELDS))
-        if unknown:
-            raise ConfigError(
-                f"{path} has {where}{unknown[0]}, which a group does not have; there are: "
-                f"{', '.join(_GROUP_FIELDS)}"
-            )
-        layers = part.get("layers")
-        if isinstance(layers, int) and not isinstance(layers, bool) and layers > 0:
-            layers = list(range(start, start + layers))
-        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-            raise ConfigError(
-                f"{path} has {where}layers={layers!r}; write a list of layer ids, or how many"
-            )
-        start = max([start, *(layer + 1 for layer in layers)])
-        window = None if part.get("window") is None else number("window", part, 0, where)
-        try:
-            groups.append(
-                LayerGroup(
-                    tuple(layers),
-                    number("n_kv_heads", part, n_kv_heads, where),
-                    number("head_dim", part, head_dim, where),
-                    number("v_head_dim", part, v_head_dim, where),
-                    window,
-                )
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{path} has {where[:-1]} that cannot work: {error}") from error
-    return tuple(groups)

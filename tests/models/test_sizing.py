@@ -13,7 +13,8 @@ from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.loading import load_model
 from kvcellar.models.sizing import size_model
-from kvcellar.spec import SPEC_FIELDS, ModelCacheSpec, params_from_config, spec_from_file
+from kvcellar.models.spec_file import SPEC_FIELDS, spec_from_file
+from kvcellar.spec import ModelCacheSpec, params_from_config
 from tests.models.tiny_checkpoints import FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"

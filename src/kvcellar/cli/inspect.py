@@ -19,7 +19,8 @@ from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, spec_from_file
+from kvcellar.models.spec_file import spec_from_file
+from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec
 
 USUAL_CONTEXT = 4096
 
