@@ -373,7 +373,7 @@ class ModelCacheSpec:
         )
 
     def peak_bytes(self, context: int, kv: KvDtype, n_agents: int = 1) -> int:
-        """Return the bytes of pools without a budget, and of a layer's old copy while it doubles."""
+        """Return the bytes of pools without a budget, and of a layer's old copy as it doubles."""
         cells = self.pool_cells(context, n_agents)
         copies = [
             n // 2 * size // len(group.layers)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -324,5 +324,10 @@ def run_walks(make: Callable[[], Walk]) -> None:
     """Run walks, a sixth of the Hypothesis profile's examples: there is one per case and kind."""
     profile = settings.default
     assert profile is not None
-    few = settings(max_examples=max(5, profile.max_examples // 6), stateful_step_count=40)
+    few = settings(
+        max_examples=max(5, profile.max_examples // 6),
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],  # a backend may be slow, or its machine
+    )
     run_state_machine_as_test(make, settings=few)  # type: ignore[arg-type]  # any factory will do
