@@ -73,12 +73,12 @@ class Turn:
     answer: AnswerFn | None = None
     on_start: StartFn | None = None
     progress: ProgressFn | None = None
-    prompt: History = field(default_factory=History, repr=False)
-    kept: tuple[TurnRecord, ...] = ()
-    n_messages: int = 0
-    changed: str | None = None
-    spoken: Spoken | None = field(default=None, repr=False)
-    miss: Miss | None = None
+    prompt: History = field(init=False, default_factory=History, repr=False)
+    kept: tuple[TurnRecord, ...] = field(init=False, default=())
+    n_messages: int = field(init=False, default=0)
+    changed: str | None = field(init=False, default=None)
+    spoken: Spoken | None = field(init=False, default=None, repr=False)
+    miss: Miss | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if sum(said is not None for said in (self.text, self.messages, self.tokens)) != 1:
