@@ -6,10 +6,11 @@ running ones; 8 by default.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -210,15 +211,26 @@ def narrow_head(stack: ExitStack) -> Path:
     return write_head(Path(folder) / "head", config, tensors)
 
 
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Callable[..., LoadedModel]:
+    """Backend -> the model, loaded once."""
+    return functools.cache(lambda backend="torch": load_model(checkpoint, backend=backend))
+
+
+@functools.lru_cache(maxsize=8)
 def plainly(model: LoadedModel, kv_dtype: str = "float32") -> Any:
-    """The plain loop, one request at a time."""
+    """The plain loop, one request at a time; all drafters are given the same requests."""
+    known: dict[Any, tuple[int, ...]] = {}
 
     def said(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-        with kv.make_decode_session(
-            model.backend, kv.make_config(model.params, 400, kv_dtype)
-        ) as session:
-            runner = model.bind(session)
-            return last(generate(runner, session.cache, model.tokenizer, prompt, params)).token_ids
+        key = tuple(prompt), repr(params)
+        if key not in known:
+            config = kv.make_config(model.params, 400, kv_dtype)
+            with kv.make_decode_session(model.backend, config) as session:
+                runner = model.bind(session)
+                events = generate(runner, session.cache, model.tokenizer, prompt, params)
+                known[key] = last(events).token_ids
+        return known[key]
 
     return said
 
@@ -236,8 +248,8 @@ def agrees(model: LoadedModel, cache: str, kind: str, *, capacity: int = CAPACIT
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("cache", SESSIONS)
-def test_on_torch(checkpoint, cache, kind):
-    agrees(load_model(checkpoint), cache, kind)
+def test_on_torch(loaded, cache, kind):
+    agrees(loaded(), cache, kind)
 
 
 TIES = {"int8": 0.05, "int4": 0.1}
@@ -260,13 +272,13 @@ def next_logits(model: LoadedModel, kv_dtype: str, prompt: Any, said: Any) -> np
 @pytest.mark.parametrize("kind", [None, *DRAFTERS])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("cache", SESSIONS)
-def test_on_quantised_pools(checkpoint, cache, kv_dtype, kind):
+def test_on_quantised_pools(loaded, cache, kv_dtype, kind):
     """With guesses and without: the tokens of the plain loop, but for a tie in some hundred texts.
 
     K and V of a token differ in their last bits with the tokens that it is computed beside, and
     what is quantised may be rounded the other way by that.
     """
-    model = load_model(checkpoint)
+    model = loaded()
     is_narrow = kind in ("ngram", "eagle3")
     with guessing(model, cache, kind, CAPACITY, kv_dtype) as engine:
         said = played(engine, N_PROMPTS, VOCAB_SIZE, bias=NARROW if is_narrow else None)
@@ -289,5 +301,5 @@ def test_on_quantised_pools(checkpoint, cache, kv_dtype, kind):
 @pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="needs mlx-lm")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("cache", ["seq", "tree"])
-def test_on_mlx(checkpoint, cache, kind):
-    agrees(load_model(checkpoint, backend="mlx"), cache, kind)
+def test_on_mlx(loaded, cache, kind):
+    agrees(loaded("mlx"), cache, kind)
