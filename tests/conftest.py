@@ -1,6 +1,7 @@
 """Settings that every test folder shares."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,20 @@ settings.register_profile("thorough", settings.get_profile("local"), max_example
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
 
 RUNTIMES = ("kernel", "mlx", "executorch")
+
+MEMORY = Path("/dev/shm")
+"""A folder in memory, on Linux: stores synchronise every write, which takes long on a disk."""
+
+ROOM_BYTES = 4 << 30
+"""What it must have left to be used."""
+
+
+def pytest_configure() -> None:
+    """Keep temporary files in memory where there is room for them, and libraries can be loaded."""
+    if MEMORY.is_dir() and hasattr(os, "ST_NOEXEC"):
+        state = os.statvfs(MEMORY)
+        if state.f_bavail * state.f_frsize > ROOM_BYTES and not state.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
