@@ -35,7 +35,7 @@ class Turn:
     One of ``text``, ``messages`` and ``tokens`` is given.
 
     Attributes:
-        agent_id: whose turn.
+        agent_id: whose turn; empty while the agent has still to be found.
         text: what somebody says next.
         messages: the whole conversation, as a client sends it back; what begins with the same
             tokens as the history is not computed again.
@@ -59,7 +59,7 @@ class Turn:
         miss: reuse that was lost before it began.
     """
 
-    agent_id: str
+    agent_id: str = ""
     text: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     tokens: Sequence[int] | None = None

@@ -40,15 +40,12 @@ async def answer(service: Service, ask: Question) -> AsyncGenerator[ChatEvent, N
     name = service.models.resolve(ask.model)
     with service.admitted():
         async with service.models.registry.use(name) as host:
-            wording = await word(service, host, ask)
+            turn, wording = await word(service, host, ask)
             held = await _held(service, host, ask)
-            seated = service.conversations.seat(
-                wording.messages, wording.tools, model=name, whose=ask.whose
-            )
-            async with seated as seat:
-                said = _Answer(service, host, ask, wording, held, seat)
-                pinned = await said.pinned_prefix()
-                async with service.agents.turns.running(said.turn(pinned)) as running:
+            async with service.conversations.seat(turn, ask.whose) as seat:
+                said = _Answer(service, host, ask, turn, wording, held, seat)
+                await said.begin()
+                async with service.agents.turns.running(turn) as running:
                     async for event in running.events:
                         running.take(event)
                         if isinstance(event, TokenEvent):
@@ -69,12 +66,9 @@ async def count_tokens(service: Service, ask: Question) -> int:
     async with service.models.registry.use(service.models.resolve(ask.model)) as host:
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
-        wording = await word(service, host, ask)
-        messages, tools, agent_id = wording.messages, wording.tools, None
-        meant = await service.conversations.meant(messages, model=host.name, whose=ask.whose)
-        if meant is not None:
-            messages, agent_id = [dict(message) for message in meant.messages], meant.agent_id
-            tools = wording.tools_of_turn(is_appended=meant.is_appended)
+        turn, _ = await word(service, host, ask)
+        agent_id = await service.conversations.meant(turn, ask.whose)
+        messages, tools = turn.messages or (), turn.tools
 
         def count() -> int:
             return len(service.agents.turns.prompt_of(host, messages, tools, agent_id=agent_id))
@@ -134,6 +128,7 @@ class _Answer:
         service: Service,
         host: ModelHost,
         ask: Question,
+        turn: Turn,
         wording: Wording,
         held: Constraint | None,
         seat: Seat,
@@ -142,10 +137,10 @@ class _Answer:
         self._service = service
         self._host = host
         self._ask = ask
+        self._turn = turn
         self._wording = wording
         self._held = held
         self._seat = seat
-        self._messages = [dict(message) for message in seat.messages]
         self._reads_calls = bool(chosen(ask.tools, ask.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
         self._is_forced = self._reads_calls and ask.choice.mode == "required"
@@ -153,7 +148,6 @@ class _Answer:
         self._is_in_thought = False
         self._pinned: History | None = History()
         self._start: Started | None = None
-        self._prompt = History()
         self._guide_troubles: Sequence[str] = ()
         self._started_s = time.perf_counter()
         self._last_s: float | None = None
@@ -161,7 +155,14 @@ class _Answer:
 
     # The turn ----------------------------------------------------------------------------------
 
-    async def pinned_prefix(self) -> History | None:
+    async def begin(self) -> None:
+        """Say in the turn how it is to be answered."""
+        self._pinned = await self._pinned_prefix()
+        is_held = self._held is not None and self._held.begin is not None
+        self._turn.params = replace(self._ask.params, guide=self._guide if is_held else None)
+        self._turn.answer, self._turn.on_start = self._kept, self._on_start
+
+    async def _pinned_prefix(self) -> History | None:
         """Return tokens of the messages that the longest pin covers; None: of all messages."""
         ask, host = self._ask, self._host
         n = max((pin.n_messages for pin in ask.pins), default=-1)
@@ -169,40 +170,24 @@ class _Answer:
             return History()
         if n >= len(ask.messages):
             return None
-        n += len(self._messages) - len(ask.messages)  # what came in front
+        messages, tools = self._turn.messages or (), self._turn.tools
+        n += len(messages) - len(ask.messages)  # what came in front
 
         def begin() -> History:
             with contextlib.suppress(ModelError):
-                messages, tools = self._messages[:n], self._wording.tools
-                return self._service.agents.turns.prompt_of(host, messages, tools, is_asking=False)
+                turns = self._service.agents.turns
+                return turns.prompt_of(host, messages[:n], tools, is_asking=False)
             return History()
 
-        cost = size_of(self._messages, self._wording.tools).cost + OTHER_BYTES
+        cost = size_of(messages, tools).cost + OTHER_BYTES
         return await self._service.agents.work.run(cost, begin)
 
-    def turn(self, pinned: History | None) -> Turn:
-        """Make the agent's turn; ``pinned`` is as ``pinned_prefix`` returns it."""
-        self._pinned = pinned
-        is_held = self._held is not None and self._held.begin is not None
-        return Turn(
-            self._seat.agent_id,
-            messages=self._messages,
-            tools=self._wording.tools_of_turn(is_appended=self._seat.is_appended),
-            params=replace(self._ask.params, guide=self._guide if is_held else None),
-            model=self._host.name,
-            deadline_s=self._service.config.wait_s,
-            answer=self._kept,
-            on_start=self._begin,
-            is_continuing=self._seat.is_continuing,
-        )
-
-    def _begin(self, prompt: History, n_cached: int) -> None:
+    def _on_start(self, prompt: History, n_cached: int) -> None:
         """Take note of the prompt, or refuse it, before it is queued."""
         service, host = self._service, self._host
         service.check_fits(host, prompt)
         wanted = len(prompt) + (self._ask.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-        self._prompt = prompt
         if self._ask.form is None:  # a form leaves no room for a thought
             self._is_in_thought = self._parser.is_in_thought = opens_thought(host, prompt)
         n_pinned = len(prompt)
@@ -265,7 +250,7 @@ class _Answer:
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
             ttl_s = max(pin.ttl_s for pin in self._ask.pins)
-            await self._service.pins.pin(self._host, self._prompt.prefix(n_pinned), ttl_s)
+            await self._service.pins.pin(self._host, self._turn.prompt.prefix(n_pinned), ttl_s)
         self._seat.has_answered = True
         return [*said, self._ended(event)]
 

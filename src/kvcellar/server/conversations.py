@@ -9,15 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.agents import AgentManager, Gate, Joined, checked_id, is_unnamed, unnamed_id
+from kvcellar.agents import AgentManager, Gate, Joined, Turn, checked_id, is_unnamed, unnamed_id
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
 __all__ = ["Conversations", "Seat", "Whose"]
 
 MAX_SESSIONS = 4096
 """Session ids of clients whose last agent is remembered."""
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +44,7 @@ class Seat:
 
     Attributes:
         agent_id: an agent that nobody else uses meanwhile, or a named one, which takes turns.
-        messages: the whole conversation that is to be answered.
         is_new: whether it was made for this request.
-        is_continuing: whether the messages have to continue the agent's history.
         is_appended: whether the client sent what is new alone.
         added: messages that the client did not send, as ``Joined`` has them.
         notice: what the client should know of the choice, in a sentence.
@@ -56,11 +52,9 @@ class Seat:
     """
 
     agent_id: str
-    messages: Messages
     is_new: bool = False
-    is_continuing: bool = False
     is_appended: bool = False
-    added: Messages = ()
+    added: Sequence[Mapping[str, Any]] = ()
     notice: str | None = None
     has_answered: bool = field(default=False)
 
@@ -78,43 +72,37 @@ class Conversations:
         """Per named agent that requests are for: one at a time, and how many there are."""
 
     @asynccontextmanager
-    async def seat(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        model: str,
-        whose: Whose,
-    ) -> AsyncIterator[Seat]:
-        """Find the agent that a conversation belongs to, for as long as the block lasts.
+    async def seat(self, turn: Turn, whose: Whose) -> AsyncIterator[Seat]:
+        """Find the agent that a turn belongs to, and keep it for as long as the block lasts.
+
+        The turn has its agent then, and the whole conversation that is to be answered.
 
         Args:
-            messages: what the client sent, as the agents know it; none for tokens that go behind a
-                named agent's history.
-            tools: definitions of its tools.
-            model: who answers.
-            whose: what the client said of it.
+            turn: what the client sent, as the agents know it.
+            whose: what the client said of whom it is for.
 
         Raises:
             UnknownAgentError: there is none of that name, and nobody asked to have it made.
         """
         if whose.own_id is not None:
-            async with self._own(whose.own_id, whose.after, messages, model) as seat:
-                yield seat
+            found = self._own(whose.own_id, whose.after, turn)
         elif whose.name is not None:
-            async with self._named(whose.name, whose.may_create, messages, model) as seat:
-                yield seat
+            found = self._named(whose.name, whose.may_create, turn)
         else:
-            async with self._unnamed(messages, tools, model, whose.session) as seat:
-                yield seat
+            found = self._unnamed(turn, whose.session)
+        async with found as seat:
+            turn.agent_id = seat.agent_id
+            _keep_tools(turn, is_appended=seat.is_appended)
+            yield seat
 
-    async def meant(self, messages: Messages, *, model: str, whose: Whose) -> Joined | None:
-        """Find out how a conversation meets the history of the agent that it is for.
+    async def meant(self, turn: Turn, whose: Whose) -> str | None:
+        """Put what a named agent's history adds to a conversation into its turn.
 
-        It is what ``seat`` would go by at this moment; nothing is made, changed or waited for.
+        It is what ``seat`` would do at this moment; nothing is made, changed or waited for.
 
         Returns:
-            None where no agent is named, or the agent would be made.
+            The agent whose history it goes on from; None where no agent is named, or the agent
+            would be made.
 
         Raises:
             UnknownAgentError: there is none of that name, and nobody asked to have it made.
@@ -122,7 +110,12 @@ class Conversations:
         if whose.name is None:
             return None
         if await self._agents.directory.has(whose.name):
-            return await self._agents.lookup.join(whose.name, messages, model=model)
+            joined = await self._agents.lookup.join(
+                whose.name, turn.messages or (), model=turn.model
+            )
+            _go_on(turn, joined)
+            _keep_tools(turn, is_appended=joined.is_appended)
+            return joined.agent_id
         if whose.may_create:
             checked_id(whose.name)
             return None
@@ -131,9 +124,7 @@ class Conversations:
     # Named -------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _named(
-        self, name: str, may_create: bool, messages: Messages, model: str
-    ) -> AsyncIterator[Seat]:
+    async def _named(self, name: str, may_create: bool, turn: Turn) -> AsyncIterator[Seat]:
         is_new = False
         agent_id = name
         while True:
@@ -141,18 +132,19 @@ class Conversations:
                 if agent_id == name and not await self._agents.directory.has(name):
                     if not may_create:
                         raise await self._unknown(name)
-                    is_new = await self._make(name, model)
-                if not messages:
-                    seat = Seat(agent_id, messages, is_new)
+                    is_new = await self._make(name, turn.model)
+                if not turn.messages:
+                    seat = Seat(agent_id, is_new)
                 else:
-                    joined = await self._agents.lookup.join(name, messages, model=model)
+                    joined = await self._agents.lookup.join(name, turn.messages, model=turn.model)
                     if not joined.is_continuing:
                         break
                     if joined.agent_id != agent_id:  # a branch: as soon as it is free
                         agent_id = joined.agent_id
                         continue
-                    seat = Seat(agent_id, joined.messages, is_new, is_continuing=True)
-                    seat.is_appended, seat.added = joined.is_appended, joined.added
+                    _go_on(turn, joined)
+                    turn.is_continuing = True
+                    seat = Seat(agent_id, is_new, joined.is_appended, joined.added)
                     seat.notice = _notice(name, agent_id, is_appended=joined.is_appended)
                 try:
                     yield seat
@@ -160,11 +152,12 @@ class Conversations:
                     if is_new and not seat.has_answered:
                         await self._forget_unused(name, 0)
                 return
-        info = await self._agents.lifecycle.branch(name, joined, model=model)
+        info = await self._agents.lifecycle.branch(name, joined, model=turn.model)
         agent_id = info.agent_id
         async with self._alone(agent_id):
             notice = _notice(name, agent_id, is_appended=False)
-            seat = Seat(agent_id, joined.messages, is_new=True, added=joined.added, notice=notice)
+            _go_on(turn, joined)
+            seat = Seat(agent_id, is_new=True, added=joined.added, notice=notice)
             try:
                 yield seat
             finally:
@@ -182,7 +175,7 @@ class Conversations:
             )
         raise AssertionError(f"agent {name!r} is there")
 
-    async def _make(self, agent_id: str, model: str) -> bool:
+    async def _make(self, agent_id: str, model: str | None) -> bool:
         """Make an agent where there is none of that name; whether that was done."""
         if await self._agents.directory.has(agent_id):
             return False
@@ -217,19 +210,21 @@ class Conversations:
 
     @asynccontextmanager
     async def _own(
-        self, own_id: str, after: tuple[str, int] | None, messages: Messages, model: str
+        self, own_id: str, after: tuple[str, int] | None, turn: Turn
     ) -> AsyncIterator[Seat]:
         """Make an agent for one answer; without an answer it is forgotten again."""
-        seat = Seat(own_id, messages, is_new=True)
-        await self._begin_own(own_id, after, model)
+        seat = Seat(own_id, is_new=True)
+        await self._begin_own(own_id, after, turn.model)
         try:
-            await self._agents.lookup.expect(own_id, messages, model=model)
+            await self._expect(own_id, turn)
             yield seat
         finally:
             if not seat.has_answered:
                 await self._forget(own_id)
 
-    async def _begin_own(self, own_id: str, after: tuple[str, int] | None, model: str) -> None:
+    async def _begin_own(
+        self, own_id: str, after: tuple[str, int] | None, model: str | None
+    ) -> None:
         """Make the agent of an answer: where another one was, or afresh where that is gone."""
         if after is not None:
             other_id, position = after
@@ -243,14 +238,8 @@ class Conversations:
     # Unnamed -----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _unnamed(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None,
-        model: str,
-        session: str | None,
-    ) -> AsyncIterator[Seat]:
-        seat = await self._find(messages, tools, model, session)
+    async def _unnamed(self, turn: Turn, session: str | None) -> AsyncIterator[Seat]:
+        seat = await self._find(turn, session)
         if session is not None:
             self._sessions[session] = seat.agent_id
             self._sessions.move_to_end(session)
@@ -263,22 +252,18 @@ class Conversations:
             if seat.is_new and not seat.has_answered:
                 await self._forget(seat.agent_id)
 
-    async def _find(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None,
-        model: str,
-        session: str | None,
-    ) -> Seat:
+    async def _find(self, turn: Turn, session: str | None) -> Seat:
         await self._prune()
         likely = None if session is None else self._sessions.get(session)
-        place = await self._agents.lookup.place(messages, tools, model=model, likely=likely)
+        place = await self._agents.lookup.place(
+            turn.messages or (), turn.tools, model=turn.model or "", likely=likely
+        )
         if place is not None:
             is_own = is_unnamed(place.agent_id)
             is_taken = place.is_busy or place.agent_id in self._taken
             if place.is_end and is_own and not is_taken:
                 self._taken.add(place.agent_id)
-                return Seat(place.agent_id, messages)
+                return Seat(place.agent_id)
             new_id = self._new_id()
             with contextlib.suppress(KVCellarError):  # it changed, or went, meanwhile
                 await self._agents.lifecycle.fork(
@@ -288,19 +273,23 @@ class Conversations:
                     model=place.model,
                     is_passing=True,
                 )
-                await self._agents.lookup.expect(
-                    new_id, messages, model=model, likely=place.agent_id
-                )
-                return Seat(new_id, messages, is_new=True)
+                await self._expect(new_id, turn, likely=place.agent_id)
+                return Seat(new_id, is_new=True)
             self._taken.discard(new_id)
         new_id = self._new_id()
         try:
-            await self._agents.lifecycle.create(new_id, model=model, is_passing=True)
+            await self._agents.lifecycle.create(new_id, model=turn.model, is_passing=True)
         except BaseException:
             self._taken.discard(new_id)
             raise
-        await self._agents.lookup.expect(new_id, messages, model=model)
-        return Seat(new_id, messages, is_new=True)
+        await self._expect(new_id, turn)
+        return Seat(new_id, is_new=True)
+
+    async def _expect(self, agent_id: str, turn: Turn, likely: str | None = None) -> None:
+        """Find out what a new agent's first turn comes close to, so that it can say why not."""
+        await self._agents.lookup.expect(
+            agent_id, turn.messages or (), model=turn.model or "", likely=likely
+        )
 
     def _new_id(self) -> str:
         new_id = unnamed_id()
@@ -318,6 +307,17 @@ class Conversations:
     async def _forget(self, agent_id: str) -> None:
         with contextlib.suppress(UnknownAgentError):
             await self._agents.lifecycle.forget(agent_id)
+
+
+def _go_on(turn: Turn, joined: Joined) -> None:
+    """Have a turn answer the whole of a conversation, what the client left out included."""
+    turn.messages = [dict(message) for message in joined.messages]
+
+
+def _keep_tools(turn: Turn, *, is_appended: bool) -> None:
+    """Leave an agent its tools where the client sends what is new alone; else it says them all."""
+    if turn.is_chat and turn.tools is None and not is_appended:
+        turn.tools = []
 
 
 def _notice(name: str, agent_id: str, *, is_appended: bool) -> str | None:

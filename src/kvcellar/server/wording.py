@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.agents import ModelHost, n_system_of
+from kvcellar.agents import ModelHost, Turn, n_system_of
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.history import History
 from kvcellar.server.calls import THOUGHT_BEGIN, THOUGHT_END, say_calls, say_tools, without_tools
@@ -18,51 +18,48 @@ __all__ = ["Wording", "knows_calls", "opens_thought", "word"]
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What is asked, as one model's template takes it.
+    """What was done to a question to have it in a model's words.
 
     Attributes:
-        messages: the whole conversation.
-        tools: definitions of its tools; None where the messages say them, or there are none.
         lent: leading messages that are the named agent's, and not the client's.
-        knows_calls: whether the template writes calls by itself.
+        knows_calls: the template writes calls by itself.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
     lent: list[dict[str, Any]]
     knows_calls: bool
 
-    def tools_of_turn(self, *, is_appended: bool) -> list[dict[str, Any]] | None:
-        """Return tools as a turn takes them; who sends what is new alone keeps the agent's."""
-        return [] if self.tools is None and not is_appended else self.tools
 
-
-async def word(service: Service, host: ModelHost, ask: Question) -> Wording:
+async def word(service: Service, host: ModelHost, ask: Question) -> tuple[Turn, Wording]:
     """Put a question into a model's words, in a thread where that is much.
+
+    Returns:
+        The turn that it is, of nobody yet: its messages, and the definitions of its tools, None
+        where the messages say them or there are none. And what was done.
 
     Raises:
         ContextError: it is longer than the model's context, as its bytes say.
     """
-    lent = await _lent(service, host, ask)
-    messages, tools = [*lent, *ask.messages], ask.tools.given
+    wording = Wording(await _lent(service, host, ask), knows_calls(host))
+    messages, tools = [*wording.lent, *ask.messages], ask.tools.given
     size = size_of(messages, tools)
     if host.tokenizer is not None:
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
-    return await service.agents.work.run(size.cost, _worded, host, messages, tools, lent)
+    said, told = await service.agents.work.run(
+        size.cost, _worded, messages, tools, wording.knows_calls
+    )
+    deadline_s = service.config.wait_s
+    return Turn(messages=said, tools=told, model=host.name, deadline_s=deadline_s), wording
 
 
 def _worded(
-    host: ModelHost,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    lent: list[dict[str, Any]],
-) -> Wording:
-    knows = knows_calls(host)
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], knows: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return messages and tools as a template takes them that knows calls, or does not."""
     plain = [dict(message) if knows else say_calls(message) for message in messages]
     listed = [dict(tool) for tool in tools] or None
     if listed and not knows:
-        return Wording(say_tools(plain, listed), None, lent, knows)
-    return Wording(plain, listed, lent, knows)
+        return say_tools(plain, listed), None
+    return plain, listed
 
 
 async def _lent(service: Service, host: ModelHost, ask: Question) -> list[dict[str, Any]]:

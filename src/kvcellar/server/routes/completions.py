@@ -258,15 +258,14 @@ async def _of_agent(
         service.check_fits(host, tokens)
         choice.n_prompt = len(tokens)
 
-    async with service.conversations.seat([], None, model=host.name, whose=whose) as seat:
-        turn = Turn(
-            seat.agent_id,
-            tokens=choice.prompt,
-            params=choice.params,
-            model=host.name,
-            deadline_s=service.config.wait_s,
-            on_start=on_start,
-        )
+    turn = Turn(
+        tokens=choice.prompt,
+        params=choice.params,
+        model=host.name,
+        deadline_s=service.config.wait_s,
+        on_start=on_start,
+    )
+    async with service.conversations.seat(turn, whose):
         async with service.agents.turns.running(turn) as running:
             async for event in running.events:
                 running.take(event)
