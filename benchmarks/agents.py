@@ -138,6 +138,7 @@ class TimedRunner:
         self._runner = runner
         self.params = runner.params
         self.vocab_size = runner.vocab_size
+        self.max_tokens_per_step = runner.max_tokens_per_step
         self.seconds = 0.0
 
     def forward(self, *args: Any) -> Any:

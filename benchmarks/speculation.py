@@ -43,6 +43,7 @@ class Forced:
     def __init__(self, runner: Any, n_prompt: int, script: list[int]) -> None:
         self._runner, self._n_prompt, self._script = runner, n_prompt, script
         self.params, self.vocab_size = runner.params, runner.vocab_size
+        self.max_tokens_per_step = runner.max_tokens_per_step
 
     def forward(self, token_ids: Any, positions: Any, rows: Any = None) -> Any:
         """Run the runner's forward, and then say the script's word."""

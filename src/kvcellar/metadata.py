@@ -74,13 +74,13 @@ def write_kv_cache_metadata(
 
 
 def _is_optional(key: str) -> bool:
-    """Whether a key is one that is written for some models only."""
+    """Return true if a key is written for some models only."""
     optional = ("v_head_dim", "layer_groups", "vocab_size")
     return key in (PREFIX + name for name in optional) or key.startswith(PREFIX + "group_")
 
 
 def read_kv_cache_metadata(metadata: Mapping[str, Any]) -> ModelCacheParams:
-    """The cache facts that ``write_kv_cache_metadata`` wrote.
+    """Read the cache facts that ``write_kv_cache_metadata`` wrote.
 
     Raises:
         MetadataError: no such metadata, an unknown schema version, a missing or impossible value.

@@ -91,7 +91,7 @@ def eager_update_and_attend(
 def _hand_over(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, *rest: Any
 ) -> Tensor:
-    """No cache of ours is active: use ExecuTorch's, where it is imported and has one."""
+    """Use ExecuTorch's cache, since none of ours is active, where it is imported and has one."""
     scale, out_dtype, sinks = rest
     theirs: Any = sys.modules.get(_ET_MODULE)
     if theirs is None or theirs.REGISTRY._active is None or sinks is not None:

@@ -107,6 +107,7 @@ class HashRunner:
         self.cache = cache
         self.params = cache.config.params
         self.vocab_size = vocab_size
+        self.max_tokens_per_step = None
         self.forwards: list[list[int]] = []
         self.bias: dict[int, float] = {}
         self.fail_after: int | None = None

@@ -36,7 +36,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint.
+    """Read a JSON object from a file of the checkpoint.
 
     Raises:
         ModelError: it cannot be read, or is not an object.
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's ``config.json``.
+    """Read the checkpoint's ``config.json``.
 
     Raises:
         ModelError: there is none, or it is not JSON.
@@ -153,7 +153,7 @@ def stored_bytes(folder: Path, skip: tuple[str, ...] = ()) -> int | None:
 
 
 def stored_numbers(folder: Path, skip: tuple[str, ...] = (), group_size: int = 1) -> dict[str, int]:
-    """How many numbers each tensor of the weights stands for.
+    """Return how many numbers each tensor of the weights stands for.
 
     Args:
         folder: the checkpoint.
@@ -180,7 +180,7 @@ def stored_numbers(folder: Path, skip: tuple[str, ...] = (), group_size: int = 1
 
 
 def pick_dtype(dtype: Any, raw: Mapping[str, Any], stored: Counter[str], *, is_cpu: bool) -> str:
-    """The name of the type that weights are loaded in; ``load_model`` says by which rules.
+    """Return the type that weights are loaded in, by name; ``LoadOptions`` says by which rules.
 
     Args:
         dtype: what the caller asked for.
@@ -219,7 +219,7 @@ def _all_tensors(folder: Path, skip: tuple[str, ...]) -> dict[str, dict[str, Any
 
 
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file whose size is what the header says."""
+    """Read the header of a safetensors file whose size is what the header says."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -253,7 +253,7 @@ def _tensors(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _end_of(tensor: Any) -> int:
-    """Where a tensor ends behind the header.
+    """Return where a tensor ends behind the header, in bytes.
 
     Raises:
         ValueError, TypeError, KeyError: what the header says of it cannot be.

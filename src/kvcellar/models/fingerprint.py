@@ -65,7 +65,7 @@ class Fingerprint:
         return Fingerprint(parts).value
 
     def differences(self, other: str) -> list[str]:
-        """The names of the parts in which another fingerprint's value differs."""
+        """Name the parts in which another fingerprint's value differs."""
         try:
             theirs = json.loads(other)
         except ValueError:
@@ -77,7 +77,7 @@ class Fingerprint:
 
 
 def fingerprint_of(**parts: str | bytes) -> Fingerprint:
-    """A fingerprint from parts that the caller knows: for models that are in no folder."""
+    """Make a fingerprint of parts that the caller knows: for models that are in no folder."""
     return Fingerprint({name: _digest(value) for name, value in parts.items()})
 
 
@@ -88,7 +88,7 @@ def fingerprint_checkpoint(
     on_progress: Progress | None = None,
     **extra: str | bytes,
 ) -> Fingerprint:
-    """The fingerprint of a Hugging Face checkpoint.
+    """Work out the fingerprint of a Hugging Face checkpoint.
 
     Args:
         folder: with config.json, the weights (safetensors) and the tokenizer.
@@ -183,7 +183,7 @@ def _digest(value: str | bytes) -> str:
 
 
 def _files_digest(root: Path, names: tuple[str, ...], without: str) -> str:
-    """Of those files that are there; a JSON object counts without one of its keys."""
+    """Hash those of the files that are there; a JSON object counts without one of its keys."""
     found = []
     for name in names:
         path = root / name

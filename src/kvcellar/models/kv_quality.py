@@ -43,7 +43,7 @@ class WeightsQualityWarning(UserWarning):
 
 
 def verdict_of(ppl_ratio: float, same_top1: float) -> str:
-    """``good``: as the base for most uses; ``bad``: text changes visibly; ``fair`` between."""
+    """Return ``good`` (as the base for most uses), ``bad`` (text changes visibly) or ``fair``."""
     if ppl_ratio > BAD_PPL_RATIO or same_top1 < BAD_SAME_TOP1:
         return "bad"
     if ppl_ratio <= GOOD_PPL_RATIO and same_top1 >= GOOD_SAME_TOP1:
@@ -80,13 +80,13 @@ class KvQuality:
 
     @property
     def verdict(self) -> str:
-        """As ``verdict_of``, beyond what the model's own rounding does."""
+        """Verdict of ``verdict_of`` on what comes beyond the model's own rounding."""
         same = min(1.0, self.same_top1 + 1.0 - self.own_same_top1)
         return verdict_of(self.ppl_ratio / self.own_ppl_ratio, same)
 
 
 def recommended(results: Sequence[KvQuality], own_dtype: str = "float32") -> KvQuality:
-    """The smallest good one; where none is good, the one with the least divergence.
+    """Return the smallest good one; where none is good, the one with the least divergence.
 
     Args:
         results: of all types.
@@ -120,7 +120,7 @@ def save_quality(folder: Path, results: Sequence[KvQuality], text: str) -> Path:
 
 
 def known_quality(folder: Path, kv_dtype: str) -> KvQuality | None:
-    """The figures of a storage type for the checkpoint in ``folder``; None: never measured."""
+    """Return the figures of a storage type for a checkpoint's folder; None: never measured."""
     wanted = parse_kv_dtype(kv_dtype)
     for path in (_own_file(folder), folder / FILE_NAME):
         for result in _read(path, KvQuality):
@@ -153,25 +153,25 @@ class WeightsQuality:
 
     @property
     def verdict(self) -> str:
-        """As ``verdict_of``."""
+        """Verdict of ``verdict_of``."""
         return verdict_of(self.ppl_ratio, self.same_top1)
 
 
 def save_weights_quality(folder: Path, results: Sequence[WeightsQuality], text: str) -> Path:
-    """As ``save_quality``, for formats of weights."""
+    """Remember figures of formats of weights; see ``save_quality``."""
     path = _own_file(folder, "weights-quality")
     merged = {r.weights: r for r in [*_read(path, WeightsQuality), *results]}
     return _write(path, list(merged.values()), text)
 
 
 def known_weights_quality(folder: Path, weights: str) -> WeightsQuality | None:
-    """The figures of a format for the checkpoint in ``folder``; None: never measured."""
+    """Return the figures of a format of weights for a checkpoint's folder; None: never measured."""
     found = _read(_own_file(folder, "weights-quality"), WeightsQuality)
     return next((result for result in found if result.weights == weights), None)
 
 
 def harm_of(folder: Path, name: str, weights: str, n_parameters: int) -> str:
-    """What a format does to a model, as far as it is known; empty where that is little.
+    """Say what a format of weights does to a model, as far as it is known; empty: little.
 
     Args:
         folder: of the checkpoint.

@@ -41,11 +41,11 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool
     ) -> Any:
-        """The messages as the text that the model was trained on."""
+        """Render messages as the text that the model was trained on."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         ...
 
 
@@ -114,7 +114,7 @@ def render(
 
 
 def encode(tokenizer: ChatTokenizer, rendered: Rendered) -> list[int]:
-    """The tokens of a rendered conversation, which has its special tokens already.
+    """Return the tokens of a rendered conversation, which has its special tokens already.
 
     Raises:
         PromptError: the text has noncharacters that are needed to tell its control tokens apart.
@@ -134,7 +134,7 @@ def _apply(
     tools: list[dict[str, Any]] | None,
     is_asking: bool,
 ) -> str:
-    """The text that ``apply_chat_template`` gives."""
+    """Render a conversation by ``apply_chat_template``."""
     if not _is_rendered_by_transformers(tokenizer):
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
         return str(
@@ -155,7 +155,7 @@ def _apply(
 
 
 def _is_rendered_by_transformers(tokenizer: Any) -> bool:
-    """Whether its template is jinja that transformers renders; others do it themselves."""
+    """Return true if its template is Jinja that transformers renders; others do it themselves."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -189,7 +189,7 @@ class _Controls:
     lock: Any = field(default_factory=threading.Lock)
 
     def is_spelt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
-        """Whether any text has one of them."""
+        """Return true if any text spells one of the control tokens."""
         return any(
             pattern.search(text)
             for value, pattern in self._parts(messages, tools)
@@ -197,7 +197,7 @@ class _Controls:
         )
 
     def marked(self, messages: Any, tools: Any, mark: str) -> tuple[Any, Any]:
-        """The same with a mark before each of them."""
+        """Return messages and tools with a mark before each control token that they spell."""
         said = [
             {
                 _marked(key, self.in_texts, mark): _marked(
@@ -210,7 +210,7 @@ class _Controls:
         return said, _marked(tools, self.in_texts, mark)
 
     def are_all_written(self, text: str, ids: Collection[int]) -> bool:
-        """Whether each control token stands in the text as such.
+        """Return true if each control token stands in the text as such.
 
         They do not where a tokenizer normalises text into them (wide characters, capitals).
         """
@@ -218,7 +218,7 @@ class _Controls:
         return sum(i in own for i in ids) <= sum(1 for _ in self.everything.finditer(text))
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """The tokens of a text in which what is marked is no control token."""
+        """Return the tokens of a text in which what is marked is no control token."""
         stand = next((stand for stand in _STANDS if stand not in text), None)
         if stand is None:
             raise PromptError(
@@ -251,7 +251,7 @@ class _Controls:
     def _encode_in_parts(
         self, known: Any, text: str, stand: str, names: Mapping[str, str]
     ) -> list[int]:
-        """The same for a tokenizer that is written in Python: part by part between the tokens."""
+        """Encode with a tokenizer written in Python: part by part between control tokens."""
         ids: list[int] = []
         own = {name: content for content, name in names.items()}
         for part in re.split(f"({stand}.)", text):
@@ -280,7 +280,7 @@ _lock = threading.Lock()
 
 
 def _controls_of(tokenizer: Any) -> _Controls | None:
-    """The control tokens of a tokenizer; None where it has none, or is none of transformers'."""
+    """Return the control tokens of a tokenizer; None: it has none, or is not of transformers."""
     if not _is_rendered_by_transformers(tokenizer):
         return None
     state = (str(tokenizer.chat_template), len(tokenizer))
@@ -322,14 +322,14 @@ def _find_controls(tokenizer: Any) -> _Controls | None:
 
 
 def _is_tag(content: str, added: Collection[str]) -> bool:
-    """Whether it opens or closes a stretch of text, as ``<think>`` and ``</think>`` do."""
+    """Return true if a token opens or closes a stretch of text, as ``<think>`` does."""
     return content[:1] + "/" + content[1:] in added or (
         content[1:2] == "/" and content[:1] + content[2:] in added
     )
 
 
 def _twin_of(backend: Any, names: Mapping[str, str]) -> tuple[Any, dict[int, int]]:
-    """A tokenizer that knows control tokens by other names, and its ids where they differ."""
+    """Make a tokenizer that knows control tokens by other names; and its ids where they differ."""
     from tokenizers import Tokenizer
 
     value = json.loads(backend.to_str())
@@ -356,7 +356,7 @@ def _stand_in(stand: str, number: int) -> str:
 
 
 def _free_mark(value: Any) -> str:
-    """A mark that no text has.
+    """Return a mark that no text has.
 
     Raises:
         PromptError: the texts have all of them.
@@ -375,7 +375,7 @@ def _free_mark(value: Any) -> str:
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """Every text in a value of JSON, keys too."""
+    """Yield every text in a value of JSON, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -388,7 +388,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """A value of JSON with a mark before each match in its texts, keys too."""
+    """Return a value of JSON with a mark before each match in its texts, keys too."""
     put: Callable[[re.Match[str]], str] = lambda found: mark + found[0]  # noqa: E731
     if isinstance(value, str):
         return pattern.sub(put, value)
@@ -400,7 +400,7 @@ def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
 
 
 def _whole_or_begun(words: Collection[str]) -> re.Pattern[str]:
-    """A pattern that finds words, and at the end of a text what they begin with.
+    """Compile a pattern that finds words, and at the end of a text what they begin with.
 
     Letters and digits alone are no such beginning: templates compare short words.
     """
@@ -410,7 +410,7 @@ def _whole_or_begun(words: Collection[str]) -> re.Pattern[str]:
 
 
 def _one_of(words: Collection[str]) -> re.Pattern[str]:
-    """A pattern that finds the longest of some words at a place, in one pass over a text.
+    """Write a pattern that finds the longest of some words at a place, in one pass over a text.
 
     Words that begin alike share their beginning, since tokenizers have hundreds that do.
     """

@@ -168,7 +168,7 @@ _of_parents: list[_Renderers] = []
 
 
 def _after_fork() -> None:
-    """A child of this process has no processes of its own yet, and leaves ours alone."""
+    """Forget the processes, in a child of this one: they are its parent's."""
     global _renderers
     _of_parents.append(_renderers)
     _renderers = _Renderers()

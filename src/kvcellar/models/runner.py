@@ -22,10 +22,16 @@ class Runner(Protocol):
 
     The batch is flat: B = 1, all tokens on one axis. Whose tokens they are was said to the cache
     with ``begin_step`` (or ``propose``) before; a cache of one sequence needs neither.
+
+    Attributes:
+        params: what its cache was made with.
+        vocab_size: ids from 0 to ``vocab_size - 1`` exist.
+        max_tokens_per_step: the most tokens that one forward takes; None: any number.
     """
 
     params: ModelCacheParams
     vocab_size: int
+    max_tokens_per_step: int | None
 
     def forward(
         self,
@@ -70,16 +76,13 @@ class FeatureRunner(Runner, Protocol):
         positions: Sequence[int] | IntArray,
         rows: Sequence[int] | IntArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
-        """As ``forward``; beside the logits ``[T, n_features]``, of all tokens."""
+        """Run the tokens as ``forward``; return features ``[T, n_features]`` of all of them too."""
         ...
 
 
 def step_limit(runner: Runner, wanted: int) -> int:
-    """Tokens of one forward: as many as wanted, or what the runner takes at most.
-
-    A runner whose inputs are planned ahead says so by an attribute ``max_tokens_per_step``.
-    """
-    most: int | None = getattr(runner, "max_tokens_per_step", None)
+    """Return the tokens of one forward: as many as wanted, or what the runner takes at most."""
+    most = runner.max_tokens_per_step
     return wanted if most is None else min(wanted, most)
 
 
@@ -89,7 +92,7 @@ def checked_batch(
     rows: Sequence[int] | IntArray | None,
     vocab_size: int,
 ) -> tuple[IntArray, IntArray, IntArray | None]:
-    """The arguments of a forward as arrays of their own: ids, positions, and rows unless the last.
+    """Return the arguments of a forward as arrays of their own: ids, positions, and rows.
 
     Raises:
         PromptError: no tokens, or an id that the model does not have.

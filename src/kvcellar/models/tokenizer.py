@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
     Raises:
         ModelError: it cannot be read.
@@ -41,7 +41,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def opening_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer itself puts before a text, such as a BOS; often none."""
+    """Return the tokens that a tokenizer puts before a text, such as a BOS; often none."""
     whole = [int(token) for token in tokenizer("a")["input_ids"]]
     plain = [int(token) for token in tokenizer("a", add_special_tokens=False)["input_ids"]]
     for at in range(len(whole) - len(plain) + 1):

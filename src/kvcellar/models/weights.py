@@ -54,7 +54,7 @@ def parse_weights(weights: str | None, dtype: object) -> str | None:
 def choose_weights(
     asked: str | None, dtype: str, *, is_cpu: bool = True, is_built: bool = True
 ) -> str | None:
-    """How linear layers hold weights of a type: a name of ``WEIGHTS``; None: as torch does.
+    """Choose how linear layers hold weights of a type: a name of ``WEIGHTS``; None: as torch does.
 
     Where nothing is asked for, bfloat16 ones are read by the kernel wherever it is: nothing is
     lost, and a step takes a fraction of the time. Others stay as they are, since it would round
@@ -74,7 +74,7 @@ def choose_weights(
 
 
 def is_packed(weights: str | None) -> bool:
-    """Whether K and V become others than those of weights in the model's own type."""
+    """Return true if K and V become others than those of weights in the model's own type."""
     return weights in PACKINGS
 
 
@@ -84,21 +84,21 @@ def bits_of(weights: str, *, is_head: bool) -> int:
 
 
 def can_pack(n_in: int) -> bool:
-    """Whether a layer's inputs come in whole groups; others keep the model's own type."""
+    """Return true if a layer's inputs come in whole groups; others keep the model's own type."""
     return n_in % GROUP == 0
 
 
 def can_code(n_in: int) -> bool:
-    """Whether bfloat16 weights of so many inputs can be written in 12 bits."""
+    """Return true if bfloat16 weights of so many inputs can be written in 12 bits."""
     return n_in % CODED_INPUTS == 0
 
 
 def coded_bytes(n_out: int, n_in: int) -> int:
-    """Of a layer's weights in 12 bits; the few that do not fit into them are 8 bytes each more."""
+    """Return the bytes of a layer's weights in 12 bits; each that does not fit takes 8 more."""
     return -(-n_out // BLOCK) * (_CODED_HEAD + BLOCK * n_in * 3 // 2)
 
 
 def packed_bytes(n_out: int, n_in: int, bits: int) -> int:
-    """Of a layer's weights and their float16 scales."""
+    """Return the bytes of a layer's weights and their float16 scales."""
     rows = -(-n_out // BLOCK) * BLOCK
     return rows * n_in * bits // 8 + rows * -(-n_in // SHARED[bits]) * 2

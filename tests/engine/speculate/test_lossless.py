@@ -100,6 +100,7 @@ class Attention:
 
     params = ModelCacheParams(n_layers=2, n_kv_heads=2, head_dim=8)
     vocab_size = VOCAB
+    max_tokens_per_step = None
 
     def __init__(self, cache: Any) -> None:
         rng = np.random.default_rng(0)

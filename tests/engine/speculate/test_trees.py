@@ -324,6 +324,7 @@ class Markov:
 
     params = ModelCacheParams(n_layers=1, n_kv_heads=1, head_dim=4)
     vocab_size = N_WORDS
+    max_tokens_per_step = None
     table = np.random.default_rng(7).normal(0, 1.2, (N_WORDS, N_WORDS)).astype(np.float32)
 
     def __init__(self, cache: Any) -> None:

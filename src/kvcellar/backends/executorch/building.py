@@ -42,7 +42,7 @@ TIMEOUT_S = 600
 
 
 def executorch_version() -> str:
-    """The version of ExecuTorch that is installed, such as ``1.5.1``.
+    """Return the version of ExecuTorch that is installed, such as ``1.5.1``.
 
     Raises:
         BackendError: none is.
@@ -57,7 +57,7 @@ def executorch_version() -> str:
 
 
 def native_library() -> Path:
-    """The native part for the ExecuTorch that is installed; builds it where there is none yet.
+    """Find the native part for the ExecuTorch that is installed; build it if there is none yet.
 
     Raises:
         BackendError: it is not there and cannot be built: no compiler, or the build failed.
@@ -70,7 +70,7 @@ def native_library() -> Path:
 
 
 def library_folder() -> Path:
-    """Where the libraries of the ExecuTorch that is installed are.
+    """Return the folder of the libraries of the ExecuTorch that is installed.
 
     Raises:
         BackendError: it is not installed.
@@ -82,12 +82,12 @@ def library_folder() -> Path:
 
 
 def build_folder() -> Path:
-    """Where builds of this machine's user are kept."""
+    """Return the folder in which builds of this machine's user are kept."""
     return default_home() / "executorch" / "native"
 
 
 def build_name() -> str:
-    """The file of a build: by the version of ExecuTorch, the platform and the sources."""
+    """Name the file of a build by the version of ExecuTorch, the platform and the sources."""
     digest = hashlib.blake2b(digest_size=6)
     for path in [*sorted(SOURCES.iterdir()), STEP_CALL]:
         digest.update(path.read_bytes())
@@ -160,7 +160,7 @@ def build(folder: Path) -> Path:
 
 
 def _rpath(folder: Path, lib: Path) -> str:
-    """Where a build in ``folder`` looks for ExecuTorch; one in a wheel: beside its own package."""
+    """Return where a build in ``folder`` looks for ExecuTorch; in a wheel: beside its package."""
     if folder != PREBUILT:
         return str(lib)
     origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"

@@ -92,7 +92,7 @@ class Flat(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """``[1, T], [1, T], [R] -> [1, R, vocab]``, and ``[1, T, n_features]`` where wanted.
+        """Run ``[1, T], [1, T], [R] -> [1, R, vocab]``, and ``[1, T, n_features]`` where wanted.
 
         The LM head runs on the rows alone.
         """

@@ -162,7 +162,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Shape(NamedTuple):
-    """Of the q, k and v that reach the op."""
+    """Sizes of the q, k and v that reach the op."""
 
     n_tokens: int
     n_heads: int
@@ -188,7 +188,7 @@ _kept = _Kept()
 
 
 def library() -> Any:
-    """The native part, loaded once, with the op's kernels registered in ExecuTorch's runtime.
+    """Load the native part, once, and register the op's kernels in ExecuTorch's runtime.
 
     Programs use as many threads as ExecuTorch likes, or the caller's alone where the environment
     has ``OMP_NUM_THREADS=1``.
@@ -221,7 +221,7 @@ def _loaded() -> Any:
 
 
 def load_library(path: Path) -> Any:
-    """The native part in ``path``, checked and registered.
+    """Load the native part in ``path``, check it and register it.
 
     Raises:
         BackendError: as ``library``.
@@ -258,12 +258,12 @@ def load_library(path: Path) -> Any:
 
 
 def fail(lib: Any, what: str) -> ModelError:
-    """The error of the last call in this thread, where a program was opened or loaded."""
+    """Make an error of the last call in this thread, where a program was opened or loaded."""
     return ModelError(f"{what}: {lib.kvc_error().decode(errors='replace')}")
 
 
 def run_error(lib: Any, what: str) -> BaseException:
-    """The same where it was run: what Python raised inside, else what the runtime says."""
+    """Make an error of the last run in this thread: Python's own from inside, or the runtime's."""
     raised = take_error()
     if raised is not None:
         return raised
@@ -286,7 +286,7 @@ def planning(plan: Planner | None) -> Iterator[None]:
 
 
 def take_error() -> BaseException | None:
-    """What the op's Python side raised in this thread since ``planning`` began."""
+    """Return what the op's Python side raised in this thread since ``planning`` began."""
     error, _kept.error = _kept.error, None
     return error
 
@@ -307,14 +307,14 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def _tensor(address: int) -> torch.Tensor:
-    """The runtime's tensor as torch's; it must not outlive the call of the op."""
+    """Wrap the runtime's tensor as torch's; it must not outlive the call of the op."""
     capsule = _new_capsule(address, b"dltensor", None)
     tensor: torch.Tensor = torch._C._from_dlpack(capsule)
     return tensor
 
 
 def _attend(call: Any) -> int:
-    """The op for a cache in Python: the one that is active in this thread."""
+    """Run the op on a cache in Python: the one that is active in this thread."""
     try:
         at = call[0]
         q, k, v, position, out = (_tensor(a) for a in (at.q, at.k, at.v, at.position, at.out))

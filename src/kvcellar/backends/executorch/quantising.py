@@ -90,7 +90,7 @@ class QuantisedEmbedding(nn.Module):
         self.register_buffer("scales", scales.view(n_rows, dim // group))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``[..., T] -> [..., T, dim]``."""
+        """Look rows up, ``[..., T] -> [..., T, dim]``."""
         rows = nn.functional.embedding(ids, self.rows).float()  # type: ignore[arg-type]
         scales = nn.functional.embedding(ids, self.scales)  # type: ignore[arg-type]
         grouped = rows.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)

@@ -49,7 +49,7 @@ class TanhGelu(nn.Module):
     """GELU in its approximation by tanh, of plain operators."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Apply it to each number; the shape stays."""
         inside = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
         return 0.5 * x * (1.0 + torch.tanh(inside))
 
@@ -67,7 +67,7 @@ class RmsNorm(nn.Module):
         self.register_buffer("mean", torch.full((1, dim), 1 / dim), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape and type; in float32 between."""
+        """Normalise in float32; shape and type stay."""
         rows = x.float()
         mean = nn.functional.linear(rows * rows, self.mean)  # type: ignore[arg-type]
         rows = rows * torch.rsqrt(mean + self.eps)
@@ -92,7 +92,7 @@ class DenseExperts(nn.Module):
         self.down = _linears(experts.down_proj.detach(), experts.down_proj_bias.detach())
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, weights: Tensor) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``: the sum over all experts, 0 for those not chosen.
+        """Sum over all experts, 0 for those not chosen: ``[T, hidden] -> [T, hidden]``.
 
         Args:
             hidden_states: ``[T, hidden]``.
@@ -111,7 +111,7 @@ class DenseExperts(nn.Module):
 
 
 def _linears(weights: Tensor, biases: Tensor) -> nn.ModuleList:
-    """``weights [experts, in, out]`` and ``biases [experts, out]`` as one layer per expert."""
+    """Make one layer per expert of weights ``[experts, in, out]`` and biases ``[experts, out]``."""
     made = nn.ModuleList()
     for weight, bias in zip(weights, biases, strict=True):
         linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")

@@ -39,7 +39,7 @@ def put_value(value: native.Value, given: Any) -> Any:
 
 
 def take_value(value: native.Value) -> Any:
-    """An output, copied."""
+    """Copy an output."""
     if value.tag == native.TENSOR:
         out = torch.empty(
             tuple(value.sizes[: value.n_dims]), dtype=native.TORCH_DTYPES[value.dtype]

@@ -84,7 +84,7 @@ def attend_run(
     out_dtype: mx.Dtype,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """All queries over one part that is stored as floats: the shortest way to MLX's attention.
+    """Attend all queries over one part of floats: the shortest way to MLX's attention.
 
     Args:
         q: ``[1, n_heads, T, head_dim]``.
@@ -164,7 +164,7 @@ def _by_logits(
 
 
 def _times(x: mx.array, rows: Stored, *, transpose: bool = False) -> mx.array:
-    """``x @ rows.T`` or ``x @ rows`` per head."""
+    """Multiply ``x @ rows.T`` or ``x @ rows`` per head."""
     if isinstance(rows, Quantised):
         return rows.times(x, transpose=transpose)
     rows = rows.astype(x.dtype)
@@ -172,13 +172,13 @@ def _times(x: mx.array, rows: Stored, *, transpose: bool = False) -> mx.array:
 
 
 def joined(rows: Sequence[Stored], dtype: mx.Dtype) -> mx.array:
-    """One array of numbers; the stored one where there is one part of that type."""
+    """Join parts to one array of numbers; one part of that type is returned as it is stored."""
     arrays = [r.numbers(dtype) if isinstance(r, Quantised) else r.astype(dtype) for r in rows]
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=2)
 
 
 def _whole_mask(segment: Segment, n_cells: int) -> mx.array | str | None:
-    """The mask as MLX's attention takes it: over all that is read."""
+    """Return the mask as MLX's attention takes it: over all that is read."""
     if segment.kind is AttendKind.NONE:
         return None
     if segment.kind is AttendKind.CAUSAL:
@@ -192,7 +192,7 @@ def _whole_mask(segment: Segment, n_cells: int) -> mx.array | str | None:
 
 
 def _tail_mask(segment: Segment) -> mx.array | None:
-    """``[q_len, n_masked]`` over the last cells; None where all is seen."""
+    """Return the mask ``[q_len, n_masked]`` of the last cells; None where all is seen."""
     if segment.kind is AttendKind.CAUSAL:
         return mx.tri(segment.q_len, dtype=mx.bool_)
     return segment.mask

@@ -54,7 +54,7 @@ class Quantised:
         return self.dim // int(self.scales.shape[-1])
 
     def numbers(self, dtype: mx.Dtype) -> mx.array:
-        """``[1, n_kv_heads, L, dim]``, computed in float32; rotated where the pool rotates."""
+        """Return ``[1, n_kv_heads, L, dim]`` by way of float32; rotated where the pool rotates."""
         scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
         if self.packed.dtype == mx.uint32:
             rows = mx.dequantize(
@@ -68,7 +68,7 @@ class Quantised:
         return (grouped * scales[..., None] + biases[..., None]).flatten(-2).astype(dtype)
 
     def times(self, x: mx.array, *, transpose: bool) -> mx.array:
-        """``x @ rows.T`` or ``x @ rows`` per head, in float32.
+        """Multiply ``x @ rows.T`` or ``x @ rows`` per head, in float32.
 
         Args:
             x: ``[1, n_kv_heads, n, dim]``, or ``[1, n_kv_heads, n, L]``.
@@ -94,7 +94,7 @@ Stored = mx.array | Quantised
 
 
 class Codec(Protocol):
-    """How one side stores its rows of ``dim`` numbers."""
+    """Storage of the rows of one side, K or V, of ``dim`` numbers each."""
 
     dim: int
     widths: tuple[tuple[mx.Dtype, int], ...]
@@ -105,7 +105,7 @@ class Codec(Protocol):
         ...
 
     def view(self, parts: Parts) -> Stored:
-        """What attention reads: parts ``[1, n_kv_heads, L, ...]``."""
+        """Return what attention reads: parts ``[1, n_kv_heads, L, ...]``."""
         ...
 
 
@@ -119,11 +119,11 @@ class FloatCodec:
         self.widths: tuple[tuple[mx.Dtype, int], ...] = ((dtype, dim),)
 
     def encode(self, rows: mx.array) -> Parts:
-        """The rows in the storage type."""
+        """Return the rows in the storage type."""
         return [rows.astype(self.dtype)]
 
     def view(self, parts: Parts) -> mx.array:
-        """The one part."""
+        """Return the one part."""
         return parts[0]
 
 
@@ -151,19 +151,19 @@ class AffineCodec:
         return [packed.view(mx.uint32) if self.is_native else packed, scales, biases]
 
     def view(self, parts: Parts) -> Quantised:
-        """All parts."""
+        """Return all parts."""
         return Quantised(parts[0], parts[1], parts[2], self.dim, self.bits)
 
 
 def make_codec(side: SideDtype, dim: int) -> Codec:
-    """The codec of a side for rows of ``dim`` numbers."""
+    """Make the codec of a side for rows of ``dim`` numbers."""
     if side.is_quantised:
         return AffineCodec(side, dim)
     return FloatCodec(FLOAT_DTYPES[side.name], dim)
 
 
 def quantise(rows: mx.array, bits: int, group_size: int) -> Parts:
-    """``rows [..., dim]`` to packed bytes, scales and biases: those of the reference backend."""
+    """Quantise ``rows [..., dim]`` to packed bytes, scales and biases, as the reference backend."""
     n_most = 2**bits - 1
     grouped = mx.unflatten(rows.astype(mx.float32), -1, (-1, group_size))
     low, high = grouped.min(axis=-1), grouped.max(axis=-1)

@@ -48,12 +48,12 @@ def write(pools: Sequence[Pool], cells: IntArray, given: GroupParts) -> None:
 
 
 def _bits(part: mx.array) -> NDArray[Any]:
-    """An array as NumPy knows it: bfloat16 as uint16, which NumPy has no type for."""
+    """Return an array as NumPy knows it: bfloat16, which NumPy has no type for, as uint16."""
     return np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part)
 
 
 def _array(array: NDArray[Any], side: Rows, at: int) -> mx.array:
-    """A part ``[n_kv_heads, n, ...]`` of a side from its canonical bytes; a copy."""
+    """Copy a part ``[n_kv_heads, n, ...]`` of a side from its canonical bytes."""
     stored = side.parts[at].dtype
     rows = mx.array(np.ascontiguousarray(array))
     return rows if rows.dtype == stored else rows.view(stored)

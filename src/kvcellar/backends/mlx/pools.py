@@ -27,7 +27,7 @@ class Rows:
     """
 
     def __init__(self, n_heads: int, side: SideDtype, dim: int) -> None:
-        """No cells yet."""
+        """Create a side without cells."""
         self.n_heads = n_heads
         self.codec: Codec = make_codec(side, dim)
         self.parts: Parts = [
@@ -73,7 +73,7 @@ class Rows:
         return [mx.take(part, cells, axis=2) for part in self.parts]
 
     def read(self, start: int, length: int) -> Stored:
-        """``[1, n_kv_heads, length, dim]``; no copy."""
+        """Return ``[1, n_kv_heads, length, dim]``; no copy."""
         return self.codec.view([part[:, :, start : start + length] for part in self.parts])
 
 
@@ -81,16 +81,16 @@ class FloatRows(Rows):
     """A side of one float part: the same, without a detour through the codec."""
 
     def write_run(self, start: int, rows: mx.array) -> None:
-        """As in :class:`Rows`."""
+        """Write rows in place; see :class:`Rows`."""
         self.parts[0][:, :, start : start + rows.shape[2]] = rows
 
     def read(self, start: int, length: int) -> mx.array:
-        """As in :class:`Rows`."""
+        """Return rows; see :class:`Rows`."""
         return self.parts[0][:, :, start : start + length]
 
 
 def make_rows(n_heads: int, side: SideDtype, dim: int) -> Rows:
-    """A side without cells."""
+    """Create a side without cells."""
     return (Rows if side.is_quantised else FloatRows)(n_heads, side, dim)
 
 
@@ -98,7 +98,7 @@ class Pool:
     """One layer's K and V bytes. Knows cells, no sequences."""
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
-        """No cells yet."""
+        """Create a pool without cells."""
         self._config = config
         self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
         self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
@@ -149,7 +149,7 @@ class Pool:
         self.put(dst, *rows)
 
     def read(self, start: int, length: int) -> tuple[Stored, Stored]:
-        """``[1, n_kv_heads, length, dim]`` of K and V; no copy."""
+        """Return ``[1, n_kv_heads, length, dim]`` of K and V; no copy."""
         return self.k.read(start, length), self.v.read(start, length)
 
     def gather(self, cells: mx.array) -> tuple[Stored, Stored]:
@@ -162,7 +162,7 @@ class ExactPool(Pool):
     """A quantised pool whose cells from ``BASE`` on are float32: see ``bookkeeping.exact``."""
 
     def __init__(self, group: LayerGroup, config: CacheConfig, n_exact: int) -> None:
-        """A pool with ``n_exact`` exact cells beside; none are allocated yet."""
+        """Create a pool with ``n_exact`` exact cells beside; none are allocated yet."""
         super().__init__(group, config)
         self.exact = Pool(
             group,
@@ -186,7 +186,7 @@ class ExactPool(Pool):
         self.exact.ensure(self._n_exact)
 
     def read(self, start: int, length: int) -> tuple[Stored, Stored]:
-        """As in :class:`Pool`, of one kind of cells."""
+        """Return rows of one kind of cells; see :class:`Pool`."""
         if start >= BASE:
             return self.exact.read(start - BASE, length)
         return super().read(start, length)

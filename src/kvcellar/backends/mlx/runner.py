@@ -41,6 +41,7 @@ class MlxRunner:
         """Bind; use :meth:`kvcellar.models.LoadedModel.bind`, which checks that they fit."""
         self.params = params
         self.vocab_size = vocab_size
+        self.max_tokens_per_step: int | None = None
         self._model = model
         self._session = session
         self._device = device

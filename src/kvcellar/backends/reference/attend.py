@@ -13,7 +13,7 @@ FloatArray = NDArray[np.floating[Any]]
 
 
 def visible(kind: AttendKind, mask: BoolArray | None, q_len: int, read_len: int) -> BoolArray:
-    """What :class:`AttendKind` means: ``[q_len, read_len]``, true where a query sees a cell.
+    """Return what :class:`AttendKind` means: ``[q_len, read_len]``, true where a query sees a cell.
 
     Args:
         kind: the kind of the read.

@@ -34,12 +34,12 @@ def to_bfloat16_bits(values: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def from_bfloat16_bits(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The exact float32 values of bfloat16 bits, same shape."""
+    """Return the exact float32 values of bfloat16 bits, same shape."""
     return np.ascontiguousarray(bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class Codec:
-    """How rows of one side become bytes: arrays that share all axes but the last."""
+    """Bytes of the rows of one side, K or V: arrays that share all axes but the last."""
 
     def __init__(self, side: SideDtype, dim: int) -> None:
         """For rows of ``dim`` numbers."""
@@ -90,7 +90,7 @@ class Pool:
         kv_dtype: str = "float32",
         min_chunk: int = 512,
     ) -> None:
-        """An empty pool that holds no cells yet.
+        """Create a pool without cells.
 
         Args:
             n_kv_heads: KV heads of the layer.
@@ -157,7 +157,7 @@ class Pool:
 
 
 def _grown(old: NDArray[Any], n_cells: int) -> NDArray[Any]:
-    """``old`` with room for more cells; new cells are 0."""
+    """Return ``old`` with room for more cells; new cells are 0."""
     new = np.zeros((old.shape[0], n_cells, old.shape[2]), old.dtype)
     new[:, : old.shape[1]] = old
     return new
@@ -184,19 +184,19 @@ class ExactPool:
         return self.cells.size_bytes + self.exact.size_bytes
 
     def ensure(self, n_cells: int) -> None:
-        """As in :class:`Pool`."""
+        """Hold at least so many cells; see :class:`Pool`."""
         self.cells.ensure(n_cells)
 
     def write_run(self, start: int, k: FloatArray, v: FloatArray) -> None:
-        """As in :class:`Pool`."""
+        """Write consecutive cells; see :class:`Pool`."""
         self.cells.write_run(start, k, v)
 
     def scatter_rows(self, cells: IntArray, k: FloatArray, v: FloatArray) -> None:
-        """As in :class:`Pool`."""
+        """Write cells anywhere; see :class:`Pool`."""
         self.cells.scatter_rows(cells, k, v)
 
     def gather_into(self, base: int, src_cells: IntArray) -> None:
-        """As in :class:`Pool`, without the exact cells: ``move_exact``."""
+        """Copy cells together, without the exact ones, which ``move_exact`` copies."""
         self.cells.gather_into(base, src_cells)
 
     def move_exact(self, src: IntArray, dst: IntArray) -> None:
@@ -205,7 +205,7 @@ class ExactPool:
             part[:, dst] = part[:, src].copy()
 
     def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
-        """As in :class:`Pool`, of one kind of cells."""
+        """Return rows of one kind of cells; see :class:`Pool`."""
         if start >= BASE:
             return self.exact.read(start - BASE, length)
         return self.cells.read(start, length)
@@ -219,7 +219,7 @@ class GroupBlocks:
     """
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
-        """No blocks yet."""
+        """Create the blocks of a group without any."""
         self.block_size = config.block_size
         self.min_chunk = config.pool_chunk
         self.max_blocks = config.capacity // config.block_size
@@ -244,7 +244,7 @@ class BlockFirstPool:
     """One layer's part of some blocks, with the methods and the shapes of :class:`Pool`."""
 
     def __init__(self, blocks: GroupBlocks, index: int) -> None:
-        """The part of the group's layer ``index``; the blocks are shared with the others."""
+        """Create the part of the group's layer ``index``; the blocks are shared with the others."""
         self.blocks = blocks
         self.index = index
 
@@ -264,24 +264,24 @@ class BlockFirstPool:
         self.blocks.ensure(n_cells)
 
     def write_run(self, start: int, k: FloatArray, v: FloatArray) -> None:
-        """As in :class:`Pool`."""
+        """Write consecutive cells; see :class:`Pool`."""
         self.scatter_rows(np.arange(start, start + k.shape[1]), k, v)
 
     def scatter_rows(self, cells: IntArray, k: FloatArray, v: FloatArray) -> None:
-        """As in :class:`Pool`."""
+        """Write cells anywhere; see :class:`Pool`."""
         sides = zip((self.blocks.k, self.blocks.v), self.blocks.codecs, (k, v), strict=True)
         for parts, codec, rows in sides:
             for part, stored in zip(parts, codec.encoded(rows), strict=True):
                 self._put(part, cells, stored)
 
     def gather_into(self, base: int, src_cells: IntArray) -> None:
-        """As in :class:`Pool`."""
+        """Copy cells together; see :class:`Pool`."""
         target = np.arange(base, base + len(src_cells))
         for part in (*self.blocks.k, *self.blocks.v):
             self._put(part, target, self._rows(part, src_cells))
 
     def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
-        """As in :class:`Pool`."""
+        """Return rows; see :class:`Pool`."""
         assert start + length <= self.n_cells, f"{start + length} cells, {self.n_cells} are held"
         cells = np.arange(start, start + length)
         sides = zip((self.blocks.k, self.blocks.v), self.blocks.codecs, strict=True)
@@ -295,6 +295,6 @@ class BlockFirstPool:
             part[block, self.index, :, at] = stored[:, i]
 
     def _rows(self, part: NDArray[Any], cells: IntArray) -> NDArray[Any]:
-        """``[n_kv_heads, len(cells), ...]``, copied, as they are stored."""
+        """Copy rows ``[n_kv_heads, len(cells), ...]``, as they are stored."""
         blocks, at = np.divmod(cells, self.blocks.block_size)
         return part[blocks, self.index, :, at].transpose(1, 0, 2)

@@ -45,7 +45,7 @@ def quantise(rows: NDArray[Any], bits: int, group_size: int) -> QuantisedRows:
 
 
 def dequantise(rows: QuantisedRows, bits: int, dim: int) -> FloatArray:
-    """The float32 numbers ``[..., dim]`` that quantised rows stand for."""
+    """Return the float32 numbers ``[..., dim]`` that quantised rows stand for."""
     q = _unpack(rows.packed, bits, dim).astype(np.float32)
     n_groups = rows.scales.shape[-1]
     grouped = q.reshape(*q.shape[:-1], n_groups, dim // n_groups)

@@ -112,7 +112,7 @@ def attend(
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One query token that sees all of one run: the shortest way to the fused kernel.
+    """Attend one query token that sees all of one run: the shortest way to the fused kernel.
 
     Args:
         q: ``[1, n_heads, 1, head_dim]``, of the type of k and v.
@@ -135,7 +135,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _attend_segment(
     q: Tensor, parts: Sequence[Part], scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """``q [Hkv, G, T, D] -> [Hkv, G, T, Dv]`` over all parts."""
+    """Attend ``q [Hkv, G, T, D] -> [Hkv, G, T, Dv]`` over all parts."""
     is_fused = softcap is None and (q.device.type != "cpu" or parts[0].v.shape[3] == q.shape[3])
     if len(parts) == 1 and sinks is None and is_fused and _is_stored_as(parts[0], q.dtype):
         return _attend_whole(q, parts[0], scale)
@@ -152,17 +152,17 @@ def _attend_segment(
 
 
 def _is_stored_as(part: Part, dtype: torch.dtype) -> TypeGuard[Tile]:
-    """Whether both sides can be attended as they are."""
+    """Return true if both sides can be attended as they are."""
     return part.k.dtype == dtype and part.v.dtype == dtype
 
 
 def _is_fused(q: Tensor, part: Part | Tile, softcap: float | None) -> bool:
-    """Whether the CPU kernel that also gives the log-sum-exp can take this."""
+    """Return true if torch's CPU kernel that also gives the log-sum-exp takes this."""
     return q.device.type == "cpu" and softcap is None and part.v.shape[3] == q.shape[3]
 
 
 def _tiles(q: Tensor, part: Part, softcap: float | None) -> Iterator[Tile]:
-    """The part in the compute type, in tiles that bound what is copied and held at a time."""
+    """Yield a part in the compute type, in tiles that bound what is copied and held at a time."""
     length = part.k.shape[2]
     tile = length
     if part.bias is None and not part.is_causal:
@@ -177,7 +177,7 @@ def _tiles(q: Tensor, part: Part, softcap: float | None) -> Iterator[Tile]:
 
 
 def _attend_whole(q: Tensor, part: Tile, scale: float) -> Tensor:
-    """One part and nothing else: the fused kernel, no log-sum-exp."""
+    """Attend one part and nothing else, by the fused kernel, without log-sum-exp."""
     n_kv, group, n_tok, dim = q.shape
     k, v = part.k, part.v
     if q.device.type != "cpu":
@@ -216,7 +216,7 @@ def _few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a [n_kv, rows, x] @ b [n_kv, x, y]`` without a copy of a long ``b``.
+    """Multiply ``a [n_kv, rows, x] @ b [n_kv, x, y]`` without a copy of a long ``b``.
 
     In bf16 and fp16 on a CPU a batched matmul copies an operand with gaps between its heads, and
     every view of a pool that is not full has them: 5 to 20 times slower from some thousand cells
@@ -235,7 +235,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 def _attend_part(
     q: Tensor, part: Tile, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """One part: ``(out [Hkv, G, T, Dv], log-sum-exp [Hkv, G, T] in float32)``."""
+    """Attend one part: ``(out [Hkv, G, T, Dv], log-sum-exp [Hkv, G, T] in float32)``."""
     n_kv, group, n_tok, dim = q.shape
     k, v = part.k, part.v
     if not _is_fused(q, part, softcap):
@@ -265,7 +265,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def _attend_plainly(
     q: Tensor, part: Tile, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same by matmuls: any device, soft-capping, K and V of different lengths."""
+    """Attend one part by matmuls: on any device, with soft-capping, K and V of any lengths."""
     n_kv, group, n_tok, dim = q.shape
     folded = q.reshape(n_kv, group * n_tok, dim)
     logits = _matmul(folded, part.k[0].transpose(1, 2)).float().mul_(scale)

@@ -52,13 +52,13 @@ class Quantised:
         return self.packed.dtype
 
     def narrow(self, dim: int, start: int, length: int) -> Quantised:
-        """As a tensor's: views of ``length`` rows along axis ``dim``, not the last."""
+        """Return views of ``length`` rows along axis ``dim``, which is not the last."""
         packed = self.packed.narrow(dim, start, length)
         affine = self.affine.narrow(dim, start, length)
         return Quantised(packed, affine, self.dim, self.bits)
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The numbers ``[1, n_kv_heads, L, dim]``; rotated where the pool rotates."""
+        """Return the numbers ``[1, n_kv_heads, L, dim]``; rotated where the pool rotates."""
         return dequantise(self.packed, self.affine, self.bits, self.dim, dtype)
 
 
@@ -67,7 +67,7 @@ Stored = Tensor | Quantised
 
 
 class Codec(Protocol):
-    """How one side stores its rows of ``dim`` numbers."""
+    """Storage of the rows of one side, K or V, of ``dim`` numbers each."""
 
     dim: int
     widths: tuple[tuple[torch.dtype, int], ...]
@@ -78,7 +78,7 @@ class Codec(Protocol):
         ...
 
     def view(self, parts: Parts) -> Stored:
-        """What attention reads, without a copy: parts ``[1, n_kv_heads, L, ...]``."""
+        """Return what attention reads, without a copy: parts ``[1, n_kv_heads, L, ...]``."""
         ...
 
 
@@ -92,11 +92,11 @@ class FloatCodec:
         self.widths: tuple[tuple[torch.dtype, int], ...] = ((dtype, dim),)
 
     def encode(self, rows: Tensor) -> Parts:
-        """The rows in the storage type."""
+        """Return the rows in the storage type."""
         return (rows.to(self.dtype),)
 
     def view(self, parts: Parts) -> Tensor:
-        """The one part."""
+        """Return the one part."""
         return parts[0]
 
 
@@ -124,14 +124,14 @@ class AffineCodec:
 
 
 def make_codec(side: SideDtype, dim: int) -> Codec:
-    """The codec of a side for rows of ``dim`` numbers."""
+    """Make the codec of a side for rows of ``dim`` numbers."""
     if side.is_quantised:
         return AffineCodec(side, dim)
     return FloatCodec(FLOAT_DTYPES[side.name], dim)
 
 
 def quantise(rows: Tensor, bits: int, group_size: int) -> Parts:
-    """``rows [..., dim]`` float32 to ``(packed, affine)``: the bytes of the reference backend."""
+    """Quantise ``rows [..., dim]`` in float32 to ``(packed, affine)``, as the reference backend."""
     n_most = 2**bits - 1
     grouped = rows.unflatten(-1, (-1, group_size))
     low, high = grouped.aminmax(dim=-1)
@@ -151,7 +151,7 @@ def quantise(rows: Tensor, bits: int, group_size: int) -> Parts:
 
 
 def dequantise(packed: Tensor, affine: Tensor, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """The numbers ``[..., dim]`` of what ``quantise`` gave, computed in float32."""
+    """Return the numbers ``[..., dim]`` of what ``quantise`` gave, computed in float32."""
     if bits == 4:
         packed = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., :dim]
     pairs = affine.float().unflatten(-1, (-1, 2))

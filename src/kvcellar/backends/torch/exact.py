@@ -29,7 +29,7 @@ class ExactPool:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the bytes are; None before the first."""
+        """Device of the bytes; None before the first."""
         return self.cells.device
 
     @property
@@ -43,7 +43,7 @@ class ExactPool:
         self.exact.ensure(self._n, device)
 
     def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
-        """As in :class:`Pool`, with the exact cells beside."""
+        """Describe the pool to the kernel, with the exact cells beside; see :class:`Pool`."""
         assert exact is None, "there is one pool of exact cells"
         return self.cells.for_kernel(self.exact.for_kernel())
 
@@ -54,23 +54,23 @@ class ExactPool:
             self.exact.write_run(run.start, *rows)
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
-        """As in :class:`Pool`."""
+        """Write consecutive cells; see :class:`Pool`."""
         self.cells.write_run(start, k, v)
 
     def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
-        """As in :class:`Pool`."""
+        """Write cells anywhere; see :class:`Pool`."""
         self.cells.scatter_rows(cells, k, v)
 
     def put(self, cells: Tensor, k: Parts, v: Parts) -> None:
-        """As in :class:`Pool`."""
+        """Put stored rows; see :class:`Pool`."""
         self.cells.put(cells, k, v)
 
     def take(self, cells: Tensor) -> tuple[Parts, Parts]:
-        """As in :class:`Pool`."""
+        """Take stored rows; see :class:`Pool`."""
         return self.cells.take(cells)
 
     def gather_into(self, base: int, src_cells: Tensor) -> None:
-        """As in :class:`Pool`, without the exact cells: ``move_exact``."""
+        """Copy cells together, without the exact ones, which ``move_exact`` copies."""
         self.cells.gather_into(base, src_cells)
 
     def move_exact(self, src: IntArray, dst: IntArray) -> None:
@@ -79,13 +79,13 @@ class ExactPool:
         self.exact.put(dst_cells, *self.exact.take(src_cells))
 
     def read(self, start: int, length: int) -> tuple[Stored, Stored]:
-        """As in :class:`Pool`, of one kind of cells."""
+        """Return rows of one kind of cells; see :class:`Pool`."""
         if start >= BASE:
             return self.exact.read(start - BASE, length)
         return self.cells.read(start, length)
 
     def gather(self, cells: Tensor) -> tuple[Stored, Stored]:
-        """As in :class:`Pool`; in float32 where exact cells are among them."""
+        """Gather cells; in float32 where exact ones are among them; see :class:`Pool`."""
         is_exact = cells >= BASE
         if not bool(is_exact.any()):
             return self.cells.gather(cells)

@@ -36,7 +36,7 @@ def dtype_of(dtype: torch.dtype) -> native.Dtype:
 
 
 class RowLayout:
-    """How q, k and v lie in memory and what type they and the result have.
+    """Strides and types of q, k, v and the result, as the kernel is told them.
 
     The same in all layers of a group and in one decode step after the other; made anew where
     something differs.
@@ -45,14 +45,14 @@ class RowLayout:
     __slots__ = ("dtype", "layout", "out_dtype", "strides")
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Create a layout that is made with the first tensors."""
         self.layout: native.Layout | None = None
         self.strides: tuple[tuple[int, ...], ...] = ()
         self.dtype: torch.dtype | None = None
         self.out_dtype: torch.dtype | None = None
 
     def layout_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> native.Layout:
-        """The kernel's description of these tensors; ``out`` has no gaps, so it tells the heads."""
+        """Describe these tensors to the kernel; ``out`` has no gaps, so it tells the heads."""
         strides = (q.stride(), k.stride(), v.stride(), out.stride())
         if (
             self.layout is None
@@ -117,7 +117,7 @@ def attend(
 
 
 def takes(device: torch.device) -> bool:
-    """Whether the kernel is there for tensors of this device."""
+    """Return true if the kernel is there for tensors of this device."""
     return device.type == "cpu" and levels.is_available()
 
 
@@ -138,7 +138,7 @@ def most_queries(kv: KvDtype, dtype: torch.dtype) -> int | None:
 
 
 def is_long(read: AttendSpec, n_queries: int) -> bool:
-    """Whether a read of so many queries is faster by torch, if ``n_queries`` is the most.
+    """Return true if a read is faster by torch, where ``n_queries`` is the most for the kernel.
 
     Where a mask has to be added that takes more.
     """
@@ -150,7 +150,7 @@ def is_long(read: AttendSpec, n_queries: int) -> bool:
 def compile_plan(
     plan: StepPlan, n_queries: int | None
 ) -> tuple[native.Plan, tuple[AttendSpec, ...]]:
-    """All writes and the reads of up to ``n_queries`` for the kernel; the other reads are left.
+    """Compile all writes, and reads of up to ``n_queries``, for the kernel; return the others.
 
     Those are for torch's matrix multiplications.
     """
@@ -171,7 +171,7 @@ def compile_writes(n_tokens: int, writes: tuple[Write, ...], n_cells: int) -> na
 def make_pool(
     k: Parts, v: Parts, codecs: tuple[Codec, Codec], exact: native.Pool | None
 ) -> native.Pool:
-    """Where the kernel finds parts ``[1, n_kv_heads, cells, ...]``, and exact cells beside them."""
+    """Describe parts ``[1, n_kv_heads, cells, ...]`` to the kernel, and exact cells beside them."""
     k_side, v_side = (
         _side(parts, codec, (1, 2)) for parts, codec in zip((k, v), codecs, strict=True)
     )
@@ -181,7 +181,7 @@ def make_pool(
 def make_paged_pool(
     k: Parts, v: Parts, codecs: tuple[Codec, Codec], exact: native.Pool | None
 ) -> native.Pool:
-    """The same for parts ``[n_blocks, n_kv_heads, block_size, ...]``."""
+    """Describe parts ``[n_blocks, n_kv_heads, block_size, ...]`` to the kernel."""
     k_side, v_side = (
         _side(parts, codec, (1, 2, 0)) for parts, codec in zip((k, v), codecs, strict=True)
     )
@@ -190,7 +190,7 @@ def make_paged_pool(
 
 
 def _side(parts: Parts, codec: Codec, axes: tuple[int, ...]) -> native.Side:
-    """One side; ``axes`` are those of the heads, the cells and, in pages, the blocks."""
+    """Describe one side; ``axes``: those of heads, cells and, if there are any, blocks."""
     strides = [[part.stride(axis) * part.itemsize for axis in axes] for part in parts]
     heads, cells, *blocks = strides[0]
     if not isinstance(codec, AffineCodec):

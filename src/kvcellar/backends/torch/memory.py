@@ -34,7 +34,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        """Of no bytes yet."""
+        """Create an empty arena."""
         self._memory: mmap.mmap | None = None
         self._at = self._stop = 0
 
@@ -47,7 +47,7 @@ class Arena:
         return taken
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same numbers, contiguous, on a cache line's boundary."""
+        """Copy a tensor's numbers, contiguous, to a cache line's boundary."""
         n_bytes = tensor.numel() * tensor.itemsize
         if not n_bytes:
             return tensor.clone()
@@ -66,7 +66,7 @@ class Arena:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As :func:`torch.empty`, of a storage of its own; on a CPU in large pages where it fills one.
+    """Allocate as :func:`torch.empty`; on a CPU in large pages where it fills one.
 
     The system gives pages when they are first written to, and has them back with the tensor.
     """

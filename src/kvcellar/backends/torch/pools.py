@@ -25,7 +25,7 @@ class Rows:
     """
 
     def __init__(self, n_heads: int, codec: Codec) -> None:
-        """No cells yet; the device is that of the first rows that come."""
+        """Create a side without cells; the device is that of the first rows that come."""
         self.n_heads = n_heads
         self.codec = codec
         self.parts: Parts = tuple(
@@ -74,7 +74,7 @@ class Rows:
             part.narrow(2, base, src_cells.shape[0]).copy_(rows)
 
     def read(self, start: int, length: int) -> Stored:
-        """``[1, n_kv_heads, length, dim]``; no copy."""
+        """Return ``[1, n_kv_heads, length, dim]``; no copy."""
         return self.codec.view(tuple(part.narrow(2, start, length) for part in self.parts))
 
 
@@ -82,16 +82,16 @@ class FloatRows(Rows):
     """A side of one float part: the same, without a detour through the codec."""
 
     def write_run(self, start: int, rows: Tensor) -> None:
-        """As in :class:`Rows`."""
+        """Write rows in place; see :class:`Rows`."""
         self.parts[0].narrow(2, start, rows.shape[2]).copy_(rows)
 
     def read(self, start: int, length: int) -> Tensor:
-        """As in :class:`Rows`."""
+        """Return rows; see :class:`Rows`."""
         return self.parts[0].narrow(2, start, length)
 
 
 def make_rows(n_heads: int, side: SideDtype, dim: int) -> Rows:
-    """A side without cells."""
+    """Create a side without cells."""
     codec = make_codec(side, dim)
     return Rows(n_heads, codec) if side.is_quantised else FloatRows(n_heads, codec)
 
@@ -103,7 +103,7 @@ class Pool:
     """
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
-        """No cells yet."""
+        """Create a pool without cells."""
         self._config = config
         self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
         self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
@@ -113,7 +113,7 @@ class Pool:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the bytes are; None before the first."""
+        """Device of the bytes; None before the first."""
         return self.k.parts[0].device if self.k.n_cells else None
 
     @property
@@ -131,7 +131,7 @@ class Pool:
             self._for_kernel = None
 
     def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
-        """The pool as the CPU kernel sees it, until it grows; ``exact`` is always the same."""
+        """Describe the pool to the CPU kernel, until it grows; ``exact`` is always the same."""
         if self._for_kernel is None:
             codecs = self.k.codec, self.v.codec
             self._for_kernel = kernel.make_pool(self.k.parts, self.v.parts, codecs, exact)
@@ -172,7 +172,7 @@ class Pool:
 
 
 def float_dtype(kv: KvDtype) -> torch.dtype | None:
-    """The float type that K and V both have; None where they differ or are quantised."""
+    """Return the float type that K and V both have; None where they differ or are quantised."""
     return FLOAT_DTYPES.get(kv.k.name) if kv.k.name == kv.v.name else None
 
 
@@ -214,7 +214,7 @@ class GroupBlocks:
     """
 
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
-        """No blocks yet; the device is that of the first rows that come."""
+        """Create the blocks of a group without any; the device is that of the first rows."""
         self.dtype = float_dtype(config.kv)
         self.block_size = config.block_size
         self.n_layers = len(group.layers)
@@ -260,7 +260,7 @@ class BlockFirstPool:
     """
 
     def __init__(self, blocks: GroupBlocks, index: int) -> None:
-        """The part of the group's layer ``index``; the blocks are shared with the others."""
+        """Create the part of the group's layer ``index``; the blocks are shared with the others."""
         self._blocks = blocks
         self._index = index
         self.dtype = blocks.dtype
@@ -268,7 +268,7 @@ class BlockFirstPool:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the bytes are; None before the first."""
+        """Device of the bytes; None before the first."""
         return self._blocks.device
 
     @property
@@ -282,7 +282,7 @@ class BlockFirstPool:
         self._blocks.ensure(n_cells, device)
 
     def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
-        """As in :class:`Pool`; growth in any layer of the group moves the bytes."""
+        """Describe the pool to the CPU kernel; growth in any layer of the group moves the bytes."""
         n_blocks = self._blocks.k[0].shape[0]
         if self._for_kernel is None or self._for_kernel[0] != n_blocks:
             made = kernel.make_paged_pool(*self._layer(), self._blocks.codecs, exact)
@@ -290,23 +290,23 @@ class BlockFirstPool:
         return self._for_kernel[1]
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
-        """As in :class:`Pool`: block by block."""
+        """Write consecutive cells, block by block; see :class:`Pool`."""
         for parts, stored in zip(self._layer(), self._encode(k, v), strict=True):
             self._write(start, parts, stored)
 
     def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
-        """As in :class:`Pool`."""
+        """Write cells anywhere; see :class:`Pool`."""
         self.put(cells, *self._encode(k, v))
 
     def put(self, cells: Tensor, k: Parts, v: Parts) -> None:
-        """As in :class:`Pool`."""
+        """Put stored rows; see :class:`Pool`."""
         blocks, inside = self._places(cells)
         for parts, stored in zip(self._layer(), (k, v), strict=True):
             for part, rows in zip(parts, stored, strict=True):
                 part.transpose(0, 1)[:, blocks, inside] = rows[0]
 
     def take(self, cells: Tensor) -> tuple[Parts, Parts]:
-        """As in :class:`Pool`."""
+        """Take stored rows; see :class:`Pool`."""
         blocks, inside = self._places(cells)
         k, v = (
             tuple(part.transpose(0, 1)[:, blocks, inside].unsqueeze(0) for part in parts)
@@ -315,12 +315,12 @@ class BlockFirstPool:
         return k, v
 
     def gather_into(self, base: int, src_cells: Tensor) -> None:
-        """As in :class:`Pool`."""
+        """Copy cells together; see :class:`Pool`."""
         for parts, stored in zip(self._layer(), self.take(src_cells), strict=True):
             self._write(base, parts, stored)
 
     def read(self, start: int, length: int) -> tuple[Stored, Stored]:
-        """``[1, n_kv_heads, length, dim]`` of K and V; a copy where it leaves one block."""
+        """Return ``[1, n_kv_heads, length, dim]`` of K and V; a copy where it leaves one block."""
         first, inside = divmod(start, self._blocks.block_size)
         last = (start + max(1, length) - 1) // self._blocks.block_size
         k, v = (
@@ -330,7 +330,7 @@ class BlockFirstPool:
         return self._view(k, v)
 
     def gather(self, cells: Tensor) -> tuple[Stored, Stored]:
-        """As in :class:`Pool`."""
+        """Gather cells; see :class:`Pool`."""
         return self._view(*self.take(cells))
 
     def _encode(self, k: Tensor, v: Tensor) -> tuple[Parts, Parts]:
@@ -342,7 +342,7 @@ class BlockFirstPool:
         return k_codec.view(k), v_codec.view(v)
 
     def _layer(self) -> tuple[Parts, Parts]:
-        """The parts of K and V, each ``[n_blocks, n_kv_heads, block_size, ...]``: views."""
+        """Return the parts of K and V, each ``[n_blocks, n_kv_heads, block_size, ...]``: views."""
         k, v = (
             tuple(part[:, self._index] for part in parts)
             for parts in (self._blocks.k, self._blocks.v)
@@ -366,6 +366,6 @@ class BlockFirstPool:
 
 
 def _heads_first(blocks: Tensor) -> Tensor:
-    """``[n, n_kv_heads, block_size, dim] -> [1, n_kv_heads, n * block_size, dim]``."""
+    """Turn ``[n, n_kv_heads, block_size, dim]`` to ``[1, n_kv_heads, n * block_size, dim]``."""
     n, n_heads, size, dim = blocks.shape
     return blocks.transpose(0, 1).reshape(1, n_heads, n * size, dim)

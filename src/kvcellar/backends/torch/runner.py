@@ -36,6 +36,7 @@ class TorchRunner:
         """Bind; use :meth:`kvcellar.models.LoadedModel.bind`, which checks that they fit."""
         self.params = params
         self.vocab_size = vocab_size
+        self.max_tokens_per_step: int | None = None
         self.n_features = len(feature_layers) * int(model.config.hidden_size)
         self._network = model
         self._feature_layers = tuple(feature_layers)

@@ -19,7 +19,7 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 
 
 def default_feature_layers(n_layers: int) -> tuple[int, ...]:
-    """The low, middle and high layer whose input a head reads, where its config names none.
+    """Return the layers whose input a head reads where its config names none: low, middle, high.
 
     Layers 2, n // 2 and n - 3, as the authors' code has it; where a model is too small for three
     different ones, a third, two thirds and all of it. Layer ``n_layers`` is the output of the last
@@ -75,7 +75,7 @@ class Eagle3Config:
         return 3 * self.target_hidden_size
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``read_eagle3_config`` and other runtimes read it."""
+        """Return the config as ``read_eagle3_config`` and other runtimes read it."""
         written = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",

@@ -21,7 +21,7 @@ _STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def find_head(name_or_path: str | Path | None, target: str | Path) -> Path:
-    """The folder of a head.
+    """Return the folder of a head.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub, from where it is downloaded;
@@ -50,7 +50,7 @@ def find_head(name_or_path: str | Path | None, target: str | Path) -> Path:
 def size_eagle3(
     name_or_path: str | Path | None, target: str | Path, *, dtype: str
 ) -> ModelCacheSpec:
-    """What a head's KV and weights cost, from its config and the sizes of its tensors.
+    """Work out what a head's KV and weights cost, by its config and the sizes of its tensors.
 
     Args:
         name_or_path: as ``find_head`` takes it.

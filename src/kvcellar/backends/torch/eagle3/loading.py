@@ -80,7 +80,7 @@ def _check_target(
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors, by the authors' names."""
+    """Read all tensors, by the authors' names."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         files = ["model.safetensors"]
@@ -99,7 +99,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _target_embedding(config: Eagle3Config, folder: Path, target: LoadedModel) -> Tensor:
-    """The embedding that a head without one shares with its target."""
+    """Return the embedding that a head without one shares with its target."""
     if config.hidden_size != target.config.hidden_size:
         raise ModelError(
             f"{folder} lacks {_EMBEDDING}, and its {config.hidden_size} numbers per token are not "
@@ -132,7 +132,7 @@ def _network(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Eagle3Network:
-    """A network with these tensors.
+    """Make a network of these tensors.
 
     Raises:
         ModelError: some are missing, too many, or of another shape.

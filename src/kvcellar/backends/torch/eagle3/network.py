@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(n_q, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """``[B, T, 2 * hidden]`` to ``[B, T, hidden]``."""
+        """Attend ``[B, T, 2 * hidden]``; return ``[B, T, hidden]``."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_proj(x).view(heads).transpose(1, 2)
         k = self.k_proj(x).view(heads).transpose(1, 2)
@@ -58,7 +58,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, hidden]`` to the same."""
+        """Run ``[B, T, hidden] -> [B, T, hidden]``."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -132,7 +132,7 @@ class Eagle3Network(nn.Module):
         ).to(device)
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One pass through the layer.
+        """Run one pass through the layer.
 
         Args:
             tokens: ``[B, T]``.
@@ -148,6 +148,6 @@ class Eagle3Network(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[B, T, draft_vocab]`` of what ``step`` returned."""
+        """Return logits ``[B, T, draft_vocab]`` of what ``step`` returned."""
         out: Tensor = self.lm_head(self.norm(hidden))
         return out

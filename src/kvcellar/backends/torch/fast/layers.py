@@ -40,14 +40,14 @@ class KernelNorm(nn.Module):
     """RMSNorm over the last dimension."""
 
     def __init__(self, norm: Any) -> None:
-        """Of a module's weight, which stays shared."""
+        """Take a module's weight, which stays shared."""
         super().__init__()
         self.weight = norm.weight
         self.variance_epsilon = float(norm.variance_epsilon)
         self._number = dtype_of(norm.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[1, T, dim]`` or ``[1, T, rows, dim]``, in the weight's type; tokens may lie apart."""
+        """Normalise ``[1, T, dim]`` or ``[1, T, rows, dim]``; tokens may lie apart."""
         _, n_tokens, *rows, dim = x.shape
         n_rows = rows[0] if rows else 1
         out = torch.empty(x.shape, dtype=self.weight.dtype)
@@ -73,7 +73,7 @@ class KernelEmbedding(nn.Module):
     embed_scale: Tensor | None
 
     def __init__(self, embedding: Any, head: KernelLinear) -> None:
-        """Of one whose rows are those of ``head``, which has them in 12 bits, 8 or 4.
+        """Read the rows of ``head``, which has them in 12 bits, 8 or 4.
 
         Args:
             embedding: what gives the type; one that scales its rows keeps doing so.
@@ -92,7 +92,7 @@ class KernelEmbedding(nn.Module):
         return self.head.rows(torch.arange(self.num_embeddings), self.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``[...] -> [..., embedding_dim]``.
+        """Look rows up, ``[...] -> [..., embedding_dim]``.
 
         Raises:
             IndexError: an id is none of the vocabulary's.
@@ -110,13 +110,13 @@ class KernelMlp(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, mlp: Any, make: MakeLinear) -> None:
-        """Of a module's layers."""
+        """Make the kernel's layers of a module's."""
         super().__init__()
         self.gate_up_proj = make(join([mlp.gate_proj, mlp.up_proj]))
         self.down_proj = make(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[1, T, hidden] -> [1, T, hidden]``."""
+        """Run ``[1, T, hidden] -> [1, T, hidden]``."""
         both = self.gate_up_proj(x)
         n = both.shape[-1] // 2
         gated = both.new_empty((*both.shape[:-1], n))
@@ -129,7 +129,7 @@ class KernelAttention(nn.Module):
     """Projections, rotation by position, and one call of the op."""
 
     def __init__(self, attention: Any, make: MakeLinear) -> None:
-        """Of a module's layers."""
+        """Make the kernel's layers of a module's."""
         super().__init__()
         self.layer_idx = attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
@@ -153,7 +153,7 @@ class KernelAttention(nn.Module):
         position_ids: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """``[1, T, hidden] -> [1, T, hidden]``, and no weights."""
+        """Run ``[1, T, hidden] -> [1, T, hidden]``; no weights are returned."""
         assert past_key_values is None, "the cache is behind the op"
         cos, sin = position_embeddings
         heads, n_q, n_k = self._heads(self.qkv_proj(hidden_states))
@@ -168,13 +168,13 @@ class KernelAttention(nn.Module):
         return self.o_proj(attended), None
 
     def attend(self, joined: Tensor, position_ids: Tensor) -> Tensor:
-        """``[1, T, q, k and v]``, rotated ``-> [1, T, n_heads * head_dim]``."""
+        """Attend ``[1, T, q, k and v]``, rotated ``-> [1, T, n_heads * head_dim]``."""
         heads, n_q, n_k = self._heads(joined)
         q, k, v = heads[:, :, :n_q], heads[:, :, n_q : n_q + n_k], heads[:, :, n_q + n_k :]
         return self._attend(q, k, v, None, position_ids)
 
     def _heads(self, joined: Tensor) -> tuple[Tensor, int, int]:
-        """``[1, T, heads of q, k and v, head_dim]``; how many are q's, and how many k's."""
+        """Return ``[1, T, heads of q, k and v, head_dim]``; how many are q's, how many k's."""
         heads = joined.view(1, joined.shape[1], -1, self.head_dim)
         return heads, self.n_heads, self.n_kv_heads
 
@@ -197,7 +197,7 @@ class KernelLayer(nn.Module):
     """A decoder layer; for a few tokens two calls of the kernel and one of the op."""
 
     def __init__(self, layer: Any, make: MakeLinear) -> None:
-        """Of a module's parts."""
+        """Make the kernel's parts of a module's."""
         super().__init__()
         self.input_layernorm = KernelNorm(layer.input_layernorm)
         self.self_attn = KernelAttention(layer.self_attn, make)
@@ -217,7 +217,7 @@ class KernelLayer(nn.Module):
         self._native: native.DecoderLayer | None = None
 
     def take_addresses(self) -> None:
-        """Of all weights, which stay where they are from now on."""
+        """Tell the kernel the addresses of all weights, which stay where they are from now on."""
         attention, mlp = self.self_attn, self.mlp
         self._native = native.DecoderLayer(
             attention.qkv_proj.for_kernel(),
@@ -249,7 +249,7 @@ class KernelLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> Tensor:
-        """``[1, T, hidden] -> [1, T, hidden]``."""
+        """Run ``[1, T, hidden] -> [1, T, hidden]``."""
         x, native, n_tokens = hidden_states, self._native, hidden_states.shape[1]
         cos, sin = position_embeddings
         if native is None or not self._fits(x, cos):
@@ -271,7 +271,7 @@ class KernelLayer(nn.Module):
         return out
 
     def _fits(self, x: Tensor, cos: Tensor) -> bool:
-        """Whether this is for the kernel: few tokens, in its type, as it reads them."""
+        """Return true if this is for the kernel: few tokens, in its type, as it reads them."""
         n_tokens = x.shape[1]
         is_few = n_tokens <= self.few and cos.shape[1] == n_tokens
         return is_few and x.dtype == self._dtype and x.is_contiguous()
@@ -307,7 +307,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def join(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are theirs, one behind the other."""
+    """Make one layer whose outputs are those of several, one behind the other."""
     first = layers[0]
     has_bias = any(layer.bias is not None for layer in layers)
     joined = nn.Linear(first.in_features, 1, bias=has_bias, device="meta")
@@ -324,7 +324,7 @@ def join(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def kernel_layer(module: Any, make: MakeLinear) -> nn.Module | None:
-    """What computes the same with the kernel; None: nothing here does.
+    """Make what computes the same with the kernel; None: nothing here does.
 
     Args:
         module: of a model of transformers.

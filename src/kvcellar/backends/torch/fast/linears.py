@@ -55,7 +55,7 @@ _FEW_ESCAPES = 512
 
 @functools.cache
 def torch_multiplies_bf16() -> bool:
-    """Whether torch's product of bfloat16 is fast here; elsewhere it converts, or is slow.
+    """Return true if torch's product of bfloat16 is fast here; elsewhere it converts, or is slow.
 
     Intel's processors without a matrix unit take four times as long for a vector of bfloat16 pairs
     as for one of float32: torch makes 170 GFLOP/s in bfloat16, 300 in float32, the kernel 240.
@@ -71,7 +71,7 @@ class Expanded:
     """Memory that the layers of a model take turns to expand their weights into."""
 
     def __init__(self, n_numbers: int) -> None:
-        """Of so many bfloat16."""
+        """Allocate so many numbers in bfloat16."""
         self.numbers = torch.empty(n_numbers, dtype=torch.bfloat16)
         self.lock = threading.Lock()
 
@@ -86,7 +86,7 @@ class KernelLinear(nn.Module):
         expanded: Expanded | None,
         arena: Arena | None = None,
     ) -> None:
-        """Of a layer's weights: as they are (16 bits, or 12), or packed in 8 or 4 and scales.
+        """Hold a layer's weights as they are (16 bits, or 12), or packed in 8 or 4 and scales.
 
         Args:
             linear: the layer; in bfloat16 for 16 and 12 bits; but for 16, inputs in whole groups.
@@ -129,12 +129,12 @@ class KernelLinear(nn.Module):
         return FEW_PACKED_AMX if can_multiply else FEW_PACKED
 
     def for_kernel(self) -> layers.LinearLayer:
-        """What the kernel reads: the weights, and the address of the bias, or 0."""
+        """Return what the kernel reads: the weights, and the address of the bias, or 0."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return layers.LinearLayer(self._weights, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features] -> [..., out_features]``, in the type of x."""
+        """Multiply ``[..., in_features] -> [..., out_features]``, in the type of x."""
         n_tokens = x.numel() // self.in_features
         by_matrix = x.dtype == torch.bfloat16 and self._is_for_matrix(n_tokens)
         by_torch = self.bits == 16 and n_tokens > FEW_BF16 and torch_multiplies_bf16()
@@ -164,7 +164,7 @@ class KernelLinear(nn.Module):
         return found
 
     def _is_for_matrix(self, n_tokens: int) -> bool:
-        """Whether so many tokens in bfloat16 are for the kernel's matrix unit."""
+        """Return true if so many tokens in bfloat16 are for the kernel's matrix unit."""
         few = FEW_BF16 if self.bits >= 12 else FEW_PACKED_AMX
         return n_tokens > few and self._weights.can_multiply
 
@@ -189,7 +189,7 @@ class KernelLinear(nn.Module):
 
 
 def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
-    """bfloat16 weights ``[n_out, n_in]`` in 12 bits: bytes, and those of what does not fit in."""
+    """Code bfloat16 weights ``[n_out, n_in]`` in 12 bits: bytes, and those of what does not fit."""
     n_out, n_in = weight.shape
     weight = weight.contiguous()
     n_bytes = coded_bytes(n_out, n_in)
@@ -199,17 +199,17 @@ def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
 
 
 def reads_weights() -> bool:
-    """Whether :func:`hold_weights` can do anything on this machine: the kernel is built."""
+    """Return true if the kernel, which reads such weights, is built on this machine."""
     return levels.is_available()
 
 
 def codes_weights() -> bool:
-    """Whether :func:`hold_weights` writes bfloat16 weights in 12 bits on this machine."""
+    """Return true if the kernel reads bfloat16 weights in 12 bits on this machine."""
     return levels.is_available() and native.reads_coded()
 
 
 def codes_well(weight: Tensor) -> bool:
-    """Whether weights ``[n_out, n_in]`` are read faster in 12 bits: nearly all have to fit."""
+    """Return true if weights ``[n_out, n_in]`` are read faster in 12 bits: nearly all fit."""
     if weight.dtype != torch.bfloat16 or not can_code(weight.shape[1]) or not codes_weights():
         return False
     some = weight[:: max(1, weight.shape[0] // _ASKED)]
