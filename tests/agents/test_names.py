@@ -49,7 +49,7 @@ def store_odd(agents: Any, agent_id: str) -> None:
     even = agents.directory.agent("even")
     odd = Agent(agent_id, even.model, even.key)
     odd.take(agents.store.get(even.name))
-    agents.store.fork(even.name, odd.name, metadata=odd.metadata())
+    agents.store.save(odd.name, odd.key, odd.tokens, metadata=odd.metadata()).wait()
 
 
 @pytest.mark.parametrize("odd", ["../etc", "a b", "ü", "a@b"])
@@ -101,8 +101,7 @@ def test_a_fork_that_cannot_be_saved_is_not_made(is_in_cache, tmp_path, monkeypa
         if is_in_cache:
             run(agents.sleep.resume("poet"))
         with monkeypatch.context() as patch:
-            for verb in ("save", "fork"):
-                patch.setattr(agents.store, verb, broken)
+            patch.setattr(agents.store, "save", broken)
             with pytest.raises(StoreError):
                 run(agents.lifecycle.fork("poet", "other"))
             assert [info.agent_id for info in run(agents.directory.listed())] == ["poet"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import dropped as dropped_module
+from kvcellar.agents.checking import key_of
 from kvcellar.errors import AgentError, StoreError, UnknownAgentError
 from kvcellar.store import DROPPED
 from tests.agents.fakes import SMALL, manager, nothing_is_held, run, tokens_of, turn
@@ -239,7 +240,6 @@ def test_a_full_store_deletes_without_keeping_and_does_not_rewind_without(poet, 
     before = state_of(poet, "poet")
     with monkeypatch.context() as patch:
         patch.setattr(poet.store, "save", broken)
-        patch.setattr(poet.store, "fork", broken)
         with pytest.raises(StoreError):
             run(poet.lifecycle.rewind("poet", turn=1))
         assert state_of(poet, "poet") == before
@@ -262,6 +262,8 @@ def test_one_that_is_damaged_hides_no_other(poet):
         run(poet.lifecycle.delete(name))
     poet.store.flush()
     first = poet.dropped.listed()[0].name
-    poet.store.update_metadata(first, {"kvcellar_agent": 1, "dropped": 5})
+    ref = poet.store.get(first)
+    damaged = {"kvcellar_agent": 1, "dropped": 5}
+    poet.store.save(first, key_of(ref), ref.tokens, metadata=damaged).wait()
     assert [one.agent_id for one in poet.dropped.listed()] == ["b"]
     assert [info.agent_id for info in run(poet.dropped.undo("b"))] == ["b"]

@@ -14,7 +14,7 @@ from kvcellar.cli import app
 from kvcellar.cli.store import parse_size, size_text
 from kvcellar.errors import ConfigError
 from kvcellar.store import Store
-from tests.store.fakes import History, make_key, save, tokens_of
+from tests.store.fakes import History, fork, make_key, save, tokens_of
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with Store(tmp_path / "store") as store:
         save(store, "a", History(make_key(), tokens_of(0, 40)))
         save(store, "b", History(make_key(), tokens_of(1, 40)))
-        store.fork("a", "c", 24)
+        fork(store, make_key(), "a", "c", 24)
     return tmp_path / "store"
 
 

@@ -140,7 +140,7 @@ def test_an_odd_name_of_before_is_listed_and_can_be_deleted(live):
     even = agents.directory.agent("even")
     odd = Agent("../odd name", even.model, even.key)
     odd.take(agents.store.get(even.name))
-    agents.store.fork(even.name, odd.name, metadata=odd.metadata())
+    agents.store.save(odd.name, odd.key, odd.tokens, metadata=odd.metadata()).wait()
     assert odd.agent_id in {agent["id"] for agent in live.get("/v1/agents")["data"]}
     gone = live.http.delete("/v1/agents/..%2Fodd%20name")
     assert gone.json() == {"id": odd.agent_id, "deleted": True}

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.backends.reference.quantise import quantise
+from kvcellar.errors import StoreError
 from kvcellar.kv_dtype import SideDtype
 from kvcellar.store import (
     GroupRows,
     Layout,
     Loaded,
     ModelKey,
+    Reference,
     Rows,
     Side,
     Store,
@@ -144,6 +146,18 @@ def save(store: Store, name: str, history: History, **options: object) -> None:
     state = ticket.wait(60)
     assert state == "published", ticket.reason
     assert not ticket.is_partial
+
+
+def fork(
+    store: Store, key: ModelKey, name: str, new_name: str, position: int | None = None
+) -> Reference:
+    """Save the beginning of a published history as another one's, without rows."""
+    tokens = store.get(name).tokens
+    at = len(tokens) if position is None else position
+    ticket = store.save(new_name, key, tokens.prefix(at), parent=name, parent_position=at)
+    if ticket.wait(60) != "published":
+        raise StoreError(ticket.reason)
+    return store.get(new_name)
 
 
 def tokens_of(seed: int, n: int) -> list[int]:

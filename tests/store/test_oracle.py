@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig
-from tests.store.fakes import FULL, QUICK, WINDOW, History, load_all, make_key
+from tests.store.fakes import FULL, QUICK, WINDOW, History, fork, load_all, make_key
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
@@ -52,44 +52,15 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     @rule(name=NAMES, new_name=NAMES, at=st.integers(0, 20))
     def fork(self, name: str, new_name: str, at: int) -> None:
+        if name not in self.want or new_name in self.want or at > len(self.want[name]):
+            return
         try:
-            self.store.fork(name, new_name, at)
+            fork(self.store, self.key, name, new_name, at)
         except StoreError as error:
-            has_cause = new_name in self.want or at > len(self.want.get(name, []))
-            assert has_cause or "limit" in str(error)
-        except KeyError:
-            assert name not in self.want
+            assert "limit" in str(error)
         else:
             self.want[new_name] = self.want[name][:at]
             self.parents[new_name] = (name, at)
-
-    @rule(name=NAMES, new_name=NAMES)
-    def rename(self, name: str, new_name: str) -> None:
-        if name in self.want and new_name not in self.want:
-            try:
-                self.store.rename(name, new_name)
-            except StoreError as error:
-                assert "limit" in str(error)
-                self.forget_halves(name, new_name)
-                return
-            self.want[new_name] = self.want.pop(name)
-            self.parents[new_name] = self.parents.pop(name)
-            for child, (parent, at) in self.parents.items():
-                if parent == name:
-                    self.parents[child] = (new_name, at)
-            if name in self.pinned:
-                self.pinned ^= {name, new_name}
-
-    def forget_halves(self, name: str, new_name: str) -> None:
-        """A rename that found no room half-way: start both names again."""
-        for gone in (name, new_name):
-            if self.store.has_reference(gone):
-                self.store.delete(gone)
-            self.want.pop(gone, None)
-            self.parents.pop(gone, None)
-            self.pinned.discard(gone)
-        for row in self.store.references():
-            self.parents[row.name] = (row.parent, row.parent_position)
 
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
@@ -110,10 +81,6 @@ class StoreAgainstDicts(RuleBasedStateMachine):
                 assert "limit" in str(error)
                 return
             (self.pinned.add if is_pinned else self.pinned.discard)(name)
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
-    def keep_warm(self, tokens: list[int]) -> None:
-        self.store.keep_warm(self.key, tokens, self.history(tokens)).wait(60)
 
     @rule()
     def collect(self) -> None:

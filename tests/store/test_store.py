@@ -14,7 +14,7 @@ import pytest
 from kvcellar.errors import ConfigError, StoreError, UnknownReferenceError
 from kvcellar.store import EventKind, SaveState, Store, StoreConfig
 from kvcellar.types import LayerGroup
-from tests.store.fakes import FULL, WINDOW, History, load_all, make_key, save, tokens_of
+from tests.store.fakes import FULL, WINDOW, History, fork, load_all, make_key, save, tokens_of
 
 COLD = StoreConfig(warm_bytes=0)
 
@@ -34,7 +34,7 @@ def test_eight_forks_of_a_trunk_take_at_most_a_tenth_more_than_the_trunk(tmp_pat
         save(store, "trunk", trunk)
         before = disk_bytes(store)
         for n in range(4):
-            store.fork("trunk", f"fork {n}")
+            fork(store, key, "trunk", f"fork {n}")
         for n in range(4, 8):
             save(store, f"fork {n}", trunk, parent="trunk", parent_position=4096)
         assert disk_bytes(store) <= 1.1 * before
@@ -159,7 +159,7 @@ def test_a_tail_that_two_histories_share_stays_when_one_of_them_grows(tmp_path: 
     tokens = tokens_of(0, 30)
     with Store(tmp_path, COLD) as store:
         save(store, "a", History(key, tokens[:12]))
-        store.fork("a", "b")
+        fork(store, key, "a", "b")
         save(store, "a", History(key, tokens))
         store.delete("a")
         store.gc()
@@ -180,7 +180,7 @@ def test_only_the_latest_boundaries_are_kept_and_those_of_another_history_are_no
         other = [*tokens[:35], *tokens_of(1, 10)]
         save(store, "a", History(key, other))
         assert [b.length for b in store.get("a").boundaries] == [30, 45]
-        store.fork("a", "b", 33)
+        fork(store, key, "a", "b", 33)
         assert [b.length for b in store.get("b").boundaries] == [30]
         store.gc()
         assert load_all(store, History(key, other[:33])) == 30
@@ -215,15 +215,14 @@ def test_a_reference_says_what_it_is(tmp_path: Path) -> None:
         assert (ref.name, ref.fingerprint, ref.revision) == ("a/b ü", "model", 2)
         assert list(ref.tokens) == [*tokens, 7]
         assert (ref.n_stored, ref.metadata, ref.parent) == (30, metadata, None)
-        child = store.fork("a/b ü", "c", 12, metadata={"is": "child"})
+        child = fork(store, key, "a/b ü", "c", 12)
         assert (child.parent, child.parent_position, child.n_stored) == ("a/b ü", 12, 12)
-        store.rename("a/b ü", "d")
-        assert store.get("c").parent == "d"
-        store.update_metadata("d", {"n": 1})
-        assert store.get("d").metadata == {"n": 1}
-        assert sorted(row.name for row in store.references()) == ["c", "d"]
-        store.delete("d")
-        assert not store.has_reference("d")
+        store.save("a/b ü", key, ref.tokens, metadata={"n": 1}).wait()
+        said = store.get("a/b ü")
+        assert (said.metadata, said.n_stored, said.blocks) == ({"n": 1}, 30, ref.blocks)
+        assert sorted(row.name for row in store.references()) == ["a/b ü", "c"]
+        store.delete("a/b ü")
+        assert not store.has_reference("a/b ü")
         store.gc()
         assert load_all(store, History(key, tokens)) == 16  # what the child needs, in whole blocks
     with Store(tmp_path, COLD) as store:
@@ -238,17 +237,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         save(store, "b", history)
         with pytest.raises(UnknownReferenceError, match=r"no history 'x' is in .*it holds a, b"):
             store.get("x")
-        for work in (
-            lambda: store.delete("x"),
-            lambda: store.pin("x"),
-            lambda: store.fork("x", "y"),
-        ):
+        for work in (lambda: store.delete("x"), lambda: store.pin("x")):
             with pytest.raises(UnknownReferenceError):
                 work()
-        with pytest.raises(StoreError, match="there is a history 'b' already"):
-            store.rename("a", "b")
-        with pytest.raises(StoreError, match="cannot be forked at 10: it has 9 tokens"):
-            store.fork("a", "c", 10)
         for name in ("", "a\nb", "x" * 600):
             with pytest.raises(StoreError, match="cannot name a history"):
                 store.save(name, key, history.tokens, history)
@@ -460,48 +451,6 @@ def test_ram_serves_what_was_saved_and_keeps_no_copy_of_what_was_read(tmp_path: 
         assert store.stats().warm.size_bytes == 0  # the cache has it now
 
 
-def test_what_is_kept_in_ram_is_spilled_to_disk_when_ram_runs_short(tmp_path: Path) -> None:
-    key = make_key()
-    histories = [History(key, tokens_of(seed, 32)) for seed in range(6)]
-    limit = 12 * 2000
-    with Store(tmp_path, StoreConfig(warm_bytes=limit)) as store:
-        for history in histories:
-            assert store.keep_warm(key, history.tokens, history).wait(60) == SaveState.PUBLISHED
-            assert store.stats().warm.size_bytes <= limit
-        store.flush()
-        store.flush()  # spills queue behind what spilled them
-        assert 0 < store.stats().cold.n_blocks < 24
-        assert store.references() == []
-        for history in histories:
-            assert load_all(store, history) == 32
-            assert store.stats().warm.size_bytes <= limit
-        assert store.take_events() == []
-
-
-def test_without_ram_what_is_kept_goes_to_disk(tmp_path: Path) -> None:
-    history = History(make_key(), tokens_of(0, 30))
-    with Store(tmp_path, COLD) as store:
-        assert store.keep_warm(history.key, history.tokens, history).wait(60) == "published"
-        match = store.match(history.key, history.tokens)
-        assert (match.n_tokens, match.warm_tokens) == (30, 0)
-        save(store, "a", history)
-        assert load_all(store, history) == 30
-
-
-def test_a_spill_without_room_in_the_queue_is_reported(tmp_path: Path) -> None:
-    key = make_key()
-    limit = 5 * 2000
-    with Store(tmp_path, StoreConfig(warm_bytes=limit, queue_bytes=3500)) as store:
-        for seed in range(4):
-            history = History(key, tokens_of(seed, 16))
-            ticket = store.keep_warm(key, history.tokens, history)
-            ticket.wait(60)
-        store.flush()
-        counts = store.stats().events
-        assert counts.get("spill_skipped", 0) + counts.get("save_partial", 0) > 0
-        assert store.stats().warm.size_bytes <= limit
-
-
 def test_the_disk_limit_holds_and_the_least_recently_used_history_gives_way(tmp_path: Path) -> None:
     key = make_key()
     limit = 40_000
@@ -538,8 +487,8 @@ def test_blocks_of_no_history_give_way_first(tmp_path: Path) -> None:
     with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=40_000)) as store:
         save(store, "old", History(key, tokens_of(0, 40)))
         for seed in range(1, 9):
-            history = History(key, tokens_of(seed, 40))
-            assert store.keep_warm(key, history.tokens, history).wait(60) == "published"
+            save(store, "new", History(key, tokens_of(seed, 40)))
+            store.delete("new")
         assert load_all(store, History(key, tokens_of(0, 40))) == 40
         assert load_all(store, History(key, tokens_of(8, 40))) == 40
         assert load_all(store, History(key, tokens_of(1, 40))) == 0
@@ -595,6 +544,31 @@ def test_collecting_respects_a_grace_time_and_empties_the_quarantine_on_demand(
         assert store.stats().cold.size_bytes == 0
 
 
+def test_a_state_without_rows_is_saved_on_whatever_is_stored_of_it(tmp_path: Path) -> None:
+    """New words about it, its beginning, another's beginning, or a history that nobody knows."""
+    key = make_key(block_tokens=8)
+    tokens = tokens_of(0, 30)
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(key, tokens))
+        blocks = store.get("a").blocks
+        for name, n, parent, n_blocks in (
+            ("a", 30, None, 4),  # the tail, too
+            ("b", 21, "a", 3),  # which ends inside of a block of its parent's
+            ("a", 13, None, 2),
+            ("c", 24, None, 3),  # found by its tokens alone
+        ):
+            ticket = store.save(name, key, tokens[:n], parent=parent, metadata={"n": n})
+            assert ticket.wait(60) == SaveState.PUBLISHED and not ticket.is_partial
+            ref = store.get(name)
+            assert (ref.n_stored, ref.blocks, ref.metadata) == (n, blocks[:n_blocks], {"n": n})
+        other = tokens_of(1, 9)
+        assert store.save("d", key, other).wait(60) == SaveState.PUBLISHED
+        assert (store.get("d").n_stored, list(store.get("d").tokens)) == (0, other)
+        store.gc()
+        assert load_all(store, History(key, tokens)) == 24
+        assert store.verify().is_good
+
+
 def test_a_history_that_is_cut_keeps_the_blocks_and_boundaries_that_cover_it(
     tmp_path: Path,
 ) -> None:
@@ -603,11 +577,10 @@ def test_a_history_that_is_cut_keeps_the_blocks_and_boundaries_that_cover_it(
     with Store(tmp_path) as store:
         for n in (11, 19, 30):
             save(store, "a", History(key, tokens[:n]))
-        cut = store.cut("a", 21, metadata={"x": 1})
+        store.save("a", key, tokens[:21], metadata={"x": 1}).wait()
+        cut = store.get("a")
         assert (cut.n_stored, cut.revision, dict(cut.metadata)) == (21, 4, {"x": 1})
         assert [b.length for b in cut.boundaries] == [11, 19]
         store.gc()
         assert store.match(key, tokens[:21]).n_tokens == 21
         assert store.match(key, tokens[:21]).n_resumable == 19
-        with pytest.raises(StoreError, match="cannot be cut at 22"):
-            store.cut("a", 22)

@@ -104,8 +104,8 @@ class Publisher:
         if ref is not None:
             agent.take(ref)
 
-    async def save(self, agent: Agent, host: ModelHost | None) -> SaveTicket | None:
-        """Publish the agent's state; None where that is done already, without a write of rows."""
+    async def save(self, agent: Agent, host: ModelHost | None) -> SaveTicket:
+        """Publish the agent's state: with what the cache has of it, or else what the store has."""
         if host is not None:
             with contextlib.suppress(EngineClosedError):
                 ticket = await host.between_steps(lambda e: self.between_steps(e, agent, False))
@@ -129,8 +129,6 @@ class Publisher:
         """
         for is_second in (False, True):
             ticket = await self.save(agent, host)
-            if ticket is None:
-                return
             state = await asyncio.to_thread(ticket.wait)
             if state is SaveState.PUBLISHED and not (is_whole and ticket.is_partial):
                 return
@@ -176,17 +174,7 @@ class Publisher:
         self, engine: Engine, agent: Agent, is_last_resort: bool, min_new: int = 0
     ) -> SaveTicket | None:
         ticket = save_history(
-            engine,
-            self.store,
-            agent.name,
-            agent.key,
-            agent.tokens,
-            parent=agent.parent,
-            parent_position=agent.parent_position,
-            metadata=agent.metadata(),
-            n_stored=min(agent.n_stored, len(agent.tokens)),
-            is_last_resort=is_last_resort,
-            min_new=min_new,
+            engine, self.store, agent, is_last_resort=is_last_resort, min_new=min_new
         )
         if ticket is None:
             return None
@@ -194,35 +182,19 @@ class Publisher:
             self._owed_since.pop(agent.name, None)
         return self._follow(agent, ticket)
 
-    def _without_cells(self, agent: Agent) -> SaveTicket | None:
-        """Publish a state of which no cell is here: what is stored of it is referred to."""
-        ref = None
-        tokens, n = agent.tokens, len(agent.tokens)
-        if self.store.has_reference(agent.name):
-            before = self.store.get(agent.name)
-            if len(before.tokens) == n == before.tokens.common_prefix(tokens):
-                self.store.update_metadata(agent.name, agent.metadata())
-                ref = self.store.get(agent.name)
-            elif before.tokens.common_prefix(tokens) == n:
-                ref = self.store.cut(agent.name, n, metadata=agent.metadata())
-        elif agent.parent is not None and self.store.has_reference(agent.parent):
-            before = self.store.get(agent.parent)
-            if before.tokens.common_prefix(tokens) == n:
-                ref = self.store.fork(agent.parent, agent.name, n, metadata=agent.metadata())
-        if ref is not None:
-            agent.revision, agent.n_stored = ref.revision, ref.n_stored
-            return None
+    def _without_cells(self, agent: Agent) -> SaveTicket:
+        """Publish a state of which no cell is here, on what is stored of it. For threads."""
         ticket = self.store.save(
             agent.name,
             agent.key,
-            tokens,
-            None,
-            n_computed=self.store.match(agent.key, tokens).n_resumable,
+            agent.tokens,
             parent=agent.parent,
             parent_position=agent.parent_position,
             metadata=agent.metadata(),
         )
         self._follow(agent, ticket).wait()
+        if ticket.reference is not None:
+            agent.revision, agent.n_stored = ticket.reference.revision, ticket.reference.n_stored
         return ticket
 
     def _follow(self, agent: Agent, ticket: SaveTicket) -> SaveTicket:

@@ -11,16 +11,17 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvcellar.agents.canary import check_restored
 from kvcellar.agents.costs import Estimate
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.race import Ahead, Front
+from kvcellar.agents.records import Agent
 from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
 from kvcellar.engine import (
     Engine,
@@ -30,7 +31,7 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
-from kvcellar.store import Loaded, Match, ModelKey, SaveTicket, Store, WindowState
+from kvcellar.store import Loaded, Match, SaveTicket, Store, WindowState
 from kvcellar.types import IntArray
 
 __all__ = ["BroughtBack", "ProgressFn", "bring_back", "save_history"]
@@ -342,33 +343,17 @@ class _Job:
 
 
 def save_history(
-    engine: Engine,
-    store: Store,
-    name: str,
-    key: ModelKey,
-    tokens: History,
-    *,
-    parent: str | None,
-    parent_position: int | None,
-    metadata: Mapping[str, Any],
-    n_stored: int,
-    is_last_resort: bool,
-    min_new: int = 0,
+    engine: Engine, store: Store, agent: Agent, *, is_last_resort: bool, min_new: int = 0
 ) -> SaveTicket | None:
-    """Save what the cache holds of a history and publish it, in the background. Between steps.
+    """Save what the cache holds of an agent's history and publish it, in the background.
 
-    Waits for nothing but its copies of rows: what the store has is taken from what was seen of it.
+    To be called between steps. Waits for nothing but its copies of rows: what the store has is
+    taken from what was seen of it.
 
     Args:
         engine: in whose cache it may be.
         store: where it goes.
-        name: of the history.
-        key: whose KV it is.
-        tokens: the history.
-        parent: name of the history that it was forked from.
-        parent_position: tokens in common since.
-        metadata: of the agent.
-        n_stored: leading tokens that the store holds, as far as the caller knows.
+        agent: whose.
         is_last_resort: where the store holds more than the cache, publish it with the blocks that
             can be found at once. Otherwise None is returned, and nothing was done.
         min_new: tokens below which no rows are taken: the history is published with the blocks that
@@ -377,13 +362,14 @@ def save_history(
     Raises:
         StoreError: the store is closed, or the metadata is no JSON; nothing was queued.
     """
+    tokens, key = agent.tokens, agent.key
     n_trusted = len(tokens) if engine.failure is None else 0  # its cells may hold anything
     held = engine.hold(tokens[:n_trusted])
     try:
         source: CellRows | None = None
         n_computed = held.n_tokens
         if n_computed + 1 < len(tokens) or min_new:
-            n_stored = max(n_stored, store.seen(key, tokens))
+            n_stored = max(min(agent.n_stored, len(tokens)), store.seen(key, tokens))
             is_less = n_stored > n_computed or not n_computed
             if is_less and not is_last_resort:
                 return None
@@ -392,14 +378,14 @@ def save_history(
         if n_computed == held.n_tokens and isinstance(engine.cache, RowCache):
             source = CellRows(engine.cache, key.layout, held)
         return store.save(
-            name,
+            agent.name,
             key,
             tokens,
             source,
             n_computed=n_computed,
-            parent=parent,
-            parent_position=parent_position,
-            metadata=metadata,
+            parent=agent.parent,
+            parent_position=agent.parent_position,
+            metadata=agent.metadata(),
             may_read=False,
         )
     finally:

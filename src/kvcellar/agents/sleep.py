@@ -139,7 +139,7 @@ class Sleep:
         """
         agent = await self.directory.find(agent_id, model)
         async with agent.gate:
-            await self.publisher.save(agent, self.directory.host_of(agent))
+            await self.publisher.publish(agent, self.directory.host_of(agent))
             await self.publisher.settled(agent)
 
             def write() -> int:

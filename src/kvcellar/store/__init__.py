@@ -26,8 +26,8 @@ from kvcellar.store.reports import (
     TierStats,
     VerifyReport,
 )
-from kvcellar.store.saving import RowSource, SaveState, SaveTicket
 from kvcellar.store.store import Store
+from kvcellar.store.tickets import RowSource, SaveState, SaveTicket
 
 __all__ = [
     "BLOCK_TOKENS",

@@ -135,7 +135,7 @@ class Info:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draft:
+class Unsealed:
     """A block or window state as the cache gave it: not yet the bytes of a file."""
 
     key: ModelKey
@@ -245,7 +245,7 @@ class Sealed:
         return GroupRows(*sides)
 
 
-def draft_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> Draft:
+def unsealed_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> Unsealed:
     """A block of ``tokens``, which are those of ``[link.start, link.stop)``.
 
     Raises:
@@ -260,12 +260,12 @@ def draft_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> Draf
     info = Info(
         Kind.BLOCK, link.address, key.root, link.parent, link.start, tokens, 0, True, size, ""
     )
-    return Draft(key, info, rows=rows)
+    return Unsealed(key, info, rows=rows)
 
 
-def draft_window(
+def unsealed_window(
     key: ModelKey, link: Link, tokens: IntArray, windows: Sequence[WindowRows]
-) -> Draft:
+) -> Unsealed:
     """The window state at ``link.stop``; ``tokens`` are those of ``[link.start, link.stop)``.
 
     Raises:
@@ -295,7 +295,7 @@ def draft_window(
     info = Info(
         Kind.WINDOW, link.address, key.root, link.parent, link.start, tokens, first, True, size, ""
     )
-    return Draft(key, info, windows=tuple(windows))
+    return Unsealed(key, info, windows=tuple(windows))
 
 
 def opened(file: FileBytes) -> Sealed:

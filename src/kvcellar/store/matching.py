@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from kvcellar.history import History, common_prefix
-from kvcellar.store.blocks import Draft, Info, Kind, Link, chain
+from kvcellar.store.blocks import Info, Kind, Link, Unsealed, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
 from kvcellar.store.layout import ModelKey, Rows, WindowRows, rows_size_bytes, slice_rows
@@ -24,7 +24,7 @@ READ_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StoredBlock:
     """A stored block, and how much of it a history has in common.
 
     Attributes:
@@ -39,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class ResumePoint:
     """A window state on a history.
 
     Attributes:
@@ -72,9 +72,9 @@ class Match:
 
     key: ModelKey
     tokens: History
-    steps: tuple[Step, ...]
+    steps: tuple[StoredBlock, ...]
     n_tokens: int
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[ResumePoint, ...]
 
     @property
     def n_resumable(self) -> int:
@@ -169,9 +169,9 @@ class Finder:
 
     def match(self, key: ModelKey, tokens: History) -> Match:
         """The longest stored beginning of a history, to the token."""
-        steps: list[Step] = []
+        steps: list[StoredBlock] = []
         parents = [key.root]
-        partial: Step | None = None
+        partial: StoredBlock | None = None
         has_rows = bool(key.layout.full_groups)
         for link in chain(key, tokens):
             if link.stop - link.start < key.layout.block_tokens:
@@ -188,7 +188,7 @@ class Finder:
             if partial is not None:
                 steps.append(partial)
                 n_tokens = partial.stop
-        boundaries: tuple[Boundary, ...] = ()
+        boundaries: tuple[ResumePoint, ...] = ()
         if key.layout.window_groups:
             boundaries = self._boundaries(key, parents, tokens, partial)
         return Match(key, tokens, tuple(steps), n_tokens, boundaries)
@@ -201,32 +201,34 @@ class Finder:
         info = self._cold.info(address)
         return None if info is None else (info, COLD)
 
-    def _step(self, key: ModelKey, link: Link, tokens: IntArray) -> Step | None:
+    def _step(self, key: ModelKey, link: Link, tokens: IntArray) -> StoredBlock | None:
         found = self.info(link.address)
         if found is None or not _is_at(found[0], key, link.start):
             return None
         if not np.array_equal(found[0].tokens, tokens):
             return None
-        return Step(found[0], found[0].stop, found[1])
+        return StoredBlock(found[0], found[0].stop, found[1])
 
-    def _partial(self, key: ModelKey, parent: bytes, start: int, tokens: History) -> Step | None:
+    def _partial(
+        self, key: ModelKey, parent: bytes, start: int, tokens: History
+    ) -> StoredBlock | None:
         """The block behind ``parent`` that has most tokens in common with the history."""
-        best: Step | None = None
+        best: StoredBlock | None = None
         for tier, info in self._children([parent], Kind.BLOCK):
             n = tokens.common_prefix(info.tokens, start)
             if n and _is_at(info, key, start) and (best is None or start + n > best.stop):
-                best = Step(info, start + n, tier)
+                best = StoredBlock(info, start + n, tier)
         return best
 
     def _boundaries(
-        self, key: ModelKey, parents: list[bytes], tokens: History, partial: Step | None
-    ) -> tuple[Boundary, ...]:
+        self, key: ModelKey, parents: list[bytes], tokens: History, partial: StoredBlock | None
+    ) -> tuple[ResumePoint, ...]:
         """Window states whose positions, as far as they reach back, are those of this history.
 
         A state may end behind the point where two histories part: the positions before that point
         are the same, and where enough of them are held it can be resumed there.
         """
-        found: dict[bytes, Boundary] = {}
+        found: dict[bytes, ResumePoint] = {}
         size = key.layout.block_tokens
         starts = {parent: i * size for i, parent in enumerate(parents)}
         if partial is not None and len(partial.info.tokens) == size:
@@ -240,7 +242,7 @@ class Finder:
             else:
                 last = start + tokens.common_prefix(info.tokens, start)
             if last >= max(1, info.first):
-                found.setdefault(info.address, Boundary(info, info.first, last))
+                found.setdefault(info.address, ResumePoint(info, info.first, last))
         return tuple(sorted(found.values(), key=lambda boundary: -boundary.last))
 
     def _children(self, parents: list[bytes], kind: Kind) -> Iterator[tuple[str, Info]]:
@@ -272,7 +274,7 @@ class Finder:
                 return
             item, tier = got
             try:
-                rows = item.rows if isinstance(item, Draft) else item.rows_for(match.key)
+                rows = item.rows if isinstance(item, Unsealed) else item.rows_for(match.key)
             except DamagedError as error:
                 self._cold.reject(item.info, str(error))
                 return
@@ -282,7 +284,7 @@ class Finder:
             yield Loaded(at, upto, part, tier, info.is_exact, item.size_bytes, info.address)
             at = upto
 
-    def _expect(self, step: Step) -> None:
+    def _expect(self, step: StoredBlock) -> None:
         """The block will be opened soon."""
         if step.tier == COLD:
             self._cold.expect(step.info.kind, step.info.address)
@@ -299,7 +301,7 @@ class Finder:
             if n < item.info.first:
                 continue  # the catalogue was wrong
             try:
-                states = item.windows if isinstance(item, Draft) else item.windows_for(match.key)
+                states = item.windows if isinstance(item, Unsealed) else item.windows_for(match.key)
             except DamagedError as error:
                 self._cold.reject(item.info, str(error))
                 continue

@@ -24,7 +24,6 @@ class EventKind(enum.StrEnum):
     WRITE_FAILED: a save could not be written; the state before is what is published.
     SAVE_SKIPPED: a save was not taken, the queue being full; nothing was changed.
     SAVE_PARTIAL: a save was taken with a shorter stored history than there is.
-    SPILL_SKIPPED: a block that was only in RAM was dropped, the queue being full.
     JOURNAL_DAMAGED: the journal, or an entry of it, could not be used; what it alone said is lost.
     EVICTED: a history's KV was given up to make room; its tokens remain.
     """
@@ -38,7 +37,6 @@ class EventKind(enum.StrEnum):
     WRITE_FAILED = "write_failed"
     SAVE_SKIPPED = "save_skipped"
     SAVE_PARTIAL = "save_partial"
-    SPILL_SKIPPED = "spill_skipped"
     JOURNAL_DAMAGED = "journal_damaged"
     EVICTED = "evicted"
 

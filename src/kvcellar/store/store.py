@@ -33,7 +33,8 @@ from kvcellar.store.reports import (
     TierStats,
     VerifyReport,
 )
-from kvcellar.store.saving import Naming, RowSource, Saver, SaveTicket
+from kvcellar.store.saving import Saver
+from kvcellar.store.tickets import HistoryState, RowSource, SaveTicket
 from kvcellar.store.warm import WarmTier
 from kvcellar.store.writer import Writer
 from kvcellar.types import IntArray
@@ -45,9 +46,9 @@ Progress = Callable[[float, str], None]
 class Store:
     """One folder and some RAM. For any thread; several processes may have one folder open.
 
-    ``match``, ``load``, ``load_window``, ``save`` and ``keep_warm`` never wait for a disk write.
-    The verbs that change references (``fork``, ``rename``, ``delete``, ``pin``, ``gc``) run behind
-    all saves that are queued, and wait for themselves. Trouble is never raised by a background
+    ``match``, ``load``, ``load_window`` and ``save`` never wait for a disk write. The verbs that
+    change references (``delete``, ``pin``, ``gc``) run behind all saves that are queued, and wait
+    for themselves. Trouble is never raised by a background
     write: it is in ``take_events`` and in the save's ticket.
 
     Use it as a context manager, or call ``close``.
@@ -78,7 +79,6 @@ class Store:
         self._saver = Saver(
             self._warm,
             self._cold,
-            self._finder,
             self._writer,
             self._events,
             warm_precision=self.config.warm_precision,
@@ -187,9 +187,11 @@ class Store:
     ) -> SaveTicket:
         """Publish the state of a history: what is new is taken now and written in the background.
 
-        Never waits. Where the queue has no room for all of it, the save covers as much of the
-        beginning as fits (``SaveTicket.is_partial``), or is skipped; both are reported, and the
-        next save goes on from there.
+        Whether the history is new, goes on, was cut back, or has another's beginning is found out
+        here: what is stored of it, by whatever name, is referred to and not written again. Where
+        the queue has no room for all that is new, the save covers as much of the beginning as fits
+        (``SaveTicket.is_partial``), or is skipped; both are reported, and the next save goes on
+        from there.
 
         Args:
             name: of the history.
@@ -197,13 +199,14 @@ class Store:
             tokens: the whole history.
             source: gives the rows of blocks that are not stored yet; None: only what is stored is
                 referred to.
-            n_computed: leading tokens whose rows the source has; None: all.
+            n_computed: leading tokens whose rows the source has; None: all, or without a source
+                those that are stored.
             parent: name of the history it was forked from; None: as before.
             parent_position: tokens in common since the fork.
             metadata: JSON of the caller's own; None: as before.
             is_pinned: never evict its KV; None: as before.
-            may_read: ask the catalogue which blocks are stored. Otherwise only what was seen there
-                counts, so that the caller waits for nothing; what is taken and was there already
+            may_read: ask the catalogue which blocks are stored. Otherwise the caller waits for
+                nothing: only what was seen there counts, and what is taken and was there already
                 is not written again.
 
         Raises:
@@ -214,10 +217,13 @@ class Store:
         checked_name(name)
         if metadata is not None:
             checked_json(metadata)
-        naming = Naming(name, parent, parent_position, metadata, is_pinned)
         history = History(tokens)
+        if n_computed is None and source is None:
+            found = self.match(key, history).n_resumable if may_read else self.seen(key, history)
+            n_computed = found
         n = len(history) if n_computed is None else min(n_computed, len(history))
-        ticket = self._saver.save(naming, key, history, n, source, is_cold=True, may_read=may_read)
+        state = HistoryState(name, key, history, parent, parent_position, metadata, is_pinned)
+        ticket = self._saver.save(state, n, source, may_read=may_read)
         if is_pinned is not None:
             self._writer.offer(self._refresh_pins, 0)
         return ticket
@@ -235,19 +241,6 @@ class Store:
                 break
             n = link.stop
         return n
-
-    def keep_warm(
-        self, key: ModelKey, tokens: Tokens, source: RowSource, *, n_computed: int | None = None
-    ) -> SaveTicket:
-        """Copy a history's rows to RAM, without a name: for one that waits and gives up its cells.
-
-        As ``save``, but nothing is written until RAM runs short and spills it to disk. With no RAM
-        (``warm_bytes=0``) it goes to disk at once.
-        """
-        history = History(tokens)
-        n = len(history) if n_computed is None else min(n_computed, len(history))
-        is_cold = not self.config.warm_bytes
-        return self._saver.save(None, key, history, n, source, is_cold=is_cold)
 
     # References --------------------------------------------------------------------------------
 
@@ -345,105 +338,6 @@ class Store:
         """
         return self._cold.damaged_references()
 
-    def fork(
-        self,
-        name: str,
-        new_name: str,
-        position: int | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Reference:
-        """A new history that begins with the first ``position`` tokens of another; no KV is copied.
-
-        Raises:
-            UnknownReferenceError: there is no history ``name``.
-            StoreError: ``new_name`` is taken, or ``position`` lies outside; nothing was changed.
-        """
-        checked_name(new_name)
-        return self._writer.call(lambda: self._fork(name, new_name, position, metadata))
-
-    def _fork(
-        self, name: str, new_name: str, position: int | None, metadata: Mapping[str, Any] | None
-    ) -> Reference:
-        with self._cold.locked():
-            ref = self.get(name)
-            at = len(ref.tokens) if position is None else position
-            if not 0 <= at <= len(ref.tokens):
-                raise StoreError(
-                    f"{name!r} cannot be forked at {at}: it has {len(ref.tokens)} tokens"
-                )
-            self._check_free(new_name)
-            forked = replace(
-                _beginning(ref, at),
-                name=new_name,
-                parent=name,
-                parent_position=at,
-                metadata=ref.metadata if metadata is None else metadata,
-                is_pinned=False,
-                revision=1,
-                saved_at=time.time(),
-            )
-            forked = replace(forked, blocks=upkeep.covering_blocks(self._cold, forked))
-            self._cold.put_reference(forked)
-            return forked
-
-    def cut(
-        self, name: str, position: int, *, metadata: Mapping[str, Any] | None = None
-    ) -> Reference:
-        """Cut a history back to its first ``position`` tokens; what is stored of them stays so.
-
-        Raises:
-            UnknownReferenceError: there is no history ``name``.
-            StoreError: ``position`` lies outside, or the metadata is no JSON; nothing was changed.
-        """
-        if metadata is not None:
-            checked_json(metadata)
-
-        def work() -> Reference:
-            with self._cold.locked():
-                ref = self.get(name)
-                if not 0 <= position <= len(ref.tokens):
-                    raise StoreError(
-                        f"{name!r} cannot be cut at {position}: it has {len(ref.tokens)} tokens"
-                    )
-                short = replace(
-                    _beginning(ref, position),
-                    metadata=ref.metadata if metadata is None else metadata,
-                    revision=ref.revision + 1,
-                    saved_at=time.time(),
-                )
-                short = replace(short, blocks=upkeep.covering_blocks(self._cold, short))
-                self._cold.put_reference(short)
-                return short
-
-        return self._writer.call(work)
-
-    def rename(self, name: str, new_name: str) -> None:
-        """Give a history another name; the histories forked from it follow.
-
-        Raises:
-            UnknownReferenceError: there is no history ``name``.
-            StoreError: ``new_name`` is taken; nothing was changed. After a crash in between both
-                names may be there.
-        """
-        checked_name(new_name)
-
-        def work() -> None:
-            with self._cold.locked():
-                ref = self.get(name)
-                self._check_free(new_name)
-                self._cold.put_reference(replace(ref, name=new_name))
-                self._cold.journal.rename(name, new_name)
-                for row in self.references():
-                    child = self._cold.reference(row.name) if row.parent == name else None
-                    if child is not None:
-                        self._cold.put_reference(
-                            replace(child, parent=new_name, revision=child.revision + 1)
-                        )
-                self._cold.remove_reference(name)
-
-        self._writer.call(work)
-
     def delete(self, name: str) -> None:
         """Forget a history; blocks that only it needed are garbage from then on.
 
@@ -475,22 +369,6 @@ class Store:
                         replace(ref, is_pinned=is_pinned, revision=ref.revision + 1)
                     )
             self._refresh_pins()
-
-        self._writer.call(work)
-
-    def update_metadata(self, name: str, metadata: Mapping[str, Any]) -> None:
-        """Replace a history's metadata; nothing else changes.
-
-        Raises:
-            UnknownReferenceError: there is none of that name.
-            StoreError: the metadata is no JSON.
-        """
-        checked_json(metadata)
-
-        def work() -> None:
-            with self._cold.locked():
-                ref = self.get(name)
-                self._cold.put_reference(replace(ref, metadata=metadata, revision=ref.revision + 1))
 
         self._writer.call(work)
 
@@ -634,13 +512,3 @@ class Store:
         return UnknownReferenceError(
             f"no history {name!r} is in {self.path}; it holds {shown or 'none'}"
         )
-
-
-def _beginning(ref: Reference, position: int) -> Reference:
-    """The reference with its first ``position`` tokens alone; its blocks are still all of them."""
-    return replace(
-        ref,
-        tokens=ref.tokens.prefix(position),
-        n_stored=min(ref.n_stored, position),
-        boundaries=tuple(b for b in ref.boundaries if b.length <= position),
-    )

@@ -110,20 +110,6 @@ def _n_restorable(cold: ColdTier, ref: Reference) -> int:
     return ref.n_stored
 
 
-def covering_blocks(cold: ColdTier, ref: Reference) -> tuple[bytes, ...]:
-    """Of a reference's blocks those that its stored tokens need.
-
-    The last may reach further than the history does: its beginning is what is needed.
-    """
-    needed = []
-    for address in ref.blocks:
-        info = cold.info(address)
-        if info is not None and info.start >= ref.n_stored:
-            break
-        needed.append(address)
-    return tuple(needed)
-
-
 def collect(
     cold: ColdTier, protect: Collection[bytes], grace_s: float, is_emptying_quarantine: bool
 ) -> GcReport:

@@ -1,4 +1,4 @@
-"""The warm tier: blocks in host RAM, and those that wait to be written."""
+"""The warm tier: blocks in host RAM that are on disk too, and those that wait to be written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcellar.store.blocks import Draft, Info, Kind, Sealed
+from kvcellar.store.blocks import Info, Kind, Sealed, Unsealed
 from kvcellar.store.reports import TierStats
 
-Item = Draft | Sealed
+Item = Unsealed | Sealed
 
 
 @dataclass(slots=True, eq=False)
@@ -19,13 +19,11 @@ class Entry:
 
     Attributes:
         item: the block.
-        is_cold: whether disk has it too.
         n_queued: writes that wait for it; while there are any it stays, and the queue's limit
             counts it instead of this tier's.
     """
 
     item: Item
-    is_cold: bool
     n_queued: int = 0
 
 
@@ -66,41 +64,38 @@ class WarmTier:
                 for address in self._children.get((parent, kind), ())
             ]
 
-    def hold(self, items: Iterable[Item], is_cold: bool) -> None:
-        """These wait for a write; ``is_cold``: one that will bring them to disk."""
+    def hold(self, items: Iterable[Item]) -> None:
+        """Take in what waits to be written to disk; until ``release`` it stays, limit or not."""
         with self._lock:
             for item in items:
                 entry = self._entries.get(item.info.address)
                 if entry is None:
-                    entry = self._insert(item, is_cold)
+                    entry = self._insert(item)
                 elif not entry.n_queued:
                     self.size_bytes -= entry.item.size_bytes
                 if item.info.is_exact and not entry.item.info.is_exact:
                     entry.item = item
-                entry.is_cold |= is_cold
                 entry.n_queued += 1
 
-    def release(self, address: bytes, item: Item | None, is_cold: bool) -> list[Item]:
-        """A write has ended; returns what had to leave for what stays, and is on no disk.
+    def release(self, address: bytes, item: Item | None) -> None:
+        """End one hold on a block, for whose room others may have to leave.
 
         Args:
             address: what was held.
-            item: what may stay in place of what was held; None where nothing may.
-            is_cold: whether disk has it now.
+            item: what may stay in place of what was held, since it is on disk; None: nothing may.
         """
         with self._lock:
             entry = self._entries[address]
             entry.n_queued -= 1
-            entry.is_cold = is_cold
             if item is not None:
                 entry.item = item
             if entry.n_queued:
-                return []
+                return
             self.size_bytes += entry.item.size_bytes
             if item is None:
                 self._remove(address)
-                return []
-            return self._shrink()
+            else:
+                self._shrink()
 
     def discard(self, address: bytes) -> None:
         """Forget a block that is bad, unless it waits for a write."""
@@ -119,13 +114,13 @@ class WarmTier:
             n = sum(not entry.n_queued for entry in self._entries.values())
             return TierStats(n, self.size_bytes, self.limit_bytes)
 
-    def _insert(self, item: Item, is_cold: bool) -> Entry:
+    def _insert(self, item: Item) -> Entry:
         info = item.info
-        entry = self._entries[info.address] = Entry(item, is_cold)
+        entry = self._entries[info.address] = Entry(item)
         self._children.setdefault((info.parent, info.kind), set()).add(info.address)
         return entry
 
-    def _remove(self, address: bytes) -> Item:
+    def _remove(self, address: bytes) -> None:
         entry = self._entries.pop(address)
         self.size_bytes -= entry.item.size_bytes
         info = entry.item.info
@@ -133,20 +128,14 @@ class WarmTier:
         siblings.discard(address)
         if not siblings:
             del self._children[info.parent, info.kind]
-        return entry.item
 
-    def _shrink(self) -> list[Item]:
+    def _shrink(self) -> None:
         """Drop until the limit is kept: the least recently used first, pinned ones last."""
         if self.size_bytes <= self.limit_bytes:
-            return []
-        out: list[Item] = []
+            return
         idle = [address for address, entry in self._entries.items() if not entry.n_queued]
         idle.sort(key=lambda address: address in self._pinned)  # stable: each part stays in order
         for address in idle:
             if self.size_bytes <= self.limit_bytes:
                 break
-            is_cold = self._entries[address].is_cold
-            item = self._remove(address)
-            if not is_cold:
-                out.append(item)
-        return out
+            self._remove(address)

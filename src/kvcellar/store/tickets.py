@@ -1,0 +1,115 @@
+"""What a save is given, and what becomes of it."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvcellar.history import History
+from kvcellar.store.layout import ModelKey, Rows, WindowRows
+from kvcellar.store.references import Reference
+
+__all__ = ["HistoryState", "RowSource", "SaveState", "SaveTicket"]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryState:
+    """A state of a history that is to be published; what is None stays as it was before.
+
+    Attributes:
+        name: of the history.
+        key: the model and layout of its rows.
+        tokens: the whole history.
+        parent: name of the history that it was forked from.
+        parent_position: tokens in common since the fork.
+        metadata: JSON of the caller's own.
+        is_pinned: never evict its KV.
+    """
+
+    name: str
+    key: ModelKey
+    tokens: History
+    parent: str | None = None
+    parent_position: int | None = None
+    metadata: Mapping[str, Any] | None = None
+    is_pinned: bool | None = None
+
+
+class RowSource(Protocol):
+    """Where a history's rows are taken from: a cache, as someone joins it to the store.
+
+    What is returned belongs to the store from then on: copies, which nobody writes to.
+    """
+
+    def read_rows(self, p0: int, p1: int) -> Rows:
+        """Return the K and V of positions ``[p0, p1)``, per full-history group."""
+        ...
+
+    def read_window(self, n: int) -> Sequence[WindowRows]:
+        """Return what each sliding-window group holds of the positions below ``n``.
+
+        At least the last ``window - 1``, or all where there are fewer; more allow a resume at
+        lengths before ``n`` too.
+        """
+        ...
+
+
+class SaveState(enum.StrEnum):
+    """What became of a save.
+
+    QUEUED: it waits to be written.
+    PUBLISHED: it is on disk.
+    SKIPPED: it was not taken, the queue being full.
+    FAILED: it could not be written; the state before is the published one.
+    """
+
+    QUEUED = "queued"
+    PUBLISHED = "published"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class SaveTicket:
+    """One save and what becomes of it.
+
+    Attributes:
+        name: the history.
+        n_tokens: tokens whose KV there was to save.
+        n_stored: of these, leading ones that the save covers.
+        n_shared: of these, tokens that were stored already.
+        lacks_window: whether a window state at its end is missing: it can be resumed before it.
+        new_bytes: bytes that had to be taken from the cache.
+        state: see :class:`SaveState`.
+        reason: why it was skipped or has failed.
+        reference: what was published.
+    """
+
+    name: str
+    n_tokens: int
+    n_stored: int = 0
+    n_shared: int = 0
+    lacks_window: bool = False
+    new_bytes: int = 0
+    state: SaveState = SaveState.QUEUED
+    reason: str = ""
+    reference: Reference | None = None
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it covers less than there was; the next save goes on from there."""
+        return self.n_stored < self.n_tokens or self.lacks_window
+
+    def wait(self, timeout_s: float | None = None) -> SaveState:
+        """Wait until it is over, or for so long; return the state at that time."""
+        self._is_over.wait(timeout_s)
+        return self.state
+
+    def end(self, state: SaveState, reason: str = "") -> None:
+        """Say what became of it, to all who wait."""
+        self.state, self.reason = state, reason
+        self._is_over.set()
