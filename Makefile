@@ -40,6 +40,7 @@ imports: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py --check
+	$(BIN)/python tools/draw_rooms.py --check
 	$(BIN)/python tools/write_kernel_stub.py --check
 
 CHECK := src/kvcellar/kernel/native/check
