@@ -152,67 +152,89 @@ def _spec_of(
     has_kernel: bool,
     is_coded: bool,
 ) -> ModelCacheSpec:
+    """Work out a spec from a config, and from the weights' files where they lie beside it."""
     is_for_mlx = is_quantised_for_mlx(raw)
     group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
     raw = without_quantisation(raw) if is_for_mlx else raw
     check_architecture(raw, path)
-    params = params_from_config(raw)
-    config = config_from_dict(raw)
+    params, config = params_from_config(raw), config_from_dict(raw)
     is_mxfp4 = bool(raw.get("quantization_config"))
     files_bytes = stored_bytes(path.parent, _NOT_TEXT) if path.name == "config.json" else None
+    if is_for_mlx and files_bytes is None:
+        raise ModelError(
+            "it is quantised for MLX, and how far only its weights say; they are not there"
+        )
     stored = Counter({"BF16": 1} if is_mxfp4 else {})  # what goes with MXFP4
     if files_bytes is not None:
         stored = check_weights(path.parent)
-    wanted = "bfloat16" if asked == "bf16" else dtype
-    stored_dtype, memory_dtype = _dtypes(name, raw, wanted, stored)
+    stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     files = path.parent if files_bytes is not None and not is_mxfp4 else None
     sizes, linears = _parameters(CLASSES[config.model_type], config, files, group_size)
-    n_params = sum(sizes.values())
-    computed = sum(
-        n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
-        for key, n in sizes.items()
-    )
-    part = (
-        "of the text model alone (a vision tower is not loaded)"
-        if raw.get("model_type") in MULTIMODAL
-        else ""
-    )
-    counted = f"{n_params:,} parameters {part}".strip() + (
-        ", sizes from its files"
-        if files_bytes is not None
-        else f", stored in {stored_dtype}" + (" and MXFP4" if is_mxfp4 else "") + " by its config"
-    )
+    known = stored_dtype if files_bytes is None else None
+    counted = _counted(raw, sum(sizes.values()), known, is_for_mlx)
     if is_mxfp4:
-        counted += f"; MXFP4 is expanded to {memory_dtype} when it is loaded"
-    weight_bytes = n_params * DTYPE_BYTES[memory_dtype]
-    weights = choose_weights(asked, memory_dtype, is_built=has_kernel)
-    if weights is not None and is_packed(weights):
-        weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
-        counted += f"; linear layers are packed to {weights} when it is loaded"
-    elif weights == "bf16" and linears and is_coded:
-        weight_bytes = _held_weights(sizes, linears, weights, DTYPE_BYTES[memory_dtype])
-        counted += "; linear layers are written in 12 bits when it is loaded, and nothing is lost"
+        counted += f"; MXFP4 is expanded to {dtype} when it is loaded"
+    weights = choose_weights(asked, dtype, is_built=has_kernel)
+    weight_bytes, how = _in_memory(sizes, linears, weights, DTYPE_BYTES[dtype], is_coded)
     if is_for_mlx:
-        if files_bytes is None:
-            raise ModelError(
-                "it is quantised for MLX, and how far only its weights say; they are not there"
-            )
-        weight_bytes = files_bytes
-        counted = f"{n_params:,} parameters, quantised for MLX, sizes from its files"
+        assert files_bytes is not None, "looked at above"
+        weight_bytes, how = files_bytes, ""
     return ModelCacheSpec(
         name=name,
         family=str(raw.get("model_type")),
         params=params,
         max_positions=positions_from_config(config),
-        stored_bytes=computed if files_bytes is None else files_bytes,
+        stored_bytes=(
+            _computed_bytes(sizes, stored_dtype, is_mxfp4) if files_bytes is None else files_bytes
+        ),
         weight_bytes=weight_bytes,
-        dtype=memory_dtype,
-        counted=counted,
+        dtype=dtype,
+        counted=counted + how,
         n_heads=int(config.num_attention_heads),
         hidden_size=int(config.hidden_size),
         inner_size=int(config.intermediate_size) * int(getattr(config, "num_experts_per_tok", 1)),
         vocab_size=int(config.vocab_size),
     )
+
+
+def _counted(
+    raw: Mapping[str, Any], n_params: int, stored_dtype: str | None, is_for_mlx: bool
+) -> str:
+    """Say what the weights are, and how they were counted; ``stored_dtype``: without files."""
+    if is_for_mlx:
+        return f"{n_params:,} parameters, quantised for MLX, sizes from its files"
+    said = f"{n_params:,} parameters"
+    if raw.get("model_type") in MULTIMODAL:
+        said += " of the text model alone (a vision tower is not loaded)"
+    if stored_dtype is None:
+        return said + ", sizes from its files"
+    mxfp4 = " and MXFP4" if raw.get("quantization_config") else ""
+    return f"{said}, stored in {stored_dtype}{mxfp4} by its config"
+
+
+def _computed_bytes(sizes: Mapping[str, int], stored_dtype: str, is_mxfp4: bool) -> int:
+    """Return the bytes of weights as they are stored, where no file says it."""
+    return sum(
+        n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
+        for key, n in sizes.items()
+    )
+
+
+def _in_memory(
+    sizes: Mapping[str, int],
+    linears: Mapping[str, tuple[int, int]],
+    weights: str | None,
+    itemsize: int,
+    is_coded: bool,
+) -> tuple[int, str]:
+    """Return the bytes of weights once they are loaded, and what loading does to them."""
+    if weights is not None and is_packed(weights):
+        how = f"; linear layers are packed to {weights} when it is loaded"
+    elif weights == "bf16" and linears and is_coded:
+        how = "; linear layers are written in 12 bits when it is loaded, and nothing is lost"
+    else:
+        return sum(sizes.values()) * itemsize, ""
+    return _held_weights(sizes, linears, weights, itemsize), how
 
 
 def _dtypes(

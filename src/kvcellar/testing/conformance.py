@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvcellar.testing.suite.failed_steps import FailedSteps
 from kvcellar.testing.suite.many_sequences import ManySequences
-from kvcellar.testing.suite.one_sequence import OneSequence
+from kvcellar.testing.suite.one_sequence import SingleHistory
 from kvcellar.testing.suite.random_walks import RandomWalks
 from kvcellar.testing.suite.stored_rows import StoredRows
 from kvcellar.testing.suite.trees import Trees
 
 
-class ConformanceSuite(OneSequence, FailedSteps, ManySequences, Trees, StoredRows, RandomWalks):
+class ConformanceSuite(SingleHistory, FailedSteps, ManySequences, Trees, StoredRows, RandomWalks):
     """All scenarios. A backend passes by a subclass that pytest collects and that has its adapter.
 
     ::

@@ -79,6 +79,19 @@ def load_weights(
         )
     except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
         raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
+    _check_keys(info, class_name, folder, config.num_hidden_layers)
+    model = model.to(device).eval()
+    if device.type == "cpu":
+        turn_small(model)
+    return model
+
+
+def _check_keys(info: Mapping[str, Any], class_name: str, folder: Path, n_layers: int) -> None:
+    """Refuse a checkpoint whose tensors are not those of the class.
+
+    Raises:
+        ModelError: some are missing, or some of its layers are not known.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
@@ -88,17 +101,13 @@ def load_weights(
     strangers = sorted(
         key
         for key in info["unexpected_keys"]
-        if (found := _OF_A_LAYER.match(key)) and int(found[1]) < config.num_hidden_layers
+        if (found := _OF_A_LAYER.match(key)) and int(found[1]) < n_layers
     )
     if strangers:
         raise ModelError(
             f"{folder} has {len(strangers)} tensors that a {class_name} does not know: "
             f"{few(strangers)}; its config.json is of another architecture"
         )
-    model = model.to(device).eval()
-    if device.type == "cpu":
-        turn_small(model)
-    return model
 
 
 def turn_small(model: Any) -> None:

@@ -15,7 +15,7 @@ from kvcellar.testing.driver import bytes_per_cell, misshapen, open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
 
-class OneSequence(Scenarios):
+class SingleHistory(Scenarios):
     """One sequence in a contiguous cache: chunks, rewinds, windows, growth, refusals."""
 
     def test_a_prefill_and_decode_are_causal(self, case: Case) -> None:

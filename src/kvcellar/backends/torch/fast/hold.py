@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -38,46 +37,22 @@ def hold_weights(model: Any, weights: str) -> KernelDecoder | None:
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
     """
-    if not levels.is_available():
-        raise BackendError(f"weights {weights} are read by the CPU kernel: {levels.why_not()}")
-    if model.device.type != "cpu":
-        raise BackendError(
-            f"weights {weights} are read by the CPU kernel, and the model is on {model.device}; "
-            f"leave one of the two out"
-        )
-    packed = is_packed(weights)
-    by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
-    is_written = packed or codes_weights()
-    is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
-    expanded = Expanded(EXPANDED) if is_expanded else None
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    arena = Arena()
-
-    def can_hold(module: nn.Module) -> bool:
-        return type(module) is nn.Linear and (not packed or can_pack(module.in_features))
-
-    def bits_for(linear: nn.Linear) -> int:
-        if packed:
-            return bits_of(weights, is_head=linear is head)
-        return 12 if codes_well(linear.weight.detach()) else 16
-
-    def make(linear: nn.Linear) -> KernelLinear:
-        bits = bits_for(linear)
-        is_moved = bits == 16 and linear.weight is embedding.weight
-        return KernelLinear(linear, bits, expanded, None if is_moved else arena)
-
-    is_tied = head.weight is embedding.weight and can_hold(head) and bits_for(head) != 16
-    if not packed and not is_tied:
-        arena.move(embedding.parameters())
-    _replace_in(model, can_hold, make)
+    _check(model, weights)
+    holder = _Holder(model, weights)
+    head, embedding = holder.head, holder.embedding
+    is_tied = head.weight is embedding.weight and holder.can_hold(head) and holder.bits(head) != 16
+    keeps_embedding = not holder.is_packed and not is_tied
+    if keeps_embedding:
+        holder.arena.move(embedding.parameters())
+    _replace_in(model, holder)
     if is_tied:
         model.set_input_embeddings(KernelEmbedding(embedding, model.get_output_embeddings()))
     # What is left would keep the files mapped, with all that was read of them.
     there = [module.weight for module in model.modules() if isinstance(module, KernelLinear)]
-    if not packed and not is_tied:
+    if keeps_embedding:
         there.append(embedding.weight)
     ids = {id(weight) for weight in there}
-    arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)
+    holder.arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)
     for module in model.modules():
         if isinstance(module, KernelLayer):
             module.take_addresses()
@@ -85,19 +60,63 @@ def hold_weights(model: Any, weights: str) -> KernelDecoder | None:
     return make_decoder(model)
 
 
-def _replace_in(
-    parent: nn.Module,
-    can_hold: Callable[[nn.Module], bool],
-    make: Callable[[nn.Linear], KernelLinear],
-) -> None:
-    """Linear layers below a module, and what is made of several of them, by the kernel's."""
+def _check(model: Any, weights: str) -> None:
+    """Refuse a model whose weights the kernel cannot read.
+
+    Raises:
+        BackendError: the kernel is not built here, or the model is elsewhere.
+    """
+    if not levels.is_available():
+        raise BackendError(f"weights {weights} are read by the CPU kernel: {levels.why_not()}")
+    if model.device.type != "cpu":
+        raise BackendError(
+            f"weights {weights} are read by the CPU kernel, and the model is on {model.device}; "
+            f"leave one of the two out"
+        )
+
+
+class _Holder:
+    """What each linear layer of a model becomes."""
+
+    def __init__(self, model: Any, weights: str) -> None:
+        """Choose for a model on the CPU; it stays as it is."""
+        self.head, self.embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        self.arena = Arena()
+        self.is_packed = is_packed(weights)
+        self._weights = weights
+        by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
+        is_written = self.is_packed or codes_weights()
+        is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
+        self._expanded = Expanded(EXPANDED) if is_expanded else None
+
+    def can_hold(self, module: nn.Module) -> bool:
+        """Return true if the kernel reads the weights of a module."""
+        if type(module) is not nn.Linear:
+            return False
+        return not self.is_packed or can_pack(module.in_features)
+
+    def bits(self, layer: nn.Linear) -> int:
+        """Return how many bits each weight of a layer gets."""
+        if self.is_packed:
+            return bits_of(self._weights, is_head=layer is self.head)
+        return 12 if codes_well(layer.weight.detach()) else 16
+
+    def make(self, layer: nn.Linear) -> KernelLinear:
+        """Make the kernel's layer of one of torch's."""
+        bits = self.bits(layer)
+        is_moved = bits == 16 and layer.weight is self.embedding.weight
+        return KernelLinear(layer, bits, self._expanded, None if is_moved else self.arena)
+
+
+def _replace_in(parent: nn.Module, holder: _Holder) -> None:
+    """Put the kernel's layers in the place of linear ones, and of what is made of them."""
     for name, child in list(parent.named_children()):
         linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
         found: nn.Module | None = None
-        if can_hold(child):
-            found = make(cast(nn.Linear, child))
-        elif all(can_hold(linear) for linear in linears):
-            found = kernel_layer(child, make)
+        if holder.can_hold(child):
+            found = holder.make(cast(nn.Linear, child))
+        elif all(holder.can_hold(layer) for layer in linears):
+            found = kernel_layer(child, holder.make)
         if found is not None:
             setattr(parent, name, found)
-        _replace_in(found or child, can_hold, make)
+        _replace_in(found or child, holder)
