@@ -19,7 +19,7 @@ import pytest
 
 from kvcellar.agents import publishing
 from kvcellar.server.routes import observe, viewer
-from kvcellar.store import Store, blocks, cold
+from kvcellar.store import Store, blocks, reference_files
 from kvcellar.store.catalogue import Catalogue
 from kvcellar.store.folder import Folder
 from kvcellar.store.journal import Journal
@@ -40,7 +40,7 @@ DISK = (
     (Folder, "reference_paths"),
     (Folder, "write"),
     (Folder, "settle"),
-    (cold, "read_file"),
+    (reference_files, "read_file"),
     (blocks, "read_file"),
     (blocks, "read_header"),
 )

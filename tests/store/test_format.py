@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kvcellar.store.blocks import Kind, Link, draft_block, read_sealed
+from kvcellar.store.blocks import Kind, Link, read_sealed, unsealed_block
 from kvcellar.store.blocks import address_of as address
 from kvcellar.store.format import DamagedError, Tensor, pack, read_file, read_header
 from tests.store.fakes import History, make_key
@@ -19,7 +19,7 @@ def small_block(path: Path) -> tuple[Path, bytes]:
     history = History(key, [5, 6])
     tokens = np.array([5, 6])
     link = Link(address(Kind.BLOCK, key.root, tokens), key.root, 0, 2)
-    sealed = draft_block(key, link, tokens, history.read_rows(0, 2)).seal("exact")
+    sealed = unsealed_block(key, link, tokens, history.read_rows(0, 2)).seal("exact")
     file = path / "block"
     file.write_bytes(sealed.file.data.tobytes())
     return file, link.address

@@ -14,9 +14,10 @@ import numpy as np
 
 from kvcellar.errors import StoreError
 from kvcellar.store.blocks import Info, Kind, opened
-from kvcellar.store.cold import ColdTier, root_of
+from kvcellar.store.cold import ColdTier
 from kvcellar.store.folder import SUFFIX
 from kvcellar.store.format import Bytes, DamagedError, FileBytes, read_from
+from kvcellar.store.listing import root_of
 from kvcellar.store.references import Reference, unpack_reference
 
 Progress = Callable[[float, str], None]

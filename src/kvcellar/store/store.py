@@ -254,7 +254,7 @@ class Store:
         ref = self._cold.reference(checked_name(name))
         if ref is not None:
             return ref
-        damage = self._cold.damage_of(name)
+        damage = self._cold.references.damage_of(name)
         if damage is None:
             raise self._unknown(name)
         raise StoreError(

@@ -66,7 +66,7 @@ def _verify_references(
     names, bad = [], []
     with cold.locked():
         for path in sorted(cold.folder.reference_paths()):
-            name = cold.repair_reference(path, check)
+            name = cold.references.repair(path, check)
             if name is None:
                 bad.append(path.name)
             else:
