@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.engine import DEFAULTABLE, SamplingParams
+from kvcellar.engine import DEFAULTABLE, SamplingParams, encode_chat
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.generation import sampling_defaults
@@ -95,4 +95,4 @@ def test_another_chat_template_is_another_fingerprint_and_its_own_is_not(checkpo
     assert own.fingerprint() == same.fingerprint()
     assert other.fingerprint().differences(own.fingerprint().value) == ["chat_template"]
     said = [{"role": "user", "content": "hi"}]
-    assert len(other.render_chat(said)) == 2 < len(own.render_chat(said))
+    assert len(encode_chat(other.tokenizer, said)) == 2 < len(encode_chat(own.tokenizer, said))

@@ -18,9 +18,11 @@ import safetensors.torch
 import torch
 import transformers
 
+from kvcellar.engine import encode_chat
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models import load_model
 from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.prompts import encode, render
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import (
     COMMON,
@@ -230,8 +232,8 @@ def test_a_chat_is_rendered_by_the_models_own_template(loaded):
     messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     model = loaded("llama")
     turns = [256, 259, *model.tokenizer.encode("a"), 261, 260, *model.tokenizer.encode("b"), 261]
-    assert model.render_chat(messages) == [*turns, 260]
-    assert model.render_chat(messages, add_generation_prompt=False) == turns
+    assert encode_chat(model.tokenizer, messages) == [*turns, 260]
+    assert encode(model.tokenizer, render(model.tokenizer, messages, is_asking=False)) == turns
 
 
 # The bundled model --------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def test_the_bundled_model_loads_by_name_and_equals_transformers():
 def test_the_bundled_model_answers_in_a_chat():
     model = load_model("demo", dtype="bfloat16")
     assert model.dtype == "bfloat16"
-    prompt = model.render_chat([{"role": "user", "content": "Write a function."}])
+    prompt = encode_chat(model.tokenizer, [{"role": "user", "content": "Write a function."}])
     with Player(model, "contiguous") as player:
         tokens, _ = player.greedy(player.feed(prompt), 3)
     assert isinstance(model.tokenizer.decode(tokens), str)
@@ -495,13 +497,13 @@ def test_a_chat_with_a_model_that_has_no_template(folder):
     make_tokenizer(chat_template=None).save_pretrained(folder)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template"):
-        load_model(folder).render_chat([{"role": "user", "content": "hi"}])
+        encode_chat(load_model(folder).tokenizer, [{"role": "user", "content": "hi"}])
 
 
 def test_a_chat_that_the_template_refuses(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ModelError, match="refuses these messages: roles must alternate"):
-        load_model(folder).render_chat([{"role": "user", "content": "hi"}])
+        encode_chat(load_model(folder).tokenizer, [{"role": "user", "content": "hi"}])
 
 
 def test_settings_that_do_not_exist(folder):

@@ -16,7 +16,7 @@ from kvcellar.agents.lengths import refuse_text
 from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
 from kvcellar.errors import ModelError, PromptError
 from kvcellar.history import History
-from kvcellar.models.prompts import ChatTokenizer, encode, render
+from kvcellar.models.prompts import PromptTokenizer, encode, render
 
 __all__ = [
     "AgentTokenizer",
@@ -30,7 +30,7 @@ __all__ = [
 Message = dict[str, Any]
 
 
-class AgentTokenizer(ChatTokenizer, Protocol):
+class AgentTokenizer(PromptTokenizer, Protocol):
     """What agents need of a tokenizer; those of transformers have it."""
 
     def decode(

@@ -18,8 +18,7 @@ from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.text import Tokenizer
 from kvcellar.errors import ModelError, RewindError
 from kvcellar.history import History
-from kvcellar.models.prompts import ChatTokenizer as PromptTokenizer
-from kvcellar.models.prompts import encode, render
+from kvcellar.models.prompts import PromptTokenizer, encode, render
 from kvcellar.valid import valid_json, valid_text
 
 if TYPE_CHECKING:

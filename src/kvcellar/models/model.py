@@ -12,7 +12,6 @@ from typing import Any
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
-from kvcellar.models.prompts import encode, render
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS
 from kvcellar.registry import CacheSession
@@ -154,23 +153,6 @@ class LoadedModel(ABC):
 
         Weights may be mapped from their files. Whoever measures a process wants them to count.
         """
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the tokens of a chat, by the model's own template.
-
-        Args:
-            messages: ``{"role": ..., "content": ...}`` each, oldest first.
-            add_generation_prompt: end with the opening of the assistant's turn.
-
-        Raises:
-            ModelError: the model has no chat template, or its template refuses these messages.
-        """
-        rendered = render(self.tokenizer, messages, is_asking=add_generation_prompt)
-        return encode(self.tokenizer, rendered)
 
 
 def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
 from kvcellar.models.rendering import ask_renderer
 
-__all__ = ["ChatTokenizer", "Rendered", "encode", "render"]
+__all__ = ["PromptTokenizer", "Rendered", "encode", "render"]
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
 """Put before a control token that a message spells. Noncharacters: no text should have them, one
@@ -33,7 +33,7 @@ _SAID = ("content", "reasoning", "reasoning_content", "thinking")
 """What of an answer the model wrote itself, with tags such as ``<think>``."""
 
 
-class ChatTokenizer(Protocol):
+class PromptTokenizer(Protocol):
     """What a prompt needs of a tokenizer; those of transformers have it."""
 
     chat_template: Any
@@ -68,7 +68,7 @@ class Rendered:
 
 
 def render(
-    tokenizer: ChatTokenizer,
+    tokenizer: PromptTokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
@@ -113,7 +113,7 @@ def render(
     return Rendered(text.replace(mark, ""), text, mark)
 
 
-def encode(tokenizer: ChatTokenizer, rendered: Rendered) -> list[int]:
+def encode(tokenizer: PromptTokenizer, rendered: Rendered) -> list[int]:
     """Return the tokens of a rendered conversation, which has its special tokens already.
 
     Raises:
@@ -129,7 +129,7 @@ def encode(tokenizer: ChatTokenizer, rendered: Rendered) -> list[int]:
 
 
 def _apply(
-    tokenizer: ChatTokenizer,
+    tokenizer: PromptTokenizer,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     is_asking: bool,
