@@ -35,11 +35,10 @@ __all__ = [
 AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
 ModelName = Annotated[
     str | None,
-    typer.Option(
+    options.in_loading(
+        "MODEL",
+        "As `kvcellar generate` takes it. Default: the agent's own, else `demo`.",
         "--model",
-        metavar="MODEL",
-        help="As `kvcellar generate` takes it. Default: the agent's own, else `demo`.",
-        rich_help_panel=options.LOADING,
     ),
 ]
 

@@ -23,7 +23,7 @@ from kvcellar.cli.agent_store import (
     show_agent,
 )
 from kvcellar.cli.agent_turns import chat_command, generate_command
-from kvcellar.cli.commands import add_command, examples
+from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.groups import CacheOptions, ModelOptions
 from kvcellar.cli.store import AsJson, Folder, size_text
 from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
@@ -31,14 +31,10 @@ from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
 NewId = Annotated[
     str | None, typer.Argument(metavar="NEW", help="Name of the new one. Default: made up.")
 ]
-Position = Annotated[
-    int | None, typer.Option(metavar="TOKENS", help="A place in the history, in tokens.")
-]
+Position = Annotated[int | None, option("TOKENS", "A place in the history, in tokens.")]
 TurnNumber = Annotated[
     int | None,
-    typer.Option(
-        "--turn", metavar="N", help="Or in turns from the beginning; negative: from the end."
-    ),
+    option("N", "Or in turns from the beginning; negative: from the end.", "--turn"),
 ]
 
 

@@ -15,7 +15,7 @@ import typer
 
 from kvcellar.budget import format_size
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
+from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.engine.quality import CANDIDATES, measure_kv_quality, measure_weights_quality
@@ -44,18 +44,14 @@ class ReadingOptions:
 
     text: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text to read. Default: modules of Python's standard library; for the bundled "
+        option(
+            "FILE",
+            "Text to read. Default: modules of Python's standard library; for the bundled "
             "model those that it was not trained on.",
         ),
     ] = None
-    tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Tokens of the text to read at most.")
-    ] = N_TOKENS
-    context: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Tokens of a piece that is read in one go.")
-    ] = 1024
+    tokens: Annotated[int, option("N", "Tokens of the text to read at most.", min=2)] = N_TOKENS
+    context: Annotated[int, option("N", "Tokens of a piece that is read in one go.", min=2)] = 1024
 
     def of(self, model: LoadedModel, name: str) -> tuple[list[int], str]:
         """Return the tokens that a model reads, and what they were called.
@@ -98,9 +94,8 @@ def kv_quality(
     *,
     kv_dtype: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="DTYPE",
-            help=f"A type to measure; may be given often. Default: {', '.join(CANDIDATES)}.",
+        option(
+            "DTYPE", f"A type to measure; may be given often. Default: {', '.join(CANDIDATES)}."
         ),
     ] = None,
     reading: ReadingOptions,
@@ -143,9 +138,8 @@ def weights_quality(
     *,
     weights: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"A format to measure; may be given often. Default: {', '.join(WEIGHTS)}.",
+        option(
+            "FORMAT", f"A format to measure; may be given often. Default: {', '.join(WEIGHTS)}."
         ),
     ] = None,
     reading: ReadingOptions,

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import typer
 
-__all__ = ["add_command", "examples"]
+__all__ = ["add_command", "examples", "option"]
 
 
 def add_command(app: typer.Typer, name: str, command: Callable[..., None], *shown: str) -> None:
@@ -28,6 +28,21 @@ def add_command(app: typer.Typer, name: str, command: Callable[..., None], *show
         ValueError: two of its options have the same name.
     """
     app.command(name=name, help=_help_of(command), epilog=examples(*shown))(_spelt_out(command))
+
+
+def option(
+    metavar: str | None, says: str, *names: str, panel: str | None = None, **more: Any
+) -> Any:
+    """Describe an option as typer wants it.
+
+    Args:
+        metavar: what stands for its value in the help; None for a flag.
+        says: its help.
+        names: how it is typed; none: as its parameter is called.
+        panel: heading below which the help has it.
+        more: what else ``typer.Option`` takes.
+    """
+    return typer.Option(*names, metavar=metavar, help=says, rich_help_panel=panel, **more)
 
 
 def examples(*commands: str) -> str:

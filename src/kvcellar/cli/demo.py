@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
+from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
@@ -53,15 +53,9 @@ def register(app: typer.Typer) -> None:
 
 
 def demo_command(
-    branches: Annotated[
-        int, typer.Option(metavar="N", min=1, max=64, help="Continuations of the trunk.")
-    ] = 4,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens of each branch at most.")
-    ] = 48,
-    seed: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The same seed gives the same text, in float32.")
-    ] = 0,
+    branches: Annotated[int, option("N", "Continuations of the trunk.", min=1, max=64)] = 4,
+    max_tokens: Annotated[int, option("N", "Tokens of each branch at most.", min=1)] = 48,
+    seed: Annotated[int, option("N", "The same seed gives the same text, in float32.", min=0)] = 0,
     memory: options.Memory = None,
     backend: options.Backend = "torch",
     weights: options.Weights = None,

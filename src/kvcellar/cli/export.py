@@ -12,7 +12,7 @@ import typer
 
 from kvcellar.budget import format_size
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
+from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
@@ -40,39 +40,33 @@ def register(app: typer.Typer) -> None:
 def export_command(
     model: options.Model,
     *,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The .pte file to write.")
-    ],
+    output: Annotated[Path, option("FILE", "The .pte file to write.", "--output", "-o")],
     quantize: Annotated[
         str,
-        typer.Option(
-            metavar="SCHEME",
-            help="Weights: none, 8da4w (4 bits, the smallest and fastest) or 8da8w; the embedding "
+        option(
+            "SCHEME",
+            "Weights: none, 8da4w (4 bits, the smallest and fastest) or 8da8w; the embedding "
             "is then in 8 bits.",
         ),
     ] = "none",
     dtype: Annotated[
         str,
-        typer.Option(
-            metavar="DTYPE",
-            help="Type of what is not quantised: float32, float16 or bfloat16. XNNPACK leaves the "
+        option(
+            "DTYPE",
+            "Type of what is not quantised: float32, float16 or bfloat16. XNNPACK leaves the "
             "last one to slower kernels.",
         ),
     ] = "float32",
     max_tokens_per_step: Annotated[
         int,
-        typer.Option(
-            metavar="N", help="Tokens of one forward at most; memory is planned for as many."
-        ),
+        option("N", "Tokens of one forward at most; memory is planned for as many."),
     ] = 512,
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="What the method is called inside.")
-    ] = "forward",
+    method: Annotated[str, option("NAME", "What the method is called inside.")] = "forward",
     features: Annotated[
         str | None,
-        typer.Option(
-            metavar="LAYERS",
-            help="Tell what these layers are given beside the logits, for --speculate eagle3: "
+        option(
+            "LAYERS",
+            "Tell what these layers are given beside the logits, for --speculate eagle3: "
             "numbers with commas between, or eagle3 for those that heads read by default.",
         ),
     ] = None,

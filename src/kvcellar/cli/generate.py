@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
+from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.groups import AnyCacheOptions, SamplingOptions
 from kvcellar.cli.session import Bound, bound_model
 from kvcellar.cli.terminal import print_note, print_warning, progress_bar, write
@@ -38,7 +38,7 @@ def generate_command(
     *,
     prompt: Annotated[
         str,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; - for stdin."),
+        option("TEXT", "The text to continue; - for stdin.", "--prompt", "-p"),
     ],
     chat: Annotated[
         bool | None,

@@ -12,7 +12,7 @@ import typer
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.budget import format_size, machine_bytes, parse_size
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
+from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.session import too_small
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_warning, progress_bar, write
@@ -47,34 +47,34 @@ class FitOptions:
 
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What the process may hold, such as 24GB or 8GiB. Default: this machine's memory.",
+        option(
+            "SIZE",
+            "What the process may hold, such as 24GB or 8GiB. Default: this machine's memory.",
         ),
     ] = None
     context: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Tokens that each agent holds. Default: {USUAL_CONTEXT}, or as many as the model "
+        option(
+            "TOKENS",
+            f"Tokens that each agent holds. Default: {USUAL_CONTEXT}, or as many as the model "
             "was made for where that is less.",
         ),
     ] = None
     agents: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Say whether so many fit, and how long they may be."),
+        option("N", "Say whether so many fit, and how long they may be.", min=1),
     ] = None
     kv_dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help=f"One type of K and V. Default: {', '.join(SHOWN)}."),
+        option("DTYPE", f"One type of K and V. Default: {', '.join(SHOWN)}."),
     ] = None
     spec_file: Annotated[
         Path | None,
-        typer.Option(
-            "--spec",
-            metavar="FILE",
-            help="A JSON object whose fields replace those of the model's config; "
+        option(
+            "FILE",
+            "A JSON object whose fields replace those of the model's config; "
             "docs/spec-file.md lists them.",
+            "--spec",
         ),
     ] = None
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvcellar.cli.commands import option
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
 from kvcellar.models.options import CACHES
 
-LOADING = "Model and cache"
-SAMPLING = "Sampling"
+in_loading = partial(option, panel="Model and cache")
+in_sampling = partial(option, panel="Sampling")
 
 Model = Annotated[
     str,
@@ -24,191 +26,140 @@ Model = Annotated[
 ]
 Cache = Annotated[
     str,
-    typer.Option(
-        metavar="KIND",
-        help="Which cache: cells, which are taken one by one, or paged: in blocks.",
-        rich_help_panel=LOADING,
-    ),
+    in_loading("KIND", "Which cache: cells, which are taken one by one, or paged: in blocks."),
 ]
 AnyCache = Annotated[
     str,
-    typer.Option(
-        metavar="KIND",
-        help=f"Which cache: {', '.join([*CACHES][:-1])} or {[*CACHES][-1]}.",
-        rich_help_panel=LOADING,
-    ),
+    in_loading("KIND", f"Which cache: {', '.join([*CACHES][:-1])} or {[*CACHES][-1]}."),
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Cells that a paged cache takes and shares together. Default: 16.",
-        rich_help_panel=LOADING,
-    ),
+    in_loading("N", "Cells that a paged cache takes and shares together. Default: 16.", min=1),
 ]
 Layout = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="How a paged cache lays out its bytes: layer_first, or block_first: all layers of a "
+    in_loading(
+        "NAME",
+        "How a paged cache lays out its bytes: layer_first, or block_first: all layers of a "
         "block side by side. Default: layer_first, which is read faster.",
-        rich_help_panel=LOADING,
     ),
 ]
 Capacity = Annotated[
     int | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Tokens that the cache may hold, of all conversations together. Default: the model's "
+    in_loading(
+        "TOKENS",
+        "Tokens that the cache may hold, of all conversations together. Default: the model's "
         "context where memory (--memory, or this machine's) allows, else what it allows.",
-        rich_help_panel=LOADING,
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="What the whole process may hold, such as 24GB or 8GiB: weights, KV, everything. The "
+    in_loading(
+        "SIZE",
+        "What the whole process may hold, such as 24GB or 8GiB: weights, KV, everything. The "
         "cache grows inside it.",
-        rich_help_panel=LOADING,
     ),
 ]
 KvDtype = Annotated[
     str | None,
-    typer.Option(
-        metavar="DTYPE",
-        help=f"How K and V are stored: {', '.join(KV_DTYPES)}, or each by itself, as k8v4; :g32, "
+    in_loading(
+        "DTYPE",
+        f"How K and V are stored: {', '.join(KV_DTYPES)}, or each by itself, as k8v4; :g32, "
         ":g64 and :g128 set a group size, :rot rotates K. Default: as the weights.",
-        rich_help_panel=LOADING,
     ),
 ]
 Backend = Annotated[
     str,
-    typer.Option(
-        metavar="NAME",
-        help="Who runs the model: torch, or another backend that is installed and loads models; of "
+    in_loading(
+        "NAME",
+        "Who runs the model: torch, or another backend that is installed and loads models; of "
         "an unknown one it is said which there are.",
-        rich_help_panel=LOADING,
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="Type of the weights in memory. Default: the checkpoint's own.",
-        rich_help_panel=LOADING,
-    ),
+    in_loading("DTYPE", "Type of the weights in memory. Default: the checkpoint's own."),
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(
-        "--weights",
-        "--quantize",
-        metavar="FORMAT",
-        help="How linear layers hold their weights. With torch, on a CPU: bf16, int8 or int4, read "
+    in_loading(
+        "FORMAT",
+        "How linear layers hold their weights. With torch, on a CPU: bf16, int8 or int4, read "
         "by the kernel of this package, or none: as torch does; with executorch: 8da8w or 8da4w, "
         "exported once and kept. Default: bf16 where the weights are bfloat16 and the kernel is "
         "built, since nothing is lost.",
-        rich_help_panel=LOADING,
+        "--weights",
+        "--quantize",
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="DEVICE",
-        help="Where the model runs, such as cpu or cuda. Default: cpu; with mlx the GPU of a Mac.",
-        rich_help_panel=LOADING,
+    in_loading(
+        "DEVICE",
+        "Where the model runs, such as cpu or cuda. Default: cpu; with mlx the GPU of a Mac.",
     ),
 ]
 
 Speculate = Annotated[
     str | None,
-    typer.Option(
-        metavar="WHO",
-        help="Who guesses tokens, to be verified several at once where that saves time: ngram "
+    in_loading(
+        "WHO",
+        "Who guesses tokens, to be verified several at once where that saves time: ngram "
         "(what followed the last few tokens before), eagle3:PATH (a head that reads the model's "
         "own layers; eagle3 alone for demo's), or a smaller model of the same vocabulary. What is "
         "said does not depend on it.",
-        rich_help_panel=LOADING,
     ),
 ]
 Verify = Annotated[
     str,
-    typer.Option(
-        metavar="HOW",
-        help="What is asked of stored KV before it is used: checksum, or canary: besides, that a "
+    in_loading(
+        "HOW",
+        "What is asked of stored KV before it is used: checksum, or canary: besides, that a "
         "few rows are what the model computes.",
-        rich_help_panel=LOADING,
     ),
 ]
 
 MaxTokens = Annotated[
     int,
-    typer.Option(metavar="N", min=1, help="Tokens to generate at most.", rich_help_panel=SAMPLING),
+    in_sampling("N", "Tokens to generate at most.", min=1),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        metavar="X",
-        help="0 takes the likeliest token; higher is more varied. Default, as for the next four: "
+    in_sampling(
+        "X",
+        "0 takes the likeliest token; higher is more varied. Default, as for the next four: "
         "what the model's generation_config.json says.",
-        rich_help_panel=SAMPLING,
     ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        metavar="P",
-        help="Sample from the fewest tokens with this probability together.",
-        rich_help_panel=SAMPLING,
-    ),
+    in_sampling("P", "Sample from the fewest tokens with this probability together."),
 ]
 TopK = Annotated[
     int | None,
-    typer.Option(
-        metavar="K", help="Sample from the K likeliest tokens; 0 for all.", rich_help_panel=SAMPLING
-    ),
+    in_sampling("K", "Sample from the K likeliest tokens; 0 for all."),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(
-        metavar="P",
-        help="Sample from tokens at least P times as likely as the likeliest.",
-        rich_help_panel=SAMPLING,
-    ),
+    in_sampling("P", "Sample from tokens at least P times as likely as the likeliest."),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(
-        metavar="X",
-        help="Above 1 makes tokens that are there already less likely.",
-        rich_help_panel=SAMPLING,
-    ),
+    in_sampling("X", "Above 1 makes tokens that are there already less likely."),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help="The same seed gives the same text, in float32.", rich_help_panel=SAMPLING
-    ),
+    in_sampling("N", "The same seed gives the same text, in float32."),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="TEXT",
-        help="End before this text; may be given several times.",
-        rich_help_panel=SAMPLING,
-    ),
+    in_sampling("TEXT", "End before this text; may be given several times."),
 ]
 ChatTemplate = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A chat template (Jinja) in place of the model's own.",
-        rich_help_panel=LOADING,
-    ),
+    in_loading("FILE", "A chat template (Jinja) in place of the model's own."),
 ]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")]
+System = Annotated[str | None, option("TEXT", "The system message of the chat.")]
 
 
 def read_template(file: Path | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.cli import options
-from kvcellar.cli.commands import add_command
+from kvcellar.cli.commands import add_command, option
 from kvcellar.cli.groups import CacheOptions
 from kvcellar.cli.hosting import Hosting
 from kvcellar.cli.serving import (
@@ -77,9 +77,9 @@ def serve_command(
     ] = False,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Let a rule change what clients sent, besides `billing-header`: `header`, `date` "
+        option(
+            "NAME",
+            "Let a rule change what clients sent, besides `billing-header`: `header`, `date` "
             "or `tool-order`; may be given several times. `none`: no rule at all.",
         ),
     ] = None,
@@ -90,10 +90,8 @@ def serve_command(
     speculate: options.Speculate = None,
     idle_unload: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Let go of a model that nobody has used for so long. Default: never.",
-            rich_help_panel=options.LOADING,
+        options.in_loading(
+            "SECONDS", "Let go of a model that nobody has used for so long. Default: never."
         ),
     ] = None,
 ) -> None:

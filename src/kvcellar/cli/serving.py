@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcellar.budget import parse_size
+from kvcellar.cli.commands import option
 from kvcellar.cli.terminal import print_warning
 from kvcellar.errors import ConfigError
 
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineOptions", "LimitOptions", "PlaceOptions", "TrustOptions", "server_config"]
 
-_TRUST = "Trust"
-_LIMITS = "Limits"
-_ENGINE = "Engine"
+_in_trust = partial(option, panel="Trust")
+_in_limits = partial(option, panel="Limits")
+_in_engine = partial(option, panel="Engine")
 _PARALLEL = 8
 _PREFILL_BESIDE = 32
 """Tokens of prompts in a step that has decodes too: others' answers go on evenly meanwhile."""
@@ -35,8 +37,8 @@ _BODY_SHARE = 64
 class PlaceOptions:
     """Options of where the server listens."""
 
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(metavar="N", help="0: any that is free.")] = 8642
+    host: Annotated[str, option("ADDRESS", "Where to listen.")] = "127.0.0.1"
+    port: Annotated[int, option("N", "0: any that is free.")] = 8642
 
     @property
     def is_local(self) -> bool:
@@ -50,50 +52,39 @@ class TrustOptions:
 
     api_key: Annotated[
         str | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="KVCELLAR_API_KEY",
-            help="What clients must bring as a bearer token or `x-api-key`. On the command line "
+        _in_trust(
+            "KEY",
+            "What clients must bring as a bearer token or `x-api-key`. On the command line "
             "every user of this machine can read it, with `ps`: rather set the variable, or give "
             "--api-key-file.",
-            rich_help_panel=_TRUST,
+            envvar="KVCELLAR_API_KEY",
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file whose first line is the API key.",
-            rich_help_panel=_TRUST,
-        ),
+        _in_trust("FILE", "A file whose first line is the API key."),
     ] = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another name by which this server may be called; may be given several times.",
-            rich_help_panel=_TRUST,
+        _in_trust(
+            "NAME", "Another name by which this server may be called; may be given several times."
         ),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="A web page's origin that may call it; may be given several times.",
-            rich_help_panel=_TRUST,
-        ),
+        _in_trust("URL", "A web page's origin that may call it; may be given several times."),
     ] = None
     log_text: Annotated[
         bool,
-        typer.Option("--log-text", help="Let prompts into the log.", rich_help_panel=_TRUST),
+        _in_trust(None, "Let prompts into the log.", "--log-text"),
     ] = False
     control_tokens_in_text: Annotated[
         bool,
-        typer.Option(
-            "--control-tokens-in-text",
-            help="Let text of messages spell the model's control tokens. Whoever writes a message "
+        _in_trust(
+            None,
+            "Let text of messages spell the model's control tokens. Whoever writes a message "
             "can then end it, and speak as somebody else.",
-            rich_help_panel=_TRUST,
+            "--control-tokens-in-text",
         ),
     ] = False
 
@@ -122,50 +113,45 @@ class EngineOptions:
 
     parallel: Annotated[
         int,
-        typer.Option(
-            metavar="N",
+        _in_engine(
+            "N",
+            "Answers that run at a time; more wait their turn, so that these go on evenly.",
             min=1,
-            help="Answers that run at a time; more wait their turn, so that these go on evenly.",
-            rich_help_panel=_ENGINE,
         ),
     ] = _PARALLEL
     policy: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="How prompts and running answers share steps. mixed: answers go on in every step, "
+        _in_engine(
+            "NAME",
+            "How prompts and running answers share steps. mixed: answers go on in every step, "
             "and prompts get what is left; prefill-first: prompts first, which is best for many at "
             "once that nobody watches.",
-            rich_help_panel=_ENGINE,
         ),
     ] = "mixed"
     delay: Annotated[
         float,
-        typer.Option(
-            metavar="X",
-            min=0.0,
-            help="With --policy prefill-first: let new prompts gather for X times as long as the "
+        _in_engine(
+            "X",
+            "With --policy prefill-first: let new prompts gather for X times as long as the "
             "last one took to read, so that they are read together.",
-            rich_help_panel=_ENGINE,
+            min=0.0,
         ),
     ] = 0.0
     index: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="How stored prefixes are found. radix: to the token; hashed: by hashes of whole "
+        _in_engine(
+            "NAME",
+            "How stored prefixes are found. radix: to the token; hashed: by hashes of whole "
             "blocks; naive: never, so every prompt is read whole.",
-            rich_help_panel=_ENGINE,
         ),
     ] = "radix"
     index_block: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens that the index stores and finds together. Default: as many as the cache's "
+        _in_engine(
+            "N",
+            "Tokens that the index stores and finds together. Default: as many as the cache's "
             "blocks have; 16 for a hashed index over cells.",
-            rich_help_panel=_ENGINE,
+            min=1,
         ),
     ] = None
 
@@ -193,51 +179,30 @@ class LimitOptions:
 
     max_tokens: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Of an answer for which the client sets no limit.",
-            rich_help_panel=_LIMITS,
-        ),
+        _in_limits("N", "Of an answer for which the client sets no limit."),
     ] = 1024
     max_requests: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Answers that wait or run at a time; more are told to come back.",
-            rich_help_panel=_LIMITS,
-        ),
+        _in_limits("N", "Answers that wait or run at a time; more are told to come back."),
     ] = 256
     max_body: Annotated[
         str,
-        typer.Option(
-            metavar="SIZE",
-            help="Of one request; where it is not given, at most a 64th of --memory.",
-            rich_help_panel=_LIMITS,
-        ),
+        _in_limits("SIZE", "Of one request; where it is not given, at most a 64th of --memory."),
     ] = "32MiB"
     wait: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Longest time to wait for room in the cache.",
-            rich_help_panel=_LIMITS,
-        ),
+        _in_limits("SECONDS", "Longest time to wait for room in the cache."),
     ] = 120.0
     remember: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Conversations without a name that are remembered.",
-            rich_help_panel=_LIMITS,
-        ),
+        _in_limits("N", "Conversations without a name that are remembered."),
     ] = 256
     shutdown: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time that running answers have when the server is stopped; then they end with "
+        _in_limits(
+            "SECONDS",
+            "Time that running answers have when the server is stopped; then they end with "
             "an error. A second signal does not wait.",
-            rich_help_panel=_LIMITS,
         ),
     ] = 5.0
 

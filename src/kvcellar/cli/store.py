@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.commands import add_command, examples
+from kvcellar.cli.commands import add_command, examples, option
 from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError, StoreError
 
@@ -22,19 +22,17 @@ EXIT_FAULTS = 1
 
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--store",
-        metavar="FOLDER",
-        help="The store. Default: `store` in KVCELLAR_HOME, else in kvcellar's folder of the "
+    option(
+        "FOLDER",
+        "The store. Default: `store` in KVCELLAR_HOME, else in kvcellar's folder of the "
         "user's data (XDG_DATA_HOME, ~/.local/share).",
+        "--store",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Limit = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", help="Bytes on disk, such as 20G or 500M. Default: 20G.", show_default=False
-    ),
+    option("SIZE", "Bytes on disk, such as 20G or 500M. Default: 20G.", show_default=False),
 ]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -127,7 +125,7 @@ def gc_command(
     limit: Limit = None,
     grace: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="Keep what was used in the last so many."),
+        option("SECONDS", "Keep what was used in the last so many.", min=0),
     ] = 0.0,
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Empty the quarantine too.")
