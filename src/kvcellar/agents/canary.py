@@ -98,7 +98,7 @@ def _positions(
     window: WindowState | None,
     stop: int,
 ) -> list[int]:
-    """Positions to look at: the ends of blocks, evenly, and the last of all."""
+    """Choose the positions to look at: the ends of blocks, evenly, and the last of all."""
     size = restore.block_size
     ends = [block.stop for block in blocks] if layout.full_groups else [stop]
     wanted = {max(restore.first, (end - 1) // size * size) for end in (*ends, stop)}
@@ -112,7 +112,7 @@ def _positions(
 
 
 def _errors(had: np.ndarray, got: np.ndarray) -> list[float]:
-    """Per row the largest distance of any layer, as a share of the row's length there."""
+    """Return each row's largest distance in any layer, as a share of its length there."""
     distance = np.sqrt(((had - got).astype(np.float64) ** 2).sum((1, 3)))
     length = np.sqrt((got.astype(np.float64) ** 2).sum((1, 3)))
     worst: list[float] = (distance / np.maximum(length, 1e-6)).max(0).tolist()
@@ -122,7 +122,7 @@ def _errors(had: np.ndarray, got: np.ndarray) -> list[float]:
 def _address(
     position: int, width: int | None, blocks: Sequence[Loaded], window: WindowState | None
 ) -> bytes:
-    """Where a row came from."""
+    """Return the address of the block or window state that a row came from."""
     if width is not None:
         assert window is not None, "a window group's rows come from a window state"
         return window.address

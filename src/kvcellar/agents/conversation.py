@@ -40,13 +40,13 @@ class AgentTokenizer(PromptTokenizer, Protocol):
         skip_special_tokens: bool = ...,
         clean_up_tokenization_spaces: bool = ...,
     ) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         ...
 
 
 @dataclass(slots=True)
 class Prefixes:
-    """Where the messages of a conversation end in its tokens.
+    """The tokens of a conversation, and the places in them where its messages end.
 
     Attributes:
         tokenizer: of the model.
@@ -67,7 +67,7 @@ class Prefixes:
     n_left: int = 16
 
     def end_of(self, n_messages: int, *, is_asking: bool) -> int:
-        """Tokens of the conversation that its first ``n_messages`` write by themselves.
+        """Count the tokens that the first ``n_messages`` write by themselves.
 
         Fewer where the template writes them otherwise when more follows, but not less than the
         history has in common.
@@ -128,7 +128,7 @@ def plan_messages(
     control_tokens_in_text: bool = False,
     context: int | None = None,
 ) -> Spoken:
-    """The tokens of a whole conversation, and how much of a history it continues.
+    """Turn a whole conversation into tokens, and compare it with a history.
 
     Args:
         tokenizer: of the model.

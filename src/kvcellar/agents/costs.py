@@ -55,7 +55,7 @@ class Estimate:
         return max(0.0, (self.prefill_s or 0.0) - self.load_s)
 
     def n_to_compute(self, n_tokens: int, step: int) -> int:
-        """How many of so many tokens to compute while the others are loaded; 0: load them all.
+        """Return how many tokens to compute while the others are loaded; 0: load them all.
 
         Computing goes from the beginning and loading covers the end, whole ``step`` tokens of it;
         what takes longer of the two counts.
@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def is_restore_faster(self) -> bool:
-        """Whether to load it. Unmeasured prefill is believed to be slow, as it is on a CPU."""
+        """True if loading is believed to be faster; a prefill never measured counts as slow."""
         return self.prefill_s is None or self.load_s < MARGIN * self.prefill_s
 
 
@@ -91,7 +91,7 @@ class Costs:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def estimate(self, match: Match, n_cached: int, stop: int) -> Estimate:
-        """Of positions ``[n_cached, stop)`` of what the store holds."""
+        """Estimate what positions ``[n_cached, stop)`` of a match take."""
         part = (stop - n_cached) / max(1, match.n_tokens)
         with self._lock:
             load = FIXED_S + part * (
@@ -102,7 +102,7 @@ class Costs:
         return Estimate(load, None if prefill is None else (stop - n_cached) * prefill)
 
     def learn_load(self, tier: str, size_bytes: int, seconds: float) -> None:
-        """So many bytes of this tier were loaded and written to cells; few bytes say little."""
+        """Learn from bytes of a tier that were loaded into cells; few bytes say little."""
         if size_bytes > 0:
             with self._lock:
                 old, new = self.s_per_byte[tier], seconds / size_bytes
@@ -111,14 +111,14 @@ class Costs:
                 self.s_per_byte[tier] = (1 - weight) * old + weight * new
 
     def declined(self) -> None:
-        """A restore was believed too slow. The belief fades, so that it is tried again some day."""
+        """Let the belief that a tier is slow fade a little, so that it is tried again some day."""
         with self._lock:
             for tier, start in START_S_PER_BYTE.items():
                 if self.s_per_byte[tier] > start:
                     self.s_per_byte[tier] = max(start, _FORGIVEN * self.s_per_byte[tier])
 
     def learn_prefill(self, n_tokens: int, seconds: float) -> None:
-        """So many prompt tokens were computed; short prompts say little and are left out."""
+        """Learn from prompt tokens that were computed; short prompts say little."""
         if n_tokens >= 16 and seconds > 0:
             with self._lock:
                 old, new = self.prefill_s_per_token, seconds / n_tokens
@@ -126,7 +126,7 @@ class Costs:
                 self.prefill_s_per_token = new if old is None else min(new, old + 0.1 * (new - old))
 
     def patience_s(self, n_tokens: int, n_loaded: int) -> float | None:
-        """Seconds after which a restore that has come so far is slower than computing would be.
+        """Return the seconds after which a restore that has come so far is slower than computing.
 
         None where nobody knows what computing takes.
         """
@@ -136,12 +136,12 @@ class Costs:
         return max(MIN_PATIENCE_S, MAX_LOSS * n_tokens * prefill, n_loaded * prefill)
 
     def as_json(self) -> dict[str, float | None]:
-        """The rates, to be remembered."""
+        """Return the rates, to be remembered."""
         with self._lock:
             return {"prefill": self.prefill_s_per_token, **self.s_per_byte}
 
     def recall(self, rates: dict[str, float | None]) -> None:
-        """Rates that were measured by an earlier process; what is known better stays."""
+        """Take over rates that an earlier process has measured; what is known better stays."""
         with self._lock:
             if self.prefill_s_per_token is None:
                 self.prefill_s_per_token = rates.get("prefill")

@@ -14,14 +14,14 @@ class Gate:
     """``async with gate``: the next comes in when the one before has left."""
 
     def __init__(self) -> None:
-        """Open."""
+        """Create an open gate."""
         self._lock = threading.Lock()
         self._is_taken = False
         self._waiting: deque[Future[None]] = deque()
 
     @property
     def is_taken(self) -> bool:
-        """Whether somebody is inside."""
+        """True while somebody is inside."""
         return self._is_taken
 
     async def __aenter__(self) -> None:

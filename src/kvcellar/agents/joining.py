@@ -19,7 +19,7 @@ __all__ = ["Joined", "continues", "join", "n_system_of"]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Where a conversation goes on in a history.
+    """The place in an agent's history where a conversation goes on.
 
     Attributes:
         messages: the whole conversation that is to be answered.

@@ -33,7 +33,7 @@ _VALUE_BYTES = 64
 
 
 class Size(NamedTuple):
-    """How much some values of JSON are.
+    """The length of some values of JSON, and the work that they are.
 
     Attributes:
         n_bytes: of all texts in them, keys left out.

@@ -135,7 +135,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What one model takes: its weights, what it sets aside, and KV of so many tokens."""
+    """Bytes of one model: its weights, what it sets aside, and the KV of so many tokens."""
 
     weight_bytes: int
     reserve_bytes: int
@@ -143,7 +143,7 @@ class _Size:
 
     @property
     def fixed_bytes(self) -> int:
-        """Whatever is in the cache."""
+        """Weights plus reserve; independent of what the cache holds."""
         return self.weight_bytes + self.reserve_bytes
 
 
@@ -186,7 +186,7 @@ def budgets_of_host(
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many cells a cache is given, and why.
+    """The number of cells that a cache is given, with the reason.
 
     Attributes:
         cells: tokens of all sequences together.
@@ -197,7 +197,7 @@ class Capacity:
     why: str
 
     def __str__(self) -> str:
-        """For a note at the start."""
+        """Return a note for people."""
         return f"capacity {self.cells} cells: {self.why}"
 
 
@@ -250,7 +250,7 @@ def planned_context(options: LoadOptions, config: EngineConfig | None = None) ->
 
 
 def _in_round_numbers(cells: int) -> int:
-    """A multiple of 256 where it is not few."""
+    """Round a number of cells down to a multiple of 256, where it is not small."""
     return cells if cells < 1024 else cells - cells % 256
 
 
@@ -287,7 +287,7 @@ def _sizer(
 
 
 def head_of(speculate: str) -> str | None:
-    """The head that a drafter's name asks for, "" for the bundled one; None where it asks for none.
+    """Return the head that a drafter's name asks for: "" for the bundled one, None for no head.
 
     A folder or a model called ``eagle3`` is asked for by its path.
     """
@@ -303,7 +303,7 @@ def _size_of(
     n_rows: int,
     keeps_windows: bool = False,
 ) -> _Size:
-    """Besides weights and KV: a forward, and the blocks of a restore on their way in.
+    """Size a model: weights, KV, a forward, and the blocks of a restore on their way in.
 
     Pools of windows grow like the others as conversations come and go, unless a budget keeps them
     at what one sequence needs where there is no more room.

@@ -63,12 +63,12 @@ class Miss:
         return CAUSES[self.cause]
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json`` and for the store."""
+        """Return a dict for ``--json`` and for the store."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> Miss | None:
-        """What ``as_json`` gave."""
+        """Return what ``as_json`` gave, as a miss."""
         return None if value is None else cls(**value)
 
 
@@ -79,7 +79,7 @@ def miss_beside(
     cause: str,
     tokenizer: AgentTokenizer | None,
 ) -> Miss | None:
-    """What a first turn had to compute although the history that it came close to has its text.
+    """Find what a first turn computed although a history that it came close to has its text.
 
     Args:
         other: that history.
@@ -116,7 +116,7 @@ def explain(
     tokens: History,
     tokenizer: AgentTokenizer | None,
 ) -> Miss:
-    """A miss with the texts around it."""
+    """Make a miss with the texts around its place."""
     return Miss(
         cause,
         tokens_lost,

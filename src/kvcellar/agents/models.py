@@ -45,7 +45,7 @@ class ModelRegistry:
         size_of: Callable[[str], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing loaded.
+        """Create a registry that has nothing loaded.
 
         Args:
             load: from a name to a running host; called in a thread of its own.
@@ -86,14 +86,14 @@ class ModelRegistry:
             return list(self._loaded)
 
     def host(self, name: str) -> ModelHost | None:
-        """The host of a model that is in memory; None where it is not. Loads nothing."""
+        """Return the host of a model that is in memory; None where it is not. Load nothing."""
         with self._lock:
             entry = self._loaded.get(name)
             return entry.host if entry else None
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ModelHost]:
-        """The host of a model, loaded if need be; it stays while the block lasts.
+        """Lend the host of a model, loaded if need be, for as long as the block lasts.
 
         Raises:
             ModelError, BackendError, ConfigError: from loading; nothing was loaded.
@@ -187,7 +187,7 @@ class ModelRegistry:
 
 
 def model_notes(host: ModelHost) -> tuple[str, ...]:
-    """What a user of a model should know when it is loaded."""
+    """Say what a user of a model should know when it is loaded."""
     if host.template is None or host.template.is_prefix_stable:
         return ()
     return tuple(f"chat template of {host.name!r}: {found}" for found in host.template.findings)

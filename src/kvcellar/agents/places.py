@@ -56,7 +56,7 @@ class Places:
     """
 
     def __init__(self, rules: Collection[str]) -> None:
-        """No chain known yet."""
+        """Create a finder that knows no conversation yet."""
         self._rules = rules
         self._known: dict[str, _Known] = {}
 
@@ -67,7 +67,7 @@ class Places:
         tools: Sequence[Mapping[str, Any]] | None,
         likely: str | None = None,
     ) -> Place | None:
-        """The place with most messages; None where no agent has answered a beginning of it.
+        """Return the place with most messages; None where no agent has answered a beginning of it.
 
         Args:
             agents: those that may be meant.

@@ -86,7 +86,7 @@ class Turn:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is given as messages, or as text that becomes one."""
+        """True if it is given as messages, or as text that becomes one."""
         return self.tokens is None
 
 

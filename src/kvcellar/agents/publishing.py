@@ -33,7 +33,7 @@ class Publisher:
     """
 
     def __init__(self, store: Store) -> None:
-        """Nothing saved yet."""
+        """Create a publisher that has saved nothing yet."""
         self.store = store
         self._tickets: dict[str, SaveTicket] = {}
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class Publisher:
         """By agent since when there is KV of it that was not taken."""
 
     def revision_of(self, agent: Agent) -> int | None:
-        """The revision of an agent's state that this process knows; None while a save is queued."""
+        """Return the revision of an agent that this process knows; None while a save is queued."""
         ticket = self._tickets.get(agent.name)
         if ticket is None:
             return agent.revision

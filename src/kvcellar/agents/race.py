@@ -30,7 +30,7 @@ class Front:
         self._error: Exception | None = None
 
         def on_finish(_: FinishEvent) -> None:
-            """In the engine's thread: what was computed is still in the cache."""
+            """Protect what was computed, in the engine's thread: it is still in the cache."""
             self._error = host.engine.failure
             try:
                 if self._error is None:
@@ -44,7 +44,7 @@ class Front:
         self._request_id = host.service.submit_quietly(request, on_finish).result()
 
     def wait(self, is_cancelled: Callable[[], bool]) -> HeldPrefix:
-        """What was computed, protected; whoever calls has it from then on.
+        """Return what was computed, protected; whoever calls has it from then on.
 
         Raises:
             EngineFailedError: the engine has stopped meanwhile.
@@ -60,7 +60,7 @@ class Front:
         return held
 
     def stop(self) -> None:
-        """Nobody wants it, if it was not taken already."""
+        """End it where it was not waited for, and let go of what was computed."""
         with contextlib.suppress(EngineClosedError):
             self._cancel()
         self._is_over.wait()
@@ -88,7 +88,7 @@ class Ahead:
         threading.Thread(target=work, name="kvcellar-restore", daemon=True).start()
 
     def next(self, patience_s: float | None) -> tuple[Loaded, float] | None:
-        """The next block and the seconds that it took; None at the end, or where it is late."""
+        """Return the next block and its seconds; None at the end, or where it is late."""
         try:
             got = self._blocks.get(timeout=None if patience_s is None else max(0.0, patience_s))
         except queue.Empty:
@@ -100,7 +100,7 @@ class Ahead:
         return got
 
     def stop(self) -> None:
-        """Nobody wants more."""
+        """End it; what comes later is dropped."""
         self._is_stopped.set()
         with contextlib.suppress(queue.Empty):  # let the thread put down what it holds
             while True:

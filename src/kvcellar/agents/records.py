@@ -128,14 +128,14 @@ class Agent:
     revision: int = 0
     n_stored: int = 0
     serial: int = field(default_factory=next_serial)
-    """Of its state, ascending; what the store's journal has of it is ordered by that."""
+    """Number of its state, ascending; what the store's journal has of it is ordered by that."""
     n_changes: int = 0
     """How often it has changed in this process."""
     mark: Mark | None = None
     """The last state that is durable, as far as this process knows."""
     gate: Gate = field(default_factory=Gate)
     request_id: int | None = None
-    """Of the turn that is being generated."""
+    """Id of the request of the turn that is being generated."""
     expected: History = field(default_factory=History)
     """Tokens of the turn that is being generated, as far as they are known."""
     is_passing: bool = False
@@ -143,20 +143,20 @@ class Agent:
     branch_of: str | None = None
     """Id of the named agent whose history a client's conversation did not continue; it has it."""
     is_rewound: bool = False
-    """Whether it has gone back since its last turn."""
+    """True if it has gone back since its last turn."""
     beside: Agent | None = None
     """Until its first turn, the agent whose history that was expected to continue, as it was."""
     dropped: dict[str, Any] | None = None
-    """Of a state that was dropped: whose it was, and what dropped it; see ``dropped.py``."""
+    """For a state that was dropped: whose it was, and what dropped it; see ``dropped.py``."""
 
     @property
     def name(self) -> str:
-        """Of its history in the store."""
+        """Name of its history in the store."""
         return reference_name(self.agent_id, model_tag(self.key))
 
     @property
     def is_conversation(self) -> bool:
-        """Whether its messages say all of its history: no tokens were put behind them."""
+        """True if its messages say all of its history: no tokens were put behind them."""
         return not self.turns or self.turns[-1].stop in self.stops
 
     @property
@@ -171,16 +171,16 @@ class Agent:
         return "paused" if self.is_paused else "idle"
 
     def is_child_of(self, other: Agent) -> bool:
-        """Whether it was forked from the other."""
+        """Return true if it was forked from the other."""
         return self.parent == other.name and self.parent_created_s in (None, other.created_s)
 
     def is_sibling_of(self, other: Agent) -> bool:
-        """Whether both were forked from one agent, which may be gone."""
+        """Return true if both were forked from one agent, which may be gone."""
         mine, its = self.parent_created_s, other.parent_created_s
         return self.parent is not None and self.parent == other.parent and mine == its
 
     def info(self, n_cached: int | None = None) -> AgentInfo:
-        """The agent as others see it."""
+        """Return the agent as others see it."""
         parent = None if self.parent is None else self.parent.rpartition("@")[0]
         return AgentInfo(
             agent_id=self.agent_id,
@@ -237,7 +237,7 @@ class Agent:
         return child
 
     def is_beginning_of(self, other: Agent) -> bool:
-        """Whether the other has all that this one has said, of an answer that was cut its part."""
+        """Return true if the other has all that this one said; of a cut answer, its part."""
         n, messages = len(self.tokens), self.messages
         if self.turns and self.turns[-1].reason == "cut":
             messages = messages[:-1]
@@ -245,7 +245,7 @@ class Agent:
         return is_same and other.messages[: len(messages)] == messages
 
     def take_history(self, other: Agent) -> None:
-        """Have what another has said, and be who one is."""
+        """Take over what another has said, under the own name."""
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
         self.messages = other.messages
         self.miss, self.used_s = other.miss, time.time()
@@ -258,7 +258,7 @@ class Agent:
         self.n_changes += 1
 
     def position_of(self, position: int | None, turn: int | None) -> int:
-        """A place in the history, given as tokens or as turns from its beginning (or -1: its end).
+        """Return a place in the history, given as tokens, or as turns from either end.
 
         Raises:
             AgentError: both were given, or there is no such place.
@@ -282,11 +282,11 @@ class Agent:
         return at
 
     def turns_of(self, turn: int | None) -> int | None:
-        """A number of turns from the beginning, given likewise or from the end where negative."""
+        """Return a number of turns from the beginning, where it is given from the end."""
         return turn if turn is None or turn >= 0 else len(self.turns) + turn
 
     def turns_with_ends(self) -> list[tuple[TurnRecord, int]]:
-        """The turns, each with the messages up to its end; as many as before it for raw tokens."""
+        """Return the turns, each with the messages up to its end; raw tokens add none."""
         n = len(self.messages)
         ends = [*(min(turn.n_messages, n) for turn in self.turns[1:]), n]
         return list(zip(self.turns, ends, strict=False))
@@ -324,7 +324,7 @@ class Agent:
             self.tools = None
 
     def metadata(self) -> dict[str, Any]:
-        """For the store: everything but the tokens and the lineage, which the reference has."""
+        """Return what the store keeps beside the tokens and the lineage, as JSON."""
         return {
             KIND: VERSION,
             SERIAL: self.serial,
@@ -418,12 +418,12 @@ def damaged_info(name: str, why: str) -> AgentInfo:
 
 
 def reference_name(agent_id: str, tag: str) -> str:
-    """The name of an agent's history with one model."""
+    """Return the name of an agent's history with one model."""
     return f"{agent_id}@{tag}"
 
 
 def model_tag(key: ModelKey) -> str:
-    """12 characters that stand for a model and the way its K and V are stored."""
+    """Return 12 characters that stand for a model and the way its K and V are stored."""
     return key.root.hex()[:12]
 
 

@@ -1,4 +1,4 @@
-"""Where an agent's KV is: out of the store into cells, out of cells into the store.
+"""An agent's KV on its way: out of the store into cells, out of cells into the store.
 
 What touches the cache runs in the engine's thread, between two steps; what waits for a disk runs in
 another, a few blocks ahead.
@@ -156,7 +156,7 @@ class _Job:
         return result
 
     def _fill(self, held: HeldPrefix, result: BroughtBack) -> None:
-        """Load what is worth it."""
+        """Load what is worth loading."""
         match = self.store.match(self.host.key, self.tokens)
         limit = match.n_tokens
         result.n_known = max(held.n_tokens, match.n_resumable)
@@ -230,7 +230,7 @@ class _Job:
             self._call(lambda _: restore.give_up())
 
     def _split(self, estimate: Estimate, n_cached: int, stop: int) -> int:
-        """Where loading begins if what lies before is computed meanwhile; 0: load everything."""
+        """Return where loading begins, behind what is computed meanwhile; 0: load everything."""
         step = math.lcm(self.host.key.layout.block_tokens, self.host.engine.cache.block_size)
         start = -(-n_cached // step) * step
         if stop - start < 2 * step:
@@ -241,7 +241,7 @@ class _Job:
     def _claim(
         self, tokens: IntArray, windows: list[IntArray | None], first: int, patience_s: float
     ) -> Restore | None:
-        """Cells for what is to come; waits while requests are running that will free some.
+        """Claim cells for what is to come; wait while requests are running that will free some.
 
         The turn itself could not begin either before they do.
         """
@@ -261,7 +261,7 @@ class _Job:
     def _verify(
         self, restore: Restore, window: WindowState | None, stop: int, result: BroughtBack
     ) -> bool:
-        """Whether the rows are what the model computes; what is wrong is put away."""
+        """Return true if the rows are what the model computes; what is wrong is put away."""
         layout, blocks = self.host.key.layout, self.blocks
         finding = self._call(
             lambda engine: check_restored(restore, engine.runner, layout, blocks, window, stop)
@@ -279,7 +279,7 @@ class _Job:
         return True
 
     def _stream(self, restore: Restore, match: Match, stop: int, result: BroughtBack) -> int:
-        """Blocks from the store to the cells, read a few ahead of being written.
+        """Bring blocks from the store to the cells, read a few ahead of being written.
 
         Ends where waiting for the next block would take longer than computing what is left.
         """

@@ -20,18 +20,18 @@ class CellRows:
     """The store's source of rows: what the cache holds of one history. Only between steps."""
 
     def __init__(self, cache: RowCache, layout: Layout, held: HeldPrefix) -> None:
-        """Of the cells that ``held`` protects; it must outlive this."""
+        """Create a source of rows over the cells that ``held`` protects; it must outlive this."""
         self._cache = cache
         self._layout = layout
         self._held = held
 
     def read_rows(self, p0: int, p1: int) -> Rows:
-        """Per full-history group the K and V of positions ``[p0, p1)``: copies."""
+        """Copy the K and V of positions ``[p0, p1)``, per full-history group."""
         full = self._layout.full_groups
         return self._read({index: self._held.tables[index][p0:p1] for index in full})
 
     def read_window(self, n: int) -> Sequence[WindowRows]:
-        """Per sliding-window group what it holds without a hole before position ``n``."""
+        """Copy what each sliding-window group holds without a hole before position ``n``."""
         positions = {}
         for index in self._layout.window_groups:
             missing = np.flatnonzero(self._held.tables[index][:n] < 0)
@@ -47,7 +47,7 @@ class CellRows:
 
 
 def window_positions(layout: Layout, state: WindowState | None) -> list[IntArray | None]:
-    """Per layer group the positions that a window state brings; None for full groups."""
+    """Return the positions that a window state brings, per layer group; None for full ones."""
     found: list[IntArray | None] = [None] * len(layout.groups)
     if state is not None:
         for index, window in zip(layout.window_groups, state.windows, strict=True):

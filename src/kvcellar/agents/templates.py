@@ -1,4 +1,4 @@
-"""Whether a chat template leaves old turns as they were."""
+"""What a chat template does to old turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TemplateReport", "check_template"]
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """Whether a chat template leaves old turns as they were.
+    """What a chat template does to old turns.
 
     Attributes:
         findings: what it changes, in words, with both texts; empty where it changes nothing.
@@ -25,7 +25,7 @@ class TemplateReport:
 
     @property
     def is_prefix_stable(self) -> bool:
-        """Whether a conversation that goes on begins with the same text."""
+        """True if a conversation that goes on begins with the same text."""
         return not self.findings
 
 

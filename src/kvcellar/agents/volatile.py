@@ -66,7 +66,7 @@ class RuleChange:
     after: str
 
     def as_json(self) -> dict[str, Any]:
-        """For answers."""
+        """Return the change as JSON, for answers."""
         return asdict(self)
 
 
@@ -91,7 +91,7 @@ def apply_rules(
     rules: Collection[str],
     known: Sequence[Mapping[str, Any]] = (),
 ) -> Ruled:
-    """What the model reads of a conversation as it was sent.
+    """Make what the model reads of a conversation that was sent.
 
     Args:
         messages: the conversation.
@@ -127,7 +127,7 @@ def apply_rules(
 
 
 def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
-    """A text that two messages share where the one continues what the other began.
+    """Return a text that is the same for two messages where one stands for the other.
 
     It finds a place in a history; what the model reads is what was sent. An answer is found also
     where it comes back trimmed, without its reasoning, or with the keys of its tool calls in
@@ -148,7 +148,7 @@ def match_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
 
 
 def _change(rule: str, message: int | None, before: str, after: str) -> RuleChange:
-    """A report of the first place at which two texts differ."""
+    """Report the first place at which two texts differ."""
     n = min(len(before), len(after))
     at = next((i for i in range(n) if before[i] != after[i]), n)
     start = max(0, at - 40)
@@ -162,7 +162,7 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
 
 
 def _text_of(content: Any) -> str:
-    """The text of a message's content, which may come in parts."""
+    """Return the text of a message's content, which may come in parts."""
     if isinstance(content, str) or content is None:
         return content or ""
     if isinstance(content, Sequence):
@@ -176,7 +176,7 @@ def _text_of(content: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """JSON with texts that are JSON themselves (arguments of tool calls) read."""
+    """Read the texts in a value that are JSON themselves, such as arguments of calls."""
     if isinstance(value, str):
         try:
             return read_json(value)

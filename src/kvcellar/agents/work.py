@@ -34,7 +34,7 @@ _is_unwanted: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("
 
 
 class UnwantedError(Exception):
-    """Nobody waits for this work any more."""
+    """The caller of this work has left."""
 
 
 def check_wanted() -> None:

@@ -59,7 +59,7 @@ _PERSON = {Kind.BLOCK: b"kvcellar block 1", Kind.WINDOW: b"kvcellar windw 1"}
 
 
 def address_of(kind: Kind, parent: bytes, tokens: IntArray) -> bytes:
-    """16 bytes: a cryptographic hash of what lies before and of these tokens.
+    """Hash what lies before, and these tokens, to 16 bytes.
 
     Args:
         kind: what is named.
@@ -81,7 +81,7 @@ class Link(NamedTuple):
 
 
 def chain(key: ModelKey, tokens: History) -> Iterator[Link]:
-    """The blocks of a history: full ones, then the tail where tokens are left over."""
+    """Yield the blocks of a history: full ones, then the tail where tokens are left over."""
     parent, size = key.root, key.layout.block_tokens
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
@@ -91,7 +91,7 @@ def chain(key: ModelKey, tokens: History) -> Iterator[Link]:
 
 
 def boundary_link(key: ModelKey, tokens: History) -> Link:
-    """The window state at the end of these tokens; ``start`` is where its last part begins."""
+    """Name the window state at the end of a history; ``start`` is where its last part begins."""
     size = key.layout.block_tokens
     start = len(tokens) // size * size
     parent = key.root
@@ -144,7 +144,7 @@ class Unsealed:
     windows: tuple[WindowRows, ...] = ()
 
     def seal(self, precision: str) -> Sealed:
-        """The bytes of the file, with the rows in a tier's precision."""
+        """Make the file, with the rows in a tier's precision."""
         layout = self.key.layout
         have, want = layout.kv, stored_dtype(layout.kv, precision)
         tensors = {"tokens": Tensor("I64", self.info.tokens)}
@@ -195,11 +195,11 @@ class Sealed:
 
     @property
     def precision(self) -> str:
-        """How float rows are held."""
+        """Precision in which float rows are held."""
         return self.file.metadata["precision"]
 
     def rows_for(self, key: ModelKey) -> Rows:
-        """The rows of a block as the pool of ``key`` stores them; views where they are exact.
+        """Return the rows of a block as the pool of ``key`` stores them; views where exact.
 
         Raises:
             DamagedError: the file is of another model, or lacks an array.
@@ -207,7 +207,7 @@ class Sealed:
         return tuple(rows for _, rows in self._groups(key, Kind.BLOCK))
 
     def windows_for(self, key: ModelKey) -> tuple[WindowRows, ...]:
-        """The rows of a window state; as :meth:`rows_for`."""
+        """Return the rows of a window state, as :meth:`rows_for`."""
         windows = []
         for index, rows in self._groups(key, Kind.WINDOW):
             positions = self.file.tensors.get(f"positions.{index}")
@@ -246,7 +246,7 @@ class Sealed:
 
 
 def unsealed_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> Unsealed:
-    """A block of ``tokens``, which are those of ``[link.start, link.stop)``.
+    """Make a block of ``tokens``, which are those of ``[link.start, link.stop)``.
 
     Raises:
         ShapeError: rows that are not what the layout says.
@@ -266,7 +266,7 @@ def unsealed_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> U
 def unsealed_window(
     key: ModelKey, link: Link, tokens: IntArray, windows: Sequence[WindowRows]
 ) -> Unsealed:
-    """The window state at ``link.stop``; ``tokens`` are those of ``[link.start, link.stop)``.
+    """Make the window state at ``link.stop``, with the tokens of ``[link.start, link.stop)``.
 
     Raises:
         ShapeError: rows that are not what the layout says.
@@ -299,7 +299,7 @@ def unsealed_window(
 
 
 def opened(file: FileBytes) -> Sealed:
-    """A verified file as what its metadata says it is.
+    """Read a verified file as what its metadata says it is.
 
     Raises:
         DamagedError: the metadata contradicts itself.
@@ -328,7 +328,7 @@ def read_sealed(path: Path, address: bytes) -> Sealed:
 
 
 def read_info(path: Path) -> Info:
-    """What a file says of itself, not verified but for its address.
+    """Read what a file says of itself, verified for its address alone.
 
     Raises:
         DamagedError: its header cannot be read, or contradicts its tokens.
@@ -390,7 +390,7 @@ def _check_groups(what: str, n_want: int, n_got: int) -> None:
 
 
 def _follow(positions: IntArray, stop: int) -> bool:
-    """Whether positions are consecutive, end before ``stop`` and do not begin before 0."""
+    """Return true if positions are consecutive and end before ``stop``."""
     n = positions.size
     return n <= stop and bool(np.array_equal(positions, np.arange(stop - n, stop)))
 

@@ -143,18 +143,18 @@ class Catalogue:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another process has put a new file in this one's place."""
+        """True if another process has put a new file in this one's place."""
         return self.path is not None and _inode(self.path) != self.inode
 
     # Reading -----------------------------------------------------------------------------------
 
     def info(self, address: bytes) -> Info | None:
-        """What is listed under an address."""
+        """Return what is listed under an address."""
         rows = self._select(f"SELECT {_COLUMNS} FROM blocks WHERE address = ?", (address,))
         return _info(rows[0]) if rows else None
 
     def children(self, parents: Sequence[bytes], kind: Kind) -> list[Info]:
-        """Blocks or window states that follow any of these addresses, latest used first."""
+        """Return blocks or window states that follow any of these addresses, latest used first."""
         found: list[Info] = []
         for at in range(0, len(parents), _MAX_VARIABLES):
             some = parents[at : at + _MAX_VARIABLES]
@@ -168,12 +168,12 @@ class Catalogue:
         return found
 
     def addresses(self) -> dict[bytes, Kind]:
-        """Everything that is listed."""
+        """Return everything that is listed."""
         rows = self._select("SELECT address, kind FROM blocks")
         return {address: Kind(kind) for address, kind in rows}
 
     def garbage(self) -> list[tuple[bytes, Kind, int, float]]:
-        """(address, kind, size_bytes, last_used) of what no reference needs: oldest, deepest first.
+        """Return (address, kind, size_bytes, last_used) of what no reference needs, oldest first.
 
         Deepest, because a block without those before it is of no use.
         """
@@ -184,23 +184,23 @@ class Catalogue:
         return [(address, Kind(kind), size, used) for address, kind, size, used in rows]
 
     def is_held(self, address: bytes) -> bool:
-        """Whether a reference needs it."""
+        """Return true if a reference needs it."""
         return bool(self._select("SELECT 1 FROM holds WHERE address = ? LIMIT 1", (address,)))
 
     def held_by(self, name: str) -> set[bytes]:
-        """The addresses that a reference needs."""
+        """Return the addresses that a reference needs."""
         rows = self._select("SELECT address FROM holds WHERE name = ?", (name,))
         return {address for (address,) in rows}
 
     def held_by_pins(self) -> set[bytes]:
-        """The addresses that pinned references need."""
+        """Return the addresses that pinned references need."""
         rows = self._select(
             "SELECT DISTINCT address FROM holds JOIN refs USING (name) WHERE is_pinned"
         )
         return {address for (address,) in rows}
 
     def references(self) -> list[RefRow]:
-        """All references, least recently used first."""
+        """Return all references, least recently used first."""
         rows = self._select(
             "SELECT name, n_tokens, n_stored, parent, parent_position, is_pinned, is_evicted, "
             "revision, size_bytes, last_used FROM refs ORDER BY last_used, name"
@@ -211,24 +211,24 @@ class Catalogue:
         ]
 
     def reference_names(self) -> list[str]:
-        """The names of all references, least recently used first."""
+        """Return the names of all references, least recently used first."""
         return [name for (name,) in self._select("SELECT name FROM refs ORDER BY last_used, name")]
 
     def revisions(self) -> dict[str, int]:
-        """Per reference the revision of its latest state, the least recently used first."""
+        """Return the revision of each reference's latest state, the least recently used first."""
         return dict(self._select("SELECT name, revision FROM refs ORDER BY last_used, name"))
 
     def revision(self, name: str) -> int | None:
-        """The revision of one reference; None where there is none of that name."""
+        """Return the revision of a reference; None where there is none of that name."""
         rows = self._select("SELECT revision FROM refs WHERE name = ?", (name,))
         return int(rows[0][0]) if rows else None
 
     def stamps(self) -> dict[str, str]:
-        """Per reference what its file looked like when it was listed."""
+        """Return what each reference's file looked like when it was listed."""
         return dict(self._select("SELECT name, stamp FROM refs"))
 
     def totals(self) -> dict[str, int]:
-        """Counts and bytes: blocks, block_bytes, refs, pinned, ref_bytes, held and unshared."""
+        """Return counts and bytes: blocks, block_bytes, refs, pinned, ref_bytes, held, unshared."""
         (blocks,) = self._select("SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM blocks")
         (refs,) = self._select(
             "SELECT COUNT(*), COALESCE(SUM(is_pinned), 0), COALESCE(SUM(size_bytes), 0) FROM refs"
@@ -283,7 +283,7 @@ class Catalogue:
             db.executemany("DELETE FROM blocks WHERE address = ?", [(a,) for a in addresses])
 
     def touch(self, addresses: Iterable[bytes], now: float) -> None:
-        """These were used now, and so were the references whose last block is among them."""
+        """Note a use of blocks, and of the references whose last block is among them."""
         values = [(now, address) for address in addresses]
         with self._writing() as db:
             db.executemany("UPDATE blocks SET last_used = ? WHERE address = ?", values)

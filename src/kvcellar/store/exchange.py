@@ -119,7 +119,7 @@ def publish_export(cold: ColdTier, file: Path, ref: Reference, protect: Collecti
 
 @contextmanager
 def _reading(file: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive; whatever is wrong with it is said in one way."""
+    """Open an archive; whatever is wrong with it is said in one way."""
     try:
         with file.open("rb") as raw, zipfile.ZipFile(raw) as archive:
             yield archive
@@ -142,7 +142,7 @@ def _reading(file: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _entries(ref: Reference) -> list[tuple[Kind, bytes, str]]:
-    """Kind, address and name in the archive of all that a reference needs, blocks in order."""
+    """Return kind, address and name in the archive of all that a reference needs."""
     wanted = [(Kind.BLOCK, a) for a in ref.blocks]
     wanted += [(Kind.WINDOW, b.address) for b in ref.boundaries]
     return [(kind, a, f"{kind.value}s/{a.hex()}{SUFFIX}") for kind, a in wanted]

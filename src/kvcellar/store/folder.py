@@ -122,7 +122,7 @@ class Folder:
 
     @staticmethod
     def _read_format(marker: Path) -> str | None:
-        """The first bytes of the file that says the version, as text; None where there is none."""
+        """Read the beginning of the file that says the version; None where there is none."""
         try:
             fd = open_own(marker, os.O_RDONLY)
         except FileNotFoundError:
@@ -157,20 +157,20 @@ class Folder:
     # Names -------------------------------------------------------------------------------------
 
     def of(self, kind: Kind, address: bytes) -> Path:
-        """The file of a block or window state."""
+        """Return the file of a block or window state."""
         folder = self.blocks if kind is Kind.BLOCK else self.windows
         return folder / f"{address.hex()}{SUFFIX}"
 
     def of_reference(self, name: str) -> Path:
-        """The file of a reference's latest state."""
+        """Return the file of a reference's latest state."""
         return self.references / f"{file_stem(name)}{SUFFIX}"
 
     def reference_paths(self) -> dict[Path, str]:
-        """The latest states' files, and a stamp that changes whenever one is published."""
+        """Return the latest states' files, each with a stamp that every publication changes."""
         return {path: stamp_of(entry) for path, entry in _files(self.references)}
 
     def block_paths(self) -> Iterator[tuple[Kind, bytes, Path]]:
-        """All files of blocks and window states, by the address that their name says."""
+        """Yield all files of blocks and window states, with the address that their name says."""
         for kind, folder in ((Kind.BLOCK, self.blocks), (Kind.WINDOW, self.windows)):
             for path, _ in _files(folder):
                 try:
@@ -181,7 +181,7 @@ class Folder:
     # Writing -----------------------------------------------------------------------------------
 
     def write(self, data: Bytes) -> Path:
-        """A temporary file with these bytes, durable. An error leaves no file.
+        """Make a temporary file with these bytes, durably. An error leaves no file.
 
         Raises:
             OSError: it cannot be written.
@@ -228,7 +228,7 @@ class Folder:
         return True
 
     def quarantine_files(self) -> list[tuple[Path, int]]:
-        """Files in the quarantine and their bytes, oldest first."""
+        """Return the files in the quarantine and their bytes, oldest first."""
         found = [(path, entry.stat()) for path, entry in _files(self.quarantined, "")]
         found.sort(key=lambda item: item[1].st_mtime_ns)
         return [(path, stat.st_size) for path, stat in found]
@@ -291,7 +291,7 @@ class Folder:
 
 
 def stamp_of(entry: os.DirEntry[str] | Path) -> str:
-    """A text that changes whenever a file is replaced."""
+    """Return a text that changes whenever a file is replaced."""
     stat = entry.stat()
     return f"{stat.st_ino}.{stat.st_mtime_ns}.{stat.st_size}"
 

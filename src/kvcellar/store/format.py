@@ -133,7 +133,7 @@ def read_from(file: BinaryIO | Any, size_bytes: int) -> FileBytes:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], Array | None]:
-    """Metadata and the ``tokens`` tensor of a file, its other bytes neither read nor verified.
+    """Read the metadata and ``tokens`` of a file; its other bytes are not verified.
 
     Raises:
         DamagedError: the header cannot be read.

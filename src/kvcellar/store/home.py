@@ -10,5 +10,5 @@ __all__ = ["default_home", "default_store"]
 
 
 def default_store() -> Path:
-    """The folder of the store: ``store`` in :func:`default_home`."""
+    """Return the folder of the store: ``store`` in :func:`default_home`."""
     return default_home() / "store"

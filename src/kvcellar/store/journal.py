@@ -267,7 +267,7 @@ class Journal:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that is durable when the block is left. Only within ``_use``."""
+        """Run the block as a transaction, durable when it is left. Only within ``_use``."""
         try:
             db = self._opened()
             db.execute("BEGIN IMMEDIATE")

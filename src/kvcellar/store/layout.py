@@ -45,7 +45,7 @@ class Side(NamedTuple):
     biases: Array | None = None
 
     def parts(self) -> Iterator[Array]:
-        """The arrays that are there."""
+        """Return the arrays that are there."""
         return (part for part in self if part is not None)
 
 
@@ -103,7 +103,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: CacheConfig, block_tokens: int = BLOCK_TOKENS) -> Layout:
-        """The layout of the whole model that a cache is for, its storage type included."""
+        """Return the layout of the model that a cache is for, its storage type included."""
         return cls(config.params.groups, config.kv_dtype, block_tokens)
 
     @cached_property
@@ -122,7 +122,7 @@ class Layout:
         return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
 
     def rows_bytes(self, n_tokens: int) -> int:
-        """Bytes of the rows of so many tokens in the full-history groups."""
+        """Return the bytes of the rows of so many tokens in the full-history groups."""
         return n_tokens * sum(self.groups[i].cell_bytes(self.kv) for i in self.full_groups)
 
     @cached_property
@@ -178,7 +178,7 @@ NUMPY: dict[str, np.dtype[Any]] = {
 
 
 def side_parts(dtype: SideDtype, dim: int) -> tuple[PartSpec, ...]:
-    """The arrays that a side of this type consists of."""
+    """Return the arrays that a side of this type consists of."""
     if not dtype.is_quantised:
         return (PartSpec("", _FLOATS[dtype.name], dim),)
     n_groups = dtype.n_groups(dim)
@@ -190,12 +190,12 @@ def side_parts(dtype: SideDtype, dim: int) -> tuple[PartSpec, ...]:
 
 
 def slice_rows(rows: GroupRows, start: int, stop: int) -> GroupRows:
-    """Tokens ``[start, stop)`` of rows: views, no copy."""
+    """Return the rows of tokens ``[start, stop)``: views, no copy."""
     return GroupRows(*(Side(*(p[:, :, start:stop] for p in side.parts())) for side in rows))
 
 
 def rows_size_bytes(rows: GroupRows) -> int:
-    """Bytes of the numbers in rows."""
+    """Return the bytes of the numbers in rows."""
     return sum(part.nbytes for side in rows for part in side.parts())
 
 
@@ -238,6 +238,6 @@ class ModelKey:
 
 
 def root_address(fingerprint: str, layout_json: str) -> bytes:
-    """The root of the model key of which only these texts are known."""
+    """Return the root of the model key of which only these texts are known."""
     value = json.dumps([fingerprint, layout_json]).encode()
     return blake2b(value, digest_size=16, person=ROOT_HASH).digest()

@@ -53,14 +53,14 @@ class ResumePoint:
     last: int
 
     def nearest(self, limit: int) -> int:
-        """The greatest length up to ``limit`` that can be resumed from it; 0: none."""
+        """Return the greatest length up to ``limit`` that can be resumed from it; 0: none."""
         n = min(self.last, limit)
         return n if n >= self.first else 0
 
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a history is stored. A hint: nothing is locked, loading may find less.
+    """Stored beginning of a history. A hint: nothing is locked, loading may find less.
 
     Attributes:
         key: the model and layout.
@@ -82,7 +82,7 @@ class Match:
         return self.resumable_at(self.n_tokens)
 
     def resumable_at(self, limit: int) -> int:
-        """The greatest length up to ``limit`` that a history can be resumed from; 0: none."""
+        """Return the greatest length up to ``limit`` that can be resumed from; 0: none."""
         if not self.key.layout.window_groups:
             return max(0, min(limit, self.n_tokens))
         limit = min(limit, self.n_tokens)
@@ -90,7 +90,7 @@ class Match:
 
     @cached_property
     def warm_tokens(self) -> int:
-        """Leading and other tokens whose rows are in RAM."""
+        """Number of tokens whose rows are in RAM."""
         return sum(step.stop - step.info.start for step in self.steps if step.tier == WARM)
 
     @cached_property
@@ -105,7 +105,7 @@ class Match:
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether all rows are bit for bit what was saved, and none went through 8 bits."""
+        """True if all rows are bit for bit what was saved, and none went through 8 bits."""
         return all(step.info.is_exact for step in self.steps)
 
 
@@ -160,7 +160,7 @@ class Finder:
     """Reads both tiers as one. For any thread."""
 
     def __init__(self, warm: WarmTier, cold: ColdTier, on_read: Callable[[bytes], None]) -> None:
-        """``on_read`` is told the address of every block that was read."""
+        """Create a finder; ``on_read`` is told the address of every block that was read."""
         self._warm = warm
         self._cold = cold
         self._on_read = on_read
@@ -168,7 +168,7 @@ class Finder:
     # What is there -----------------------------------------------------------------------------
 
     def match(self, key: ModelKey, tokens: History) -> Match:
-        """The longest stored beginning of a history, to the token."""
+        """Find the longest stored beginning of a history, to the token."""
         steps: list[StoredBlock] = []
         parents = [key.root]
         partial: StoredBlock | None = None
@@ -194,7 +194,7 @@ class Finder:
         return Match(key, tokens, tuple(steps), n_tokens, boundaries)
 
     def info(self, address: bytes) -> tuple[Info, str] | None:
-        """What is known of an address, and in which tier."""
+        """Return what is known of an address, and in which tier."""
         entry = self._warm.entry(address)
         if entry is not None:
             return entry.item.info, WARM
@@ -212,7 +212,7 @@ class Finder:
     def _partial(
         self, key: ModelKey, parent: bytes, start: int, tokens: History
     ) -> StoredBlock | None:
-        """The block behind ``parent`` that has most tokens in common with the history."""
+        """Return the block behind ``parent`` that has most tokens in common with the history."""
         best: StoredBlock | None = None
         for tier, info in self._children([parent], Kind.BLOCK):
             n = tokens.common_prefix(info.tokens, start)
@@ -223,7 +223,7 @@ class Finder:
     def _boundaries(
         self, key: ModelKey, parents: list[bytes], tokens: History, partial: StoredBlock | None
     ) -> tuple[ResumePoint, ...]:
-        """Window states whose positions, as far as they reach back, are those of this history.
+        """Find window states whose positions, as far as they reach back, are of this history.
 
         A state may end behind the point where two histories part: the positions before that point
         are the same, and where enough of them are held it can be resumed there.
@@ -255,7 +255,7 @@ class Finder:
     # The rows ----------------------------------------------------------------------------------
 
     def load(self, match: Match, start: int, stop: int) -> Iterator[Loaded]:
-        """Rows of ``[start, stop)``, block by block, each verified before it is given.
+        """Yield the rows of ``[start, stop)``, block by block, each verified before it is given.
 
         Ends early where a block is gone or damaged; what was given before is good.
         """
@@ -285,12 +285,12 @@ class Finder:
             at = upto
 
     def _expect(self, step: StoredBlock) -> None:
-        """The block will be opened soon."""
+        """Let the system read a block that will be opened soon."""
         if step.tier == COLD:
             self._cold.expect(step.info.kind, step.info.address)
 
     def load_window(self, match: Match, limit: int) -> WindowState | None:
-        """The verified window state that allows the greatest length up to ``limit``."""
+        """Load the verified window state that allows the greatest length up to ``limit``."""
         limit = min(limit, match.n_tokens)
         usable = [(b.nearest(limit), b.info) for b in match.boundaries if b.nearest(limit)]
         for n, info in sorted(usable, key=lambda item: -item[0]):
@@ -311,7 +311,7 @@ class Finder:
         return None
 
     def _open(self, info: Info, tokens: IntArray) -> tuple[Item, str] | None:
-        """The block or state of an address, its tokens compared; None where it is gone or bad."""
+        """Open a block or state, its tokens compared; None where it is gone or bad."""
         item: Item | None = self._warm.get(info.address)
         tier = WARM
         if item is None:
@@ -329,11 +329,11 @@ class Finder:
 
 
 def _is_at(info: Info, key: ModelKey, start: int) -> bool:
-    """Whether the catalogue's word for a block fits the place where it was found."""
+    """Return true if the catalogue's word for a block fits the place where it was found."""
     return info.start == start and info.root == key.root
 
 
 def _below(window: WindowRows, n: int) -> WindowRows:
-    """The positions below ``n``."""
+    """Return the positions below ``n``."""
     keep = int(np.searchsorted(window.positions, n))
     return WindowRows(window.positions[:keep], slice_rows(window.rows, 0, keep))

@@ -16,7 +16,7 @@ PRECISIONS = (EXACT, INT8)
 
 
 def stored_dtype(kv: KvDtype, precision: str) -> KvDtype:
-    """The storage types of a tier with this precision."""
+    """Return the storage types of a tier with this precision."""
     if precision == EXACT:
         return kv
     k, v = (side if side.is_quantised else SideDtype("int8") for side in (kv.k, kv.v))
@@ -24,19 +24,19 @@ def stored_dtype(kv: KvDtype, precision: str) -> KvDtype:
 
 
 def to_precision(rows: GroupRows, group: LayerGroup, have: KvDtype, want: KvDtype) -> GroupRows:
-    """Rows of a pool's type in the type of a tier."""
+    """Convert rows of a pool's type to the type of a tier."""
     sides = zip(rows, (have.k, have.v), (want.k, want.v), _dims(group), strict=True)
     return GroupRows(*(_down(side, old, new, dim) for side, old, new, dim in sides))
 
 
 def from_precision(rows: GroupRows, group: LayerGroup, have: KvDtype, want: KvDtype) -> GroupRows:
-    """Rows of a tier's type in the type of a pool."""
+    """Convert rows of a tier's type to the type of a pool."""
     sides = zip(rows, (have.k, have.v), (want.k, want.v), _dims(group), strict=True)
     return GroupRows(*(_up(side, old, new, dim) for side, old, new, dim in sides))
 
 
 def as_floats(rows: GroupRows, group: LayerGroup, have: KvDtype) -> tuple[Array, Array]:
-    """K and V as the float32 numbers ``[n_layers, n_kv_heads, n_tok, dim]`` that they stand for."""
+    """Return the float32 numbers ``[n_layers, n_kv_heads, n_tok, dim]`` of K and of V."""
     single = SideDtype("float32")
     sides = zip(rows, (have.k, have.v), _dims(group), strict=True)
     k, v = (_up(side, old, single, dim).data for side, old, dim in sides)
@@ -68,12 +68,12 @@ def _up(side: Side, have: SideDtype, want: SideDtype, dim: int) -> Side:
 
 
 def _widened(bits: Array) -> NDArray[np.float32]:
-    """The numbers whose bfloat16 bits are given."""
+    """Return the numbers whose bfloat16 bits are given."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _narrowed(floats: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, ties to even; the numbers are finite."""
+    """Return the bits of the nearest bfloat16, ties to even; the numbers are finite."""
     bits = floats.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype(np.uint16)

@@ -37,7 +37,7 @@ SERIAL = "serial"
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A length at which the window groups' state is stored."""
+    """Length at which the window groups' state is stored."""
 
     length: int
     address: bytes
@@ -81,7 +81,7 @@ class Reference:
 
     @property
     def addresses(self) -> set[bytes]:
-        """Everything that it keeps from being garbage."""
+        """Addresses that it keeps from being garbage."""
         return {*self.blocks, *(boundary.address for boundary in self.boundaries)}
 
     @property
@@ -91,7 +91,7 @@ class Reference:
         return value if type(value) is int and 0 < value <= MOST_INT else 0
 
     def pack(self) -> FileBytes:
-        """The bytes of its file.
+        """Make the bytes of its file.
 
         Raises:
             StoreError: metadata that is no JSON.
@@ -187,7 +187,7 @@ def _addresses(file: FileBytes, name: str) -> tuple[bytes, ...]:
 
 
 def checked_name(name: str) -> str:
-    """The name, where it can be one.
+    """Return a name that can be one.
 
     Raises:
         StoreError: it is empty, too long, or has control characters.
@@ -202,7 +202,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_json(value: Mapping[str, Any]) -> str:
-    """Metadata as JSON.
+    """Return metadata as JSON.
 
     Raises:
         StoreError: it is none.
@@ -214,7 +214,7 @@ def checked_json(value: Mapping[str, Any]) -> str:
 
 
 def file_stem(name: str) -> str:
-    """The name of a reference's file, without its ending: the same on every file system."""
+    """Return the name of a reference's file, without its ending; any file system takes it."""
     return blake2b(name.encode("utf-8"), digest_size=16, person=b"kvcellar refer 1").hexdigest()
 
 

@@ -62,14 +62,14 @@ class EventLog:
     """The latest events, and how many there were of each kind. For any thread."""
 
     def __init__(self, on_event: Callable[[StoreEvent], None] | None = None) -> None:
-        """Nothing happened yet; ``on_event`` is called in the thread where it happens."""
+        """Create an empty log; ``on_event`` is called in the thread where something happens."""
         self._events: deque[StoreEvent] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._on_event = on_event
 
     def add(self, kind: EventKind, subject: str, detail: str) -> None:
-        """One more."""
+        """Add one event."""
         event = StoreEvent(kind, subject, detail)
         with self._lock:
             self._events.append(event)
@@ -78,14 +78,14 @@ class EventLog:
             self._on_event(event)
 
     def take(self) -> list[StoreEvent]:
-        """The events since the last call, oldest first; of very many the latest 10,000."""
+        """Return the events since the last call, oldest first; of very many the latest 10,000."""
         with self._lock:
             events = list(self._events)
             self._events.clear()
         return events
 
     def counts(self) -> dict[str, int]:
-        """How many events there were of each kind, those that were taken included."""
+        """Return how many events there were of each kind, those that were taken included."""
         with self._lock:
             return dict(self._counts)
 
@@ -156,7 +156,7 @@ class VerifyReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was wrong."""
+        """True if nothing was wrong."""
         return not (self.damaged or self.damaged_references or self.incomplete)
 
 

@@ -89,7 +89,7 @@ class Store:
         self._refresh_pins()
 
     def __enter__(self) -> Store:
-        """The store itself."""
+        """Return the store itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,14 +124,14 @@ class Store:
     # Finding and loading -----------------------------------------------------------------------
 
     def match(self, key: ModelKey, tokens: Tokens) -> Match:
-        """How much of the beginning of a history is stored, to the token, and in which tier.
+        """Find out how much of a history's beginning is stored, to the token, and in which tier.
 
         A model's forward wants at least one token that is not loaded: leave out the last.
         """
         return self._finder.match(key, History(tokens))
 
     def load(self, match: Match, start: int = 0, stop: int | None = None) -> Iterator[Loaded]:
-        """The rows of positions ``[start, stop)`` of a match, block by block.
+        """Yield the rows of positions ``[start, stop)`` of a match, block by block.
 
         Every block is verified (checksum, address, tokens) before it is given. Where one is gone
         or damaged the iterator ends early and an event says so; what was given is good, and a new
@@ -148,7 +148,7 @@ class Store:
             self._writer.offer(self._write_used, 0)
 
     def load_window(self, match: Match, limit: int | None = None) -> WindowState | None:
-        """What the sliding-window groups need, at the greatest length there is up to ``limit``.
+        """Load what the sliding-window groups need, at the greatest length up to ``limit``.
 
         Load it first: its ``n_tokens`` says how many rows are of use. None where there is no
         boundary at or before the limit (the history starts from nothing) and for models without
@@ -229,7 +229,7 @@ class Store:
         return ticket
 
     def seen(self, key: ModelKey, tokens: Tokens) -> int:
-        """How much of the beginning of a history was stored when that was last looked at.
+        """Return how much of a history's beginning was stored when that was last looked at.
 
         Waits for nothing; of a model with sliding windows it says nothing: 0.
         """
@@ -245,7 +245,7 @@ class Store:
     # References --------------------------------------------------------------------------------
 
     def get(self, name: str) -> Reference:
-        """The published state of a history; a save that is queued is not there yet.
+        """Return the published state of a history; a save that is queued is not there yet.
 
         Raises:
             UnknownReferenceError: there is none of that name.
@@ -262,26 +262,26 @@ class Store:
         )
 
     def has_reference(self, name: str) -> bool:
-        """Whether a history of that name is published."""
+        """Return true if a history of that name is published."""
         return self._folder.of_reference(checked_name(name)).exists()
 
     def references(self) -> list[RefRow]:
-        """All published histories, the least recently used first."""
+        """Return all published histories, the least recently used first."""
         return self._cold.ask(Catalogue.references)
 
     def reference_names(self) -> list[str]:
-        """The names of all published histories, the least recently used first."""
+        """Return the names of all published histories, the least recently used first."""
         return self._cold.ask(Catalogue.reference_names)
 
     def revisions(self) -> dict[str, int]:
-        """Per published history the revision of its latest state, the least recently used first.
+        """Return each published history's latest revision, the least recently used first.
 
         Costs one query: to ask whether another process has changed something, as often as wanted.
         """
         return self._cold.ask(Catalogue.revisions)
 
     def revision(self, name: str) -> int | None:
-        """The revision of a history's latest state; None where none of that name is published."""
+        """Return the revision of a history's latest state; None where it is not published."""
         return self._cold.ask(lambda catalogue: catalogue.revision(name))
 
     def record(self, name: str, serial: int, payload: bytes) -> None:
@@ -302,11 +302,11 @@ class Store:
         self._cold.journal.put(checked_name(name), serial, payload)
 
     def recorded(self, name: str, after: int = 0) -> list[tuple[int, bytes]]:
-        """What was recorded of a history behind a serial number, ascending, with the numbers."""
+        """Return what was recorded of a history behind a serial number, with the numbers."""
         return self._cold.journal.after(name, after)
 
     def recorded_serials(self) -> dict[str, int]:
-        """Per history of which something is recorded its latest serial number."""
+        """Return the latest serial number of each history of which something is recorded."""
         return self._cold.journal.serials()
 
     def put_document(self, document_id: str, payload: bytes) -> None:
@@ -320,7 +320,7 @@ class Store:
         self._cold.journal.put_document(document_id, payload)
 
     def document(self, document_id: str) -> bytes | None:
-        """A document; None where there is none of that id."""
+        """Return a document; None where there is none of that id."""
         return self._cold.journal.document(document_id)
 
     def delete_document(self, document_id: str) -> bool:
@@ -332,7 +332,7 @@ class Store:
         self._events.add(kind, subject, detail)
 
     def damaged_references(self) -> dict[str, str]:
-        """Histories of which no state can be read, and what is wrong with each.
+        """Return the histories of which no state can be read, and what is wrong with each.
 
         By name, or by the name of the file where that cannot be read either.
         """
@@ -355,7 +355,7 @@ class Store:
         self._writer.call(work)
 
     def pin(self, name: str, is_pinned: bool = True) -> None:
-        """Never, or again, evict a history's KV to make room.
+        """Keep a history's KV from being evicted to make room, or allow it again.
 
         Raises:
             UnknownReferenceError: there is none of that name.
@@ -459,7 +459,7 @@ class Store:
         )
 
     def stats(self) -> StoreStats:
-        """Both tiers, the queue and all counts, at this moment."""
+        """Return both tiers, the queue and all counts, at this moment."""
         totals = self._cold.ask(Catalogue.totals)
         quarantined = sum(size for _, size in self._folder.quarantine_files())
         cold = TierStats(
@@ -480,13 +480,13 @@ class Store:
         )
 
     def take_events(self) -> list[StoreEvent]:
-        """What happened since the last call, oldest first."""
+        """Return what happened since the last call, oldest first."""
         return self._events.take()
 
     # Inside ------------------------------------------------------------------------------------
 
     def _on_read(self, address: bytes) -> None:
-        """A block was used. It is not copied to RAM: the cache has it now."""
+        """Note that a block was used. It is not copied to RAM: the cache has it now."""
         self._used.append(address)
 
     def _write_used(self) -> None:

@@ -39,7 +39,7 @@ class HistoryState:
 
 
 class RowSource(Protocol):
-    """Where a history's rows are taken from: a cache, as someone joins it to the store.
+    """Something that gives a history's rows: a cache, as someone joins it to the store.
 
     What is returned belongs to the store from then on: copies, which nobody writes to.
     """
@@ -101,7 +101,7 @@ class SaveTicket:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it covers less than there was; the next save goes on from there."""
+        """True if it covers less than there was; the next save goes on from there."""
         return self.n_stored < self.n_tokens or self.lacks_window
 
     def wait(self, timeout_s: float | None = None) -> SaveState:

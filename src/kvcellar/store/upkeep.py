@@ -62,7 +62,7 @@ def verify(
 def _verify_references(
     cold: ColdTier, check: Callable[[Reference], None]
 ) -> tuple[list[str], list[str]]:
-    """Names of the good ones, file names of the others."""
+    """Check all references; return the names of the good ones, the files of the others."""
     names, bad = [], []
     with cold.locked():
         for path in sorted(cold.folder.reference_paths()):
@@ -89,7 +89,7 @@ def _repaired(cold: ColdTier, file_name: str) -> Reference | None:
 
 
 def _cut_to_what_is_there(cold: ColdTier, ref: Reference) -> None:
-    """The state before may name a tail that the lost one had made needless."""
+    """Cut a repaired reference to the blocks that are there, which may be fewer."""
     n = _n_restorable(cold, ref)
     if n < ref.n_stored:
         there = [address for address in ref.blocks if cold.info(address) is not None]
@@ -100,7 +100,7 @@ def _cut_to_what_is_there(cold: ColdTier, ref: Reference) -> None:
 
 
 def _n_restorable(cold: ColdTier, ref: Reference) -> int:
-    """Tokens that the leading blocks of a reference cover, up to the first that is gone."""
+    """Count the tokens that a reference's leading blocks cover, up to the first that is gone."""
     at = 0
     for address in ref.blocks:
         info = cold.info(address)

@@ -34,7 +34,7 @@ class WarmTier:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        """Empty."""
+        """Create an empty tier."""
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
@@ -43,7 +43,7 @@ class WarmTier:
         self._lock = threading.Lock()
 
     def get(self, address: bytes) -> Item | None:
-        """The block, which was used now."""
+        """Return a block, which counts as used now."""
         with self._lock:
             entry = self._entries.get(address)
             if entry is None:
@@ -52,11 +52,11 @@ class WarmTier:
             return entry.item
 
     def entry(self, address: bytes) -> Entry | None:
-        """What is known of a block here; does not count as a use."""
+        """Return what is known of a block here; that does not count as a use."""
         return self._entries.get(address)
 
     def children(self, parents: Sequence[bytes], kind: Kind) -> list[Info]:
-        """Blocks or window states that follow any of these addresses."""
+        """Return blocks or window states that follow any of these addresses."""
         with self._lock:
             return [
                 self._entries[address].item.info
@@ -105,11 +105,11 @@ class WarmTier:
                 self._remove(address)
 
     def pin(self, addresses: Iterable[bytes]) -> None:
-        """These, and no others, stay as long as the limit allows."""
+        """Let these, and no others, stay as long as the limit allows."""
         self._pinned = frozenset(addresses)
 
     def stats(self) -> TierStats:
-        """Blocks and bytes, without those that wait for a write."""
+        """Return blocks and bytes, without those that wait for a write."""
         with self._lock:
             n = sum(not entry.n_queued for entry in self._entries.values())
             return TierStats(n, self.size_bytes, self.limit_bytes)

@@ -58,12 +58,12 @@ class Writer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more is taken."""
+        """True if no more is taken."""
         return self._is_closed
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the writer's own thread."""
+        """True in the writer's own thread."""
         return threading.current_thread() is self._thread
 
     def offer(self, job: Job, size_bytes: int) -> bool:
