@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import median_ratio, run
 
-from kvcellar.bookkeeping import CellPool, PagedBookkeeping
+from kvcellar.bookkeeping import BlockPool, Sequences
 from kvcellar.prefix import RadixIndex
 from kvcellar.types import ModelCacheParams, make_config
 
@@ -49,19 +49,19 @@ def tokens(n: int, seed: int) -> Any:
     return np.random.default_rng(seed).integers(0, 150_000, n)
 
 
-def full_cache(size: int) -> PagedBookkeeping:
+def full_cache(size: int) -> Sequences:
     """Create blocks with ``size`` tokens of others, and room for what is timed."""
-    cache = PagedBookkeeping(make_config(ModelCacheParams(1, 1, 1), size + LONG))
+    cache = Sequences(make_config(ModelCacheParams(1, 1, 1), size + LONG), block_size=BLOCK)
     for seq_id in range(1, 9):
         written(cache, seq_id, size // 8)
     return cache
 
 
-def written(cache: PagedBookkeeping, seq_id: int, n: int) -> None:
+def written(cache: Sequences, seq_id: int, n: int) -> None:
     """Let a forward bring ``n`` tokens of a sequence."""
     positions = cache.begin_step(np.full(n, seq_id))
-    cache.plan(0, n, positions)
-    cache.wrote(0)
+    cache.steps.plan(0, n, positions)
+    cache.steps.wrote(0)
     cache.end_step()
 
 
@@ -118,11 +118,11 @@ def eviction(size: int) -> Case:
 
 def fork(size: int) -> Case:
     """Measure a second owner for every cell of a sequence of 100k tokens."""
-    pool = CellPool(LONG + size)
+    pool = BlockPool(LONG + size)
     pool.claim(0, 0, LONG)
     for seq_id in range(1, 9):
         pool.claim(seq_id, 0, size // 8)
-    return Case(lambda i: pool.seq_cp(0, 99), lambda i: pool.seq_rm(99), 1)
+    return Case(lambda i: pool.share(99, pool.shareable(0, 99)), lambda i: pool.seq_rm(99), 1)
 
 
 OPERATIONS: dict[str, Callable[[int], Case]] = {

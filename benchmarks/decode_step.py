@@ -17,7 +17,7 @@ from harness import alternate, median_ms, median_ratio, run
 from transformers import AttentionInterface
 
 import kvcellar as kv
-from kvcellar.bookkeeping import SeqBookkeeping
+from kvcellar.bookkeeping import Sequences
 from kvcellar.models import load_model
 
 CONTEXT = 1024
@@ -121,13 +121,13 @@ def bookkeeping(quick: bool) -> dict[str, float]:
     }
     for name, params in shapes.items():
         rounds = 200 if quick else 1000
-        cache = SeqBookkeeping(kv.make_config(params, N_CELLS + N_SEQS * (rounds + 100)))
+        cache = Sequences(kv.make_config(params, N_CELLS + N_SEQS * (rounds + 100)))
 
-        def step(cache: SeqBookkeeping, seq_ids: list[int]) -> None:
+        def step(cache: Sequences, seq_ids: list[int]) -> None:
             positions = cache.begin_step(seq_ids)
-            for layer in range(cache.n_layers):
-                cache.plan(layer, len(positions), positions if layer == 0 else None)
-                cache.wrote(layer)
+            for layer in range(cache.steps.n_layers):
+                cache.steps.plan(layer, len(positions), positions if layer == 0 else None)
+                cache.steps.wrote(layer)
 
         per_seq = N_CELLS // N_SEQS
         for start in range(0, per_seq, 64):  # arrive interleaved, as agents do

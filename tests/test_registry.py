@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from kvcellar import registry
-from kvcellar.bookkeeping import ContiguousBookkeeping, SeqBookkeeping, TreeBookkeeping
+from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
 from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
 from kvcellar.registry import (
     Backend,
@@ -30,7 +30,7 @@ CONFIG = make_config(ModelCacheParams(1, 1, 1), 8)
 
 
 def make_cache():
-    return SeqBookkeeping(CONFIG)
+    return Sequences(CONFIG)
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def fake_backend(monkeypatch):
     """A backend 'fake' that builds bookkeeping without bytes; 'odd' builds a cache of no face."""
     monkeypatch.setattr(registry, "_registered", {})
     caches = {
-        "contiguous": ContiguousBookkeeping,
-        "seq": SeqBookkeeping,
-        "tree": TreeBookkeeping,
+        "contiguous": OneSequence,
+        "seq": Sequences,
+        "tree": TreeSequences,
     }
     register_backend("fake", Backend(caches))
-    register_backend("odd", Backend({"seq": ContiguousBookkeeping}))
+    register_backend("odd", Backend({"seq": OneSequence}))
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_who_looked_a_cache_up_keeps_it_when_the_entry_is_erased_in_mid_use():
     cache = caches.get("a")
     cache.begin_step([0, 0])
     caches.erase("a")
-    cache.plan(0, 2, None)
-    cache.wrote(0)
+    cache.steps.plan(0, 2, None)
+    cache.steps.wrote(0)
     assert cache.seq_len(0) == 2
 
 
@@ -235,9 +235,9 @@ def test_sessions_get_keys_of_their_own():
 
 def test_which_cache_it_is_is_said_by_the_factory(fake_backend):
     for make, kind in (
-        (make_decode_session, ContiguousBookkeeping),
-        (make_seq_session, SeqBookkeeping),
-        (make_tree_session, TreeBookkeeping),
+        (make_decode_session, OneSequence),
+        (make_seq_session, Sequences),
+        (make_tree_session, TreeSequences),
     ):
         with make("fake", CONFIG) as session:
             assert type(session.cache) is kind
@@ -246,7 +246,7 @@ def test_which_cache_it_is_is_said_by_the_factory(fake_backend):
 
 
 def test_a_cache_that_lacks_the_verbs_of_its_face_is_refused_where_it_is_made(fake_backend):
-    with pytest.raises(UnknownCacheError, match="built ContiguousBookkeeping for 'seq', which lac"):
+    with pytest.raises(UnknownCacheError, match="built OneSequence for 'seq', which lac"):
         make_seq_session("odd", CONFIG)
 
 
@@ -264,9 +264,9 @@ def test_a_kind_that_a_backend_does_not_build_says_which_it_does(fake_backend):
 
 
 def test_the_last_backend_of_a_name_counts(fake_backend):
-    register_backend("odd", Backend({"seq": TreeBookkeeping}))
+    register_backend("odd", Backend({"seq": TreeSequences}))
     with make_seq_session("odd", CONFIG) as session:
-        assert type(session.cache) is TreeBookkeeping
+        assert type(session.cache) is TreeSequences
 
 
 def test_a_backend_may_be_made_when_it_is_asked_for(fake_backend):
@@ -274,12 +274,12 @@ def test_a_backend_may_be_made_when_it_is_asked_for(fake_backend):
 
     def make():
         made.append(True)
-        return Backend({"seq": SeqBookkeeping})
+        return Backend({"seq": Sequences})
 
     register_backend("late", make)
     assert "late" in backend_names() and not made
     with make_seq_session("late", CONFIG) as session:
-        assert type(session.cache) is SeqBookkeeping and made
+        assert type(session.cache) is Sequences and made
 
 
 def test_our_own_backends_are_the_packages_of_their_room():
@@ -289,14 +289,14 @@ def test_our_own_backends_are_the_packages_of_their_room():
 
 def test_an_installed_package_brings_a_backend(installed):
     source = """
-from kvcellar.bookkeeping import SeqBookkeeping
+from kvcellar.bookkeeping import Sequences
 from kvcellar.registry import Backend
-BACKEND = Backend({"seq": SeqBookkeeping})
+BACKEND = Backend({"seq": Sequences})
 """
     installed("brought", source)
     assert "brought" in backend_names()
     with make_seq_session("brought", CONFIG) as session:
-        assert type(session.cache) is SeqBookkeeping
+        assert type(session.cache) is Sequences
     with pytest.raises(BackendError, match="'x' is unknown; there are: brought, executorch"):
         make_seq_session("x", CONFIG)
 

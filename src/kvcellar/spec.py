@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.bookkeeping.cells import MAX_GAP, MIN_RUN
 from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
+from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import MIN_CHUNK, LayerGroup, ModelCacheParams

@@ -58,7 +58,7 @@ class RowCells(SeqCells):
 
     def read_rows(self, tables: Sequence[Any]) -> Any:
         found = []
-        for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+        for g, (group, table) in enumerate(zip(self.steps.groups, tables, strict=True)):
             tokens = self.stored[g][table].astype(np.float32)
             shape = (len(group.layers), group.n_kv_heads, len(table), group.head_dim)
             row = np.broadcast_to(tokens[None, None, :, None], shape)

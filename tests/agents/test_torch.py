@@ -79,7 +79,7 @@ def held_rows_of(agents: Any, model: str) -> Any:
         try:
             tables = [
                 t if g.window is None else t[len(t) - min(len(t), g.window - 1) :]
-                for t, g in zip(held.tables, engine.cache.groups, strict=True)
+                for t, g in zip(held.tables, engine.cache.steps.groups, strict=True)
             ]
             return engine.cache.read_rows(tables)
         finally:
@@ -129,7 +129,7 @@ def test_host_rows_say_what_the_pools_hold_wherever_they_lie(kv_dtype, make, lay
     rng = torch.Generator().manual_seed(1)
     with make("torch", config) as session:
         cache: Any = session.cache
-        assert isinstance(cache, caches.TorchBytes)
+        assert isinstance(cache, caches.TorchCache)
         cache.begin_step([0] * 40)
         for layer in range(3):
             k, v = (torch.randn(1, 2, 40, 64, generator=rng) for _ in "kv")

@@ -90,7 +90,7 @@ def test_pools_allocate_what_was_granted_and_stop_where_the_budget_ends(backend,
             n_tokens += n
             granted = [
                 group.cell_bytes(cache.config.kv) * n_cells
-                for group, n_cells in zip(cache.groups, cache._growth.sizes, strict=True)
+                for group, n_cells in zip(cache.steps.groups, cache.steps.growth.sizes, strict=True)
             ]
             n_bytes = cache.usage().size_bytes
             if backend != "reference" or kv_dtype == "float32":  # NumPy stores bfloat16 in 4 bytes
@@ -117,7 +117,7 @@ def test_a_fork_and_what_follows_stay_inside(kind):
                 forward("torch", cache, list(range(6)), kind)
                 granted = [
                     group.cell_bytes(cache.config.kv) * n
-                    for group, n in zip(cache.groups, cache._growth.sizes, strict=True)
+                    for group, n in zip(cache.steps.groups, cache.steps.growth.sizes, strict=True)
                 ]
                 assert cache.usage().size_bytes == sum(granted) < budget.held_bytes
 
@@ -139,6 +139,6 @@ def test_kv_that_was_moved_out_comes_back_inside_the_budget(kind):
         forward("torch", cache, [2], kind)
         granted = [
             group.cell_bytes(cache.config.kv) * n
-            for group, n in zip(cache.groups, cache._growth.sizes, strict=True)
+            for group, n in zip(cache.steps.groups, cache.steps.growth.sizes, strict=True)
         ]
         assert cache.usage().size_bytes == sum(granted) < budget.held_bytes

@@ -190,7 +190,7 @@ def test_more_histories_than_there_are_copies_for_are_read_quantised_and_go_on()
             one = [(seq, [200 + seq])]
             for layer, (a, b) in enumerate(zip(model.feed(*one), rough.feed(*one), strict=True)):
                 np.testing.assert_allclose(a, b, atol=0.05, err_msg=f"{seq} {layer}")
-        for exact in model.cache._exact:
+        for exact in model.cache.pools.exact:
             exact.check()
 
 
@@ -206,7 +206,7 @@ def test_a_sequence_that_was_moved_out_comes_back_quantised() -> None:
             one.cache.write_cells(new, rows)
         for a, b in zip(model.feed((0, [12])), rough.feed((0, [12])), strict=True):
             np.testing.assert_allclose(a, b, atol=0.05)
-        for exact in model.cache._exact:
+        for exact in model.cache.pools.exact:
             exact.check()
 
 

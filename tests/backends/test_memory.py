@@ -73,7 +73,7 @@ def fill(cache: Any, kv_dtype: str, n_tok: int, kind: str, seq_id: int = 0) -> N
 
 def tensors(cache: Any) -> list[Any]:
     """K and V of every layer."""
-    sides = [rows for pool in cache.pools_of_layer for rows in (pool.k, pool.v)]
+    sides = [rows for pool in cache.pools.of_layer for rows in (pool.k, pool.v)]
     return [part for rows in sides for part in rows.parts]
 
 

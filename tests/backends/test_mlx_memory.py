@@ -70,7 +70,7 @@ def growth_of(call: Any) -> int:
 
 def part_bytes(cache: Any) -> int:
     """The smallest array that a copied pool would take again."""
-    return min(max(a.nbytes for a in side.parts) for p in cache.pools_of_layer
+    return min(max(a.nbytes for a in side.parts) for p in cache.pools.of_layer
                for side in (p.k, p.v))  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_the_ruler_sees_the_copy_that_a_kept_view_makes() -> None:
     with open_cache("seq", "float32") as session:
         cache = session.cache
         forward(cache, [0] * 5)
-        kept = cache.pools_of_layer[0].read(0, 3)
+        kept = cache.pools.of_layer[0].read(0, 3)
         mx.eval(kept)
         assert growth_of(lambda: forward(cache, [0])) >= part_bytes(cache)
         del kept

@@ -250,7 +250,7 @@ def test_writes_are_in_place_and_growth_doubles_up_to_whole_blocks(layout: str) 
         places, sizes = [], []
         for n in (5, 1, 1, 9, 1, 30, 20, 1):
             run(cache, (0, n))
-            read = cache.pools_of_layer[0].read(0, 1)[0]
+            read = cache.pools.of_layer[0].read(0, 1)[0]
             places.append(read.data_ptr())
             sizes.append(cache.usage().size_bytes // per_cell)
         most = 70 if layout == "layer_first" else 68
@@ -262,7 +262,7 @@ def test_block_first_keeps_what_a_block_holds_together() -> None:
     config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="block_first")
     with make_paged_session("torch", config) as session:
         run(session.cache, (0, 6))
-        first, _, last = session.cache.pools_of_layer
+        first, _, last = session.cache.pools.of_layer
         blocks = first._blocks
         assert last._blocks is blocks
         (k_part,), (v_part,) = blocks.k, blocks.v
@@ -280,7 +280,7 @@ def test_both_layouts_have_the_shapes_of_token_cells(layout: str) -> None:
     with make_paged_session("torch", config) as paged, make_seq_session("torch", config) as seq:
         for session in (paged, seq):
             run(session.cache, (0, 11))
-        for a, b in zip(paged.cache.pools_of_layer, seq.cache.pools_of_layer, strict=True):
+        for a, b in zip(paged.cache.pools.of_layer, seq.cache.pools.of_layer, strict=True):
             for start, length in ((0, 11), (1, 2), (3, 6), (4, 4), (5, 0), (10, 1)):
                 for mine, theirs in zip(a.read(start, length), b.read(start, length), strict=True):
                     assert torch.equal(mine, theirs)
@@ -292,14 +292,14 @@ def test_both_layouts_have_the_shapes_of_token_cells(layout: str) -> None:
 def test_the_reference_keeps_what_a_block_holds_together_too() -> None:
     config = make_config(TWO_GROUPS, 64, min_chunk=8, block_size=4, layout="block_first")
     with make_paged_session("reference", config) as session:
-        for pool, index in zip(session.cache.layer_pools, (0, 0, 1), strict=True):
+        for pool, index in zip(session.cache.pools.of_layer, (0, 0, 1), strict=True):
             assert pool.index == index
         session.cache.begin_step([0] * 6)
         for layer in range(3):
             rows = [t.numpy() for t in tensors(6, layer)]
             session.cache.update_and_attend(*rows, range(6), layer, 0.3, "float32")
-        blocks = session.cache.layer_pools[2].blocks
-        assert session.cache.layer_pools[0].blocks is blocks
+        blocks = session.cache.pools.of_layer[2].blocks
+        assert session.cache.pools.of_layer[0].blocks is blocks
         (k_part,), (v_part,) = blocks.k, blocks.v
         assert k_part.shape == (2, 2, 2, 4, 8) and v_part.shape == (2, 2, 2, 4, 6)
         np.testing.assert_array_equal(v_part[1, 1, :, :2], tensors(6, 2)[2][0, :, 4:])
@@ -313,13 +313,13 @@ def test_cells_are_all_read_before_any_is_written(backend: str, layout: str) -> 
         _, k, v = tensors(11, 0)
         cells = np.array([0, 3, 4, 1, 9, 8])
         if backend == "torch":
-            pool = session.cache.pools_of_layer[0]
+            pool = session.cache.pools.of_layer[0]
             pool.ensure(11, k.device)
             pool.write_run(0, k, v)
             pool.gather_into(2, torch.as_tensor(cells))
             got = [part[0].numpy() for part in pool.read(0, 11)]
         else:
-            pool = session.cache.layer_pools[0]
+            pool = session.cache.pools.of_layer[0]
             pool.ensure(11)
             pool.write_run(0, k[0].numpy(), v[0].numpy())
             pool.gather_into(2, cells)

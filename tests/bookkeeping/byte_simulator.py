@@ -16,12 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.bookkeeping.contiguous import ContiguousBookkeeping
-from kvcellar.bookkeeping.pages import PagedBookkeeping
+from kvcellar.bookkeeping import BlockPool, OneSequence, Sequences, Steps, TreeSequences
+from kvcellar.bookkeeping.pool import CellMove
 from kvcellar.bookkeeping.reads import TILE
-from kvcellar.bookkeeping.sequences import SeqBookkeeping
-from kvcellar.bookkeeping.step import StepBookkeeping
-from kvcellar.bookkeeping.tree import TreeBookkeeping
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
@@ -116,18 +113,71 @@ def _starts(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-class ByteSimulator(StepBookkeeping):
-    """Mixed in before a bookkeeping class. ``stored[layer][cell]`` is the token id there."""
+class TokenIds:
+    """The port to bytes: ``stored[layer][cell]`` is the token id there."""
+
+    size_bytes = 0
 
     def __init__(self, config: CacheConfig) -> None:
-        super().__init__(config)
-        self.stored = [np.full(config.capacity, -1, dtype=np.int64) for _ in range(self.n_layers)]
+        self.groups = config.params.groups
+        n_layers = config.params.n_layers
+        self.stored = [np.full(config.capacity, -1, dtype=np.int64) for _ in range(n_layers)]
+        self.fails_after: int | None = None  # moves, until one fails as a full device does
 
-    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         assert len(set(src_cells.tolist())) == len(src_cells)
+        if self.fails_after is not None:
+            if not self.fails_after:
+                raise MemoryError
+            self.fails_after -= 1
         for layer in self.groups[group].layers:
             moved = self.stored[layer][src_cells].copy()
             self.stored[layer][base : base + len(src_cells)] = moved
+
+
+class ByteSimulator:
+    """A bookkeeping's forwards over token ids: mixed in before its class."""
+
+    steps: Steps
+    ids: TokenIds
+
+    @property
+    def stored(self) -> list[IntArray]:
+        return self.ids.stored
+
+    @property
+    def groups(self) -> Sequence[LayerGroup]:
+        return self.steps.groups
+
+    @property
+    def n_layers(self) -> int:
+        return self.steps.n_layers
+
+    @property
+    def cells(self) -> list[BlockPool]:
+        return [layout.pool for layout in self.layouts]
+
+    @property
+    def plans(self) -> Sequence[StepPlan]:
+        """The plans of the open step."""
+        return self.steps._open.plans
+
+    def group_of(self, layer: int) -> int:
+        return self.steps.group_of(layer)
+
+    def plan(
+        self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
+    ) -> StepPlan:
+        return self.steps.plan(layer, n_tokens, positions)
+
+    def take_plan(self, layer: int, plan: StepPlan) -> bool:
+        return self.steps.take_plan(layer, plan)
+
+    def wrote(self, layer: int) -> None:
+        self.steps.wrote(layer)
+
+    def needs_positions(self) -> bool:
+        return self.steps.needs_positions()
 
     def run_layer(
         self, layer: int, tokens: Sequence[int], positions: Sequence[int] | None = None
@@ -152,20 +202,41 @@ class ByteSimulator(StepBookkeeping):
         return [self.groups[self.group_of(layer)].window for layer in range(self.n_layers)]
 
 
-class SimulatedContiguous(ByteSimulator, ContiguousBookkeeping):
+class SimulatedContiguous(ByteSimulator, OneSequence):
     """A contiguous cache of token ids."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        self.ids = TokenIds(config)
+        super().__init__(config, self.ids)
 
-class SimulatedSeq(ByteSimulator, SeqBookkeeping):
+
+class SimulatedSeq(ByteSimulator, Sequences):
     """A cache of many sequences, of token ids."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        self.ids = TokenIds(config)
+        super().__init__(config, self.ids)
 
-class SimulatedPaged(ByteSimulator, PagedBookkeeping):
+
+class SimulatedPaged(ByteSimulator, TreeSequences):
     """A cache of many sequences in blocks, of token ids."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        self.ids = TokenIds(config)
+        super().__init__(config, self.ids, block_size=config.block_size)
 
-class SimulatedTree(ByteSimulator, TreeBookkeeping):
+
+class SimulatedTree(ByteSimulator, TreeSequences):
     """A cache of sequences with draft trees, of token ids."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.ids = TokenIds(config)
+        super().__init__(config, self.ids)
+
+
+def cp(pool: BlockPool, src: int, dst: int, p0: int = 0, p1: int | None = None) -> list[CellMove]:
+    """Share what ``src`` holds, as a cache does once it has the blocks to join parts in."""
+    return pool.share(dst, pool.shareable(src, dst, p0, p1))
 
 
 def snapshot(thing: Any) -> Any:

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcellar.bookkeeping.cells import MIN_RUN, CellPool
 from kvcellar.bookkeeping.free_runs import FreeRuns
+from kvcellar.bookkeeping.pool import MIN_RUN, BlockPool
 from kvcellar.bookkeeping.spans import Span
 from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action
-from tests.bookkeeping.byte_simulator import snapshot
+from tests.bookkeeping.byte_simulator import cp, snapshot
 
 
 class FreeRunsAgainstASet(RuleBasedStateMachine):
@@ -90,7 +90,7 @@ class CellPoolAgainstDicts(ActionMachine):
     )
     def start(self, capacity, min_run, reuse_first):
         self.capacity = capacity
-        self.pool = CellPool(capacity, min_run=min_run, reuse_first=reuse_first)
+        self.pool = BlockPool(capacity, min_run=min_run, reuse_first=reuse_first)
         self.want: dict[int, dict[int, int]] = {}
         self.held: list[list[Run]] = []
 
@@ -136,33 +136,6 @@ class CellPoolAgainstDicts(ActionMachine):
         if first >= 0:
             self.refused(PositionError, self.pool.claim, seq, first, 1)
 
-    @action(weight=3, n=st.integers(1, 8), after=st.none() | st.integers(0, 40))
-    def take(self, n, after):
-        if n > self.capacity - len(self.taken()):
-            before = snapshot(self.pool)
-            with pytest.raises(CacheFullError, match=f"needs {n} cells, {self.pool.n_free} free"):
-                self.pool.take(n, after=after)
-            assert snapshot(self.pool) == before
-            return
-        before = self.taken()
-        runs = self.pool.take(n, after=after)
-        cells = cells_of(runs).tolist()
-        assert len(set(cells)) == n and not set(cells) & before
-        self.held.append(runs)
-
-    @action(weight=3, seq=SEQ, which=st.integers(0, 9), gap=st.sampled_from([0, 0, 3]))
-    def adopt(self, seq, which, gap):
-        alone = [
-            i for i, runs in enumerate(self.held) if (self.pool.refs[cells_of(runs)] == 1).all()
-        ]
-        if alone:
-            runs = self.held.pop(alone[which % len(alone)])
-            cells = self.want.setdefault(seq, {})
-            first = max(cells, default=-1) + 1 + gap
-            self.pool.adopt(seq, first, runs)
-            new = cells_of(runs).tolist()
-            cells.update(zip(range(first, first + len(new)), new, strict=True))
-
     @action(weight=3, pick=PICK, a=PLACE, b=PLACE, to_end=st.booleans())
     def retain_what_a_sequence_holds(self, pick, a, b, to_end):
         seq = self.picked(pick)
@@ -184,9 +157,9 @@ class CellPoolAgainstDicts(ActionMachine):
         part = {p: c for p, c in self.want.get(src, {}).items() if p0 <= p < end}
         mine = self.want.get(dst, {})
         if any(mine.get(p, c) != c for p, c in part.items()):
-            self.refused(SequenceConflictError, self.pool.seq_cp, src, dst, p0, p1)
+            self.refused(SequenceConflictError, cp, self.pool, src, dst, p0, p1)
         else:
-            self.pool.seq_cp(src, dst, p0, p1)
+            cp(self.pool, src, dst, p0, p1)
             if part:
                 self.want[dst] = mine | part
 
@@ -246,14 +219,14 @@ TestCellPoolAgainstDicts.settings = settings(max_examples=2 * settings().max_exa
 
 @pytest.mark.parametrize("reuse_first", [False, True])
 def test_a_fresh_pool_hands_out_cells_in_ascending_order(reuse_first):
-    pool = CellPool(1000, reuse_first=reuse_first)
+    pool = BlockPool(1000, reuse_first=reuse_first)
     for p in range(0, 1000, 10):
         assert pool.claim(7, p, 10) == [Run(p, 10)]
     assert pool.spans(7) == [Span(0, 0, 1000)]
 
 
 def test_a_new_run_starts_at_the_lowest_free_cells_that_have_room():
-    pool = CellPool(1000, min_run=10)
+    pool = BlockPool(1000, min_run=10)
     pool.claim(0, 0, 300)
     pool.seq_rm(0, 50, 55)  # room for 5
     pool.seq_rm(0, 100, 120)  # room for 20
@@ -263,7 +236,7 @@ def test_a_new_run_starts_at_the_lowest_free_cells_that_have_room():
 
 
 def test_a_sequence_goes_on_where_it_ended_while_it_can():
-    pool = CellPool(1000, min_run=10)
+    pool = BlockPool(1000, min_run=10)
     pool.claim(0, 0, 20)
     pool.claim(1, 0, 20)
     assert pool.claim(0, 20, 5) == [Run(20, 5)]
@@ -271,13 +244,13 @@ def test_a_sequence_goes_on_where_it_ended_while_it_can():
 
 
 def test_a_new_sequence_leaves_room_behind_the_others():
-    pool = CellPool(1000)
+    pool = BlockPool(1000)
     pool.claim(0, 0, 20)
     assert pool.claim(1, 0, 20) == [Run(20 + MIN_RUN, 20)]
 
 
 def test_a_sequence_that_is_expected_to_grow_starts_where_it_has_room_and_is_left_room():
-    pool = CellPool(2000, min_run=10)
+    pool = BlockPool(2000, min_run=10)
     pool.claim(0, 0, 900)
     pool.seq_rm(0, 100, 160)  # room for 60
     pool.seq_rm(0, 300, 700)  # room for 400
@@ -289,7 +262,7 @@ def test_a_sequence_that_is_expected_to_grow_starts_where_it_has_room_and_is_lef
 
 
 def test_a_pool_gathers_what_fits():
-    pool = CellPool(100, min_run=1)
+    pool = BlockPool(100, min_run=1)
     pool.claim(0, 0, 60)
     for p in range(1, 60, 3):
         pool.seq_rm(0, p, p + 1)
@@ -305,7 +278,7 @@ def test_a_pool_gathers_what_fits():
 
 
 def test_a_full_pool_hands_out_the_gaps_behind_tails_too():
-    pool = CellPool(100)
+    pool = BlockPool(100)
     pool.claim(0, 0, 20)
     pool.claim(1, 0, 80)
     assert pool.n_free == 0
@@ -313,7 +286,7 @@ def test_a_full_pool_hands_out_the_gaps_behind_tails_too():
 
 
 def test_eight_sequences_that_decode_side_by_side_stay_in_few_runs():
-    pool = CellPool(16_384)
+    pool = BlockPool(16_384)
     for p in range(500):
         for seq in range(8):
             pool.claim(seq, p, 1)
@@ -323,7 +296,7 @@ def test_eight_sequences_that_decode_side_by_side_stay_in_few_runs():
 
 
 def test_eight_prefilled_sequences_that_decode_side_by_side_stay_in_few_runs():
-    pool = CellPool(8 * 4096 + 8 * 1024)
+    pool = BlockPool(8 * 4096 + 8 * 1024)
     for seq in range(8):
         pool.claim(seq, 0, 4096)
     for p in range(4096, 4596):
@@ -333,10 +306,10 @@ def test_eight_prefilled_sequences_that_decode_side_by_side_stay_in_few_runs():
 
 
 def test_forks_of_one_trunk_that_decode_side_by_side_stay_in_few_runs():
-    pool = CellPool(8192)
+    pool = BlockPool(8192)
     pool.claim(0, 0, 1000)
     for fork in range(1, 8):
-        pool.seq_cp(0, fork)
+        cp(pool, 0, fork)
     for p in range(1000, 1500):
         for seq in range(8):
             pool.claim(seq, p, 1)
@@ -345,19 +318,19 @@ def test_forks_of_one_trunk_that_decode_side_by_side_stay_in_few_runs():
 
 
 def test_a_fork_of_32k_tokens_is_one_span_and_moves_nothing():
-    pool = CellPool(40_000)
+    pool = BlockPool(40_000)
     pool.claim(0, 0, 32_768)
-    pos = pool.pos.copy()
-    pool.seq_cp(0, 1)
+    refs = pool.refs.copy()
+    cp(pool, 0, 1)
     assert pool.spans(1) == [Span(0, 0, 32_768)]
     assert pool.n_free == 40_000 - 32_768
-    assert np.array_equal(pool.pos, pos)
+    assert np.array_equal(pool.refs, refs + (refs > 0))
 
 
 def test_a_cell_lives_until_its_last_owner_lets_go():
-    pool = CellPool(8)
+    pool = BlockPool(8)
     runs = pool.claim(0, 0, 3)
-    pool.seq_cp(0, 1)
+    cp(pool, 0, 1)
     pool.retain(runs)
     pool.seq_rm(0)
     pool.seq_rm(1)
@@ -369,10 +342,10 @@ def test_a_cell_lives_until_its_last_owner_lets_go():
 
 
 def test_of_one_run_only_the_cells_without_an_owner_come_free():
-    pool = CellPool(12)
+    pool = BlockPool(12)
     pool.claim(0, 0, 10)
-    pool.seq_cp(0, 1, 2, 4)
-    pool.seq_cp(0, 2, 7, 8)
+    cp(pool, 0, 1, 2, 4)
+    cp(pool, 0, 2, 7, 8)
     pool.seq_rm(0)
     pool.check()
     assert (pool.refs > 0).nonzero()[0].tolist() == [2, 3, 7]
@@ -380,10 +353,10 @@ def test_of_one_run_only_the_cells_without_an_owner_come_free():
 
 
 def test_more_sequences_than_64_share_one_trunk():
-    pool = CellPool(16)
+    pool = BlockPool(16)
     pool.claim(0, 0, 10)
     for seq in range(1, 200):
-        pool.seq_cp(0, seq)
+        cp(pool, 0, seq)
     pool.seq_rm(0)
     assert pool.seq_cells(199) == list(range(10))
     for seq in range(1, 199):
@@ -393,7 +366,7 @@ def test_more_sequences_than_64_share_one_trunk():
 
 
 def test_the_error_of_a_full_pool_says_what_was_asked_what_was_there_and_the_way_out():
-    pool = CellPool(8)
+    pool = BlockPool(8)
     pool.claim(0, 0, 6)
     with pytest.raises(CacheFullError) as full:
         pool.claim(1, 0, 4)
@@ -404,7 +377,7 @@ def test_the_error_of_a_full_pool_says_what_was_asked_what_was_there_and_the_way
 
 @pytest.mark.parametrize("first", [0, 4, 5])
 def test_a_position_that_is_held_cannot_be_claimed_again(first):
-    pool = CellPool(16)
+    pool = BlockPool(16)
     pool.claim(0, 0, 6)
     before = snapshot(pool)
     with pytest.raises(PositionError) as info:
@@ -417,8 +390,8 @@ def test_a_position_that_is_held_cannot_be_claimed_again(first):
 
 
 def test_the_error_of_a_conflict_names_the_sequence_and_the_positions():
-    pool = CellPool(8)
+    pool = BlockPool(8)
     pool.claim(0, 0, 3)
     pool.claim(1, 0, 2)
     with pytest.raises(SequenceConflictError, match=r"sequence 1 .* \[0, 2\); seq_rm"):
-        pool.seq_cp(0, 1)
+        cp(pool, 0, 1)

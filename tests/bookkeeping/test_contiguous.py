@@ -75,7 +75,7 @@ class ContiguousCacheAgainstAList(ActionMachine):
         for layer, window in list(enumerate(cache.layer_windows()))[:n_layers]:
             seen = cache.run_layer(layer, tokens, said)
             assert seen == [visible(history, p, window) for p in positions]
-            plan = cache._open.plans[cache.group_of(layer)]
+            plan = cache.plans[cache.group_of(layer)]
             check_causal_masks(plan.reads, window)
             assert len(plan.writes) == 1, "history stays in one run"
             assert plan.n_cells == plan.writes[0].run.stop
@@ -118,7 +118,7 @@ class ContiguousCacheAgainstAList(ActionMachine):
 
     def is_gone(self, new_length):
         """Whether some group has no cell for a position that the next token would look at."""
-        bases = settled(self.cache)._base
+        bases = [layout.base for layout in settled(self.cache).layouts]
         return any(
             window is not None and new_length - window + 1 < base
             for window, base in zip(self.windows, bases, strict=True)
@@ -181,7 +181,7 @@ def test_a_window_copies_about_one_cell_per_token_and_never_onto_itself(window, 
         assert base == 0 and src_cells.min() >= len(src_cells)
         moved.append(len(src_cells))
 
-    cache._move_cells = move
+    cache.ids.move_cells = move
     for _ in range(10_000):
         for layer in range(cache.n_layers):
             cache.plan(layer, 1, None)

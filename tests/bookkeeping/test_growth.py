@@ -35,11 +35,11 @@ def config(budget: MemoryBudget | None, params: ModelCacheParams = FULL, **more:
 
 def write(cache: Any) -> None:
     """What a forward does: every layer asks for its plan and writes."""
-    for layer in range(cache.n_layers):
-        plan = cache.plan(layer, cache._open.n_tokens, None)
-        assert plan.n_cells == cache._growth.sizes[cache.group_of(layer)]
+    for layer in range(cache.steps.n_layers):
+        plan = cache.steps.plan(layer, cache.steps._open.n_tokens, None)
+        assert plan.n_cells == cache.steps.growth.sizes[cache.steps.group_of(layer)]
         assert all(write.run.stop <= plan.n_cells for write in plan.writes)
-        cache.wrote(layer)
+        cache.steps.wrote(layer)
     cache.end_step()
 
 
@@ -50,12 +50,12 @@ def feed(cache: Any, seq_id: int, n: int) -> None:
 
 
 def sizes(cache: Any) -> list[int]:
-    return list(cache._growth.sizes)
+    return list(cache.steps.growth.sizes)
 
 
 def granted_bytes(cache: Any) -> int:
-    costs = [group.cell_bytes(cache.config.kv) + INDEX_BYTES for group in cache.groups]
-    arrays = ARRAY_BYTES * sum(cache._growth.limits)
+    costs = [group.cell_bytes(cache.config.kv) + INDEX_BYTES for group in cache.steps.groups]
+    arrays = ARRAY_BYTES * sum(cache.steps.growth.limits)
     return arrays + sum(n * cost for n, cost in zip(sizes(cache), costs, strict=True))
 
 
@@ -67,7 +67,7 @@ def test_with_ample_memory_a_pool_doubles_as_it_would_without_a_budget():
     allocated = 0
     for _ in range(40):
         feed(cache, 0, 25)
-        allocated = grown_size(cache.pools[0].n_cells, allocated, 16, 4096)
+        allocated = grown_size(cache.layouts[0].pool.n_cells, allocated, 16, 4096)
         assert sizes(cache) == [allocated]
 
 
@@ -132,11 +132,11 @@ def test_a_refused_growth_leaves_cache_and_budget_as_they_were(kind):
     budget = MemoryBudget(2_000_000)
     cache = KINDS[kind](config(budget, MIXED))
     if kind == "contiguous":
-        cache.plan(0, 20, None)
-        for layer in range(cache.n_layers):
+        cache.steps.plan(0, 20, None)
+        for layer in range(cache.steps.n_layers):
             if layer:
-                cache.plan(layer, 20, None)
-            cache.wrote(layer)
+                cache.steps.plan(layer, 20, None)
+            cache.steps.wrote(layer)
         cache.end_step()
     else:
         feed(cache, 3, 20)
@@ -147,7 +147,7 @@ def test_a_refused_growth_leaves_cache_and_budget_as_they_were(kind):
     assert not cache.can_extend(n)
     with pytest.raises(CacheFullError, match=r"KV may take 2\.00 MB of 2\.00 MB, 0 B are left"):
         if kind == "contiguous":
-            cache.plan(0, n, None)
+            cache.steps.plan(0, n, None)
         else:
             assert not cache.can_begin_step([3] * n)
             cache.begin_step([3] * n)
@@ -162,13 +162,13 @@ def test_both_groups_are_granted_or_none():
     feed(cache, 0, 16)
     before = sizes(cache)
     n = 8
-    full, window = (group.cell_bytes(cache.config.kv) for group in cache.groups)
+    full, window = (group.cell_bytes(cache.config.kv) for group in cache.steps.groups)
     # room for the new cells of the full group alone: not for the window group's beside them
     left = n * (full + INDEX_BYTES) + before[0] * full
     assert budget.ask(budget.available_bytes - left)
-    assert not cache.can_begin_step([1] * (before[1] - cache.pools[1].n_taken + n))
+    assert not cache.can_begin_step([1] * (before[1] - cache.layouts[1].pool.n_taken + n))
     with pytest.raises(CacheFullError):
-        cache.begin_step([1] * (before[1] - cache.pools[1].n_taken + n))
+        cache.begin_step([1] * (before[1] - cache.layouts[1].pool.n_taken + n))
     assert sizes(cache) == before
     assert window > full
 
@@ -354,7 +354,7 @@ class BudgetedCaches(RuleBasedStateMachine):
     def the_account_is_right(self):
         for cache in self.caches:
             cache.check()
-        held = sum(cache._growth._held.n_bytes for cache in self.caches)
+        held = sum(cache.steps.growth._held.n_bytes for cache in self.caches)
         assert self.budget.held_bytes == held + self.taken <= self.budget.kv_bytes
 
     @invariant()

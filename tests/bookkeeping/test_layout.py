@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.bookkeeping import SeqBookkeeping, TreeBookkeeping
-from kvcellar.bookkeeping.cells import MIN_RUN
+from kvcellar.bookkeeping import Sequences, TreeSequences
+from kvcellar.bookkeeping.pool import MIN_RUN
 from tests.bookkeeping.byte_simulator import config_of
 
 
@@ -20,7 +20,7 @@ def forward(cache, seq_ids):
 
 
 def test_a_fresh_cache_hands_out_cells_in_ascending_order():
-    cache = SeqBookkeeping(config_of(capacity=100))
+    cache = Sequences(config_of(capacity=100))
     for p in range(100):
         plan = forward(cache, [3])
         assert plan.write_cells.tolist() == [p]
@@ -30,7 +30,7 @@ def test_a_fresh_cache_hands_out_cells_in_ascending_order():
 
 @pytest.mark.parametrize("n_prompt", [1, 100, 1000])
 def test_eight_sequences_that_decode_in_one_batch_stay_in_few_runs(n_prompt):
-    cache = SeqBookkeeping(config_of(capacity=8 * 4096))
+    cache = Sequences(config_of(capacity=8 * 4096))
     for seq in range(8):
         forward(cache, [seq] * n_prompt)
     for _ in range(500):
@@ -39,7 +39,7 @@ def test_eight_sequences_that_decode_in_one_batch_stay_in_few_runs(n_prompt):
 
 
 def test_eight_prompts_in_interleaved_chunks_have_runs_of_at_least_a_chunk():
-    cache = SeqBookkeeping(config_of(capacity=8 * 8192))
+    cache = Sequences(config_of(capacity=8 * 8192))
     for _ in range(16):
         for seq in range(8):
             forward(cache, [seq] * 256)
@@ -49,12 +49,12 @@ def test_eight_prompts_in_interleaved_chunks_have_runs_of_at_least_a_chunk():
 
 
 def test_forks_of_32k_tokens_share_one_run_and_decode_in_few():
-    cache = SeqBookkeeping(config_of(capacity=40_000))
+    cache = Sequences(config_of(capacity=40_000))
     for _ in range(32):
         forward(cache, [0] * 1024)
     for fork in range(1, 8):
         cache.seq_cp(0, fork)
-    assert [len(cache.pools[0].spans(seq)) for seq in range(8)] == [1] * 8
+    assert [len(cache.cells[0].spans(seq)) for seq in range(8)] == [1] * 8
     assert cache.usage().groups[0].live == 32_768
     for _ in range(200):
         plan = forward(cache, list(range(8)))
@@ -68,7 +68,7 @@ def test_forks_of_32k_tokens_share_one_run_and_decode_in_few():
 def test_the_cells_of_a_window_stay_few_however_long_its_sequences_grow(
     window, slack, chunk, n_seqs
 ):
-    cache = SeqBookkeeping(config_of((window,), 100_000, slack))
+    cache = Sequences(config_of((window,), 100_000, slack))
     bound = n_seqs * (window + slack + 2 * chunk + 6 * MIN_RUN)
     for _ in range(max(1500, 3 * window, 6 * chunk) // chunk):
         if chunk == 1:
@@ -82,7 +82,7 @@ def test_the_cells_of_a_window_stay_few_however_long_its_sequences_grow(
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_window_decodes_for_ever_in_a_capacity_of_little_more_than_the_window(chunk):
     window, slack = 8, 4
-    cache = SeqBookkeeping(config_of((window,), window - 1 + slack + chunk, slack))
+    cache = Sequences(config_of((window,), window - 1 + slack + chunk, slack))
     for _ in range(300):
         assert cache.can_extend(chunk)
         forward(cache, [0] * chunk)
@@ -91,12 +91,12 @@ def test_a_window_decodes_for_ever_in_a_capacity_of_little_more_than_the_window(
 
 
 def test_a_commit_leaves_the_history_in_one_run():
-    cache = TreeBookkeeping(config_of(capacity=1000))
+    cache = TreeSequences(config_of(capacity=1000))
     forward(cache, [0] * 50)
     for _ in range(20):
         cache.propose([-1, -1, 0, 1, 1, 4])  # 1 -> 4 -> 5 is the longest chain
         forward(cache, [0] * 6)
         cache.commit([1, 4, 5])
     assert cache.seq_len(0) == 50 + 20 * 3
-    assert len(cache.pools[0].spans(0)) == 1
+    assert len(cache.cells[0].spans(0)) == 1
     assert cache.usage().groups[0].n_cells == 110

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.bookkeeping.drafts import DraftTree
 from kvcellar.bookkeeping.reads import TILE, _band, causal_reads, position_mask
 from kvcellar.bookkeeping.spans import Span
-from kvcellar.bookkeeping.tree import DraftTree
 from kvcellar.errors import ProposalError
 from kvcellar.types import AttendKind, Run
 from tests.bookkeeping.byte_simulator import check_causal_masks, seen_by, visible
@@ -149,6 +149,7 @@ def test_commit_takes_every_chain_from_a_root_and_nothing_else(frontiers, data):
     for frontier in frontiers:
         tree.propose(frontier)
         parents += frontier
+    tree.n_forwarded = len(parents)
     chain = data.draw(st.lists(st.integers(-1, len(parents)), max_size=4))
     is_chain = all(0 <= node < len(parents) for node in chain) and all(
         parents[node] == above for node, above in zip(chain, [-1, *chain], strict=False)

@@ -129,7 +129,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         """Per window group, the positions of the history that are gone from its cells."""
         return {
             group: set(self.want[seq].tokens) - set(pool.seq_positions(seq))
-            for group, pool in enumerate(cache.pools)
+            for group, pool in enumerate(cache.cells)
             if self.windows[group] is not None
         }
 
@@ -216,7 +216,7 @@ class SeqCacheAgainstHistories(ActionMachine):
             self.accept(stretches)
         elif end == "cancel":
             self.cache.cancel_step()
-            if all(len(ids) + self.n_pending() <= pool.n_free for pool in before.pools):
+            if all(len(ids) + self.n_pending() <= pool.n_free for pool in before.cells):
                 assert self.unwritten(self.cache) == self.unwritten(before)
             self.check()
 
@@ -250,12 +250,13 @@ class SeqCacheAgainstHistories(ActionMachine):
     def unwritten(self, cache):
         """All state but the bytes: a cancelled step may have written to cells that are free."""
         cache = copy.deepcopy(cache)
-        cache.stored = None
+        cache.ids = None
+        cache.steps._pools = None
         return snapshot(cache)
 
     def check_masks(self, stretches):
         for group, window in enumerate(self.windows):
-            check_causal_masks(self.cache._open.plans[group].reads, window)
+            check_causal_masks(self.cache.plans[group].reads, window)
 
     @action(weight=2)
     def cancel(self):
@@ -364,10 +365,10 @@ class SeqCacheAgainstHistories(ActionMachine):
             if None in self.windows:  # elsewhere a window may have let go of the proof
                 self.refused(SequenceConflictError, self.cache.seq_cp, src, dst, p0, p1)
             return
-        free = [pool.n_free for pool in settled(self.cache).pools]
+        free = [pool.n_free for pool in settled(self.cache).cells]
         self.undo = None
         self.cache.seq_cp(src, dst, p0, p1)
-        assert [pool.n_free for pool in self.cache.pools] == free, "a copy takes no cells"
+        assert [pool.n_free for pool in self.cache.cells] == free, "a copy takes no cells"
         if part:
             mine.tokens |= part
             mine.length = max(mine.length, stop)
@@ -396,7 +397,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         self.want.clear()
         self.held.clear()
         self.undo = None
-        assert all(pool.n_free == self.capacity for pool in self.cache.pools)
+        assert all(pool.n_free == self.capacity for pool in self.cache.cells)
 
     # Cells that outlive their sequence, bytes that come back --------------------------------------
 
@@ -433,10 +434,10 @@ class SeqCacheAgainstHistories(ActionMachine):
             return
         held = self.held[which % len(self.held)]
         if self.may_begin(seq, held, self.cache.seq_map):
-            free = [pool.n_free for pool in settled(self.cache).pools]
+            free = [pool.n_free for pool in settled(self.cache).cells]
             self.undo = None
             self.cache.seq_map(seq, held.tables)
-            assert [pool.n_free for pool in self.cache.pools] == free
+            assert [pool.n_free for pool in self.cache.cells] == free
             self.want[seq] = copy.deepcopy(held.history)
             self.probe(seq)
 
@@ -471,7 +472,7 @@ class SeqCacheAgainstHistories(ActionMachine):
             return
         before = settled(self.cache)
         n_cells = [int((table >= 0).sum()) + self.n_pending() for table in saved.tables]
-        free = [pool.n_free + before._n_releasable(g) for g, pool in enumerate(before.pools)]
+        free = [layout.n_free_later() for layout in before.layouts]
         if any(n > f for n, f in zip(n_cells, free, strict=True)):
             assert self.may_be_full(max(n_cells))
             self.refused(CacheFullError, self.cache.seq_claim, seq, saved.tables)
@@ -501,10 +502,10 @@ class SeqCacheAgainstHistories(ActionMachine):
         wanted = [self.cache.seq_table(seq) for seq in sorted(self.want)]
         wanted += [held.tables for held in self.held]
         wanted = wanted[first:] + wanted[:first]
-        free = [pool.n_free for pool in self.cache.pools]
+        free = [pool.n_free for pool in self.cache.cells]
         n_runs = [self.n_runs(tables) for tables in wanted]
         done = self.cache.compact(wanted, n)
-        assert [pool.n_free for pool in self.cache.pools] == free
+        assert [pool.n_free for pool in self.cache.cells] == free
         now = [relocated(tables, done.moved) for tables in wanted]
         assert bool(done.n_cells) == any(moved is not None for moved in done.moved)
         if done.n_cells and len(wanted) == 1:
@@ -554,7 +555,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         cache = self.cache
         cache.can_extend(n), cache.is_step_open, cache.needs_positions(), cache.usage()
         cache.seq_ids(), self.check(), cache.capacity
-        assert cache.n_free <= min(pool.capacity for pool in cache.pools)
+        assert cache.n_free <= min(pool.capacity for pool in cache.cells)
         assert cache.can_extend(max(0, cache.n_free)) or cache.n_free < 0
         assert not cache.can_extend(cache.n_free + 1)
         with contextlib.suppress(StepError):  # of a tree that awaits its commit
@@ -584,16 +585,23 @@ class SeqCacheAgainstHistories(ActionMachine):
 
     def check_cells(self, seq, history):
         """Each token is where its sequence says, in every layer; none is missing that is due."""
-        for group, pool in enumerate(self.cache.pools):
+        for group, pool in enumerate(self.cache.cells):
             window = self.windows[group]
             cells = dict(zip(pool.seq_positions(seq), pool.seq_cells(seq), strict=True))
             held = {p: c for p, c in cells.items() if p < history.length}
-            assert set(held) == set(cells) or self.cache.is_step_open
+            nodes = self.nodes_of(seq)
+            assert set(cells) - set(held) == set(nodes) or self.cache.is_step_open
+            held |= {p: cells[p] for p in nodes}
+            tokens = history.tokens | nodes
             if window is None:
-                assert set(held) == set(history.tokens)
+                assert set(held) == set(tokens)
             for p, cell in held.items():
                 for layer in self.cache.groups[group].layers:
-                    assert self.cache.stored[layer][cell] == history.tokens[p]
+                    assert self.cache.stored[layer][cell] == tokens[p]
+
+    def nodes_of(self, seq):
+        """The proposed nodes that have been through a forward: place -> token."""
+        return {}
 
     def extra_cells(self, group):
         """Cells of a full group that no history accounts for."""

@@ -108,7 +108,7 @@ def test_a_step_that_is_taken_back_leaves_the_cache_as_it_was(make):
     begin(cache, 5)
     cache.forward([1, 2, 3, 4, 5])
     cache.end_step()
-    cache.stored = None  # what a cancelled step wrote to free cells is no state
+    cache.steps._pools = cache.ids = None  # what a cancelled step wrote to free cells is no state
     before = snapshot(cache)
     for n_layers in range(4):
         begin(cache, 2)
@@ -162,7 +162,7 @@ def test_a_step_under_way_is_no_sequence_yet_and_none_when_it_is_taken_back(make
     cache.begin_step([4, 5])
     assert cache.seq_ids() == []
     cache.cancel_step()
-    assert cache.seq_ids() == [] and cache.pools[0].seq_ids() == []
+    assert cache.seq_ids() == [] and cache.cells[0].seq_ids() == []
     assert cache.begin_step([4]) == [0]
 
 
@@ -232,11 +232,11 @@ def test_a_chain_in_scattered_cells_is_brought_into_order():
     cache.propose([-1, -1, 1, 2, 3])
     cache.begin_step([0] * 5)
     cache.forward([0, 1, 2, 3, 4])
-    assert len(cache._open.plans[0].writes) >= 3
+    assert len(cache.plans[0].writes) >= 3
     cache.commit([1, 2, 3, 4])
     cache.begin_step([0])
     assert cache.forward([5])[0] == [[1, 2, 3, 4, 5]]
-    assert cache.stored[0][cache.pools[0].seq_cells(0)].tolist() == [1, 2, 3, 4, 5]
+    assert cache.stored[0][cache.cells[0].seq_cells(0)].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_several_sequences_need_begin_step_in_a_tree_cache_too():

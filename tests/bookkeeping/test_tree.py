@@ -77,6 +77,11 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
     def extra_cells(self, group):
         return sum(len(tree.tokens) for tree in self.trees.values()) - self.n_pending()
 
+    def nodes_of(self, seq):
+        """They follow the history in the order they were proposed."""
+        tree = self.trees.get(seq, Tree(0))
+        return {tree.base + i: t for i, t in enumerate(tree.tokens) if t is not None}
+
     def batch_of(self, draws):
         """A tree that awaits its forward comes whole and once, whatever was drawn."""
         draws = dict(draws).items() if any(seq in self.trees for seq, _ in draws) else draws
@@ -137,7 +142,7 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
                 trees[q] = self.trees[seq]
             q += len(positions)
         for group, window in enumerate(self.windows):
-            reads = self.cache._open.plans[group].reads
+            reads = self.cache.plans[group].reads
             check_causal_masks([r for r in reads if r.q_start not in trees], window)
             for read in reads:
                 if read.q_start in trees:
@@ -159,11 +164,9 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
             self.refused(ProposalError, self.cache.propose, parents, seq)
             return
         before = settled(self.cache)
-        if not before.can_extend(len(parents)):
-            assert self.may_be_full(len(parents))
+        if not self.fits_frontier(before, seq, len(parents)):
             self.refused(CacheFullError, self.cache.propose, parents, seq)
             return
-        assert not self.must_be_full(len(parents))
         self.undo = None
         got = self.cache.propose(parents, seq)
         tree = self.trees.setdefault(seq, Tree(length))
@@ -171,6 +174,12 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         tree.tokens += [None] * len(parents)
         assert got == [tree.position(node) for node in tree.frontier()]
         self.check()
+
+    def fits_frontier(self, before, seq, n):
+        """Whether a frontier has its cells: what the cache says, shown to be true."""
+        fits = before.can_extend(n)
+        assert self.may_be_full(n) if not fits else not self.must_be_full(n)
+        return fits
 
     @action(
         seq=SEQ, draws=st.lists(st.integers(0, 50), max_size=6), bad=st.sampled_from([-2, 0, 3])
@@ -277,6 +286,8 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
 
     def ask(self, n, seq, length):
         super().ask(n, seq, length)
+        for other in self.trees.keys() - self.want.keys():
+            self.check_cells(other, History())
         assert self.cache.has_tree(seq) == (seq in self.trees)
         tree = self.trees.get(seq, Tree(0))
         assert self.cache.n_nodes(seq) == len(tree.tokens)

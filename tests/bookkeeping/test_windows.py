@@ -69,7 +69,7 @@ def test_a_hole_at_the_end_does_not_make_a_window_forget_what_it_let_go_of():
     cache = let_go()
     cache.seq_rm(0, 150, 199)
     cache.seq_rm(0, 199)
-    assert cache.pools[1].spans(0) == [], "the window holds nothing at all"
+    assert cache.cells[1].spans(0) == [], "the window holds nothing at all"
     assert not cache.can_resume(0, 150)
     sees(cache, 0, numbered(*range(150)))
 
@@ -149,7 +149,7 @@ def test_a_copy_gives_back_a_part_of_what_a_window_let_go_of_and_no_more_is_prom
     cache.seq_cp(0, 1)
     bring(cache, 0, list(range(60, 160)))
     cache.seq_cp(1, 0)
-    assert cache.pools[1].seq_positions(0) == [*range(60), 157, 158, 159]
+    assert cache.cells[1].seq_positions(0) == [*range(60), 157, 158, 159]
     assert cache.resumable_from(0) == 160, "60 to 156 are gone for good"
 
 
@@ -161,7 +161,7 @@ def test_a_copy_does_not_make_a_sequence_forget_what_its_own_window_let_go_of():
     assert cache.resumable_from(1) == 200
     cache.seq_cp(0, 1)
     assert cache.resumable_from(1) == 200
-    assert cache.pools[1].seq_positions(1) == [*range(10), 197, 198, 199]
+    assert cache.cells[1].seq_positions(1) == [*range(10), 197, 198, 199]
 
 
 def test_letting_go_of_what_a_copy_gave_back_does_not_forget_what_came_after_it():
@@ -178,10 +178,10 @@ def test_letting_go_of_what_a_copy_gave_back_does_not_forget_what_came_after_it(
         bring(cache, 1, [token])
     fill()
     cache.seq_cp(0, 1)
-    assert cache.pools[0].seq_positions(1) == [7, 8, 9, 97, 98, 99]
+    assert cache.cells[0].seq_positions(1) == [7, 8, 9, 97, 98, 99]
     cache.seq_rm(0)
     fill()
-    assert cache.pools[0].seq_positions(1) == [97, 98, 99]
+    assert cache.cells[0].seq_positions(1) == [97, 98, 99]
     assert cache.resumable_from(1) == 100
 
 
@@ -206,7 +206,7 @@ def test_a_window_lets_go_of_tokens_and_not_of_the_hole_behind_them():
     bring(cache, 0, list(range(80)))
     cache.seq_rm(0, 64, 79)
     bring(cache, 0, list(range(80, 88)))
-    assert cache.pools[1].seq_positions(0) == list(range(79, 88))
+    assert cache.cells[1].seq_positions(0) == list(range(79, 88))
     assert cache.resumable_from(0) == 64 + WINDOW - 1
     cache.seq_rm(0, 67)
     sees(cache, 0, numbered(*range(64)))
@@ -284,7 +284,7 @@ def test_new_cells_keep_the_holes_and_the_order_of_a_table():
     for group in range(2):
         assert ((new[group] >= 0) == (old[group] >= 0)).all()
         assert not set(new[group].tolist()) & set(old[group][old[group] >= 0].tolist())
-        assert cache.pools[group].seq_positions(1) == cache.pools[group].seq_positions(0)
+        assert cache.cells[group].seq_positions(1) == cache.cells[group].seq_positions(0)
     cache.check()
 
 

@@ -12,12 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.bookkeeping import (
-    ContiguousBookkeeping,
-    PagedBookkeeping,
-    SeqBookkeeping,
-    TreeBookkeeping,
-)
+from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
 from kvcellar.engine.speculate import Draft, DraftRequest
 from kvcellar.history import History
 from kvcellar.registry import CacheSession
@@ -36,31 +31,43 @@ FULL_PARAMS = ModelCacheParams(n_layers=2, n_kv_heads=1, head_dim=4)
 """All layers see all of the history."""
 
 
-class _TokenCells:
+class _Tokens:
     """What a backend adds to the bookkeeping: here, one token per cell and layer group."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.stored = [np.full(4 * config.capacity + 64, -1) for _ in self.groups]  # type: ignore[attr-defined]
+    size_bytes = 0
 
-    def _move_cells(self, group: int, base: int, src_cells: Any) -> None:
+    def __init__(self, config: Any) -> None:
+        n_cells = 4 * config.capacity + 64
+        self.stored = [np.full(n_cells, -1) for _ in config.params.groups]
+
+    def move_cells(self, group: int, base: int, src_cells: Any) -> None:
         self.stored[group][base : base + len(src_cells)] = self.stored[group][src_cells].copy()
 
 
-class ContiguousCells(_TokenCells, ContiguousBookkeeping):
-    pass
+class ContiguousCells(OneSequence):
+    def __init__(self, config: Any) -> None:
+        tokens = _Tokens(config)
+        super().__init__(config, tokens)
+        self.stored = tokens.stored
 
 
-class SeqCells(_TokenCells, SeqBookkeeping):
-    pass
+class SeqCells(Sequences):
+    def __init__(self, config: Any) -> None:
+        tokens = _Tokens(config)
+        super().__init__(config, tokens)
+        self.stored = tokens.stored
 
 
-class TreeCells(_TokenCells, TreeBookkeeping):
-    pass
+class TreeCells(TreeSequences):
+    def __init__(self, config: Any, block_size: int = 1) -> None:
+        tokens = _Tokens(config)
+        super().__init__(config, tokens, block_size=block_size)
+        self.stored = tokens.stored
 
 
-class PagedCells(_TokenCells, PagedBookkeeping):
-    pass
+class PagedCells(TreeCells):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.block_size)
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
@@ -131,16 +138,16 @@ class HashRunner:
             raise RuntimeError("the machine is on fire")
         self.forwards.append(list(token_ids))
         histories: list[list[tuple[int, ...]]] = []
-        for layer in range(cache.n_layers):
-            group = cache.group_of(layer)
-            plan = cache.plan(layer, len(token_ids), positions)
+        for layer in range(cache.steps.n_layers):
+            group = cache.steps.group_of(layer)
+            plan = cache.steps.plan(layer, len(token_ids), positions)
             cells = cache.stored[group]
             cells[plan.write_cells] = token_ids
             per_query: list[tuple[int, ...]] = []
             for read in plan.reads:
                 per_query += _seen_by_queries(cells, read)
             histories.append(per_query)
-            cache.wrote(layer)
+            cache.steps.wrote(layer)
         wanted = [len(token_ids) - 1] if rows is None else list(rows)
         by_group = [histories[group.layers[0]] for group in self.params.groups]
         logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.bookkeeping import SeqBookkeeping
+from kvcellar.bookkeeping import Sequences
 from kvcellar.engine import (
     Engine,
     EngineService,
@@ -77,7 +77,7 @@ SCHEDULE_AND_RECORD: list[tuple[type, str]] = [
     (Outcomes, "fail"),
     (Speculator, "propose"),
     (Speculator, "learn"),
-    (SeqBookkeeping, "end_step"),
+    (Sequences, "end_step"),
 ]
 
 
@@ -366,13 +366,13 @@ def test_logits_that_are_no_numbers_end_their_own_request_and_its_kv_is_not_reus
 def test_a_place_that_cannot_be_had_after_all_ends_the_request_that_wanted_it(monkeypatch):
     engine = make_engine(capacity=200)
     engine.generate(Request(tuple(range(30)), GREEDY))
-    seq_map = SeqBookkeeping.seq_map
+    seq_map = Sequences.seq_map
 
     def full_once(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(SeqBookkeeping, "seq_map", seq_map)
+        monkeypatch.setattr(Sequences, "seq_map", seq_map)
         raise CacheFullError("another cache took it")
 
-    monkeypatch.setattr(SeqBookkeeping, "seq_map", full_once)
+    monkeypatch.setattr(Sequences, "seq_map", full_once)
     bad = engine.submit(Request((*range(30), 1), GREEDY))
     good = engine.submit(Request((*range(30), 2), GREEDY))
     ends = ends_of(engine)

@@ -61,8 +61,8 @@ def test_with_too_little_memory_for_all_each_gets_the_tokens_of_the_plain_loop(
         nonlocal n_steps
         n_steps += 1
         heard.take(engine.step())
-        cache._growth.check()
-        assert budget.held_bytes == cache._growth._held.n_bytes <= n_bytes
+        cache.steps.growth.check()
+        assert budget.held_bytes == cache.steps.growth._held.n_bytes <= n_bytes
         assert n_steps < 5000, "the engine stands still"
 
     for request, pause in arrivals:
@@ -92,7 +92,7 @@ def test_with_too_little_memory_for_all_each_gets_the_tokens_of_the_plain_loop(
         cache.release_cells(engine.index.evict(sizes.evictable).cells)
     cache.check()
     assert all(group.live == 0 for group in cache.usage().groups)
-    assert budget.held_bytes == cache._growth._held.n_bytes
+    assert budget.held_bytes == cache.steps.growth._held.n_bytes
 
 
 def engine_of(cache: Any, **settings: Any) -> Engine:

@@ -280,4 +280,4 @@ def test_the_graph_holds_no_gradients(llama):
     with Player(llama, "contiguous") as player:
         player.feed([1, 2, 3])
         assert not torch.is_inference_mode_enabled()
-        assert all(not pool.k.parts[0].requires_grad for pool in player.cache.pools_of_layer)
+        assert all(not pool.k.parts[0].requires_grad for pool in player.cache.pools.of_layer)

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvcellar.bookkeeping.cells import CellPool
+from kvcellar.bookkeeping.pool import BlockPool
 from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.errors import CacheFullError, ConfigError, PrefixError
 from kvcellar.prefix import (
@@ -456,7 +456,7 @@ def test_spans_skip_what_is_not_held_and_join_what_continues():
 
 @pytest.mark.parametrize("kind", ["radix", "hashed", "naive"])
 def test_a_running_sequence_can_be_matched_and_in_the_end_every_cell_is_free(kind):
-    pool, index = CellPool(64), make_index(kind, (None,))
+    pool, index = BlockPool(64), make_index(kind, (None,))
     prompt = list(range(20))
 
     def publish(seq, tokens):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvcellar.bookkeeping.cells import MIN_RUN
 from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
+from kvcellar.bookkeeping.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget, format_size, machine_bytes
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError

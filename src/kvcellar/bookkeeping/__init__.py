@@ -1,19 +1,23 @@
 """Which cells hold which tokens: integers, written once, shared by every backend."""
 
-from kvcellar.bookkeeping.cells import CellPool
-from kvcellar.bookkeeping.contiguous import ContiguousBookkeeping
-from kvcellar.bookkeeping.pages import PagedBookkeeping, PagePool
-from kvcellar.bookkeeping.sequences import SeqBookkeeping
+from kvcellar.bookkeeping.contiguous import OneSequence
+from kvcellar.bookkeeping.drafts import DraftTree
+from kvcellar.bookkeeping.layout import Bytes, Layout, NoBytes
+from kvcellar.bookkeeping.pool import BlockPool
+from kvcellar.bookkeeping.sequences import Sequences
 from kvcellar.bookkeeping.spans import Span
-from kvcellar.bookkeeping.tree import DraftTree, TreeBookkeeping
+from kvcellar.bookkeeping.steps import Steps
+from kvcellar.bookkeeping.trees import TreeSequences
 
 __all__ = [
-    "CellPool",
-    "ContiguousBookkeeping",
+    "BlockPool",
+    "Bytes",
     "DraftTree",
-    "PagePool",
-    "PagedBookkeeping",
-    "SeqBookkeeping",
+    "Layout",
+    "NoBytes",
+    "OneSequence",
+    "Sequences",
     "Span",
-    "TreeBookkeeping",
+    "Steps",
+    "TreeSequences",
 ]

@@ -6,12 +6,12 @@ step that reads them. When nothing else is to be done they are copied together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.bookkeeping.cells import MIN_RUN
+from kvcellar.bookkeeping.pool import MIN_RUN, BlockPool, CellMove
 from kvcellar.types import IntArray, runs_of
 
 Relocation = tuple[IntArray | None, ...]
@@ -34,14 +34,14 @@ class Compacted(NamedTuple):
 
 
 def relocated(tables: Sequence[IntArray], moved: Relocation) -> tuple[IntArray, ...]:
-    """Cells per layer group, -1 for none, as they are called now."""
+    """Return cells per layer group, -1 for none, as they are called now."""
     return tuple(
         cells if new is None else new[cells] for cells, new in zip(tables, moved, strict=True)
     )
 
 
 def crumbs(cells: IntArray, min_run: int = MIN_RUN) -> list[tuple[int, int]]:
-    """The stretches ``[first, stop)`` of a history where short runs follow each other.
+    """Return the stretches ``[first, stop)`` of a history where short runs follow each other.
 
     Args:
         cells: ``[n]`` in the order of their positions, without -1.
@@ -63,5 +63,48 @@ def crumbs(cells: IntArray, min_run: int = MIN_RUN) -> list[tuple[int, int]]:
 
 
 def nothing_moved(n_cells: int) -> IntArray:
-    """Every cell in its place, and none behind them."""
+    """Return every cell in its place, and none behind them."""
     return np.append(np.arange(n_cells, dtype=np.int64), -1)
+
+
+def compact(
+    pools: Sequence[BlockPool],
+    histories: Iterable[Sequence[IntArray]],
+    max_cells: int,
+    move_bytes: Callable[[int, Sequence[CellMove]], None],
+) -> Compacted:
+    """Copy together what lies in crumbs; see ``Sequences.compact``.
+
+    Args:
+        pools: one per layer group.
+        histories: what is to lie together, the most important first: per layer group the cells of
+            consecutive positions, -1 for none.
+        max_cells: about how many to copy at most, all layer groups together.
+        move_bytes: copies the bytes of a layer group's cells.
+    """
+    moved: list[IntArray | None] = [None] * len(pools)
+    n_cells = 0
+    is_done = True
+    for tables in histories:
+        for group, (pool, table) in enumerate(zip(pools, tables, strict=True)):
+            held = table[table >= 0]
+            now = moved[group]
+            cells = held if now is None else now[held]
+            for first, stop in crumbs(cells):
+                if n_cells and n_cells + stop - first > max_cells:
+                    is_done = False
+                    continue
+                move = pool.place_for(cells[first:stop])
+                if move is None:
+                    continue
+                move_bytes(group, [move])
+                pool.gather(move)
+                n = len(move.src_cells)
+                n_cells += n
+                if now is None:
+                    now = moved[group] = nothing_moved(pool.capacity)
+                now[held[first : first + n]] = np.arange(move.base, move.base + n)
+    for pool, now in zip(pools, moved, strict=True):
+        if now is not None:
+            pool.relocate(now)
+    return Compacted(tuple(moved), n_cells, is_done)

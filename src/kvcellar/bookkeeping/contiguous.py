@@ -1,81 +1,100 @@
-"""One sequence, a length: the single-stream hot path.
-
-Position p of a full group lives in cell p. A sliding-window group keeps its history in one run as
-well: when the run has grown to twice what must be kept, its tail is moved to the front, which
-costs about one cell's copy per token and keeps every read a plain slice.
-"""
+"""One sequence in one run per layer group: the verbs of the cache's face."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
-
+from kvcellar.bookkeeping.face import StepFace
 from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.reads import causal_reads
-from kvcellar.bookkeeping.spans import Span
-from kvcellar.bookkeeping.step import OpenStep, StepBookkeeping
+from kvcellar.bookkeeping.layout import Bytes, NoBytes, Stretch
+from kvcellar.bookkeeping.one_run import OneRun
+from kvcellar.bookkeeping.reads import ReadsOf, reads_of
+from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
-from kvcellar.types import (
-    AttendKind,
-    AttendSpec,
-    CacheConfig,
-    GroupUsage,
-    IntArray,
-    Run,
-    StepPlan,
-    Write,
-)
+from kvcellar.types import CacheConfig
 
 
-class ContiguousBookkeeping(StepBookkeeping):
-    """The length of one history, and where each layer group keeps it."""
+class OneSequence(StepFace):
+    """The length of one history, and where each layer group keeps it.
 
-    def __init__(self, config: CacheConfig) -> None:
-        """An empty history."""
-        super().__init__(config)
-        self._length = 0
-        self._base = [0] * len(self.groups)  # position of cell 0, the lowest that is held
+    A forward needs no ``begin_step``: it brings the tokens that follow.
+    """
 
-    def _make_growth(self) -> Growth | None:
-        if self.config.budget is None:
-            return None
-        return Growth(self.config, self.config.budget, has_one_run=True)
+    def __init__(
+        self, config: CacheConfig, pools: Bytes | None = None, *, reads: ReadsOf = reads_of
+    ) -> None:
+        """Create an empty history.
+
+        Args:
+            config: capacity, layer groups, budget.
+            pools: the bytes; None for bookkeeping that stands alone.
+            reads: what the queries of a step read.
+
+        Raises:
+            ConfigError: the budget holds no token.
+        """
+        budget = config.budget
+        growth = None if budget is None else Growth(config, budget, has_one_run=True)
+        capacity = config.capacity if growth is None else growth.n_fitting
+        lengths: dict[int, int] = {}
+        self.layouts = [
+            OneRun(
+                lengths,
+                window=group.window,
+                slack=config.window_slack,
+                min_chunk=config.min_chunk,
+                capacity=capacity,
+                reads=reads,
+            )
+            for group in config.params.groups
+        ]
+        super().__init__(
+            Steps(
+                config,
+                self.layouts,
+                lengths,
+                NoBytes() if pools is None else pools,
+                growth=growth,
+                unasked=partial(_begin_next, self.layouts),
+            )
+        )
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of the history: cells, or what a memory budget holds."""
+        growth = self.steps.growth
+        return self.config.capacity if growth is None else growth.n_fitting
 
     @property
     def length(self) -> int:
         """Tokens in the history: the position that the next token gets."""
-        return self._length
+        return self.steps.lengths.get(0, 0)
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit; with a memory budget, in steps of ``STEP_TOKENS``."""
-        n = whole(n, "n")
-        if self._growth is None or self._length + n > self.config.capacity:
-            return self._length + n <= self.config.capacity
-        deficits = self._deficits(self._length, n)
-        most = zip(self._growth.cells_for(self._length + n), self._growth.sizes, strict=True)
-        return self._growth.can_add(
-            [
-                min(deficit, cells - size)
-                for deficit, (cells, size) in zip(deficits, most, strict=True)
-            ]
+        """Return true if ``n`` more tokens fit; with a budget, in steps of ``STEP_TOKENS``."""
+        n, start, growth = whole(n, "n"), self.length, self.steps.growth
+        if growth is None or start + n > self.config.capacity:
+            return start + n <= self.config.capacity
+        needed = zip(self.layouts, growth.cells_for(start + n), growth.sizes, strict=True)
+        return growth.can_add(
+            [min(start + n - one.base_at(start), most) - size for one, most, size in needed]
         )
-
-    def _deficits(self, start: int, n_tokens: int) -> list[int]:
-        """Cells that a step needs beyond those that are granted, per layer group."""
-        assert self._growth is not None
-        return [
-            start + n_tokens - self._base_at(index, start) - size
-            for index, size in enumerate(self._growth.sizes)
-        ]
 
     def resumable_from(self) -> int:
-        """The lowest length, other than 0, that ``rewind`` can cut back to."""
-        return max(
-            (base + group.window - 1 if group.window is not None and base else 0)
-            for group, base in zip(self.groups, self._base, strict=True)
-        )
+        """Return the lowest length, other than 0, that ``rewind`` can cut back to."""
+        return max(layout.low for layout in self.layouts)
+
+    def keep_point(self, length: int) -> None:
+        """Keep what is needed to rewind to ``length`` until the history is cut back below it.
+
+        Raises:
+            RewindError: it cannot be rewound there any more; nothing was changed.
+        """
+        length = self._check_resume("keep_point", length)
+        for layout in self.layouts:
+            layout.keep_point(0, length)
 
     def rewind(self, new_length: int) -> None:
         """Cut the history back to its first ``new_length`` tokens. Moves no bytes.
@@ -84,34 +103,40 @@ class ContiguousBookkeeping(StepBookkeeping):
             RewindError: it would grow, or a sliding window has let go of what it needs to go on
                 from there; nothing was changed.
         """
-        new_length = whole(new_length, "new_length", RewindError)
-        self._settle()
-        if new_length < 0 or new_length > self._length:
+        new_length = self._check_resume("rewind", new_length)
+        for layout in self.layouts:
+            layout.cut(0, new_length, self.length)
+        self.steps.lengths[0] = new_length
+
+    def _check_resume(self, verb: str, length: int) -> int:
+        """Return a length that the history can be cut back to and go on from.
+
+        Raises:
+            RewindError: it cannot.
+        """
+        length = whole(length, "new_length", RewindError)
+        self.steps.settle()
+        if not 0 <= length <= self.length:
             raise RewindError(
-                f"rewind to {new_length}: the cache holds {self._length} tokens and rewinding "
-                f"cannot grow; ask for 0 to {self._length}"
+                f"{verb} to {length}: the cache holds {self.length} tokens and rewinding "
+                f"cannot grow; ask for 0 to {self.length}"
             )
-        low = self.resumable_from()
-        if 0 < new_length < low:
+        if self.steps.resume_at(0, length) != length:
             raise RewindError(
-                f"rewind to {new_length}: a sliding window has let go of the tokens before; this "
-                f"history resumes from 0 or from {low} to {self._length}; raise window_slack "
-                f"({self.config.window_slack}) to keep more"
+                f"{verb} to {length}: a sliding window has let go of the tokens before; this "
+                f"history resumes from 0 or from {self.resumable_from()} to {self.length}; raise "
+                f"window_slack ({self.config.window_slack}) to keep more"
             )
-        if new_length == 0:
-            self._clear()
-        self._length = new_length
+        return length
 
     def length_in(self, layer: int) -> int:
-        """Tokens that the layer has been given: in a forward, layers come one by one."""
-        step = self._open
-        if step is None or step.is_complete:
-            return self._length
-        return step.positions[0] + (step.n_tokens if step.seen[layer] else 0)
+        """Return the tokens that a layer has been given: in a forward, they come one by one."""
+        n_seen = self.steps.n_seen(layer)
+        return self.length + (n_seen or 0)
 
     def held(self, layer: int) -> int:
-        """How many of the last tokens the layer holds, those that it no longer attends included."""
-        return self._length - self._base[self.group_of(layer)]
+        """Return how many of the last tokens a layer holds, those that it sees no more included."""
+        return self.length - self.layouts[self.steps.group_of(layer)].base
 
     def adopt(self, length: int, held: Sequence[int]) -> None:
         """Start a history whose bytes come from elsewhere: they are in the cells from 0 on.
@@ -125,119 +150,79 @@ class ContiguousBookkeeping(StepBookkeeping):
                 nothing was changed.
             CacheFullError: it does not fit; nothing was changed.
         """
-        self._settle()
-        if self._length:
+        self.steps.settle()
+        if self.length:
             raise RewindError(
-                f"a history of {length} tokens cannot start here: the cache holds {self._length}; "
+                f"a history of {length} tokens cannot start here: the cache holds {self.length}; "
                 f"clear it first"
             )
-        for group, n in zip(self.groups, held, strict=True):
+        for group, n in zip(self.steps.groups, held, strict=True):
             least = length if group.window is None else min(length, group.window - 1)
             if not least <= n <= length:
                 raise RewindError(
                     f"a history of {length} tokens needs the last {least} in layers "
                     f"{group.layers}, and {n} are there; it cannot go on exactly"
                 )
-        if not self._has_room(0, length):
+        if not _has_room(self.steps, self.layouts, 0, length):
             raise CacheFullError(
                 f"a history of {length} tokens, {self.capacity} cells; {self.config.more_room}"
             )
-        self._length, self._base = length, [length - n for n in held]
+        self.steps.lengths[0] = length
+        for layout, n in zip(self.layouts, held, strict=True):
+            layout.base = length - n
 
-    def _implicit_step(
-        self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
-    ) -> OpenStep:
-        self._settle()
-        start = self._length
-        is_next = positions is not None and len(positions) == 1 and positions[0] == start
-        if n_tokens == 1 and is_next and self._has_room(start, 1):
-            plans = [self._decode_plan(group, start) for group in range(len(self.groups))]
-            self._open = OpenStep((start,), plans, self.n_layers)
-            return self._open
-        if n_tokens < 1:
-            raise StepError(f"a step needs at least one token; the forward brings {n_tokens}")
-        expected = list(range(start, start + n_tokens))
-        asked = expected if positions is None else wholes(positions, "positions", PositionError)
-        if len(asked) != n_tokens:
-            raise PositionError(
-                f"the forward brings {n_tokens} tokens and {len(asked)} positions; give every "
-                f"token one position"
-            )
-        if asked != expected:
-            raise PositionError(
-                f"this cache holds positions 0 to {start - 1} of one sequence, so the next tokens "
-                f"are {start}, {start + 1}, ...; the forward brings {asked[:8]}"
-                f"{' ...' if len(asked) > 8 else ''}; call rewind to go back"
-                if start
-                else f"this cache is empty, so its tokens start at position 0 and follow each "
-                f"other; the forward brings {asked[:8]}{' ...' if len(asked) > 8 else ''}"
-            )
-        if not self._has_room(start, n_tokens):
-            raise CacheFullError(
-                f"step needs {n_tokens} cells, {max(0, self.capacity - start)} free of "
-                f"{self.capacity}; rewind, clear, or {self.config.more_room}"
-            )
-        plans = [self._group_plan(group, start, n_tokens) for group in range(len(self.groups))]
-        self._open = OpenStep(asked, plans, self.n_layers)
-        return self._open
 
-    def _has_room(self, start: int, n_tokens: int) -> bool:
-        """Have cells for the step in every group; false, with nothing changed, without them."""
-        if start + n_tokens > self.config.capacity:
-            return False
-        return self._growth is None or self._growth.add(self._deficits(start, n_tokens))
+def _begin_next(
+    layouts: Sequence[OneRun], steps: Steps, layer: int, n_tokens: int, positions: Positions
+) -> None:
+    """Begin a forward with the tokens that follow the history.
 
-    def _decode_plan(self, index: int, start: int) -> StepPlan:
-        """What ``_group_plan`` says of one token, in fewer words: it is made for every token."""
-        window = self.groups[index].window
-        self._slide(index, start)
-        base = self._base[index]
-        low = 0 if window is None else max(0, start + 1 - window)
-        read = AttendSpec(0, 1, (Run(low - base, start + 1 - low),), AttendKind.NONE)
-        n_cells = self._n_held(index, start + 1 - base)
-        return StepPlan(1, (Write(0, Run(start - base, 1)),), (read,), n_cells)
+    Raises:
+        StepError: it brings none.
+        PositionError: it brings others.
+        CacheFullError: they do not fit; nothing was changed.
+    """
+    steps.settle()
+    start = steps.lengths.get(0, 0)
+    if n_tokens < 1:
+        raise StepError(f"a step needs at least one token; the forward brings {n_tokens}")
+    expected = [start] if n_tokens == 1 else list(range(start, start + n_tokens))
+    if positions is not None and not (n_tokens == len(positions) == 1 and positions[0] == start):
+        _check_positions(wholes(positions, "positions", PositionError), expected)
+    if not _has_room(steps, layouts, start, n_tokens):
+        capacity = steps.config.capacity if steps.growth is None else steps.growth.n_fitting
+        raise CacheFullError(
+            f"step needs {n_tokens} cells, {max(0, capacity - start)} free of "
+            f"{capacity}; rewind, clear, or {steps.config.more_room}"
+        )
+    steps.begin((Stretch(0, 0, n_tokens, start),), expected)
 
-    def _group_plan(self, index: int, start: int, n_tokens: int) -> StepPlan:
-        window = self.groups[index].window
-        self._slide(index, start)
-        base = self._base[index]
 
-        def spans_of(p0: int, p1: int) -> list[Span]:
-            return [Span(p0, p0 - base, p1 - p0)]
+def _check_positions(asked: list[int], expected: list[int]) -> None:
+    """Raise PositionError unless a forward's positions are those that follow the history."""
+    start = expected[0]
+    if len(asked) != len(expected):
+        raise PositionError(
+            f"the forward brings {len(expected)} tokens and {len(asked)} positions; give every "
+            f"token one position"
+        )
+    if asked != expected:
+        shown = f"{asked[:8]}{' ...' if len(asked) > 8 else ''}"
+        raise PositionError(
+            f"this cache holds positions 0 to {start - 1} of one sequence, so the next tokens "
+            f"are {start}, {start + 1}, ...; the forward brings {shown}; call rewind to go back"
+            if start
+            else f"this cache is empty, so its tokens start at position 0 and follow each "
+            f"other; the forward brings {shown}"
+        )
 
-        end = start + n_tokens
-        reads = causal_reads(0, start, n_tokens, window, spans_of)
-        writes = (Write(0, Run(start - base, n_tokens)),)
-        return StepPlan(n_tokens, writes, tuple(reads), self._n_held(index, end - base))
 
-    def _base_at(self, index: int, start: int) -> int:
-        """The position of cell 0 in a step from ``start`` on: the run slides once it is long."""
-        window, base = self.groups[index].window, self._base[index]
-        if window is None:
-            return base
-        keep = window - 1 + self.config.window_slack
-        return base if start - base < max(2 * keep, self.config.min_chunk) else start - keep
-
-    def _slide(self, index: int, start: int) -> None:
-        """Move what must be kept to the front, once the run is twice as long."""
-        base, new_base = self._base[index], self._base_at(index, start)
-        if new_base == base:
-            return
-        if start > new_base:
-            src = np.arange(new_base - base, start - base, dtype=np.int64)
-            self._move_cells(index, 0, src)
-        self._base[index] = new_base
-
-    def _complete(self, step: OpenStep) -> None:
-        self._length = step.positions[-1] + 1
-
-    def _undo(self, step: OpenStep) -> None:
-        self._length = step.positions[0]
-
-    def _clear(self) -> None:
-        self._length = 0
-        self._base = [0] * len(self.groups)
-
-    def _group_usage(self, group: int) -> GroupUsage:
-        live = self._length - self._base[group]
-        return GroupUsage(self.groups[group].window, self.capacity, live, 0, live)
+def _has_room(steps: Steps, layouts: Sequence[OneRun], start: int, n_tokens: int) -> bool:
+    """Have cells for a step in every group; false, with nothing changed, without them."""
+    if start + n_tokens > steps.config.capacity:
+        return False
+    growth = steps.growth
+    if growth is None:
+        return True
+    sizes = zip(layouts, growth.sizes, strict=True)
+    return growth.add([start + n_tokens - one.base_at(start) - size for one, size in sizes])

@@ -1,13 +1,16 @@
-"""The free cells of a pool, or its free blocks, as runs."""
+"""The free blocks of a pool as runs, and where the next ones are taken."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from kvcellar.types import Run, join_runs
 
 
 class FreeRuns:
-    """The free cells as ascending, disjoint, never touching runs."""
+    """Free blocks as ascending, disjoint, never touching runs; a block may be one cell."""
 
     def __init__(self, n_cells: int) -> None:
         self._size = n_cells
@@ -87,3 +90,71 @@ class FreeRuns:
         else:
             self._starts.insert(i, start)
             self._stops.insert(i, stop)
+
+
+class Placement(NamedTuple):
+    """Where new runs go; all numbers are of blocks.
+
+    Attributes:
+        min_run: blocks that a new run prefers to find free.
+        reuse_first: go back to a hole of ``min_run`` before touching what was never used.
+        gaps: called where a new run begins: where each tail ends -> how much to leave free there.
+    """
+
+    min_run: int
+    reuse_first: bool
+    gaps: Callable[[], Mapping[int, int]]
+
+
+def find_room(free: FreeRuns, how: Placement, n: int, after: int | None) -> tuple[int, int]:
+    """Return where the next run goes: (start, room), room >= 1; something is free.
+
+    Args:
+        free: what there is.
+        how: what is preferred.
+        n: how many blocks it should have room for.
+        after: go on here, if there is any room.
+    """
+    here = free.room_at(after) if after is not None else 0
+    if here and not (how.reuse_first and after is not None and after >= free.n_used):
+        assert after is not None
+        return after, here
+    gaps, wanted = how.gaps(), max(n, how.min_run)
+    best: tuple[int, int] | None = None
+    for start, stop in free:
+        if start in gaps and start != after:
+            start += min(gaps[start], (stop - start) // 2)
+        room = stop - start
+        if room >= wanted:
+            return start, room
+        if best is None or room > best[1]:
+            best = (start, room)
+    if here:
+        assert after is not None
+        return after, here
+    assert best is not None, "the caller has made sure that a block is free"
+    return best
+
+
+def take_runs(
+    free: FreeRuns, how: Placement, n: int, after: int | None, wanted: int = 0
+) -> list[Run]:
+    """Take ``n`` free blocks, in few runs; there are so many.
+
+    Args:
+        free: taken from.
+        how: what is preferred.
+        n: how many.
+        after: go on here if these are free: one past the owner's last block.
+        wanted: how many the owner will take in the end, as far as it knows.
+    """
+    runs: list[Run] = []
+    while n:
+        start, room = find_room(free, how, max(n, wanted), after)
+        run = Run(start, min(room, n))
+        free.take(run.start, run.length)
+        runs.append(run)
+        n -= run.length
+        wanted -= run.length
+        after = run.stop
+    return list(join_runs(runs))

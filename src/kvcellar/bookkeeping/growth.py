@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import finalize
 
-from kvcellar.bookkeeping.cells import MIN_RUN
 from kvcellar.bookkeeping.exact import exact_bytes
+from kvcellar.bookkeeping.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget
 from kvcellar.errors import ConfigError
 from kvcellar.types import CacheConfig, LayerGroup

@@ -86,9 +86,10 @@ def make_prompt_cache(
         params, capacity or DEFAULT_MAX_KV_SIZE, kv_dtype or stored, window_slack=rollback
     )
     shared = MlxRunCache(config)
+    of_layer = [shared.steps.groups[shared.steps.group_of(index)] for index in range(len(made))]
     return [
-        _layer_class(shared.groups[shared.group_of(index)], config.kv)(shared, index, stored)
-        for index in range(len(made))
+        _layer_class(group, config.kv)(shared, index, stored)
+        for index, group in enumerate(of_layer)
     ]
 
 
@@ -147,7 +148,7 @@ class _Layer(theirs._BaseCache):
 
     @property
     def _window(self) -> int | None:
-        return self._shared.groups[self._shared.group_of(self._layer)].window
+        return self._shared.steps.groups[self._shared.steps.group_of(self._layer)].window
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store ``[1, n_kv_heads, T, dim]``; return what the T queries read together."""
@@ -222,7 +223,7 @@ class _Layer(theirs._BaseCache):
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated for this layer."""
-        return self._shared.pools_of_layer[self._layer].size_bytes
+        return self._shared.pools.of_layer[self._layer].size_bytes
 
     @property
     def keys(self) -> mx.array | None:
@@ -267,7 +268,7 @@ class QuantizedKVCache(_Layer):
     @property
     def group_size(self) -> int:
         """Numbers that share a scale."""
-        group = self._shared.groups[self._shared.group_of(self._layer)]
+        group = self._shared.steps.groups[self._shared.steps.group_of(self._layer)]
         return self._shared.config.kv.k.group_of(group.head_dim)
 
     @property  # type: ignore[misc]

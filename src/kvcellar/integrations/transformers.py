@@ -153,7 +153,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             ConfigError: they are not.
         """
         cache = self._rows.cache
-        device = None if cache is None else cache.pools_of_layer[self._layer].device
+        device = None if cache is None else cache.pools.of_layer[self._layer].device
         if device is not None and device.type != "cpu":
             raise ConfigError(
                 f"K and V stay on {device}, where all layers share their cells; for less "

@@ -73,10 +73,10 @@ class HashHead:
 
     def _forward(self, features: list[int], tokens: Any, positions: Any, rows: Any, k: int) -> Said:
         self.n_forwards += 1
-        plan = self.cache.plan(0, len(tokens), positions)
+        plan = self.cache.steps.plan(0, len(tokens), positions)
         cells = self.cache.stored[0]
         cells[plan.write_cells] = np.asarray(features) * 1000 + np.asarray(tokens)
-        self.cache.wrote(0)
+        self.cache.steps.wrote(0)
         histories = []
         for read in plan.reads:
             for seen in _seen_by_queries(cells, read):

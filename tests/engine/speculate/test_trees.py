@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.bookkeeping import TreeBookkeeping
+from kvcellar.bookkeeping import TreeSequences
 from kvcellar.engine import Engine, EngineConfig, FinishEvent, Request, SamplingParams
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.sampling import SamplingState
@@ -331,8 +331,8 @@ class Markov:
         self.cache = cache
 
     def forward(self, token_ids: Any, positions: Any, rows: Any = None) -> np.ndarray:
-        self.cache.plan(0, len(token_ids), positions)
-        self.cache.wrote(0)
+        self.cache.steps.plan(0, len(token_ids), positions)
+        self.cache.steps.wrote(0)
         wanted = [len(token_ids) - 1] if rows is None else list(rows)
         return self.table[np.asarray(token_ids)[wanted]]
 
@@ -353,7 +353,7 @@ class Fixed:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_what_is_sampled_is_distributed_as_the_model_says(temperature):
     """Chi-square of 20,000 tokens, by the token before; fixed seeds, 99.9 per cent."""
-    cache = TreeBookkeeping(make_config(Markov.params, 10 * 2100))
+    cache = TreeSequences(make_config(Markov.params, 10 * 2100))
     config = EngineConfig(verify_all_drafts=True, index="naive")
     engine = Engine(Markov(cache), cache, drafter=Fixed(), config=config)
     for seed in range(10):

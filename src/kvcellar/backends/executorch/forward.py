@@ -27,12 +27,12 @@ class Forwards:
     def __init__(self, cache: Any) -> None:
         """For a cache that ``can_run``."""
         self._cache = cache
-        self._layers = np.zeros(cache.n_layers, native.LAYER)
-        groups = cache.groups
+        self._layers = np.zeros(cache.steps.n_layers, native.LAYER)
+        groups = cache.steps.groups
         self._group_layers = [np.array(group.layers) for group in groups]
         for group in groups:
             self._layers["softcap"][list(group.layers)] = group.softcap or 0.0
-        self._forward = native.Forward(cache.n_layers, self._layers.ctypes.data)
+        self._forward = native.Forward(cache.steps.n_layers, self._layers.ctypes.data)
         self.address = ctypes.addressof(self._forward)
         """Of the ``native.Forward``, always the same."""
         self._pools: list[tuple[attend.Pool, attend.Pool | None]] = []
@@ -50,7 +50,7 @@ class Forwards:
             ShapeError: it does not have the cache's heads and dims; nothing was planned.
             StepError, PositionError, CacheFullError: as ``plan``.
         """
-        group = self._cache.groups[self._cache.group_of(layer)]
+        group = self._cache.steps.groups[self._cache.steps.group_of(layer)]
         wanted = (group.n_kv_heads, group.head_dim, group.v_head_dim)
         if tuple(shape[2:]) != wanted or shape.n_heads % group.n_kv_heads:
             raise ShapeError(

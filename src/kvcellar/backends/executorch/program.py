@@ -246,7 +246,7 @@ class Method:
             if cache.is_step_open:
                 raise StepError(
                     f"{self.program.path.name} has run and not all of the cache's "
-                    f"{cache.n_layers} layers have written; the cache is for another model"
+                    f"{cache.steps.n_layers} layers have written; the cache is for another model"
                 )
         except BaseException:
             if forwards is not None:

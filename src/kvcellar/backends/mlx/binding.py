@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from kvcellar.backends.mlx.caches import MlxBytes
+from kvcellar.backends.mlx.caches import MlxCache
 from kvcellar.types import IntArray
 
 
@@ -72,7 +72,7 @@ class LayerCache:
 
     __slots__ = ("_cache", "_forward", "_layer", "_queries", "_scale", "_sinks")
 
-    def __init__(self, cache: MlxBytes, layer: int, forward: Forward, module: Any) -> None:
+    def __init__(self, cache: MlxCache, layer: int, forward: Forward, module: Any) -> None:
         """Of ``module``, the attention of ``layer``."""
         self._cache = cache
         self._layer = layer
@@ -246,7 +246,7 @@ def wrap_first_norms(model: Any, layers: Iterable[int]) -> None:
             blocks[layer].input_layernorm = FirstNorm(blocks[layer].input_layernorm, layer)
 
 
-def layer_caches(model: Any, cache: MlxBytes, forward: Forward) -> list[LayerCache]:
+def layer_caches(model: Any, cache: MlxCache, forward: Forward) -> list[LayerCache]:
     """What to call a wrapped model with, as its ``cache``, in every forward of one session."""
     return [
         LayerCache(cache, layer, forward, block.self_attn)

@@ -8,7 +8,7 @@ writes are evaluated where they are made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,20 +19,14 @@ from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
 from kvcellar.backends.mlx.codecs import Parts, rotate
 from kvcellar.backends.mlx.pools import ExactPool, Pool
-from kvcellar.bookkeeping import (
-    ContiguousBookkeeping,
-    PagedBookkeeping,
-    SeqBookkeeping,
-    TreeBookkeeping,
-)
+from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
-from kvcellar.bookkeeping.step import StepBookkeeping
+from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
     CacheConfig,
-    CacheUsage,
     IntArray,
     LayerGroup,
     Run,
@@ -82,31 +76,63 @@ class Prepared:
     """(first cell to write, run to read, mask) where that is all: the hot path."""
 
 
-class MlxBytes(StepBookkeeping):
-    """What turns bookkeeping into a cache of MLX arrays: pools, writes, segments, attention."""
+class MlxPools:
+    """The bytes of every layer: the port that the bookkeeping moves cells by."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Empty pools."""
-        super().__init__(config)
-        self._exact = [exact_cells(group, config.kv) for group in self.groups]
-        self.pools_of_layer = [self._make_pool(index) for index in self._group_of]
-        self._prepared: list[Prepared | None] = [None] * len(self.groups)
-        self._is_rotated = config.kv.k.is_rotated
+        """Create pools without cells."""
+        self.config = config
+        self.groups = config.params.groups
+        self.exact = [exact_cells(group, config.kv) for group in self.groups]
+        found: dict[int, Pool] = {}
+        for group, exact in zip(self.groups, self.exact, strict=True):
+            for layer in group.layers:
+                found[layer] = (
+                    ExactPool(group, config, exact.n_cells) if exact else Pool(group, config)
+                )
+        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
 
-    def _make_pool(self, index: int) -> Pool:
-        exact = self._exact[index]
-        if exact is None:
-            return Pool(self.groups[index], self.config)
-        return ExactPool(self.groups[index], self.config, exact.n_cells)
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the pools have allocated."""
+        return sum(pool.size_bytes for pool in self.of_layer)
 
-    def usage(self) -> CacheUsage:
-        """Cells by layer group, and the bytes of all pools."""
-        return replace(super().usage(), size_bytes=sum(p.size_bytes for p in self.pools_of_layer))
+    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
+        exact = self.exact[group]
+        copies = None if exact is None else exact.move(base, src_cells)
+        n = len(src_cells)
+        src, dst = mx.array(src_cells), mx.arange(base, base + n)
+        for layer in self.groups[group].layers:
+            pool = self.of_layer[layer]
+            pool.ensure(base + n)
+            pool.copy(src, dst)
+            if copies is not None and len(copies[0]):
+                assert isinstance(pool, ExactPool)
+                pool.exact.copy(*(mx.array(cells) for cells in copies))
+            mx.eval(pool.parts)
+
+
+class MlxCache:
+    """What models and whoever moves bytes ask of a cache of MLX arrays: writes, reads, attention.
+
+    A cache is this and a face of the bookkeeping, whose steps say what to write and read.
+    """
+
+    steps: Steps
+    pools: MlxPools
+
+    def __init__(self, pools: MlxPools) -> None:
+        """Create the byte side of a cache whose bytes are in ``pools``."""
+        self.pools = pools
+        self.is_rotated = pools.config.kv.k.is_rotated
+        """Whether K is stored rotated: who attends rotates queries too."""
+        self._prepared: list[Prepared | None] = [None] * len(pools.groups)
 
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays of the pools: to be evaluated with the result of a forward."""
-        return [part for pool in self.pools_of_layer for part in pool.parts]
+        return [part for pool in self.pools.of_layer for part in pool.parts]
 
     # The model's face --------------------------------------------------------------------------
 
@@ -139,15 +165,15 @@ class MlxBytes(StepBookkeeping):
         Raises:
             ShapeError, StepError, PositionError, CacheFullError: nothing was written.
         """
-        if self._is_rotated:
+        if self.is_rotated:
             q, k = rotate(q), rotate(k)
         prepared = self._prepare(layer_id, position, k, v, q)
-        softcap = self.groups[self._group_of[layer_id]].softcap
-        pool = self.pools_of_layer[layer_id]
+        softcap = self.steps.groups[self.steps.group_of(layer_id)].softcap
+        pool = self.pools.of_layer[layer_id]
         if prepared.one_run is not None and pool.is_float and softcap is None:
             first, run, mask = prepared.one_run
             pool.write_run(first, k, v)
-            self.wrote(layer_id)
+            self.steps.wrote(layer_id)
             return attend_run(q, pool.read(*run), mask, scale, out_dtype, sinks)
         segments = self._store(layer_id, prepared, k, v)
         return attend(q, segments, scale, out_dtype, softcap=softcap, sinks=sinks)
@@ -160,37 +186,37 @@ class MlxBytes(StepBookkeeping):
         Arguments and errors as in ``update_and_attend``. Queries of a rotated K must be rotated by
         whoever attends. Who keeps a segment makes the next write copy the pool.
         """
-        k = rotate(k) if self._is_rotated else k
+        k = rotate(k) if self.is_rotated else k
         return self._store(layer, self._prepare(layer, position, k, v), k, v)
 
     def _prepare(
         self, layer: int, position: Positions, k: mx.array, v: mx.array, q: mx.array | None = None
     ) -> Prepared:
         """Check the shapes, ask for the plan, put it in arrays once per forward and group."""
-        index = self.group_of(layer)
+        index = self.steps.group_of(layer)
         prepared = self._prepared[index]
         shapes = (k.shape, v.shape) if q is None else (k.shape, v.shape, q.shape)
         if (
             prepared is None
             or shapes != prepared.shapes
-            or not self.take_plan(layer, prepared.plan)
+            or not self.steps.take_plan(layer, prepared.plan)
         ):
-            _check_shapes(layer, self.groups[index], shapes)
-            positions = _flat(position) if self.needs_positions() else None
-            plan = self.plan(layer, k.shape[2], positions)
-            exact = self._exact[index]
+            _check_shapes(layer, self.steps.groups[index], shapes)
+            positions = _flat(position) if self.steps.needs_positions() else None
+            plan = self.steps.plan(layer, k.shape[2], positions)
+            exact = self.pools.exact[index]
             own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
             cells = mx.array(plan.write_cells) if len(plan.writes) > FEW_RUNS else None
             reads = tuple(_read(spec) for spec in own.reads)
             one_run = None if exact_writes else _one_run(plan)
             prepared = Prepared(plan, cells, reads, tuple(exact_writes), shapes, one_run)
             self._prepared[index] = prepared
-        self.pools_of_layer[layer].ensure(prepared.plan.n_cells)
+        self.pools.of_layer[layer].ensure(prepared.plan.n_cells)
         return prepared
 
     def _store(self, layer: int, prepared: Prepared, k: mx.array, v: mx.array) -> list[Segment]:
         self._write(layer, prepared, k, v)
-        pool = self.pools_of_layer[layer]
+        pool = self.pools.of_layer[layer]
         return [
             Segment(
                 read.q_start,
@@ -203,7 +229,7 @@ class MlxBytes(StepBookkeeping):
         ]
 
     def _write(self, layer: int, prepared: Prepared, k: mx.array, v: mx.array) -> None:
-        pool = self.pools_of_layer[layer]
+        pool = self.pools.of_layer[layer]
         if prepared.write_cells is not None:
             pool.scatter_rows(prepared.write_cells, k, v)
         else:
@@ -211,7 +237,7 @@ class MlxBytes(StepBookkeeping):
         if prepared.exact_writes:
             assert isinstance(pool, ExactPool)
             _write_runs(pool.exact, prepared.exact_writes, k, v)
-        self.wrote(layer)
+        self.steps.wrote(layer)
 
     # Bytes out and in ----------------------------------------------------------------------------
 
@@ -226,14 +252,14 @@ class MlxBytes(StepBookkeeping):
         """
         rows = [
             pool.take(mx.array(self._held_cells(layer, tables)))
-            for layer, pool in enumerate(self.pools_of_layer)
+            for layer, pool in enumerate(self.pools.of_layer)
         ]
         mx.eval(rows)
         return rows
 
     def write_cells(self, tables: Sequence[IntArray], rows: Sequence[tuple[Parts, Parts]]) -> None:
         """Put back what ``read_cells`` gave, in cells of the same order."""
-        for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
+        for layer, (pool, (k, v)) in enumerate(zip(self.pools.of_layer, rows, strict=True)):
             cells = self._held_cells(layer, tables)
             self._drop_exact(layer, cells)
             if len(cells):
@@ -252,7 +278,7 @@ class MlxBytes(StepBookkeeping):
             see ``backends.host_rows``.
         """
         return [
-            host_rows.read(pools, table, group, self.config.kv)
+            host_rows.read(pools, table, group, self.pools.config.kv)
             for group, table, pools in self._by_group(tables)
         ]
 
@@ -266,33 +292,19 @@ class MlxBytes(StepBookkeeping):
     def _by_group(
         self, tables: Sequence[IntArray]
     ) -> Iterator[tuple[LayerGroup, IntArray, list[Pool]]]:
-        for group, table in zip(self.groups, tables, strict=True):
-            yield group, table, [self.pools_of_layer[layer] for layer in group.layers]
+        for group, table in zip(self.steps.groups, tables, strict=True):
+            yield group, table, [self.pools.of_layer[layer] for layer in group.layers]
 
     def _drop_exact(self, layer: int, cells: IntArray) -> None:
         """Once per group: cells get rows that were quantised before."""
-        index = self._group_of[layer]
-        exact = self._exact[index]
-        if exact is not None and layer == self.groups[index].layers[0]:
+        index = self.steps.group_of(layer)
+        exact = self.pools.exact[index]
+        if exact is not None and layer == self.steps.groups[index].layers[0]:
             exact.drop(cells)
 
     def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> IntArray:
-        table = tables[self.group_of(layer)]
+        table = tables[self.steps.group_of(layer)]
         return table[table >= 0]
-
-    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
-        exact = self._exact[group]
-        copies = None if exact is None else exact.move(base, src_cells)
-        n = len(src_cells)
-        src, dst = mx.array(src_cells), mx.arange(base, base + n)
-        for layer in self.groups[group].layers:
-            pool = self.pools_of_layer[layer]
-            pool.ensure(base + n)
-            pool.copy(src, dst)
-            if copies is not None and len(copies[0]):
-                assert isinstance(pool, ExactPool)
-                pool.exact.copy(*(mx.array(cells) for cells in copies))
-            mx.eval(pool.parts)
 
 
 def _check_shapes(layer: int, group: LayerGroup, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -373,19 +385,29 @@ def _fetch(pool: Pool, read: PartRead) -> Part:
     return pool.gather(read.cells)
 
 
-class MlxContiguousCache(MlxBytes, ContiguousBookkeeping):
+class MlxContiguousCache(MlxCache, OneSequence):
     """One sequence in one run: the single-stream hot path."""
 
+    def __init__(self, config: CacheConfig, *, reads: ReadsOf = reads_of) -> None:
+        """Create an empty cache; ``reads`` as in :class:`OneSequence`."""
+        MlxCache.__init__(self, MlxPools(config))
+        OneSequence.__init__(self, config, self.pools, reads=reads)
 
-class MlxSeqCache(MlxBytes, SeqBookkeeping):
+
+class MlxSeqCache(MlxCache, Sequences):
     """Many sequences over shared cells."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        MlxCache.__init__(self, MlxPools(config))
+        Sequences.__init__(self, config, self.pools)
 
-class MlxPagedCache(MlxBytes, PagedBookkeeping):
-    """Many sequences over shared blocks, each layer's blocks together."""
+
+class MlxPagedCache(MlxCache, TreeSequences):
+    """Many sequences over shared blocks, each with or without a draft tree."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Empty pools.
+        """Create an empty cache, each layer's blocks together.
 
         Raises:
             ConfigError: the layout has all layers in one array. A layer's write could not be in
@@ -396,8 +418,14 @@ class MlxPagedCache(MlxBytes, PagedBookkeeping):
                 f"backend mlx keeps each layer's blocks in arrays of their own, and layout "
                 f"{config.layout!r} has them in one for all layers; choose layer_first"
             )
-        super().__init__(config)
+        MlxCache.__init__(self, MlxPools(config))
+        TreeSequences.__init__(self, config, self.pools, block_size=config.block_size)
 
 
-class MlxTreeCache(MlxBytes, TreeBookkeeping):
-    """Many sequences, each with or without a draft tree."""
+class MlxTreeCache(MlxCache, TreeSequences):
+    """Many sequences over shared cells, each with or without a draft tree."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        MlxCache.__init__(self, MlxPools(config))
+        TreeSequences.__init__(self, config, self.pools)

@@ -13,18 +13,23 @@ from kvcellar.backends.mlx.attention import joined
 from kvcellar.backends.mlx.caches import MlxContiguousCache
 from kvcellar.backends.mlx.codecs import Stored, rotate
 from kvcellar.backends.mlx.pools import ExactPool
-from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan
+from kvcellar.bookkeeping.reads import whole_reads
+from kvcellar.types import CacheConfig, Run
 
 
 class MlxRunCache(MlxContiguousCache):
     """A contiguous cache whose K and V are read as one piece."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        super().__init__(config, reads=whole_reads)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MlxRunCache:
         """A cache with the same history. Bytes are shared until one of the two is written to."""
         made = type(self)(self.config)
-        made._length, made._base = self.length, list(self._base)
-        made._exact = copy.deepcopy(self._exact)
-        for pool, mine in zip(made.pools_of_layer, self.pools_of_layer, strict=True):
+        made.adopt(self.length, [self.held(group.layers[0]) for group in self.pools.groups])
+        made.pools.exact = copy.deepcopy(self.pools.exact)
+        for pool, mine in zip(made.pools.of_layer, self.pools.of_layer, strict=True):
             sides = [(pool.k, mine.k), (pool.v, mine.v)]
             if isinstance(pool, ExactPool) and isinstance(mine, ExactPool):
                 sides += [(pool.exact.k, mine.exact.k), (pool.exact.v, mine.exact.v)]
@@ -40,12 +45,12 @@ class MlxRunCache(MlxContiguousCache):
             rows: per layer K and V ``[1, n_kv_heads, n, dim]`` of its last n tokens.
 
         Raises:
-            RewindError, CacheFullError: see ``ContiguousBookkeeping.adopt``; nothing was changed.
+            RewindError, CacheFullError: see ``OneSequence.adopt``; nothing was changed.
         """
-        self.adopt(length, [rows[group.layers[0]][0].shape[2] for group in self.groups])
-        for pool, (k, v) in zip(self.pools_of_layer, rows, strict=True):
+        self.adopt(length, [rows[group.layers[0]][0].shape[2] for group in self.steps.groups])
+        for pool, (k, v) in zip(self.pools.of_layer, rows, strict=True):
             pool.ensure(k.shape[2])
-            pool.write_run(0, rotate(k) if self._is_rotated else k, v)
+            pool.write_run(0, rotate(k) if self.is_rotated else k, v)
             mx.eval(pool.parts)
 
     def read_last(self, layer: int, n: int) -> tuple[Stored, Stored]:
@@ -54,9 +59,9 @@ class MlxRunCache(MlxContiguousCache):
         Views as they are stored; where K is rotated or ends are exact, copies in float32.
         """
         first = self.held(layer) - n
-        exact = self._exact[self.group_of(layer)]
-        if exact is None and not self._is_rotated:
-            return self.pools_of_layer[layer].read(first, n)
+        exact = self.pools.exact[self.steps.group_of(layer)]
+        if exact is None and not self.is_rotated:
+            return self.pools.of_layer[layer].read(first, n)
         cells = np.arange(first, first + n)
         runs = [Run(first, n)] if exact is None else exact.runs(cells)
         return self._numbers(layer, runs, mx.float32, mx.float32)
@@ -78,29 +83,21 @@ class MlxRunCache(MlxContiguousCache):
         Raises:
             ShapeError, StepError, CacheFullError: nothing was written.
         """
-        rows = rotate(k) if self._is_rotated else k
+        rows = rotate(k) if self.is_rotated else k
         prepared = self._prepare(layer, None, rows, v)
         plan = prepared.plan
         self._write(layer, prepared, rows, v)
-        exact = self._exact[self.group_of(layer)]
+        exact = self.pools.exact[self.steps.group_of(layer)]
         (read,) = plan.reads if exact is None else exact.rewrite(plan)[0].reads
         return self._numbers(layer, read.runs, k.dtype, v.dtype)
 
     def _numbers(
         self, layer: int, runs: Sequence[Run], k_dtype: mx.Dtype, v_dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array]:
-        pool = self.pools_of_layer[layer]
+        pool = self.pools.of_layer[layer]
         parts = [pool.read(*run) for run in runs]
         values = joined([v for _, v in parts], v_dtype)
-        if not self._is_rotated:
+        if not self.is_rotated:
             return joined([k for k, _ in parts], k_dtype), values
         keys = rotate(joined([k for k, _ in parts], mx.float32))  # it is its own inverse
         return keys.astype(k_dtype), values
-
-    def _group_plan(self, index: int, start: int, n_tokens: int) -> StepPlan:
-        """With all reads as one: the mask is somebody else's."""
-        plan = super()._group_plan(index, start, n_tokens)
-        first = plan.reads[0].runs[0].start
-        run = Run(first, plan.reads[-1].runs[-1].stop - first)
-        read = AttendSpec(0, n_tokens, (run,), AttendKind.NONE)
-        return StepPlan(n_tokens, plan.writes, (read,), plan.n_cells)

@@ -2,7 +2,7 @@
 
 from kvcellar.backends.reference.attend import attend, visible
 from kvcellar.backends.reference.caches import (
-    ReferenceBytes,
+    ReferenceCache,
     ReferenceContiguousCache,
     ReferencePagedCache,
     ReferenceSeqCache,
@@ -14,7 +14,7 @@ from kvcellar.registry import Backend
 
 __all__ = [
     "Pool",
-    "ReferenceBytes",
+    "ReferenceCache",
     "ReferenceContiguousCache",
     "ReferencePagedCache",
     "ReferenceSeqCache",

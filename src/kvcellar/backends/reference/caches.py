@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,14 @@ from kvcellar.backends.reference.pools import (
     from_bfloat16_bits,
     to_bfloat16_bits,
 )
-from kvcellar.bookkeeping import (
-    ContiguousBookkeeping,
-    PagedBookkeeping,
-    SeqBookkeeping,
-    TreeBookkeeping,
-)
+from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import exact_cells
-from kvcellar.bookkeeping.step import StepBookkeeping
 from kvcellar.errors import ShapeError
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
     BoolArray,
     CacheConfig,
-    CacheUsage,
     IntArray,
     LayerGroup,
 )
@@ -58,35 +51,54 @@ class Segment:
     mask: BoolArray | None
 
 
-class ReferenceBytes(StepBookkeeping):
-    """Bytes and attention for any bookkeeping: mixed in before it.
+class ReferencePools:
+    """The bytes of every layer: the port that the bookkeeping moves cells by."""
+
+    def __init__(self, config: CacheConfig, *, in_blocks: bool = False) -> None:
+        """Create pools without cells.
+
+        Args:
+            config: groups, capacity, storage types.
+            in_blocks: cells come in blocks, which ``config.layout`` says how to lay out.
+        """
+        self.groups = config.params.groups
+        self.exact = [exact_cells(group, config.kv) for group in self.groups]
+        found: dict[int, Pool | BlockFirstPool | ExactPool] = {}
+        for group, exact in zip(self.groups, self.exact, strict=True):
+            whole = (
+                GroupBlocks(group, config) if in_blocks and config.layout == "block_first" else None
+            )
+            for i, layer in enumerate(group.layers):
+                pool = _pool(group, config) if whole is None else BlockFirstPool(whole, i)
+                found[layer] = ExactPool(pool, group, exact.n_cells) if exact else pool
+        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the pools have allocated."""
+        return sum(pool.size_bytes for pool in self.of_layer)
+
+    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
+        exact = self.exact[group]
+        copies = None if exact is None else exact.move(base, src_cells)
+        for layer in self.groups[group].layers:
+            pool = self.of_layer[layer]
+            pool.ensure(base + len(src_cells))
+            pool.gather_into(base, src_cells)
+            if copies is not None:
+                assert isinstance(pool, ExactPool)
+                pool.move_exact(*copies)
+
+
+class ReferenceCache:
+    """What the op asks of a cache: writes, reads and attention, as the steps plan them.
 
     Always holds: a call that raises one of kvcellar's errors has written nothing.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        """Empty pools, one per layer."""
-        super().__init__(config)
-        self._exact = [exact_cells(group, config.kv) for group in self.groups]
-        self.layer_pools: list[Pool | BlockFirstPool | ExactPool] = []
-        for pool, index in zip(self._make_pools(), self._group_of, strict=True):
-            exact = self._exact[index]
-            wrapped = exact and ExactPool(pool, self.groups[index], exact.n_cells)
-            self.layer_pools.append(wrapped or pool)
-
-    def _make_pools(self) -> list[Pool | BlockFirstPool]:
-        """One pool per layer, without cells."""
-        return [
-            Pool(
-                group.n_kv_heads,
-                group.head_dim,
-                group.v_head_dim,
-                capacity=self.config.capacity,
-                kv_dtype=self.config.kv_dtype,
-                min_chunk=self.config.pool_chunk,
-            )
-            for group in map(self._layer_group, range(self.n_layers))
-        ]
+    steps: Steps
+    pools: ReferencePools
 
     def update_and_attend(
         self,
@@ -150,65 +162,73 @@ class ReferenceBytes(StepBookkeeping):
         n_tokens = k.shape[2]
         if v.shape[2] != n_tokens:
             raise ShapeError(f"k brings {n_tokens} tokens and v {v.shape[2]}; they must be equal")
-        plan = self.plan(layer, n_tokens, _flat_positions(position, n_tokens))
-        pool = self.layer_pools[layer]
+        plan = self.steps.plan(layer, n_tokens, _flat_positions(position, n_tokens))
+        pool = self.pools.of_layer[layer]
         pool.ensure(plan.n_cells)
         if len(plan.writes) == 1:
             pool.write_run(plan.writes[0].run.start, k[0], v[0])
         else:
             pool.scatter_rows(plan.write_cells, k[0], v[0])
-        exact = self._exact[self.group_of(layer)]
+        exact = self.pools.exact[self.steps.group_of(layer)]
         if exact is not None:
             assert isinstance(pool, ExactPool)
             plan, exact_writes = exact.rewrite(plan)
             for q_start, run in exact_writes:
                 tokens = slice(q_start, q_start + run.length)
                 pool.exact.write_run(run.start, k[0, :, tokens], v[0, :, tokens])
-        self.wrote(layer)
+        self.steps.wrote(layer)
         return [_segment(pool, spec) for spec in plan.reads]
 
-    def usage(self) -> CacheUsage:
-        """Cells by layer group, and the bytes that the pools have allocated."""
-        return replace(super().usage(), size_bytes=sum(p.size_bytes for p in self.layer_pools))
-
     def _layer_group(self, layer: int) -> LayerGroup:
-        return self.groups[self.group_of(layer)]
-
-    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
-        exact = self._exact[group]
-        copies = None if exact is None else exact.move(base, src_cells)
-        for layer in self.groups[group].layers:
-            pool = self.layer_pools[layer]
-            pool.ensure(base + len(src_cells))
-            pool.gather_into(base, src_cells)
-            if copies is not None:
-                assert isinstance(pool, ExactPool)
-                pool.move_exact(*copies)
+        return self.steps.groups[self.steps.group_of(layer)]
 
 
-class ReferenceContiguousCache(ReferenceBytes, ContiguousBookkeeping):
+class ReferenceContiguousCache(ReferenceCache, OneSequence):
     """One sequence, contiguous."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        self.pools = ReferencePools(config)
+        super().__init__(config, self.pools)
 
-class ReferenceSeqCache(ReferenceBytes, SeqBookkeeping):
+
+class ReferenceSeqCache(ReferenceCache, Sequences):
     """Many sequences over shared cells."""
 
-
-class ReferencePagedCache(ReferenceBytes, PagedBookkeeping):
-    """Many sequences over shared blocks, layer-first or block-first as the config says."""
-
-    def _make_pools(self) -> list[Pool | BlockFirstPool]:
-        if self.config.layout == "layer_first":
-            return super()._make_pools()
-        blocks = [GroupBlocks(group, self.config) for group in self.groups]
-        return [
-            BlockFirstPool(blocks[index], self.groups[index].layers.index(layer))
-            for layer, index in enumerate(self._group_of)
-        ]
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        self.pools = ReferencePools(config)
+        super().__init__(config, self.pools)
 
 
-class ReferenceTreeCache(ReferenceBytes, TreeBookkeeping):
-    """Many sequences, each with or without a draft tree."""
+class ReferencePagedCache(ReferenceCache, TreeSequences):
+    """Many sequences over shared blocks, each with or without a draft tree."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache, laid out as the config says."""
+        self.pools = ReferencePools(config, in_blocks=True)
+        super().__init__(config, self.pools, block_size=config.block_size)
+
+
+class ReferenceTreeCache(ReferenceCache, TreeSequences):
+    """Many sequences over shared cells, each with or without a draft tree."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        self.pools = ReferencePools(config)
+        super().__init__(config, self.pools)
+
+
+def _pool(group: LayerGroup, config: CacheConfig) -> Pool:
+    """Create one layer's pool, without cells."""
+    return Pool(
+        group.n_kv_heads,
+        group.head_dim,
+        group.v_head_dim,
+        capacity=config.capacity,
+        kv_dtype=config.kv_dtype,
+        min_chunk=config.pool_chunk,
+    )
 
 
 def _segment(pool: Pool | BlockFirstPool | ExactPool, spec: AttendSpec) -> Segment:

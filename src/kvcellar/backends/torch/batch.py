@@ -9,45 +9,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.caches import TorchCache, TorchPools
 from kvcellar.backends.torch.codecs import rotate
 from kvcellar.backends.torch.pools import LayerPool
-from kvcellar.bookkeeping import SeqBookkeeping
-from kvcellar.bookkeeping.sequences import Stretch
-from kvcellar.bookkeeping.step import OpenStep
+from kvcellar.bookkeeping import Sequences
+from kvcellar.bookkeeping.reads import whole_reads
 from kvcellar.errors import ShapeError
 from kvcellar.types import (
-    AttendKind,
-    AttendSpec,
     CacheConfig,
-    IntArray,
     Run,
     StepPlan,
     cells_of,
-    join_runs,
 )
 
 Places = list[Run | Tensor]
 """Per row what it reads: a run, or cells by index."""
 
 
-class TorchBatchCache(TorchBytes, SeqBookkeeping):
+class TorchBatchCache(TorchCache, Sequences):
     """Each row is a sequence; rows that go on from the same one share its cells.
 
     Invariant: all rows have one length; padding is tokens like others.
     """
 
     def __init__(self, config: CacheConfig, n_rows: int) -> None:
-        """``n_rows`` rows without tokens; ``config.capacity`` is for all of them together."""
-        super().__init__(config)
+        """Create ``n_rows`` rows without tokens; ``config.capacity`` is for all together."""
+        TorchCache.__init__(self, TorchPools(config))
+        Sequences.__init__(self, config, self.pools, reads=whole_reads)
         self.rows = list(range(n_rows))
         """The sequence of each row."""
-        self._places: list[tuple[StepPlan, Places] | None] = [None] * len(self.groups)
+        self._places: list[tuple[StepPlan, Places] | None] = [None] * len(self.pools.groups)
 
     @property
     def length(self) -> int:
         """Tokens of each row; those of a forward count when its last layer has written."""
-        return self._length.get(self.rows[0], 0)
+        return self.steps.lengths.get(self.rows[0], 0)
 
     def update_batch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store this forward's K and V of one layer; return all that its queries read together.
@@ -72,20 +68,22 @@ class TorchBatchCache(TorchBytes, SeqBookkeeping):
                 f"layer {layer} brings k {tuple(k.shape)} to a cache of {len(self.rows)} rows; a "
                 f"batch keeps its rows until reset"
             )
-        index = self.group_of(layer)
+        index = self.steps.group_of(layer)
+        if not self.steps.awaits(layer):
+            self.begin_step(np.repeat(self.rows, k.shape[2]))
         flat_k, flat_v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
-        if self._is_rotated:
+        if self.is_rotated:
             flat_k = rotate(flat_k.float())
         prepared = self._prepare(layer, index, None, flat_k, flat_v)
-        pool = self.pools_of_layer[layer]
+        pool = self.pools.of_layer[layer]
         self._write(layer, pool, prepared, flat_k, flat_v)
-        dtypes = torch.float32 if self._is_rotated else k.dtype, v.dtype
+        dtypes = torch.float32 if self.is_rotated else k.dtype, v.dtype
         places = self._places_of(index, prepared.plan, k.device)
         found = [_read(pool, place, dtypes) for place in places]
         keys, values = (
             sides[0] if len(sides) == 1 else torch.cat(sides) for sides in zip(*found, strict=True)
         )
-        if self._is_rotated:
+        if self.is_rotated:
             keys = rotate(keys).to(k.dtype)  # the rotation is its own inverse
         return keys, values
 
@@ -100,22 +98,21 @@ class TorchBatchCache(TorchBytes, SeqBookkeeping):
             K and V ``[n_rows, n_kv_heads, L, dim]``; of a layer with a window its last
             ``window - 1`` tokens, which the next one sees.
         """
-        index, pool = self.group_of(layer), self.pools_of_layer[layer]
+        index, pool = self.steps.group_of(layer), self.pools.of_layer[layer]
         if not self.length:
             return None
-        window = self.groups[index].window
+        window = self.pools.groups[index].window
         low = 0 if window is None else max(0, self.length - window + 1)
-        exact = self._exact[index]
-        dtypes = torch.float32 if self._is_rotated else dtype, dtype
+        exact = self.pools.exact[index]
+        dtypes = torch.float32 if self.is_rotated else dtype, dtype
         sides: list[tuple[Tensor, Tensor]] = []
         for row in self.rows:
-            spans = self.pools[index].spans(row, low, self.length)
-            cells = cells_of(Run(span.cell, span.length) for span in spans)
+            cells = cells_of(self.layouts[index].pool.runs(row, low, self.length))
             if exact is not None:
                 cells = cells_of(exact.runs(cells))
             sides.append(_read(pool, torch.as_tensor(cells, device=pool.device), dtypes))
         k, v = (torch.cat(parts) for parts in zip(*sides, strict=True))
-        return rotate(k).to(dtype) if self._is_rotated else k, v
+        return rotate(k).to(dtype) if self.is_rotated else k, v
 
     def take_rows(self, rows: Sequence[int]) -> None:
         """Row i goes on from what row ``rows[i]`` holds. Copies no bytes."""
@@ -134,34 +131,19 @@ class TorchBatchCache(TorchBytes, SeqBookkeeping):
         Raises:
             RewindError: a window has let go of what it would need; nothing was changed.
         """
-        self._settle()
+        self.steps.settle()
         rows = self.rows if self.length else []
         for row in rows:
-            self._check_resume(row, length, "rewind")
+            self.check_resume(row, length, "rewind")
         for row in rows:
             self.seq_rm(row, length)
-
-    def _implicit_step(
-        self, layer: int, n_tokens: int, positions: Sequence[int] | IntArray | None
-    ) -> OpenStep:
-        self.begin_step(np.repeat(self.rows, n_tokens // len(self.rows)))
-        assert self._open is not None, "begin_step opens it or raises"
-        return self._open
-
-    def _reads(self, group: int, stretch: Stretch) -> list[AttendSpec]:
-        """All that the stretch's queries see together; the mask is somebody else's."""
-        window = self.groups[group].window
-        low = 0 if window is None else max(0, stretch.first_pos - window + 1)
-        spans = self.pools[group].spans(stretch.seq_id, low, stretch.first_pos + stretch.n_tokens)
-        runs = join_runs(Run(span.cell, span.length) for span in spans)
-        return [AttendSpec(stretch.q_start, stretch.n_tokens, runs, AttendKind.NONE)]
 
     def _places_of(self, index: int, plan: StepPlan, device: torch.device) -> Places:
         """Where each row's K and V lie, worked out once per forward and layer group."""
         kept = self._places[index]
         if kept is not None and kept[0] is plan:
             return kept[1]
-        exact = self._exact[index]
+        exact = self.pools.exact[index]
         reads = plan.reads if exact is None else exact.rewrite(plan)[0].reads
         places: Places = [
             read.runs[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,14 +15,8 @@ from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
 from kvcellar.backends.torch.exact import ExactPool
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, LayerPool, Pool
-from kvcellar.bookkeeping import (
-    ContiguousBookkeeping,
-    PagedBookkeeping,
-    SeqBookkeeping,
-    TreeBookkeeping,
-)
-from kvcellar.bookkeeping.exact import ExactCells, exact_cells
-from kvcellar.bookkeeping.step import StepBookkeeping
+from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
+from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
 from kvcellar.kv_dtype import KvDtype
@@ -30,7 +24,6 @@ from kvcellar.types import (
     AttendKind,
     AttendSpec,
     CacheConfig,
-    CacheUsage,
     IntArray,
     LayerGroup,
     Run,
@@ -79,35 +72,81 @@ class Prepared:
     """The same for the kernel."""
 
 
-class TorchBytes(StepBookkeeping):
-    """What turns bookkeeping into a cache of tensors: pools, writes, segments, attention."""
+class TorchPools:
+    """The bytes of every layer: the port that the bookkeeping moves cells by.
+
+    Always holds: a layer's pool lies on the device of the first K that came for it.
+    """
+
+    def __init__(self, config: CacheConfig, *, in_blocks: bool = False) -> None:
+        """Create pools without cells; they allocate on the device of the first K that comes.
+
+        Args:
+            config: groups, capacity, storage types.
+            in_blocks: cells come in blocks, which ``config.layout`` says how to lay out.
+        """
+        self.config = config
+        self.groups = config.params.groups
+        self.exact = [exact_cells(group, config.kv) for group in self.groups]
+        self.of_layer: list[LayerPool] = [None] * config.params.n_layers  # type: ignore[list-item]
+        for group, exact in zip(self.groups, self.exact, strict=True):
+            whole = (
+                GroupBlocks(group, config) if in_blocks and config.layout == "block_first" else None
+            )
+            for i, layer in enumerate(group.layers):
+                pool: LayerPool = Pool(group, config) if whole is None else BlockFirstPool(whole, i)
+                if exact is not None:
+                    pool = ExactPool(pool, group, config, exact.n_cells)
+                self.of_layer[layer] = pool
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the pools have allocated."""
+        return sum(pool.size_bytes for pool in self.of_layer)
+
+    @property
+    def home(self) -> torch.device:
+        """Where the pools are, or would be before the first K came: on the CPU."""
+        found = (pool.device for pool in self.of_layer)
+        return next((device for device in found if device is not None), torch.device("cpu"))
+
+    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
+        exact = self.exact[group]
+        copies = None if exact is None else exact.move(base, src_cells)
+        for layer in self.groups[group].layers:
+            pool = self.of_layer[layer]
+            if pool.device is not None:
+                pool.ensure(base + len(src_cells), pool.device)
+                if kernel.takes(pool.device):
+                    pool.for_kernel().move_cells(base, src_cells)
+                else:
+                    pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
+                if copies is not None:
+                    assert isinstance(pool, ExactPool)
+                    pool.move_exact(*copies)
+
+
+class TorchCache:
+    """What the op and whoever moves bytes ask of a cache of tensors: writes, reads, attention.
+
+    A cache is this and a face of the bookkeeping, whose steps say what to write and read.
+    """
+
+    config: CacheConfig
+    steps: Steps
+    pools: TorchPools
 
     takes_tensors = True
     """Of torch: an op of another runtime may call ``update_and_attend`` with its own, by DLPack."""
 
-    def __init__(self, config: CacheConfig) -> None:
-        """Empty pools; they allocate on the device of the first K that comes."""
-        super().__init__(config)
-        self._exact = [exact_cells(group, config.kv) for group in self.groups]
-        self.pools_of_layer = [
-            pool if exact is None else ExactPool(pool, group, config, exact.n_cells)
-            for pool, (group, exact) in zip(self._make_pools(), self._layers(), strict=True)
-        ]
-        self._prepared: list[Prepared | None] = [None] * len(self.groups)
-        self._row_layouts = [kernel.RowLayout() for _ in self.groups]
-        self._is_rotated = config.kv.k.is_rotated
-
-    def _layers(self) -> list[tuple[LayerGroup, ExactCells | None]]:
-        """Per layer its group and the group's exact cells."""
-        return [(self.groups[index], self._exact[index]) for index in self._group_of]
-
-    def _make_pools(self) -> list[LayerPool]:
-        """One pool per layer, without cells."""
-        return [Pool(self.groups[index], self.config) for index in self._group_of]
-
-    def usage(self) -> CacheUsage:
-        """Cells by layer group, and the bytes of all pools."""
-        return replace(super().usage(), size_bytes=sum(p.size_bytes for p in self.pools_of_layer))
+    def __init__(self, pools: TorchPools) -> None:
+        """Create the byte side of a cache whose bytes are in ``pools``."""
+        self.pools = pools
+        self.is_rotated = pools.config.kv.k.is_rotated
+        """Whether K is stored rotated: who attends rotates queries too."""
+        self._prepared: list[Prepared | None] = [None] * len(pools.groups)
+        self._row_layouts = [kernel.RowLayout() for _ in pools.groups]
 
     # The op's face -----------------------------------------------------------------------------
 
@@ -140,12 +179,12 @@ class TorchBytes(StepBookkeeping):
         Raises:
             ShapeError, StepError, PositionError, CacheFullError: nothing was written.
         """
-        index = self.group_of(layer_id)
-        group = self.groups[index]
-        if self._is_rotated:
+        index = self.steps.group_of(layer_id)
+        group = self.steps.groups[index]
+        if self.is_rotated:
             q, k = rotate(q.float()), rotate(k.float())
         prepared = self._prepare(layer_id, index, position, k, v, q)
-        pool = self.pools_of_layer[layer_id]
+        pool = self.pools.of_layer[layer_id]
         if prepared.by_kernel is not None:
             return self._by_kernel(layer_id, prepared, q, k, v, scale, out_dtype, sinks)
         if prepared.decode is not None and sinks is None and group.softcap is None:
@@ -163,9 +202,9 @@ class TorchBytes(StepBookkeeping):
         Arguments and errors as in ``update_and_attend``. Queries of a rotated K must be rotated by
         whoever attends.
         """
-        k = rotate(k.float()) if self._is_rotated else k
-        prepared = self._prepare(layer, self.group_of(layer), position, k, v)
-        return self._store(layer, self.pools_of_layer[layer], prepared, k, v)
+        k = rotate(k.float()) if self.is_rotated else k
+        prepared = self._prepare(layer, self.steps.group_of(layer), position, k, v)
+        return self._store(layer, self.pools.of_layer[layer], prepared, k, v)
 
     def _prepare(
         self,
@@ -182,11 +221,11 @@ class TorchBytes(StepBookkeeping):
         if (
             prepared is not None
             and shapes == prepared.shapes
-            and self.take_plan(layer, prepared.plan)
+            and self.steps.take_plan(layer, prepared.plan)
         ):
-            self.pools_of_layer[layer].ensure(prepared.plan.n_cells, k.device)
+            self.pools.of_layer[layer].ensure(prepared.plan.n_cells, k.device)
             return prepared
-        group = self.groups[index]
+        group = self.steps.groups[index]
         n_tok = k.shape[2]
         if k.shape != (1, group.n_kv_heads, n_tok, group.head_dim) or v.shape != (
             1,
@@ -207,9 +246,9 @@ class TorchBytes(StepBookkeeping):
                     f"{group.n_kv_heads} KV heads of head_dim {group.head_dim}, so q is "
                     f"[1, a multiple of {group.n_kv_heads}, {n_tok}, {group.head_dim}]"
                 )
-        positions = self._positions(position) if self.needs_positions() else None
-        plan = self.plan(layer, n_tok, positions)
-        exact = self._exact[index]
+        positions = self._positions(position) if self.steps.needs_positions() else None
+        plan = self.steps.plan(layer, n_tok, positions)
+        exact = self.pools.exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
         if q is not None and kernel.takes(k.device):
             most = kernel.most_queries(self.config.kv, q.dtype)
@@ -221,7 +260,7 @@ class TorchBytes(StepBookkeeping):
             prepared = _prepare(own, k, shapes)
             prepared.plan, prepared.exact_writes = plan, exact_writes
         self._prepared[index] = prepared
-        self.pools_of_layer[layer].ensure(plan.n_cells, k.device)
+        self.pools.of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
 
     def _by_kernel(
@@ -237,8 +276,8 @@ class TorchBytes(StepBookkeeping):
     ) -> Tensor:
         """Writes and the reads of few queries by the CPU kernel, the others as segments."""
         assert prepared.by_kernel is not None
-        index = self._group_of[layer]
-        pool, softcap = self.pools_of_layer[layer], self.groups[index].softcap
+        index = self.steps.group_of(layer)
+        pool, softcap = self.pools.of_layer[layer], self.steps.groups[index].softcap
         to_exact = None
         if prepared.exact_by_kernel is not None:
             assert isinstance(pool, ExactPool)
@@ -256,7 +295,7 @@ class TorchBytes(StepBookkeeping):
             sinks,
             to_exact,
         )
-        self.wrote(layer)
+        self.steps.wrote(layer)
         if prepared.reads:
             segments = _segments(pool, prepared)
             attend(q, segments, scale, out_dtype, softcap=softcap, sinks=sinks, out=out)
@@ -279,7 +318,7 @@ class TorchBytes(StepBookkeeping):
         if prepared.exact_writes:
             assert isinstance(pool, ExactPool)
             pool.write_exact(prepared.exact_writes, k, v)
-        self.wrote(layer)
+        self.steps.wrote(layer)
 
     def _decode(
         self,
@@ -296,7 +335,7 @@ class TorchBytes(StepBookkeeping):
             return None
         cell, run = decode
         pool.write_run(cell, k, v)
-        self.wrote(layer)
+        self.steps.wrote(layer)
         keys, values = pool.read(run.start, run.length)
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "the pool's type is float"
         return attend_one(q, keys, values, scale)
@@ -313,14 +352,14 @@ class TorchBytes(StepBookkeeping):
             Per layer the parts of K and of V, each ``[1, n_kv_heads, n, ...]``; see ``codecs``.
         """
         rows = []
-        for layer, pool in enumerate(self.pools_of_layer):
+        for layer, pool in enumerate(self.pools.of_layer):
             k, v = pool.take(self._held_cells(layer, tables))
             rows.append((_moved(k, "cpu"), _moved(v, "cpu")))
         return rows
 
     def write_cells(self, tables: Sequence[IntArray], rows: Sequence[tuple[Parts, Parts]]) -> None:
         """Put back what ``read_cells`` gave, in cells of the same order."""
-        for layer, (pool, (k, v)) in enumerate(zip(self.pools_of_layer, rows, strict=True)):
+        for layer, (pool, (k, v)) in enumerate(zip(self.pools.of_layer, rows, strict=True)):
             cells = self._held_cells(layer, tables)
             self._drop_exact(layer, cells)
             if len(cells):
@@ -339,7 +378,7 @@ class TorchBytes(StepBookkeeping):
             see ``backends.host_rows``.
         """
         return [
-            host_rows.read([self.pools_of_layer[layer] for layer in group.layers], table, group, kv)
+            host_rows.read([self.pools.of_layer[layer] for layer in group.layers], table, group, kv)
             for group, table, kv in self._by_group(tables)
         ]
 
@@ -347,32 +386,26 @@ class TorchBytes(StepBookkeeping):
         """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
         for (group, table, _), given in zip(self._by_group(tables), rows, strict=True):
             if len(table):
-                pools = [self.pools_of_layer[layer] for layer in group.layers]
+                pools = [self.pools.of_layer[layer] for layer in group.layers]
                 self._drop_exact(group.layers[0], torch.as_tensor(table))
-                host_rows.write(pools, table, given, self._home)
+                host_rows.write(pools, table, given, self.pools.home)
 
     def _by_group(
         self, tables: Sequence[IntArray]
     ) -> Iterator[tuple[LayerGroup, IntArray, KvDtype]]:
-        for group, table in zip(self.groups, tables, strict=True):
+        for group, table in zip(self.steps.groups, tables, strict=True):
             yield group, table, self.config.kv
-
-    @property
-    def _home(self) -> torch.device:
-        """Where the pools are, or would be before the first K came: on the CPU."""
-        found = (pool.device for pool in self.pools_of_layer)
-        return next((device for device in found if device is not None), torch.device("cpu"))
 
     def _drop_exact(self, layer: int, cells: Tensor) -> None:
         """Once per group: cells get rows that were quantised before."""
-        index = self._group_of[layer]
-        exact = self._exact[index]
-        if exact is not None and layer == self.groups[index].layers[0]:
+        index = self.steps.group_of(layer)
+        exact = self.pools.exact[index]
+        if exact is not None and layer == self.steps.groups[index].layers[0]:
             exact.drop(cells.cpu().numpy())
 
     def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> Tensor:
-        table = tables[self.group_of(layer)]
-        return torch.as_tensor(table[table >= 0], device=self.pools_of_layer[layer].device)
+        table = tables[self.steps.group_of(layer)]
+        return torch.as_tensor(table[table >= 0], device=self.pools.of_layer[layer].device)
 
     def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
         if isinstance(position, Tensor):
@@ -385,21 +418,6 @@ class TorchBytes(StepBookkeeping):
             flat: list[int] = position.reshape(-1).tolist()
             return flat
         return position
-
-    def _move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
-        exact = self._exact[group]
-        copies = None if exact is None else exact.move(base, src_cells)
-        for layer in self.groups[group].layers:
-            pool = self.pools_of_layer[layer]
-            if pool.device is not None:
-                pool.ensure(base + len(src_cells), pool.device)
-                if kernel.takes(pool.device):
-                    pool.for_kernel().move_cells(base, src_cells)
-                else:
-                    pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
-                if copies is not None:
-                    assert isinstance(pool, ExactPool)
-                    pool.move_exact(*copies)
 
 
 def _moved(parts: Parts, device: torch.device | str) -> Parts:
@@ -474,26 +492,37 @@ def _fetch(pool: LayerPool, read: PartRead) -> Part:
     return Part(k, v, read.bias, read.is_causal)
 
 
-class TorchContiguousCache(TorchBytes, ContiguousBookkeeping):
+class TorchContiguousCache(TorchCache, OneSequence):
     """One sequence in one run: the single-stream hot path."""
 
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        TorchCache.__init__(self, TorchPools(config))
+        OneSequence.__init__(self, config, self.pools)
 
-class TorchSeqCache(TorchBytes, SeqBookkeeping):
+
+class TorchSeqCache(TorchCache, Sequences):
     """Many sequences over shared cells."""
 
-
-class TorchPagedCache(TorchBytes, PagedBookkeeping):
-    """Many sequences over shared blocks, layer-first or block-first as the config says."""
-
-    def _make_pools(self) -> list[LayerPool]:
-        if self.config.layout == "layer_first":
-            return super()._make_pools()
-        blocks = [GroupBlocks(group, self.config) for group in self.groups]
-        return [
-            BlockFirstPool(blocks[index], self.groups[index].layers.index(layer))
-            for layer, index in enumerate(self._group_of)
-        ]
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        TorchCache.__init__(self, TorchPools(config))
+        Sequences.__init__(self, config, self.pools)
 
 
-class TorchTreeCache(TorchBytes, TreeBookkeeping):
-    """Many sequences, each with or without a draft tree."""
+class TorchPagedCache(TorchCache, TreeSequences):
+    """Many sequences over shared blocks, each with or without a draft tree."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache, laid out as the config says."""
+        TorchCache.__init__(self, TorchPools(config, in_blocks=True))
+        TreeSequences.__init__(self, config, self.pools, block_size=config.block_size)
+
+
+class TorchTreeCache(TorchCache, TreeSequences):
+    """Many sequences over shared cells, each with or without a draft tree."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Create an empty cache."""
+        TorchCache.__init__(self, TorchPools(config))
+        TreeSequences.__init__(self, config, self.pools)

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from kvcellar.backends.torch import kernel
-from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.exact import ExactPool
 from kvcellar.bookkeeping.exact import ExactCells
 from kvcellar.kernel import attend
@@ -25,16 +25,16 @@ class GroupStep(NamedTuple):
     """Tokens that are written to exact cells too."""
 
 
-def can_plan(cache: object) -> TypeGuard[TorchBytes]:
+def can_plan(cache: object) -> TypeGuard[TorchCache]:
     """Return true if the CPU kernel alone can run this cache's forwards.
 
     It cannot where K is stored rotated: queries and keys have to be rotated before.
     """
-    is_fitting = isinstance(cache, TorchBytes) and not cache.config.kv.k.is_rotated
+    is_fitting = isinstance(cache, TorchCache) and not cache.config.kv.k.is_rotated
     return is_fitting and kernel.takes(_CPU)
 
 
-def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[TorchBytes]:
+def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[TorchCache]:
     """Return true if the CPU kernel is also what this cache's next forward attends with.
 
     Args:
@@ -47,12 +47,12 @@ def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[Torch
     most = kernel.most_queries(cache.config.kv, dtype)
     if most is None or n_tokens <= most:
         return True
-    plans = cache.begun_plans()
+    plans = cache.steps.begun_plans()
     return bool(plans) and not any(kernel.is_long(read, most) for p in plans for read in p.reads)
 
 
 def plan_forward(
-    cache: TorchBytes, n_tokens: int, positions: Sequence[int] | IntArray | None
+    cache: TorchCache, n_tokens: int, positions: Sequence[int] | IntArray | None
 ) -> list[GroupStep]:
     """Ask for the plans of all layers and have their pools hold what is written.
 
@@ -68,30 +68,30 @@ def plan_forward(
     Raises:
         StepError, PositionError, CacheFullError: as ``plan``; nothing was written.
     """
-    plans: list[StepPlan | None] = [None] * len(cache.groups)
-    for layer, pool in enumerate(cache.pools_of_layer):
-        group = cache.group_of(layer)
+    plans: list[StepPlan | None] = [None] * len(cache.pools.groups)
+    for layer, pool in enumerate(cache.pools.of_layer):
+        group = cache.steps.group_of(layer)
         known = plans[group]
-        if known is None or not cache.take_plan(layer, known):
-            known = plans[group] = cache.plan(layer, n_tokens, None if layer else positions)
+        if known is None or not cache.steps.take_plan(layer, known):
+            known = plans[group] = cache.steps.plan(layer, n_tokens, None if layer else positions)
         pool.ensure(known.n_cells, _CPU)
     return [
         _compiled(plan, exact)
-        for plan, exact in zip(plans, cache._exact, strict=True)
+        for plan, exact in zip(plans, cache.pools.exact, strict=True)
         if plan is not None
     ]
 
 
-def finish_forward(cache: TorchBytes) -> None:
+def finish_forward(cache: TorchCache) -> None:
     """Count the step's tokens, in a forward whose layers have all written."""
-    for layer in range(cache.n_layers):
-        cache.wrote(layer)
+    for layer in range(cache.steps.n_layers):
+        cache.steps.wrote(layer)
 
 
-def pools_of(cache: TorchBytes) -> list[tuple[attend.Pool, attend.Pool | None]]:
+def pools_of(cache: TorchCache) -> list[tuple[attend.Pool, attend.Pool | None]]:
     """Return, for each layer, where the kernel finds its bytes, and exact cells beside them."""
     found = []
-    for pool in cache.pools_of_layer:
+    for pool in cache.pools.of_layer:
         exact = pool.exact.for_kernel() if isinstance(pool, ExactPool) else None
         found.append((pool.for_kernel(), exact))
     return found

@@ -13,7 +13,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.caches import TorchBytes
+from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.eagle3.weights import Eagle3Weights
 from kvcellar.backends.torch.fast.linears import pack
 from kvcellar.backends.torch.forward import can_plan, finish_forward, plan_forward, pools_of
@@ -54,7 +54,7 @@ class Eagle3Kernel:
             residual_scale=self._address(head.residual_scale),
         )
 
-    def takes(self, cache: object, n_tokens: int) -> TypeGuard[TorchBytes]:
+    def takes(self, cache: object, n_tokens: int) -> TypeGuard[TorchCache]:
         """Return true if a level of so many tokens over this cache is the kernel's."""
         return n_tokens <= MOST_TOKENS and can_plan(cache)
 
@@ -68,7 +68,7 @@ class Eagle3Kernel:
 
     def level(
         self,
-        cache: TorchBytes,
+        cache: TorchCache,
         tokens: Sequence[int],
         hidden: Tensor,
         above: Sequence[int],

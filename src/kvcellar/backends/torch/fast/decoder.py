@@ -115,10 +115,10 @@ class KernelDecoder:
         if n_tokens > self.few or not can_run(cache, n_tokens, self._dtype):
             return None
         steps = plan_forward(cache, n_tokens, positions)
-        caps = [group.softcap or 0.0 for group in cache.groups]
+        caps = [group.softcap or 0.0 for group in cache.pools.groups]
         calls = []
         for layer, (pool, exact) in enumerate(pools_of(cache)):
-            index = cache.group_of(layer)
+            index = cache.steps.group_of(layer)
             plan, to_exact = steps[index]
             calls.append((plan, pool, to_exact, exact, caps[index]))
         cos, sin = self._rotations.of(positions)

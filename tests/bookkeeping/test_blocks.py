@@ -12,8 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from kvcellar.bookkeeping.cells import MIN_RUN
-from kvcellar.bookkeeping.pages import PagePool
+from kvcellar.bookkeeping.pool import MIN_RUN, BlockPool
 from kvcellar.bookkeeping.spans import Span
 from kvcellar.errors import (
     CacheFullError,
@@ -29,6 +28,7 @@ from tests.bookkeeping.byte_simulator import (
     SimulatedPaged,
     SimulatedSeq,
     config_of,
+    cp,
     settled,
     snapshot,
 )
@@ -44,12 +44,13 @@ from tests.bookkeeping.test_sequences import (
     History,
     SeqCacheAgainstHistories,
 )
+from tests.bookkeeping.test_tree import TreeCacheAgainstHistories
 
 POS = st.integers(0, 30)
 STOP = st.none() | st.integers(0, 30)
 
 
-class PagePoolAgainstDicts(ActionMachine):
+class BlocksAgainstDicts(ActionMachine):
     """The oracle: position -> (cell, token) per sequence, the cells of holders, bytes by cell."""
 
     @initialize(
@@ -60,7 +61,7 @@ class PagePoolAgainstDicts(ActionMachine):
     )
     def start(self, capacity, size, min_run, reuse_first):
         self.size = size
-        self.pool = PagePool(capacity, size, min_run=min_run, reuse_first=reuse_first)
+        self.pool = BlockPool(capacity, size, min_run=min_run, reuse_first=reuse_first)
         self.n_blocks = capacity // size
         assert self.pool.capacity == self.n_blocks * size <= capacity
         self.want: dict[int, dict[int, tuple[int, int]]] = {}
@@ -184,7 +185,7 @@ class PagePoolAgainstDicts(ActionMachine):
         if src == dst:
             return
         if any(p in mine and mine[p][1] != token for p, (_, token) in theirs.items()):
-            self.refused(SequenceConflictError, self.pool.seq_cp, src, dst, p0, p1)
+            self.refused(SequenceConflictError, self.pool.shareable, src, dst, p0, p1)
             return
         new = {p: x for p, x in theirs.items() if p not in mine}
         joints = {
@@ -194,11 +195,12 @@ class PagePoolAgainstDicts(ActionMachine):
             and cell // self.size not in {c // self.size for c in self.part(dst, p).values()}
         }
         in_need = {i for i in joints if self.is_shared(dst, i * self.size)}
+        parts = self.pool.shareable(src, dst, p0, p1)
+        assert self.pool.n_joints(dst, parts) == len(in_need)
         if len(in_need) > len(self.free()):
-            self.refused(CacheFullError, self.pool.seq_cp, src, dst, p0, p1)
             return
         n_free = len(self.free())
-        moves = self.pool.seq_cp(src, dst, p0, p1)
+        moves = self.pool.share(dst, parts)
         assert bool(moves) == bool(joints), "bytes move only to join blocks"
         self.move(moves)
         if new:
@@ -298,12 +300,12 @@ class PagePoolAgainstDicts(ActionMachine):
             assert self.pool.block_table(seq) == table
 
 
-TestPagePoolAgainstDicts = PagePoolAgainstDicts.TestCase
-TestPagePoolAgainstDicts.settings = settings(max_examples=2 * settings().max_examples)
+TestBlocksAgainstDicts = BlocksAgainstDicts.TestCase
+TestBlocksAgainstDicts.settings = settings(max_examples=2 * settings().max_examples)
 
 
 def test_blocks_that_follow_each_other_are_one_run():
-    pool = PagePool(64, 4)
+    pool = BlockPool(64, 4)
     pool.claim(0, 0, 6)
     pool.claim(0, 6, 7)
     assert pool.runs(0) == (Run(0, 13),)
@@ -311,7 +313,7 @@ def test_blocks_that_follow_each_other_are_one_run():
 
 
 def test_sequences_that_decode_side_by_side_stay_in_long_runs():
-    pool = PagePool(4096, 16)
+    pool = BlockPool(4096, 16)
     for _ in range(200):
         for seq in range(4):
             pool.claim(seq, len(pool.seq_cells(seq)), 1)
@@ -319,7 +321,7 @@ def test_sequences_that_decode_side_by_side_stay_in_long_runs():
 
 
 def test_a_window_goes_back_to_blocks_that_were_used_before():
-    pool = PagePool(4096, 16, reuse_first=True)
+    pool = BlockPool(4096, 16, reuse_first=True)
     for p in range(3000):
         pool.claim(0, p, 1)
         pool.seq_rm(0, 0, (p - 100) // 16 * 16)
@@ -327,7 +329,7 @@ def test_a_window_goes_back_to_blocks_that_were_used_before():
 
 
 def test_a_new_sequence_leaves_room_behind_the_one_before():
-    pool = PagePool(4096, 16)
+    pool = BlockPool(4096, 16)
     pool.claim(0, 0, 500)
     pool.claim(1, 0, 10)
     assert pool.block_table(1) == [32 + 500 // 2 // 16]
@@ -336,7 +338,7 @@ def test_a_new_sequence_leaves_room_behind_the_one_before():
 
 
 def test_all_blocks_that_nobody_holds_any_more_are_freed():
-    pool = PagePool(64, 4)
+    pool = BlockPool(64, 4)
     pool.claim(0, 0, 12)
     pool.retain([Run(5, 2)])
     pool.seq_rm(0)
@@ -348,19 +350,19 @@ def test_all_blocks_that_nobody_holds_any_more_are_freed():
 
 
 def test_a_part_that_joins_a_sequence_s_own_block_takes_no_other():
-    pool = PagePool(12, 4)
+    pool = BlockPool(12, 4)
     pool.claim(0, 0, 6)
     pool.claim(1, 4, 1)
     assert pool.n_free_blocks == 0
-    ((base, src_cells),) = pool.seq_cp(0, 1, 5)
+    ((base, src_cells),) = cp(pool, 0, 1, 5)
     assert (base, src_cells.tolist()) == (9, [5])
     assert pool.block_table(1) == [-1, 2]
 
 
 def test_a_fork_shares_the_partial_block_until_one_of_the_two_appends():
-    pool = PagePool(32, 4)
+    pool = BlockPool(32, 4)
     pool.claim(0, 0, 6)
-    assert pool.seq_cp(0, 1) == []
+    assert cp(pool, 0, 1) == []
     assert pool.block_table(1) == pool.block_table(0) == [0, 1]
     made = pool.unshare(1, 6)
     assert made is not None and made.src_block == 1 and made.dst_block not in (0, 1)
@@ -372,32 +374,30 @@ def test_a_fork_shares_the_partial_block_until_one_of_the_two_appends():
 
 
 def test_a_full_block_is_never_copied():
-    pool = PagePool(32, 4)
+    pool = BlockPool(32, 4)
     pool.claim(0, 0, 8)
-    pool.seq_cp(0, 1)
+    cp(pool, 0, 1)
     assert pool.unshare(0, 8) is None
     assert pool.n_blocks_needed({0: (8, 1), 1: (8, 1)}) == 2
 
 
 def test_copies_of_one_token_are_no_conflict_and_other_tokens_are():
-    pool = PagePool(32, 4)
+    pool = BlockPool(32, 4)
     pool.claim(0, 0, 6)
-    pool.seq_cp(0, 1)
+    cp(pool, 0, 1)
     pool.unshare(1, 6)
     before = pool.seq_cells(1)
-    assert pool.seq_cp(0, 1) == []
+    assert cp(pool, 0, 1) == []
     assert pool.seq_cells(1) == before
     pool.claim(0, 6, 1)
     pool.claim(1, 6, 1)
     with pytest.raises(SequenceConflictError, match=r"positions \[4, 7\)"):
-        pool.seq_cp(0, 1)
+        cp(pool, 0, 1)
 
 
-def test_what_a_page_pool_cannot_do_is_refused():
-    with pytest.raises(NotImplementedError, match="claim"):
-        PagePool(32, 4).take(3)
+def test_cells_of_other_positions_are_not_shared():
     with pytest.raises(AssertionError, match="other positions"):
-        PagePool(32, 4).share(0, [Span(1, 8, 2)])
+        BlockPool(32, 4).share(0, [Span(1, 8, 2)])
 
 
 # The cache ----------------------------------------------------------------------------------------
@@ -429,13 +429,14 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
 
     def owners(self, cache, group, let_go=True):
         """Per sequence, position -> cell; with ``let_go`` only what windows have not passed."""
-        pool, window = cache.pools[group], self.windows[group]
+        pool, window = cache.cells[group], self.windows[group]
         tables = {}
         for seq in pool.seq_ids():
             cells = dict(zip(pool.seq_positions(seq), pool.seq_cells(seq), strict=True))
             low = 0
             if window is not None and let_go:
-                low = max(0, cache.seq_len(seq) - (window - 1) - self.slack)
+                length = cache.seq_len(seq) if cache.has_seq(seq) else 0  # of a tree alone
+                low = max(0, length - (window - 1) - self.slack)
                 low -= low % self.size
             tables[seq] = {p: cell for p, cell in cells.items() if p >= low}
         return tables
@@ -459,10 +460,10 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
             for seq, cells in tables.items()
             for p, cell in cells.items()
         }
-        at = {seq: history.length for seq, history in self.want.items()}
+        at = {seq: self.end_of(seq) for seq, _ in batch}
         for seq, n in batch:
             for _ in range(n):
-                p = at[seq] = at.get(seq, 0) + 1
+                p = at[seq] = at[seq] + 1
                 key = (seq, (p - 1) // self.size)
                 block = table.get(key)
                 if block is None or blocks[block] != {seq}:
@@ -471,6 +472,10 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
                     table[key] = ("new", *key)
                     blocks[table[key]] = {seq}
         return sum(bool(owners) for owners in blocks.values())
+
+    def end_of(self, seq):
+        """Where the next cells of a sequence begin, as a position."""
+        return self.want[seq].length if seq in self.want else 0
 
     def has_blocks(self, cache, batch, let_go=True):
         groups = range(len(self.windows))
@@ -495,8 +500,9 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
         if self.windows_let_go:  # to make room for the step; that is not taken back
             return None
         cache = copy.deepcopy(cache)
-        cache.stored = None
-        for pool in cache.pools:
+        cache.ids = None
+        cache.steps._pools = None
+        for pool in cache.cells:
             pool._token, pool._n_tokens = None, 0
         return snapshot(cache)
 
@@ -526,23 +532,17 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
     def a_copy_of_bytes_that_fails_leaves_no_cell_claimed(self, draws, which):
         self.cache.end_step()
         self.undo = None
+        stretches = self.batch_of(draws)
+        if stretches is None:
+            return
+        draws = [(seq, len(positions)) for seq, positions, _ in stretches]
         if not self.has_blocks(self.cache, draws, let_go=False):
             return
         twin = copy.deepcopy(self.cache)
-        twin.n_moves = which
-        move = type(twin)._move_cells
-
-        def failing(group, base, src_cells):
-            if not twin.n_moves:
-                raise MemoryError
-            twin.n_moves -= 1
-            move(twin, group, base, src_cells)
-
-        twin._move_cells = failing
+        twin.ids.fails_after = which
         try:
             twin.begin_step([seq for seq, n in draws for _ in range(n)])
         except MemoryError:
-            del twin._move_cells, twin.n_moves
             self.windows_let_go = False
             assert self.unwritten(twin) == self.unwritten(self.cache)
 
@@ -592,14 +592,14 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
             cells = {p: c for p, c in tables.get(src, {}).items() if p0 <= p < stop}
             new = {p: c for p, c in cells.items() if p not in tables.get(dst, {})}
             needed.append(self.joints(before, group, dst, new))
-        free = [pool.n_free_blocks for pool in before.pools]
+        free = [pool.n_free_blocks for pool in before.cells]
         if part and any(n > f for n, f in zip(needed, free, strict=True)):
             self.refused(CacheFullError, self.cache.seq_cp, src, dst, p0, p1)
             return
         self.undo = None
         self.cache.seq_cp(src, dst, p0, p1)
         if part:
-            left = [pool.n_free_blocks for pool in self.cache.pools]
+            left = [pool.n_free_blocks for pool in self.cache.cells]
             assert left == [f - n for f, n in zip(free, needed, strict=True)]
             mine.tokens |= part
             mine.length = max(mine.length, stop)
@@ -615,10 +615,10 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
             return
         held = self.held[which % len(self.held)]
         if self.may_begin(seq, held, self.cache.seq_map):
-            free = [pool.n_free for pool in settled(self.cache).pools]
+            free = [pool.n_free for pool in settled(self.cache).cells]
             self.undo = None
             self.cache.seq_map(seq, held.tables)
-            assert [pool.n_free for pool in self.cache.pools] == free
+            assert [pool.n_free for pool in self.cache.cells] == free
             self.want[seq] = copy.deepcopy(held.history)
             self.probe(seq)
 
@@ -669,12 +669,57 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
             self.cache.release_cells(held.tables)
         for seq in self.cache.seq_ids():
             self.cache.seq_rm(seq)
-        assert [pool.n_free for pool in self.cache.pools] == [self.capacity] * len(self.windows)
+        assert [pool.n_free for pool in self.cache.cells] == [self.capacity] * len(self.windows)
         assert self.cache.n_free == self.capacity
         self.cache.check()
 
 
 TestPagedCacheAgainstHistories = PagedCacheAgainstHistories.TestCase
+
+
+class TreesInBlocksAgainstHistories(TreeCacheAgainstHistories, PagedCacheAgainstHistories):
+    """Trees whose nodes live in blocks: both oracles, and the promises that trees were made."""
+
+    @initialize(
+        windows=WINDOWS,
+        n_blocks=st.sampled_from([1, 3, 7, 20, 60]),
+        size=st.sampled_from([2, 3, 4, 16]),
+        slack=SLACK,
+    )
+    def start(self, windows, n_blocks, size, slack):
+        SeqCacheAgainstHistories.start(self, windows, n_blocks * size, slack)
+        self.size, self.n_blocks = size, n_blocks
+        config = config_of(windows, n_blocks * size, slack)
+        self.cache = SimulatedPaged(replace(config, block_size=size))
+        self.windows_let_go = False
+        self.trees = {}
+
+    def end_of(self, seq):
+        return super().end_of(seq) + len(self.nodes_of(seq))
+
+    def has_blocks(self, cache, batch, let_go=True):
+        promised = [
+            (seq, len(tree.frontier()))
+            for seq, tree in self.trees.items()
+            if seq not in dict(batch)
+        ]
+        return super().has_blocks(cache, [*promised, *batch], let_go)
+
+    def can_extend(self, cache, n):
+        """For any one sequence that has no tree, besides what was proposed."""
+        seqs = [*(self.want.keys() - self.trees.keys()), 99]
+        return all(self.has_blocks(cache, [(seq, n)]) for seq in seqs)
+
+    def fits_frontier(self, before, seq, n):
+        return self.has_blocks(before, [(seq, n)])
+
+    def teardown(self):
+        for seq in getattr(self, "trees", {}):
+            self.cache.commit([], seq)
+        super().teardown()
+
+
+TestTreesInBlocksAgainstHistories = TreesInBlocksAgainstHistories.TestCase
 
 
 def cache_of(capacity, size, windows=(None,), slack=0):
@@ -700,7 +745,7 @@ def test_a_capacity_without_a_block_is_refused():
 def test_what_cannot_fit_is_refused_in_blocks():
     cache = cache_of(16, 4)
     run(cache, (0, 5), (1, 5))
-    with pytest.raises(CacheFullError, match="step needs 1 blocks of 4 cells, 0 free of 4"):
+    with pytest.raises(CacheFullError, match="step needs 1 block of 4 cells, 0 free of 4"):
         cache.begin_step([2])
     with pytest.raises(CacheFullError, match="step needs 2 blocks of 4 cells, 0 free of 4"):
         cache.begin_step([0] * 4 + [1] * 4)
@@ -738,12 +783,12 @@ def test_a_cancelled_step_gives_the_copied_block_back():
     run(cache, (0, 6))
     cache.seq_cp(0, 1)
     cache.seq_cp(0, 2)
-    before = [pool.block_table(seq) for pool in cache.pools for seq in range(3)]
+    before = [pool.block_table(seq) for pool in cache.cells for seq in range(3)]
     usage = cache.usage()
     run(cache, (2, 1), (0, 2), (1, 4))
-    assert [pool.block_table(seq) for pool in cache.pools for seq in range(3)] != before
+    assert [pool.block_table(seq) for pool in cache.cells for seq in range(3)] != before
     cache.cancel_step()
-    assert [pool.block_table(seq) for pool in cache.pools for seq in range(3)] == before
+    assert [pool.block_table(seq) for pool in cache.cells for seq in range(3)] == before
     assert cache.usage() == usage
 
 
@@ -776,10 +821,10 @@ def test_an_accepted_copy_is_not_taken_back_with_a_later_step():
     cache.seq_cp(0, 1)
     run(cache, (1, 1))
     cache.end_step()
-    before = cache.pages[0].block_table(1)
+    before = cache.cells[0].block_table(1)
     run(cache, (1, 1))
     cache.cancel_step()
-    assert cache.pages[0].block_table(1) == before
+    assert cache.cells[0].block_table(1) == before
     cache.check()
 
 
@@ -788,15 +833,11 @@ def test_a_step_whose_copy_failed_has_claimed_nothing():
     run(cache, (0, 6))
     cache.seq_cp(0, 1)
     cache.end_step()
-    before = cache.usage(), cache.pages[0].block_table(1)
-
-    def failing(group, base, src_cells):
-        raise MemoryError
-
-    cache._move_cells = failing
+    before = cache.usage(), cache.cells[0].block_table(1)
+    cache.ids.fails_after = 0
     with pytest.raises(MemoryError):
         cache.begin_step([2, 2, 1, 0])
-    assert (cache.usage(), cache.pages[0].block_table(1)) == before
+    assert (cache.usage(), cache.cells[0].block_table(1)) == before
     assert cache.seq_ids() == [0, 1] and not cache.is_step_open
     cache.check()
 
@@ -810,7 +851,7 @@ def test_a_copy_that_only_a_passed_window_asks_for_is_not_counted():
     run(cache, (7, 32))
     cache.end_step()
     cache.retain_cells(cache.seq_table(7))
-    pool = cache.pages[0]
+    pool = cache.cells[0]
     assert pool.n_free_blocks == 0 and pool.block_table(0)[:2] == pool.block_table(1)
     assert cache.can_begin_step([1]) and not cache.can_begin_step([1] * 3)
     run(cache, (1, 1))
@@ -821,7 +862,7 @@ def test_a_history_that_comes_back_with_holes_is_counted_in_blocks():
     cache = cache_of(12, 4)
     run(cache, (0, 5))
     before = snapshot(settled(cache))
-    with pytest.raises(CacheFullError, match="seq_claim needs 8 cells, 4 free of 12"):
+    with pytest.raises(CacheFullError, match="seq_claim needs 2 blocks of 4 cells, 1 free of 3"):
         cache.seq_claim(1, [np.asarray([-1, -1, -1, 3, 4])])
     assert snapshot(cache) == before
     (table,) = cache.seq_claim(1, [np.asarray([-1, -1, 2, 3])])
@@ -832,8 +873,8 @@ def test_a_window_keeps_the_block_that_it_begins_in():
     cache = cache_of(64, 4, windows=(5,))
     run(cache, (0, 23))
     cache.end_step()
-    pool = cache.pages[0]
-    cache._release_window(0, 0, batch=1)
+    pool = cache.cells[0]
+    cache.layouts[0].let_go(0, batch=1)
     assert pool.seq_positions(0)[0] == 16, "23 - 4 = 19 is in the block that begins at 16"
     assert cache.resumable_from(0) == 20
     cache.seq_rm(0, 20)
@@ -846,11 +887,11 @@ def test_a_window_lets_go_of_a_block_when_every_owner_has_passed_it():
     cache.seq_cp(0, 1)
     run(cache, (0, 80))
     cache.end_step()
-    assert cache.pages[0].block_table(0) == [-1] * 29 + cache.pages[0].block_table(0)[29:]
-    assert cache.pages[0].n_free_blocks == 64 - 10 - 1, "sequence 1 still holds its 10"
+    assert cache.cells[0].block_table(0) == [-1] * 29 + cache.cells[0].block_table(0)[29:]
+    assert cache.cells[0].n_free_blocks == 64 - 10 - 1, "sequence 1 still holds its 10"
     run(cache, (1, 80))
     cache.end_step()
-    assert cache.pages[0].n_free_blocks == 64 - 1 - 1
+    assert cache.cells[0].n_free_blocks == 64 - 1 - 1
 
 
 def test_a_history_out_of_two_copies_of_one_block_is_joined_in_a_third():
@@ -862,12 +903,12 @@ def test_a_history_out_of_two_copies_of_one_block_is_joined_in_a_third():
     assert table[5] // 4 != table[6] // 4
     cache.retain_cells([np.asarray(table)])
     cache.seq_map(2, [np.asarray(table)])
-    blocks = cache.pages[0].block_table(2)
+    blocks = cache.cells[0].block_table(2)
     assert blocks[0] == table[0] // 4 and blocks[1] not in {c // 4 for c in table}
     stored = cache.stored[0]
     assert stored[cache.seq_table(2)[0]].tolist() == [*range(6), 0, 1]
     cache.seq_cp(1, 2)
-    assert cache.pages[0].block_table(2) == blocks, "it has these tokens, if in copies"
+    assert cache.cells[0].block_table(2) == blocks, "it has these tokens, if in copies"
     cache.seq_rm(2)
     while cache.can_begin_step([7] * 4):
         run(cache, (7, 4))

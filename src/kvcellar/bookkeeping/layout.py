@@ -1,0 +1,134 @@
+"""What a step asks of its parts: one layout per layer group, and a port to the bytes.
+
+Nothing here assumes that a group keeps a row per token. A layout answers where a sequence can
+resume, and keeps what is needed to resume somewhere; a group of rows answers with all positions, or
+with those that its window has kept, a group that keeps a *state* with those of its snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvcellar.bookkeeping.drafts import DraftTree
+from kvcellar.bookkeeping.pool import CellMove
+from kvcellar.types import GroupUsage, IntArray, StepPlan
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Consecutive tokens of the flat batch that belong to one sequence.
+
+    Attributes:
+        seq_id: whose.
+        q_start: index of the first one in the flat batch.
+        n_tokens: how many.
+        first_pos: position of the first one; of a tree's nodes the place, see ``drafts``.
+        tree: the tree whose last frontier they are; None for tokens.
+    """
+
+    seq_id: int
+    q_start: int
+    n_tokens: int
+    first_pos: int
+    tree: DraftTree | None = None
+
+
+class Demand(NamedTuple):
+    """What a step asks of one layer group, in cells.
+
+    Attributes:
+        n_needed: cells that it takes; whole blocks.
+        n_free: cells that it can have, those behind windows included where they are needed.
+        must_let_go: these are needed, so windows have to let go of what they have passed.
+    """
+
+    n_needed: int
+    n_free: int
+    must_let_go: bool = False
+
+
+class Layout(Protocol):
+    """How one layer group keeps the histories of sequences. Integers only.
+
+    A layout is given the sequences' lengths when it is made, and reads them; it never changes them.
+    """
+
+    def begin(
+        self, stretches: Sequence[Stretch], n_tokens: int, n_held: int | None
+    ) -> tuple[StepPlan, list[CellMove]]:
+        """Claim what a step writes and plan its reads.
+
+        Args:
+            stretches: whose tokens come; there is room for them.
+            n_tokens: tokens of the flat batch.
+            n_held: cells that pools of bytes have to hold; None: as many as are taken.
+
+        Returns:
+            The plan, and what has to be copied before the forward.
+        """
+        ...
+
+    def undo(self, stretches: Sequence[Stretch]) -> None:
+        """Free what ``begin`` claimed for these, however much of it that was."""
+        ...
+
+    def accept(self, seq_ids: Iterable[int]) -> None:
+        """Let go of what these sequences need no longer: their step can no longer be undone."""
+        ...
+
+    def resume_at(self, seq_id: int, length: int) -> int:
+        """Return the greatest length up to ``length`` that the sequence can go on from exactly.
+
+        0 is always one: from there everything is computed again.
+        """
+        ...
+
+    def keep_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` until the sequence is cut back below it."""
+        ...
+
+    def cut(self, seq_id: int, p0: int, p1: int) -> None:
+        """Take positions ``[p0, p1)`` from a sequence."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        ...
+
+    def usage(self) -> GroupUsage:
+        """Return the cells taken and shared."""
+        ...
+
+
+class Bytes(Protocol):
+    """What a backend provides: the pools of bytes behind the cells.
+
+    Pools grow when a plan says that they must hold more cells (``StepPlan.n_cells``).
+    """
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the pools have allocated."""
+        ...
+
+    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group.
+
+        All are read before any is written.
+        """
+        ...
+
+
+class NoBytes:
+    """The bytes of bookkeeping that stands alone: none."""
+
+    size_bytes = 0
+
+    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
+        """Copy nothing."""
+
+
+Lengths = Mapping[int, int]
+"""Sequence -> tokens of its history: the position that its next token gets."""

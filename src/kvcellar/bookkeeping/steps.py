@@ -1,0 +1,321 @@
+"""The life of one forward, the same for every cache.
+
+A step is *open* from the moment its cells are claimed. Each layer asks for its plan once and
+reports when its bytes are written; when every layer has, the step is *complete* and its tokens
+count. The next verb accepts a complete step, or undoes one that a raised forward left behind.
+Until then ``cancel_step`` takes it back, complete or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvcellar.bookkeeping.drafts import Drafts
+from kvcellar.bookkeeping.growth import Growth
+from kvcellar.bookkeeping.layout import Bytes, Layout, Stretch
+from kvcellar.checks import wholes
+from kvcellar.errors import PositionError, StepError
+from kvcellar.types import CacheConfig, CacheUsage, IntArray, StepPlan
+
+Positions = Sequence[int] | IntArray | None
+"""One per token of the flat batch; None where they are known."""
+
+
+class OpenStep:
+    """One forward under way: whose it is, its plans, and which layers have written."""
+
+    __slots__ = (
+        "lengths",
+        "n_left",
+        "n_tokens",
+        "plans",
+        "positions",
+        "seen",
+        "stretches",
+        "written",
+    )
+
+    def __init__(
+        self,
+        stretches: Sequence[Stretch],
+        positions: list[int],
+        plans: Sequence[StepPlan],
+        lengths: dict[int, int | None],
+        n_layers: int,
+    ) -> None:
+        """Create a step of which no layer has been seen.
+
+        Args:
+            stretches: whose tokens it brings.
+            positions: one per token.
+            plans: one per layer group.
+            lengths: of its sequences before it; None for one that did not exist.
+            n_layers: layers that will write.
+        """
+        self.stretches = stretches
+        self.positions = positions
+        self.n_tokens = len(positions)
+        self.plans = plans
+        self.lengths = lengths
+        self.seen = bytearray(n_layers)
+        self.written = bytearray(n_layers)
+        self.n_left = n_layers
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer has written its bytes."""
+        return self.n_left == 0
+
+
+Unasked = Callable[["Steps", int, int, Positions], None]
+"""(steps, layer, tokens, positions): begin the step that a forward without one means, or raise
+StepError."""
+
+
+class Steps:
+    """The forwards of one cache: one layout per layer group, drafts, and a port to the bytes.
+
+    A backend's layer calls ``plan`` (or ``take_plan``) when it starts and ``wrote`` when its K and
+    V are stored. Whoever has the steps begins them, and calls ``settle`` before any other change.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        layouts: Sequence[Layout],
+        lengths: dict[int, int],
+        pools: Bytes,
+        *,
+        growth: Growth | None,
+        unasked: Unasked,
+    ) -> None:
+        """Create the steps of a cache without tokens.
+
+        Args:
+            config: the cache's.
+            layouts: one per layer group.
+            lengths: the sequences' lengths, empty; kept here, read by the layouts.
+            pools: the bytes.
+            growth: what asks the memory budget; None where there is none.
+            unasked: begins the step of a forward that nobody began.
+        """
+        self.config = config
+        self.groups = config.params.groups
+        self.n_layers = config.params.n_layers
+        self.layouts = layouts
+        self.lengths = lengths
+        self.drafts = Drafts()
+        self.growth = growth
+        self._pools = pools
+        self._unasked = unasked
+        self._group_of = [0] * self.n_layers
+        for index, group in enumerate(self.groups):
+            for layer in group.layers:
+                self._group_of[layer] = index
+        self._open: OpenStep | None = None
+
+    # For whoever begins steps ------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has been begun and not all of its layers have written yet."""
+        return self._open is not None and not self._open.is_complete
+
+    def begin(self, stretches: Sequence[Stretch], positions: list[int]) -> None:
+        """Open a step whose cells are free: claim them and plan. All or nothing.
+
+        Args:
+            stretches: whose tokens come, in the order of the flat batch.
+            positions: one per token.
+
+        Raises:
+            Exception: what a copy of bytes raised; nothing was changed.
+        """
+        assert self._open is None, "the step before was settled"
+        lengths = {s.seq_id: self.lengths.get(s.seq_id) for s in stretches}
+        plans = []
+        try:
+            for index, layout in enumerate(self.layouts):
+                n_held = None if self.growth is None else self.growth.sizes[index]
+                plan, moves = layout.begin(stretches, len(positions), n_held)
+                for move in moves:
+                    self._pools.move_cells(index, move.base, move.src_cells)
+                plans.append(plan)
+        except BaseException:
+            for layout in self.layouts:
+                layout.undo(stretches)
+            raise
+        for stretch in stretches:
+            if stretch.tree is not None:
+                stretch.tree.n_placed = stretch.tree.n_nodes
+        self._open = OpenStep(stretches, positions, plans, lengths, self.n_layers)
+
+    def settle(self) -> None:
+        """Accept the finished step, or undo what a raised forward left behind."""
+        step, self._open = self._open, None
+        if step is None:
+            return
+        if not step.is_complete:
+            self._undo(step)
+            return
+        for layout in self.layouts:
+            layout.accept(step.lengths)
+
+    def cancel(self) -> None:
+        """Take back the last step, finished or not; a no-op where there is none to take back.
+
+        Afterwards the cache is as it was before the step began, but for what windows let go of to
+        make room. Once another verb has been called the step is accepted and stays.
+        """
+        step, self._open = self._open, None
+        if step is not None:
+            self._undo(step)
+
+    def open_seq_ids(self) -> list[int]:
+        """Return the sequences of the last step, while it can be taken back."""
+        return [] if self._open is None else list(self._open.lengths)
+
+    def move(self, group: int, moves: Sequence[tuple[int, IntArray]]) -> None:
+        """Copy the bytes of a group's cells, in order."""
+        for base, src_cells in moves:
+            self._pools.move_cells(group, base, src_cells)
+
+    def clear(self) -> None:
+        """Forget everything. The pools keep their bytes for reuse."""
+        self._open = None
+        for layout in self.layouts:
+            layout.clear()
+        self.lengths.clear()
+        self.drafts.clear()
+
+    def usage(self) -> CacheUsage:
+        """Return the cells taken and shared by layer group, and the bytes of the pools."""
+        groups = tuple(layout.usage() for layout in self.layouts)
+        return CacheUsage(groups, self._pools.size_bytes)
+
+    def resume_at(self, seq_id: int, length: int) -> int:
+        """Return the greatest length up to ``length`` that all layer groups can resume at."""
+        while True:
+            low = min(layout.resume_at(seq_id, length) for layout in self.layouts)
+            if low == length:
+                return length
+            length = low
+
+    # For the layers of a forward ---------------------------------------------------------------
+
+    def group_of(self, layer: int) -> int:
+        """Return the index of the layer group that ``layer`` belongs to."""
+        if not 0 <= layer < self.n_layers:
+            raise StepError(f"layer {layer} asked for its cache; this cache has {self.n_layers}")
+        return self._group_of[layer]
+
+    def awaits(self, layer: int) -> bool:
+        """Return true if a step is open in which ``layer`` has not had its turn."""
+        step = self._open
+        return step is not None and not step.is_complete and not step.seen[layer]
+
+    def plan(self, layer: int, n_tokens: int, positions: Positions) -> StepPlan:
+        """Return what ``layer`` writes and reads in this forward; made once per layer group.
+
+        Args:
+            layer: layer id.
+            n_tokens: tokens in the flat batch.
+            positions: one per token; compared once per forward, so later layers may pass None.
+
+        Raises:
+            StepError: no step is open and this cache cannot open one by itself, or the number of
+                tokens is not that of the step.
+            PositionError: the positions are not those that the step claimed.
+        """
+        group = self.group_of(layer)
+        step = self._open
+        if step is None or step.seen[layer] or step.is_complete:
+            self._unasked(self, layer, n_tokens, positions)
+            step = self._open
+            assert step is not None, "whoever begins a step opens it or raises"
+            positions = None  # compared there
+        if n_tokens != step.n_tokens:
+            raise StepError(
+                f"the forward brings {n_tokens} tokens to layer {layer}; the step was begun for "
+                f"{step.n_tokens}; cancel_step takes the step back"
+            )
+        if positions is not None and step.n_left == self.n_layers and not any(step.seen):
+            asked = wholes(positions, "positions", PositionError)
+            if asked != step.positions:
+                raise PositionError(
+                    f"the forward brings positions {_short(asked)}; the step claimed "
+                    f"{_short(step.positions)}; begin_step returns the positions that its tokens "
+                    f"get"
+                )
+        step.seen[layer] = 1
+        return step.plans[group]
+
+    def take_plan(self, layer: int, plan: StepPlan) -> bool:
+        """Take ``plan`` for one more layer of its group, in the forward that it was made for.
+
+        The short way for all layers after the first: what ``plan`` would return, or false.
+        """
+        step = self._open
+        if step is None or step.seen[layer] or step.plans[self._group_of[layer]] is not plan:
+            return False
+        step.seen[layer] = 1
+        return True
+
+    def begun_plans(self) -> Sequence[StepPlan]:
+        """Return the plan of each layer group in the step that is begun; none where none is."""
+        step = self._open
+        return () if step is None or step.is_complete else step.plans
+
+    def needs_positions(self) -> bool:
+        """Return true if the next ``plan`` call compares positions (or must learn them)."""
+        step = self._open
+        return step is None or step.is_complete or not any(step.seen)
+
+    def n_seen(self, layer: int) -> int | None:
+        """Return the tokens that an open forward has brought to a layer; None: none is open."""
+        step = self._open
+        if step is None or step.is_complete:
+            return None
+        return step.n_tokens if step.seen[layer] else 0
+
+    def wrote(self, layer: int) -> None:
+        """Note that the bytes of ``layer`` are stored; after the last one, tokens count."""
+        step = self._open
+        assert step is not None and step.seen[layer], "a layer writes after it asked for its plan"
+        if not step.written[layer]:
+            step.written[layer] = 1
+            step.n_left -= 1
+            if step.n_left == 0:
+                self._complete(step)
+                if self.growth is not None:
+                    self.growth.settle()
+
+    # How a step ends ---------------------------------------------------------------------------
+
+    def _complete(self, step: OpenStep) -> None:
+        """Have the step's tokens count: every layer has written."""
+        for stretch in step.stretches:
+            if stretch.tree is None:
+                self.lengths[stretch.seq_id] = stretch.first_pos + stretch.n_tokens
+            else:
+                stretch.tree.n_forwarded = stretch.tree.n_nodes
+
+    def _undo(self, step: OpenStep) -> None:
+        """Free what the step claimed and forget its tokens."""
+        for layout in self.layouts:
+            layout.undo(step.stretches)
+        for stretch in step.stretches:
+            if stretch.tree is not None:
+                stretch.tree.n_forwarded = stretch.tree.n_placed = stretch.tree.frontier_start
+        for seq_id, length in step.lengths.items():
+            if length is None:
+                self.lengths.pop(seq_id, None)
+            else:
+                self.lengths[seq_id] = length
+
+
+def _short(positions: Sequence[int]) -> str:
+    """Return positions for an error message: all of a few, the ends of many."""
+    if len(positions) <= 8:
+        return str(list(positions))
+    return f"[{positions[0]}, {positions[1]}, ... {positions[-1]}] ({len(positions)} of them)"

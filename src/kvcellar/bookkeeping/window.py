@@ -1,0 +1,98 @@
+"""What a sliding window has let go of, and what it must keep, by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Window:
+    """The window of one layer group: which positions its sequences need no longer.
+
+    A query at position p sees ``(p - size, p]``. Besides, ``slack`` positions are kept behind it,
+    and what a query at each *point* sees that ``keep_point`` was told of.
+    """
+
+    def __init__(self, size: int, slack: int, block_size: int, lengths: Mapping[int, int]) -> None:
+        """Create a window that has let go of nothing.
+
+        Args:
+            size: positions that a query sees, itself included.
+            slack: positions that are kept behind it.
+            block_size: cells that are freed together.
+            lengths: the sequences' lengths, read whenever they are needed.
+        """
+        self.size = size
+        self._slack = slack
+        self._block_size = block_size
+        self._lengths = lengths
+        self._let_go: dict[int, int] = {}  # one past the highest position that was let go of
+        self._points: dict[int, list[int]] = {}  # ascending
+
+    def passed(self, seq_id: int) -> list[tuple[int, int]]:
+        """Return the ranges of positions that no query sees any more: whole blocks, no point's."""
+        size = self._block_size
+        floor = max(0, self._lengths.get(seq_id, 0) - (self.size - 1) - self._slack)
+        floor -= floor % size
+        at, ranges = 0, []
+        for point in self._points.get(seq_id, ()):
+            low = max(0, point - (self.size - 1))
+            ranges.append((at, min(low - low % size, floor)))
+            at = -(-point // size) * size
+        ranges.append((at, floor))
+        return [(p0, p1) for p0, p1 in ranges if p0 < p1]
+
+    def low(self, seq_id: int) -> int:
+        """Return the lowest length, other than 0 and points, that a sequence can go on from."""
+        let_go = self._let_go.get(seq_id)
+        return 0 if let_go is None else let_go + self.size - 1
+
+    def resume_at(self, seq_id: int, length: int) -> int:
+        """Return the greatest length up to ``length`` that a sequence can go on from."""
+        if length >= self.low(seq_id):
+            return length
+        return max((at for at in self._points.get(seq_id, ()) if at <= length), default=0)
+
+    def keep_point(self, seq_id: int, length: int) -> None:
+        """Keep what a query at ``length`` sees, until the sequence is cut back below it."""
+        points = self._points.setdefault(seq_id, [])
+        if length not in points:
+            points.append(length)
+            points.sort()
+
+    def let_go(self, seq_id: int) -> int:
+        """Return one past the highest position that was let go of, 0 where nothing was."""
+        return self._let_go.get(seq_id, 0)
+
+    def set_let_go(self, seq_id: int, stop: int) -> None:
+        """Note one past the highest position that a sequence lacks; 0 for none."""
+        if stop:
+            self._let_go[seq_id] = stop
+        else:
+            self._let_go.pop(seq_id, None)
+
+    def cut(self, seq_id: int, p0: int, p1: int) -> None:
+        """Follow a sequence that drops ``[p0, p1)``; its length is still the old one."""
+        if p1 >= self._lengths.get(seq_id, 0) and seq_id in self._points:
+            points = self._points.pop(seq_id)
+            kept = [at for at in points if at <= p0]
+            if kept:
+                self._points[seq_id] = kept
+                if kept[-1] == p0 < self.low(seq_id):
+                    self._let_go[seq_id] = max(0, p0 - (self.size - 1))
+        if p0 < self._let_go.get(seq_id, 0) <= p1:
+            self._let_go[seq_id] = p0
+
+    def forget(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self._let_go.pop(seq_id, None)
+        self._points.pop(seq_id, None)
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self._let_go.clear()
+        self._points.clear()
+
+    def check(self) -> None:
+        """Assert that no sequence let go of its future."""
+        for seq_id, stop in self._let_go.items():
+            assert 0 <= stop <= self._lengths[seq_id], f"sequence {seq_id} let go of its future"
