@@ -258,13 +258,15 @@ def make_seq_session(backend: str, config: CacheConfig) -> CacheSession[SeqCache
     return _make_session(backend, "seq", config, SeqCache)  # type: ignore[type-abstract]
 
 
-def make_paged_session(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
-    """A session for many sequences over shared blocks. Errors as in ``make_decode_session``.
+def make_paged_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:
+    """A session for many sequences over shared blocks, each with or without a draft tree.
+
+    Errors as in ``make_decode_session``.
 
     Raises:
         ConfigError: the capacity holds no block of ``config.block_size`` cells.
     """
-    return _make_session(backend, "paged", config, SeqCache)  # type: ignore[type-abstract]
+    return _make_session(backend, "paged", config, TreeSeqCache)  # type: ignore[type-abstract]
 
 
 def make_tree_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:

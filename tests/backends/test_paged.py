@@ -22,13 +22,15 @@ from kvcellar import (
     make_paged_session,
     make_seq_session,
 )
-from kvcellar.cache import SeqCache
+from kvcellar.cache import TreeSeqCache
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.testing import BackendAdapter, ConformanceSuite, NumpyAdapter, driver
 from kvcellar.testing.driver import Case, open_driver
-from kvcellar.testing.walks import BATCH, BOUND, FATES, SEQ, SequenceWalk, Walk
+from kvcellar.testing.suite.trees import Trees
+from kvcellar.testing.walks import BATCH, BOUND, FATES, NODES, SEQ, SequenceWalk, Walk
 from kvcellar.types import LAYOUTS, CacheConfig
 from tests.backends.adapters import (
+    MlxAdapter,
     MlxInSmallPieces,
     TorchAdapter,
     TorchInSmallPieces,
@@ -44,7 +46,7 @@ def make_session_of(layout: str) -> Any:
     So a scenario that fits into token cells fits into blocks, whatever it leaves of each unused.
     """
 
-    def make(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
+    def make(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:
         size = BLOCK_SIZES[layout]
         config = replace(config, layout=layout, block_size=size, capacity=size * config.capacity)
         return make_paged_session(backend, config)
@@ -61,11 +63,24 @@ class PagedWalk(SequenceWalk):
     @rule(drawn=BATCH, fate=FATES, n_layers=st.integers(0, 3))
     def forward(self, drawn, fate, n_layers):
         d = self.d
+        batch = self.batch(drawn)
+        if not batch:
+            return
         d.cache.end_step()
-        if d.cache.can_begin_step([seq for seq, n in drawn for _ in range(n)]):
-            self.step(drawn, fate, n_layers)
+        if d.cache.can_begin_step([seq for seq, n in batch for _ in range(n)]):
+            self.step(batch, fate, n_layers)
         else:
-            assert isinstance(self.refused(d.begin, *drawn), CacheFullError)
+            assert isinstance(self.refused(d.begin, *batch), CacheFullError)
+
+    @rule(seq=SEQ, draws=NODES)
+    def propose(self, seq, draws):
+        """As in the other walks; what fits depends on the sequence's last block."""
+        tree = self.d.trees.get(seq)
+        if tree is None or not tree.is_pending:
+            n_nodes = len(tree.parents) if tree else 0
+            parents = [draw % (n_nodes + i + 1) - 1 for i, draw in enumerate(draws)]
+            error = self.refused(self.d.propose, parents, seq)
+            assert error is None or isinstance(error, CacheFullError)
 
     @rule(pick=st.integers(0, 9), dst=SEQ, p0=st.just(0) | BOUND, p1=st.none() | BOUND)
     def cp(self, pick, dst, p0, p1):
@@ -189,6 +204,46 @@ class PagedConformance(ConformanceSuite):
 for name, scenario in inspect.getmembers(ConformanceSuite, inspect.isfunction):
     if name.startswith("test_") and "kind" not in inspect.signature(scenario).parameters:
         setattr(PagedConformance, name, None)  # one sequence, or trees
+
+
+class TreesInBlocks(Trees):
+    """The scenarios of trees, where their nodes live in blocks of two cells."""
+
+    layout: ClassVar[str]
+
+    test_a_tree_in_a_pool_full_of_holes_is_compacted_right = None  # cells of a block stay in it
+
+    @pytest.fixture(autouse=True)
+    def _settings(self) -> Iterator[None]:
+        def make(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:
+            n_cells = config.capacity + 2  # for the half of a block that is not used
+            in_blocks = replace(config, capacity=n_cells, block_size=2, layout=self.layout)
+            return make_paged_session(backend, in_blocks)
+
+        with self.adapter.settings(), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(driver.MAKERS, "tree", make)
+            yield
+
+
+class TestReferenceTreesInBlocks(TreesInBlocks):
+    adapter = NumpyAdapter("reference")
+    layout = "block_first"
+
+
+class TestTorchTreesInBlocks(TreesInBlocks):
+    adapter = TorchAdapter()
+    layout = "layer_first"
+
+
+class TestTorchTreesInBlocksInSmallPieces(TreesInBlocks):
+    adapter = TorchInSmallPieces()
+    layout = "block_first"
+
+
+@needs_mlx
+class TestMlxTreesInBlocks(TreesInBlocks):
+    adapter = MlxAdapter()
+    layout = "layer_first"
 
 
 class TestReferencePaged(PagedConformance):

@@ -20,6 +20,7 @@ from kvcellar import (
     make_seq_session,
     make_tree_session,
 )
+from kvcellar.cache import TreeCache
 from kvcellar.testing.adapter import BackendAdapter
 from kvcellar.testing.cases import Case
 from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, row_bytes, stored
@@ -65,6 +66,11 @@ class Driver:
         self.sinks: list[Array | None] = [
             self._random(case.n_q_heads) if case.has_sinks else None for _ in range(self.n_layers)
         ]
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether sequences may have draft trees."""
+        return isinstance(self.cache, TreeCache)
 
     # Forwards ----------------------------------------------------------------------------------
 

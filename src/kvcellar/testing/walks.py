@@ -205,7 +205,7 @@ class SequenceWalk(Walk):
         if really:
             assert (self.refused(self.d.keep, seq) is None) == was_there
 
-    @precondition(lambda self: self.d.kind == "tree")
+    @precondition(lambda self: self.d.has_trees)
     @rule(seq=SEQ, draws=NODES)
     def propose(self, seq: int, draws: list[int]) -> None:
         d = self.d
@@ -219,7 +219,7 @@ class SequenceWalk(Walk):
         error = self.refused(d.propose, parents, seq)
         assert (error is None) == fits
 
-    @precondition(lambda self: self.d.kind == "tree")
+    @precondition(lambda self: self.d.has_trees)
     @rule(
         seqs=st.lists(SEQ, min_size=1, max_size=3),
         levels=st.lists(NODES, max_size=3),

@@ -63,13 +63,12 @@ class ReferencePools:
         """
         self.groups = config.params.groups
         self.exact = [exact_cells(group, config.kv) for group in self.groups]
+        block_first = in_blocks and config.layout == "block_first"
         found: dict[int, Pool | BlockFirstPool | ExactPool] = {}
         for group, exact in zip(self.groups, self.exact, strict=True):
-            whole = (
-                GroupBlocks(group, config) if in_blocks and config.layout == "block_first" else None
-            )
+            blocks = GroupBlocks(group, config) if block_first else None
             for i, layer in enumerate(group.layers):
-                pool = _pool(group, config) if whole is None else BlockFirstPool(whole, i)
+                pool = BlockFirstPool(blocks, i) if blocks else _pool(group, config)
                 found[layer] = ExactPool(pool, group, exact.n_cells) if exact else pool
         self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
 

@@ -88,16 +88,14 @@ class TorchPools:
         self.config = config
         self.groups = config.params.groups
         self.exact = [exact_cells(group, config.kv) for group in self.groups]
-        self.of_layer: list[LayerPool] = [None] * config.params.n_layers  # type: ignore[list-item]
+        block_first = in_blocks and config.layout == "block_first"
+        found: dict[int, LayerPool] = {}
         for group, exact in zip(self.groups, self.exact, strict=True):
-            whole = (
-                GroupBlocks(group, config) if in_blocks and config.layout == "block_first" else None
-            )
+            blocks = GroupBlocks(group, config) if block_first else None
             for i, layer in enumerate(group.layers):
-                pool: LayerPool = Pool(group, config) if whole is None else BlockFirstPool(whole, i)
-                if exact is not None:
-                    pool = ExactPool(pool, group, config, exact.n_cells)
-                self.of_layer[layer] = pool
+                pool = BlockFirstPool(blocks, i) if blocks else Pool(group, config)
+                found[layer] = ExactPool(pool, group, config, exact.n_cells) if exact else pool
+        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
 
     @property
     def size_bytes(self) -> int:
