@@ -13,9 +13,9 @@ def forward(cache, seq_ids):
     """A whole forward without bytes; the plan of the first layer."""
     cache.begin_step(seq_ids)
     plans = []
-    for layer in range(cache.n_layers):
-        plans.append(cache.plan(layer, len(seq_ids), None))
-        cache.wrote(layer)
+    for layer in range(cache.steps.n_layers):
+        plans.append(cache.steps.plan(layer, len(seq_ids), None))
+        cache.steps.wrote(layer)
     return plans[0]
 
 
@@ -54,7 +54,7 @@ def test_forks_of_32k_tokens_share_one_run_and_decode_in_few():
         forward(cache, [0] * 1024)
     for fork in range(1, 8):
         cache.seq_cp(0, fork)
-    assert [len(cache.cells[0].spans(seq)) for seq in range(8)] == [1] * 8
+    assert [len(cache.layouts[0].pool.spans(seq)) for seq in range(8)] == [1] * 8
     assert cache.usage().groups[0].live == 32_768
     for _ in range(200):
         plan = forward(cache, list(range(8)))
@@ -98,5 +98,5 @@ def test_a_commit_leaves_the_history_in_one_run():
         forward(cache, [0] * 6)
         cache.commit([1, 4, 5])
     assert cache.seq_len(0) == 50 + 20 * 3
-    assert len(cache.cells[0].spans(0)) == 1
+    assert len(cache.layouts[0].pool.spans(0)) == 1
     assert cache.usage().groups[0].n_cells == 110
