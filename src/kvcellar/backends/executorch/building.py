@@ -97,7 +97,7 @@ def build_name() -> str:
 
 
 def build(folder: Path) -> Path:
-    """Compile the native part into ``folder``; returns the file. Whole or not there at all.
+    """Compile the native part into ``folder``; return the file. Whole or not there at all.
 
     Several processes may build at a time: each writes a file of its own, and the last one stays.
 
@@ -105,15 +105,7 @@ def build(folder: Path) -> Path:
         BackendError: no compiler, headers that are not there, or the compiler's own errors.
     """
     target = folder / build_name()
-    root = library_folder().parent
-    include = root / "include"
-    if not (include / "executorch" / "extension" / "module" / "module.h").is_file():
-        raise BackendError(
-            f"ExecuTorch {executorch_version()} in {root} brings no headers of its runtime, so "
-            f"kvcellar's native part cannot be built for it; install the published wheel: "
-            f"pip install 'kvcellar[executorch]'"
-        )
-    compiler = _compiler()
+    include, compiler = _headers(), _compiler()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix="building-", dir=folder))
@@ -122,32 +114,8 @@ def build(folder: Path) -> Path:
             f"kvcellar's native part for ExecuTorch is kept in {folder}, which cannot be written "
             f"({error}); set KVCELLAR_HOME to a folder that can"
         ) from error
-    lib = library_folder()
-    command = [
-        *compiler,
-        *FLAGS,
-        f'-DKVC_EXECUTORCH_VERSION="{executorch_version()}"',
-        "-isystem",
-        str(include),
-        "-isystem",
-        str(include / "executorch/runtime/core/portable_type/c10"),
-        *sorted(str(path) for path in SOURCES.glob("*.cpp")),
-        "-o",
-        str(staged / target.name),
-        f"-L{lib}",
-        "-lexecutorch",
-        "-lexecutorch_threadpool",
-        f"-Wl,-rpath,{_rpath(folder, lib)}",
-    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-            raise BackendError(
-                f"kvcellar's native part did not compile against ExecuTorch "
-                f"{executorch_version()}: {(lines or [done.stderr.strip()])[0]}; kvcellar is made "
-                f"for {_supported()}: pip install 'kvcellar[executorch]'"
-            )
+        _compile([*compiler, *_arguments(include, staged / target.name, folder)])
         (staged / target.name).replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(
@@ -159,6 +127,60 @@ def build(folder: Path) -> Path:
     return target
 
 
+def _headers() -> Path:
+    """Return the folder of the headers of the ExecuTorch that is installed.
+
+    Raises:
+        BackendError: it brings none.
+    """
+    root = library_folder().parent
+    include = root / "include"
+    if not (include / "executorch" / "extension" / "module" / "module.h").is_file():
+        raise BackendError(
+            f"ExecuTorch {executorch_version()} in {root} brings no headers of its runtime, so "
+            f"kvcellar's native part cannot be built for it; install the published wheel: "
+            f"pip install 'kvcellar[executorch]'"
+        )
+    return include
+
+
+def _arguments(include: Path, to: Path, folder: Path) -> list[str]:
+    """Return the compiler's arguments for a build that is used from ``folder``."""
+    lib = library_folder()
+    return [
+        *FLAGS,
+        f'-DKVC_EXECUTORCH_VERSION="{executorch_version()}"',
+        "-isystem",
+        str(include),
+        "-isystem",
+        str(include / "executorch/runtime/core/portable_type/c10"),
+        *sorted(str(path) for path in SOURCES.glob("*.cpp")),
+        "-o",
+        str(to),
+        f"-L{lib}",
+        "-lexecutorch",
+        "-lexecutorch_threadpool",
+        f"-Wl,-rpath,{_rpath(folder, lib)}",
+    ]
+
+
+def _compile(command: list[str]) -> None:
+    """Run the compiler.
+
+    Raises:
+        BackendError: it found an error.
+        OSError, TimeoutExpired: it could not be run, or took too long.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        raise BackendError(
+            f"kvcellar's native part did not compile against ExecuTorch {executorch_version()}: "
+            f"{(lines or [done.stderr.strip()])[0]}; kvcellar is made for {_supported()}: "
+            f"pip install 'kvcellar[executorch]'"
+        )
+
+
 def _rpath(folder: Path, lib: Path) -> str:
     """Return where a build in ``folder`` looks for ExecuTorch; in a wheel: beside its package."""
     if folder != PREBUILT:
@@ -168,6 +190,11 @@ def _rpath(folder: Path, lib: Path) -> str:
 
 
 def _compiler() -> list[str]:
+    """Return the command of a C++ compiler: CXX, or one of the usual names.
+
+    Raises:
+        BackendError: there is none.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
@@ -181,6 +208,7 @@ def _compiler() -> list[str]:
 
 
 def _supported() -> str:
+    """Return the version of ExecuTorch that kvcellar is made for."""
     wanted = importlib.metadata.requires("kvcellar") or []
     found = (line.split(";")[0] for line in wanted if line.startswith("executorch"))
     return next((line.strip().replace("==", " ") for line in found), "another version")

@@ -117,6 +117,35 @@ def read_eagle3_config(raw: Mapping[str, Any], where: Path) -> Eagle3Config:
     """
     from transformers.models.llama.configuration_llama import LlamaConfig
 
+    _check_kind(raw, where)
+    check_rope(raw, where)
+    config: Any = LlamaConfig.from_dict(dict(raw))
+    layers = _feature_layers(raw, where)
+    return Eagle3Config(
+        hidden_size=config.hidden_size,
+        target_hidden_size=int(raw.get("target_hidden_size") or config.hidden_size),
+        intermediate_size=config.intermediate_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=int(raw.get("draft_vocab_size") or config.vocab_size),
+        rms_norm_eps=config.rms_norm_eps,
+        max_positions=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+        feature_layers=None if layers is None else tuple(layers),
+        attention_bias=bool(config.attention_bias),
+        fc_bias=bool(raw.get("bias", False)),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+    )
+
+
+def _check_kind(raw: Mapping[str, Any], where: Path) -> None:
+    """Refuse a config of no EAGLE-3 head, or of one that this network is not.
+
+    Raises:
+        ModelError: it is one of these.
+    """
     missing = [key for key in _NEEDED if not isinstance(raw.get(key), int)]
     if missing:
         raise ModelError(
@@ -140,9 +169,16 @@ def read_eagle3_config(raw: Mapping[str, Any], where: Path) -> Eagle3Config:
             f"{where} has the activation {raw['hidden_act']!r}, which is not supported; EAGLE-3 "
             f"heads have silu"
         )
-    check_rope(raw, where)
-    config: Any = LlamaConfig.from_dict(dict(raw))
-    layers = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get(
+
+
+def _feature_layers(raw: Mapping[str, Any], where: Path) -> list[int] | None:
+    """Return the layers that a config names; None: it names none.
+
+    Raises:
+        ModelError: they are not three.
+    """
+    eagle = raw.get("eagle_config") or {}
+    layers: list[int] | None = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get(
         "eagle_aux_hidden_state_layer_ids"
     )
     if layers is not None and (len(layers) != 3 or not all(isinstance(i, int) for i in layers)):
@@ -150,20 +186,4 @@ def read_eagle3_config(raw: Mapping[str, Any], where: Path) -> Eagle3Config:
             f"{where} names the layers {layers}, and an EAGLE-3 head reads three; its config.json "
             f"is damaged or of another kind of head"
         )
-    return Eagle3Config(
-        hidden_size=config.hidden_size,
-        target_hidden_size=int(raw.get("target_hidden_size") or config.hidden_size),
-        intermediate_size=config.intermediate_size,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=int(raw.get("draft_vocab_size") or config.vocab_size),
-        rms_norm_eps=config.rms_norm_eps,
-        max_positions=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-        feature_layers=None if layers is None else tuple(layers),
-        attention_bias=bool(config.attention_bias),
-        fc_bias=bool(raw.get("bias", False)),
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-    )
+    return layers
