@@ -18,14 +18,15 @@ from typing import Any
 
 from harness import run
 
+from kvcellar.agents.infos import TurnRecord
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent, TurnRecord
+from kvcellar.agents.records import Agent
 from kvcellar.history import History
-from kvcellar.store import Layout, ModelKey, Store
+from kvcellar.store import ModelKey, RowLayout, Store
 from kvcellar.types import LayerGroup
 
 N_NEW = 300
-KEY = ModelKey("weights", Layout((LayerGroup((0,), 1, 8, 8),), "float32"))
+KEY = ModelKey("weights", RowLayout((LayerGroup((0,), 1, 8, 8),), "float32"))
 
 
 def measure(quick: bool) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, check_template
 from kvcellar.agents.costs import Costs, Estimate
 from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
-from kvcellar.store import Layout, ModelKey, Store, StoreConfig
+from kvcellar.store import ModelKey, RowLayout, Store, StoreConfig
 from kvcellar.types import make_config
 from tests.engine.fakes import (
     FULL_PARAMS,
@@ -95,7 +95,7 @@ def make_host(
         eos_token_ids=(ByteTokenizer.END,),
         config=config or EngineConfig(max_num_batched_tokens=64),
     )
-    layout = Layout.from_config(cache.config, block_tokens)
+    layout = RowLayout.from_config(cache.config, block_tokens)
     return ModelHost(
         name=name,
         engine=engine,

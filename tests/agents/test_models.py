@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -121,7 +123,7 @@ def test_another_model_reads_the_conversation_anew_says_so_and_keeps_the_old(tmp
         end = await turn(agents, "a", "and again", model="two")
         assert end.usage.miss is None
         end = await turn(agents, "a", "back", model="one")
-        assert agents.directory.agent("a", "one").tokens[: len(old)] == old
+        assert tokens_of(agents, "a")[: len(old)] == old
         assert end.usage.cached_tokens == len(old) - 1
 
     with manager(tmp_path, load) as agents:
@@ -194,3 +196,17 @@ def test_a_finished_sub_agent_leaves_its_private_cells_at_once(tmp_path):
 
     with manager(tmp_path, load) as agents:
         run(main(agents))
+
+
+def test_who_is_told_that_a_model_went_finds_nothing_of_it():
+    registry = ModelRegistry(load)
+    left: list[Any] = []
+
+    async def main() -> None:
+        async with registry.use("one") as host:
+            left.append(weakref.ref(host.service))
+
+    registry.after_unload(lambda: left.append((gc.collect() >= 0, left[0](), registry.names)))
+    run(main())
+    registry.close()
+    assert left[1:] == [(True, None, [])]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.agents.records import Agent, derived_id
+from kvcellar.agents.names import derived_id
+from kvcellar.agents.records import Agent
 from kvcellar.errors import AgentError, AgentNameError, StoreError, UnknownAgentError
 from tests.agents.fakes import manager, run, tokens_of, turn
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import Turn, publishing
-from kvcellar.agents.records import key_of
+from kvcellar.agents.checking import key_of
 from kvcellar.engine import SamplingParams
 from kvcellar.engine import service as service_module
-from kvcellar.store import Layout, ModelKey
+from kvcellar.store import ModelKey, RowLayout
 from tests.agents.fakes import BLOCK_TOKENS, PARAMS, make_host, manager, run, tokens_of, turn
 
 SHORT = [1, 2, 3]
@@ -149,7 +149,7 @@ def test_a_stored_agent_of_a_model_with_soft_capping_is_still_the_models(tmp_pat
 
     def load(name: str) -> Any:
         host = make_host(name)
-        return replace(host, key=ModelKey("capped", Layout(groups, "float32", BLOCK_TOKENS)))
+        return replace(host, key=ModelKey("capped", RowLayout(groups, "float32", BLOCK_TOKENS)))
 
     with manager(tmp_path, load) as agents:
         run(agents.lifecycle.create("a"))

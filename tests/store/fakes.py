@@ -12,10 +12,10 @@ from kvcellar.errors import StoreError
 from kvcellar.kv_dtype import SideDtype
 from kvcellar.store import (
     GroupRows,
-    Layout,
     Loaded,
     ModelKey,
     Reference,
+    RowLayout,
     Rows,
     Side,
     Store,
@@ -37,7 +37,7 @@ def make_key(
     kv_dtype: str = "float32",
     block_tokens: int = 8,
 ) -> ModelKey:
-    return ModelKey(fingerprint, Layout(tuple(groups), kv_dtype, block_tokens))
+    return ModelKey(fingerprint, RowLayout(tuple(groups), kv_dtype, block_tokens))
 
 
 def bits_of(floats: np.ndarray) -> np.ndarray:
@@ -158,6 +158,13 @@ def fork(
     if ticket.wait(60) != "published":
         raise StoreError(ticket.reason)
     return store.get(new_name)
+
+
+def pin(store: Store, key: ModelKey, name: str, is_pinned: bool = True) -> None:
+    """Save a published state again, and that it is pinned, or is not any more."""
+    ticket = store.save(name, key, store.get(name).tokens, is_pinned=is_pinned)
+    if ticket.wait(60) != "published":
+        raise StoreError(ticket.reason)
 
 
 def tokens_of(seed: int, n: int) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig
-from tests.store.fakes import FULL, QUICK, WINDOW, History, fork, load_all, make_key
+from tests.store.fakes import FULL, QUICK, WINDOW, History, fork, load_all, make_key, pin
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
@@ -76,7 +76,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     def pin(self, name: str, is_pinned: bool) -> None:
         if name in self.want:
             try:
-                self.store.pin(name, is_pinned)
+                pin(self.store, self.key, name, is_pinned)
             except StoreError as error:
                 assert "limit" in str(error)
                 return

@@ -8,14 +8,15 @@ from kvcellar.agents.conversation import Message
 from kvcellar.agents.dropped import Dropped
 from kvcellar.agents.gate import Gate
 from kvcellar.agents.host import ModelHost, check_host, open_host
+from kvcellar.agents.infos import AgentInfo, TurnRecord
 from kvcellar.agents.joining import Joined, n_system_of
 from kvcellar.agents.manager import AgentManager
 from kvcellar.agents.memory import Capacity, MemoryPlan, choose_capacity, planned_context
 from kvcellar.agents.misses import CAUSES, Miss
 from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.names import checked_id, is_unnamed, unnamed_id
 from kvcellar.agents.places import Place
 from kvcellar.agents.planning import Turn
-from kvcellar.agents.records import AgentInfo, TurnRecord, checked_id, is_unnamed, unnamed_id
 from kvcellar.agents.residence import BroughtBack
 from kvcellar.agents.templates import TemplateReport, check_template
 from kvcellar.agents.volatile import DEFAULT_RULES, RULES, RuleChange

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcellar.engine import Restore
 from kvcellar.models import Runner
-from kvcellar.store import GroupRows, Layout, Loaded, Side, WindowState
+from kvcellar.store import GroupRows, Loaded, RowLayout, Side, WindowState
 from kvcellar.store.precision import as_floats
 from kvcellar.types import IntArray
 
@@ -45,7 +45,7 @@ class Finding:
 def check_restored(
     restore: Restore,
     runner: Runner,
-    layout: Layout,
+    layout: RowLayout,
     blocks: Sequence[Loaded],
     window: WindowState | None,
     stop: int,
@@ -93,7 +93,7 @@ _NONE: IntArray = np.empty(0, dtype=np.int64)
 
 def _positions(
     restore: Restore,
-    layout: Layout,
+    layout: RowLayout,
     blocks: Sequence[Loaded],
     window: WindowState | None,
     stop: int,

@@ -8,7 +8,7 @@ from typing import Any
 from kvcellar.agents.misses import CAUSES
 from kvcellar.errors import KVCellarError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
-from kvcellar.store import Layout, ModelKey, Reference
+from kvcellar.store import ModelKey, Reference, RowLayout
 from kvcellar.store.facts import (
     BadFactError,
     flag,
@@ -79,7 +79,7 @@ def key_of(ref: Reference) -> ModelKey:
         parse_kv_dtype(kv_dtype)
         groups = tuple(_group(group) for group in items(value["groups"], "groups"))
         block_tokens = whole(value["block_tokens"], "block_tokens", 1, MOST_SIZE)
-        key = ModelKey(ref.fingerprint, Layout(groups, kv_dtype, block_tokens))
+        key = ModelKey(ref.fingerprint, RowLayout(groups, kv_dtype, block_tokens))
     except (KVCellarError, BadFactError, KeyError) as error:
         raise StoreError(f"the layout of history {ref.name!r} cannot be read ({error})") from error
     if key.layout.as_json != ref.layout_json:

@@ -11,19 +11,14 @@ from typing import NoReturn
 
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.host import ModelHost
+from kvcellar.agents.infos import AgentInfo, TurnRecord, damaged_info
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.names import is_made_up, model_tag, reference_name
 from kvcellar.agents.news import News, NewsReader
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import (
-    Agent,
-    AgentInfo,
-    TurnRecord,
-    damaged_info,
-    is_made_up,
-    model_tag,
-    reference_name,
-)
+from kvcellar.agents.records import Agent
+from kvcellar.checks import seen
 from kvcellar.engine import Engine
 from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
@@ -298,8 +293,8 @@ class Directory:
                 )
         names = sorted({a.agent_id for a in self.agents() if not is_made_up(a.agent_id)})
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        of = "" if model is None else f" with model {model!r}"
-        raise UnknownAgentError(f"no agent {agent_id!r}{of}; there are: {shown or 'none'}")
+        of = "" if model is None else f" with model {seen(model)}"
+        raise UnknownAgentError(f"no agent {seen(agent_id)}{of}; there are: {shown or 'none'}")
 
     def _learn(self, news: News) -> None:
         """Take over what was read, unless it has changed here meanwhile."""

@@ -76,7 +76,7 @@ def entry_of(agent: Agent, before: Mark | None) -> tuple[bytes, Mark]:
         "lineage": json.dumps([agent.parent, agent.parent_position]),
     }
     file = pack({"tokens": Tensor("I64", new)}, metadata)
-    return file.data.tobytes(), Mark.of(agent, tokens, _hash_of(agent.messages[k:], messages))
+    return file.data.tobytes(), agent.marked(tokens, _hash_of(agent.messages[k:], messages))
 
 
 def stored_state(store: Store, name: str) -> Reference:

@@ -31,7 +31,7 @@ from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
 from kvcellar.registry import make_tree_session
-from kvcellar.store import Layout, ModelKey
+from kvcellar.store import ModelKey, RowLayout
 from kvcellar.types import CacheConfig, make_config
 
 __all__ = ["ModelHost", "check_host", "open_host"]
@@ -139,7 +139,7 @@ def open_host(
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{options.name}: {what}"),
     )
     cache_config = options.config_for(loaded.params, loaded.dtype, chosen.cells, budgets[0])
-    layout = Layout.from_config(cache_config)
+    layout = RowLayout.from_config(cache_config)
     rows_bytes = layout.rows_bytes(cache_config.capacity)
     with ExitStack() as stack:
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)

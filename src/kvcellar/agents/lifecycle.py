@@ -14,11 +14,13 @@ from kvcellar.agents.directory import Directory
 from kvcellar.agents.dropped import DroppedStates
 from kvcellar.agents.freeing import free_cells
 from kvcellar.agents.host import ModelHost
+from kvcellar.agents.infos import AgentInfo
 from kvcellar.agents.joining import Joined
 from kvcellar.agents.lengths import refuse_bytes, size_of
 from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.names import checked_id, derived_id
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent, AgentInfo, checked_id, derived_id
+from kvcellar.agents.records import Agent
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.store import Store
 from kvcellar.valid import valid_json

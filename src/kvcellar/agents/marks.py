@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvcellar.agents.conversation import Message
+from kvcellar.agents.infos import TurnRecord
 from kvcellar.history import History
-
-if TYPE_CHECKING:
-    from kvcellar.agents.conversation import Message
-    from kvcellar.agents.records import Agent, TurnRecord
 
 __all__ = ["Mark", "next_serial"]
 
@@ -42,26 +40,6 @@ class Mark:
     tools: list[dict[str, Any]] | None
     token_hash: Any = None
     message_hash: Any = None
-
-    @classmethod
-    def of(cls, agent: Agent, token_hash: Any = None, message_hash: Any = None) -> Mark:
-        """Return the mark of an agent's state as it is."""
-        return cls(
-            agent.name,
-            agent.serial,
-            agent.n_changes,
-            agent.tokens,
-            agent.messages,
-            agent.stops,
-            agent.turns,
-            agent.tools,
-            token_hash,
-            message_hash,
-        )
-
-    def leads_to(self, agent: Agent) -> bool:
-        """Tell whether the agent's state is the very next one."""
-        return self.name == agent.name and self.n_changes + 1 == agent.n_changes
 
 
 def next_serial(serial: int = 0) -> int:

@@ -22,7 +22,7 @@ log = logging.getLogger("kvcellar.agents")
 
 
 @dataclass(slots=True, eq=False)
-class _Loaded:
+class _HostEntry:
     host: ModelHost
     n_users: int = 0
     used_s: float = 0.0
@@ -62,9 +62,10 @@ class ModelRegistry:
         self._idle_ttl_s = idle_ttl_s
         self._size_of = size_of
         self._clock = clock
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, _HostEntry] = {}
         self._sizes: dict[str, int] = {}
         self._before_unload: list[Callable[[ModelHost], None]] = []
+        self._after_unload: list[Callable[[], None]] = []
         self._gate = Gate()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -74,6 +75,10 @@ class ModelRegistry:
                 target=self._sweep, args=(idle_ttl_s,), name="kvcellar-models", daemon=True
             )
             self._sweeper.start()
+
+    def after_unload(self, call: Callable[[], None]) -> None:
+        """Have a function called when a host is gone and nothing here refers to it any more."""
+        self._after_unload.append(call)
 
     def before_unload(self, call: Callable[[ModelHost], None]) -> None:
         """Have a function called with each host that is about to go, while it still runs."""
@@ -120,7 +125,7 @@ class ModelRegistry:
         for name in self.names:
             self._unload(name, is_forced=True)
 
-    async def _enter(self, name: str) -> _Loaded:
+    async def _enter(self, name: str) -> _HostEntry:
         with self._lock:
             entry = self._loaded.get(name)
             if entry is not None:
@@ -134,7 +139,7 @@ class ModelRegistry:
                     return entry
             await self._make_room(name)
             host = await asyncio.to_thread(self._load, name)
-            entry = _Loaded(host, 1, self._clock())
+            entry = _HostEntry(host, 1, self._clock())
             with self._lock:
                 self._loaded[name] = entry
                 self._sizes[name] = host.size_bytes
@@ -174,6 +179,9 @@ class ModelRegistry:
             with contextlib.suppress(Exception):  # a store that is full must not keep it here
                 call(entry.host)
         entry.host.close()
+        del entry
+        for told in self._after_unload:
+            told()
         return True
 
     def _sweep(self, ttl_s: float) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from kvcellar.agents.conversation import Message, Prefixes, Spoken, plan_messages
 from kvcellar.agents.host import ModelHost
+from kvcellar.agents.infos import TurnRecord
 from kvcellar.agents.misses import Miss
 from kvcellar.agents.models import model_notes
-from kvcellar.agents.records import Agent, TurnRecord
+from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import ProgressFn
 from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
 from kvcellar.errors import PromptError

@@ -11,7 +11,6 @@ from dataclasses import replace
 from kvcellar.agents.checking import checked_facts, key_of
 from kvcellar.agents.durable import entry_of, stored_state
 from kvcellar.agents.host import ModelHost
-from kvcellar.agents.marks import Mark
 from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import save_history
 from kvcellar.engine import Engine
@@ -87,10 +86,10 @@ class Publisher:
         ticket = self._tickets.get(agent.name)
         saved = None if ticket is None else ticket.reference
         if saved is not None and saved.serial >= agent.serial:
-            agent.mark = Mark.of(agent)
+            agent.mark = agent.marked()
             return
         mark = agent.mark
-        if mark is not None and not mark.leads_to(agent):
+        if mark is not None and not agent.follows(mark):
             mark = None
         payload, now = entry_of(agent, mark)
         self.store.record(agent.name, agent.serial, payload)

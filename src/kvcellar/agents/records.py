@@ -2,101 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcellar.agents.checking import KIND, VERSION, checked_facts, is_agent, key_of
 from kvcellar.agents.conversation import Message
 from kvcellar.agents.gate import Gate
+from kvcellar.agents.infos import AgentInfo, TurnRecord
 from kvcellar.agents.marks import Mark, next_serial
 from kvcellar.agents.misses import Miss
-from kvcellar.errors import AgentError, AgentNameError
+from kvcellar.agents.names import model_tag, reference_name
+from kvcellar.errors import AgentError
 from kvcellar.history import History
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.references import SERIAL
 
-__all__ = [
-    "Agent",
-    "AgentInfo",
-    "TurnRecord",
-    "checked_id",
-    "damaged_info",
-    "derived_id",
-    "is_made_up",
-    "is_unnamed",
-    "model_tag",
-    "reference_name",
-    "unnamed_id",
-]
-
-MAX_ID_CHARS = 128
-_ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
-_UNNAMED = "chat-"
-_MADE_UP = re.compile("chat-[0-9a-f]{12}|resp_[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """One turn of an agent, as token counts of its history.
-
-    Attributes:
-        start: tokens before it.
-        n_prompt: tokens up to where sampling began.
-        stop: tokens at its end.
-        n_messages: messages before it.
-        reason: why it ended.
-    """
-
-    start: int
-    n_prompt: int
-    stop: int
-    n_messages: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class AgentInfo:
-    """An agent as others see it.
-
-    Attributes:
-        agent_id: its name.
-        model: the model that its history belongs to.
-        kv_dtype: how its K and V are stored.
-        state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused``, ``finished``, or
-            ``damaged``: what is stored of it cannot be read, and nothing else of it is known.
-        n_tokens: length of its history.
-        n_stored: leading tokens whose KV is in the store.
-        n_turns: turns so far.
-        n_messages: messages of its conversation.
-        parent: the agent that it was forked from.
-        is_parent_gone: whether that one was deleted, though another may have its name by now.
-        parent_position: tokens that the two have in common since.
-        created_s: seconds since 1970.
-        used_s: the same, of its last turn.
-        n_cached: leading tokens that the cache holds; None where nobody asked the engine.
-        miss: what the last turn had to compute again, and why.
-        damage: why it cannot be read, of one that is damaged.
-    """
-
-    agent_id: str
-    model: str
-    kv_dtype: str
-    state: str
-    n_tokens: int
-    n_stored: int
-    n_turns: int
-    n_messages: int
-    parent: str | None
-    parent_position: int | None
-    created_s: float
-    used_s: float
-    n_cached: int | None = None
-    miss: Miss | None = None
-    is_parent_gone: bool = False
-    damage: str | None = None
+__all__ = ["Agent"]
 
 
 @dataclass(slots=True, eq=False)
@@ -257,6 +179,25 @@ class Agent:
         self.serial = next_serial(self.serial)
         self.n_changes += 1
 
+    def marked(self, token_hash: Any = None, message_hash: Any = None) -> Mark:
+        """Return the mark of the state as it is; with hashes of all of it, where they are known."""
+        return Mark(
+            self.name,
+            self.serial,
+            self.n_changes,
+            self.tokens,
+            self.messages,
+            self.stops,
+            self.turns,
+            self.tools,
+            token_hash,
+            message_hash,
+        )
+
+    def follows(self, mark: Mark) -> bool:
+        """Return true if the state is the very next one behind a mark."""
+        return mark.name == self.name and mark.n_changes + 1 == self.n_changes
+
     def position_of(self, position: int | None, turn: int | None) -> int:
         """Return a place in the history, given as tokens, or as turns from either end.
 
@@ -376,7 +317,7 @@ class Agent:
         self.rates = value["rates"]
         self.revision, self.n_stored = ref.revision, ref.n_stored
         self.serial = ref.serial
-        self.mark = Mark.of(self)
+        self.mark = self.marked()
 
     @classmethod
     def from_reference(cls, ref: Reference) -> Agent | None:
@@ -391,74 +332,3 @@ class Agent:
         agent = cls(facts["id"], facts["model"], key_of(ref))
         agent.take(ref)
         return agent
-
-
-def damaged_info(name: str, why: str) -> AgentInfo:
-    """Return what can be said of an agent whose reference cannot be read.
-
-    Args:
-        name: of the reference, or of its file where that is all that is known.
-        why: what is wrong with it.
-    """
-    return AgentInfo(
-        agent_id=name.rpartition("@")[0] or name,
-        model="",
-        kv_dtype="",
-        state="damaged",
-        n_tokens=0,
-        n_stored=0,
-        n_turns=0,
-        n_messages=0,
-        parent=None,
-        parent_position=None,
-        created_s=0.0,
-        used_s=0.0,
-        damage=why,
-    )
-
-
-def reference_name(agent_id: str, tag: str) -> str:
-    """Return the name of an agent's history with one model."""
-    return f"{agent_id}@{tag}"
-
-
-def model_tag(key: ModelKey) -> str:
-    """Return 12 characters that stand for a model and the way its K and V are stored."""
-    return key.root.hex()[:12]
-
-
-def checked_id(agent_id: str) -> str:
-    """Return a name that a new agent may have: a file name everywhere, and no option of a shell.
-
-    Agents of other names, from before this was checked, are still listed and can be deleted.
-
-    Raises:
-        AgentNameError: it may not.
-    """
-    if not _ID.fullmatch(agent_id):
-        raise AgentNameError(
-            f"{agent_id[:40]!r} cannot name an agent; choose 1 to {MAX_ID_CHARS} letters, digits "
-            f"and . _ -, the first a letter, a digit or _"
-        )
-    return agent_id
-
-
-def unnamed_id() -> str:
-    """Make up the id of a conversation that nobody named."""
-    return f"{_UNNAMED}{uuid.uuid4().hex[:12]}"
-
-
-def is_unnamed(agent_id: str) -> bool:
-    """Tell whether ``unnamed_id`` made an id; ``chat-bot`` is a name that a person gave."""
-    return is_made_up(agent_id) and agent_id.startswith(_UNNAMED)
-
-
-def is_made_up(agent_id: str) -> bool:
-    """Tell whether an id was made up for a conversation or a response; no person gave it."""
-    return _MADE_UP.fullmatch(agent_id) is not None
-
-
-def derived_id(agent_id: str, end: str) -> str:
-    """Make a name from another agent's and an ending; what cannot stand in a name becomes ``_``."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", agent_id).lstrip(".-") or "agent"
-    return checked_id(stem[: MAX_ID_CHARS - len(end)] + end)

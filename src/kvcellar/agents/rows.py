@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.engine import HeldPrefix, Restore, RowCache
-from kvcellar.store import GroupRows, Layout, Loaded, Rows, Side, WindowRows, WindowState
+from kvcellar.store import GroupRows, Loaded, RowLayout, Rows, Side, WindowRows, WindowState
 from kvcellar.types import IntArray
 
 __all__ = ["CellRows", "window_positions", "write_loaded", "write_window"]
@@ -19,7 +19,7 @@ _NONE: IntArray = np.empty(0, dtype=np.int64)
 class CellRows:
     """The store's source of rows: what the cache holds of one history. Only between steps."""
 
-    def __init__(self, cache: RowCache, layout: Layout, held: HeldPrefix) -> None:
+    def __init__(self, cache: RowCache, layout: RowLayout, held: HeldPrefix) -> None:
         """Create a source of rows over the cells that ``held`` protects; it must outlive this."""
         self._cache = cache
         self._layout = layout
@@ -46,7 +46,7 @@ class CellRows:
         return tuple(GroupRows(*(Side(*side) for side in found[index])) for index in cells)
 
 
-def window_positions(layout: Layout, state: WindowState | None) -> list[IntArray | None]:
+def window_positions(layout: RowLayout, state: WindowState | None) -> list[IntArray | None]:
     """Return the positions that a window state brings, per layer group; None for full ones."""
     found: list[IntArray | None] = [None] * len(layout.groups)
     if state is not None:
@@ -55,13 +55,13 @@ def window_positions(layout: Layout, state: WindowState | None) -> list[IntArray
     return found
 
 
-def write_loaded(restore: Restore, layout: Layout, loaded: Loaded) -> None:
+def write_loaded(restore: Restore, layout: RowLayout, loaded: Loaded) -> None:
     """Store a loaded block in the cells that are claimed for it."""
     cells = {i: restore.tables[i][loaded.start : loaded.stop] for i in layout.full_groups}
     _write(restore, layout, cells, dict(zip(layout.full_groups, loaded.rows, strict=True)))
 
 
-def write_window(restore: Restore, layout: Layout, state: WindowState) -> None:
+def write_window(restore: Restore, layout: RowLayout, state: WindowState) -> None:
     """Store a loaded window state in the cells that are claimed for it."""
     windows = dict(zip(layout.window_groups, state.windows, strict=True))
     cells = {index: restore.tables[index][w.positions] for index, w in windows.items()}
@@ -69,7 +69,7 @@ def write_window(restore: Restore, layout: Layout, state: WindowState) -> None:
 
 
 def _write(
-    restore: Restore, layout: Layout, cells: dict[int, IntArray], rows: dict[int, GroupRows]
+    restore: Restore, layout: RowLayout, cells: dict[int, IntArray], rows: dict[int, GroupRows]
 ) -> None:
     n_groups = len(layout.groups)
     given: list[Any] = [None] * n_groups

@@ -11,9 +11,11 @@ from pathlib import Path
 from kvcellar.agents.directory import Directory, name_taken
 from kvcellar.agents.freeing import demote_cells, free_cells
 from kvcellar.agents.host import ModelHost
+from kvcellar.agents.infos import AgentInfo
 from kvcellar.agents.models import ModelRegistry
+from kvcellar.agents.names import checked_id
 from kvcellar.agents.publishing import Publisher
-from kvcellar.agents.records import Agent, AgentInfo, checked_id
+from kvcellar.agents.records import Agent
 from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.errors import AgentError, StoreError
 from kvcellar.store import Reference, Store

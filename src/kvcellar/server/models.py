@@ -88,6 +88,7 @@ class ServedModels:
             self._open, budget_bytes=budget_bytes, idle_ttl_s=idle_ttl_s, size_of=size_of
         )
         self.registry.before_unload(self._leave)
+        self.registry.after_unload(self._left)
 
     def resolve(self, name: str | None) -> str:
         """Return what the registry calls the model that is meant.
@@ -186,6 +187,12 @@ class ServedModels:
     def _leave(self, host: ModelHost) -> None:
         gc.unfreeze()  # what of it refers to itself can be collected
         self._set(host.name, "leaving")
+
+    def _left(self) -> None:
+        """Collect what is left of a model, and let the others be passed over again."""
+        gc.collect()
+        if self.registry.names:
+            gc.freeze()
 
     def _set(self, path: str, state: str, detail: str = "", fraction: float = 0.0) -> None:
         name = self._names.get(path)

@@ -81,7 +81,7 @@ class PartSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The shape and storage type of a model's K and V, as blocks hold them.
 
     Attributes:
@@ -102,7 +102,7 @@ class Layout:
                 side.row_bytes(dim)  # a group size that does not divide the row is refused
 
     @classmethod
-    def from_config(cls, config: CacheConfig, block_tokens: int = BLOCK_TOKENS) -> Layout:
+    def from_config(cls, config: CacheConfig, block_tokens: int = BLOCK_TOKENS) -> RowLayout:
         """Return the layout of the model that a cache is for, its storage type included."""
         return cls(config.params.groups, config.kv_dtype, block_tokens)
 
@@ -223,7 +223,7 @@ class ModelKey:
     """
 
     fingerprint: str
-    layout: Layout
+    layout: RowLayout
 
     @cached_property
     def root(self) -> bytes:

@@ -50,7 +50,7 @@ class Reference:
     Attributes:
         name: any text without control characters, up to 512 bytes of UTF-8.
         fingerprint: of the model whose KV it is.
-        layout_json: of the rows; ``Layout.as_json``.
+        layout_json: of the rows; ``RowLayout.as_json``.
         tokens: the whole history, also what no KV is stored of.
         blocks: addresses of the leading blocks that are stored, full ones and then a tail.
         n_stored: tokens that these cover.

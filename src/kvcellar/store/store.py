@@ -47,8 +47,8 @@ class Store:
     """One folder and some RAM. For any thread; several processes may have one folder open.
 
     ``match``, ``load``, ``load_window`` and ``save`` never wait for a disk write. The verbs that
-    change references (``delete``, ``pin``, ``gc``) run behind all saves that are queued, and wait
-    for themselves. Trouble is never raised by a background
+    change references (``delete``, ``gc``) run behind all saves that are queued, and wait for
+    themselves. Trouble is never raised by a background
     write: it is in ``take_events`` and in the save's ticket.
 
     Use it as a context manager, or call ``close``.
@@ -354,24 +354,6 @@ class Store:
         checked_name(name)
         self._writer.call(work)
 
-    def pin(self, name: str, is_pinned: bool = True) -> None:
-        """Keep a history's KV from being evicted to make room, or allow it again.
-
-        Raises:
-            UnknownReferenceError: there is none of that name.
-        """
-
-        def work() -> None:
-            with self._cold.locked():
-                ref = self.get(name)
-                if ref.is_pinned != is_pinned:
-                    self._cold.put_reference(
-                        replace(ref, is_pinned=is_pinned, revision=ref.revision + 1)
-                    )
-            self._refresh_pins()
-
-        self._writer.call(work)
-
     def export_reference(
         self, name: str, file: str | Path, *, on_progress: Progress | None = None
     ) -> int:
@@ -389,9 +371,7 @@ class Store:
     def import_reference(
         self,
         file: str | Path,
-        name: str | None = None,
         *,
-        is_replacing: bool = False,
         adopt: Callable[[Reference], Reference] | None = None,
         on_progress: Progress | None = None,
     ) -> Reference:
@@ -399,8 +379,6 @@ class Store:
 
         Args:
             file: the file.
-            name: to be known by; None: the name it had.
-            is_replacing: take the place of a history of that name.
             adopt: from what was read and verified to what is published, such as one with another
                 name and metadata; what it raises ends the import.
             on_progress: takes how much is done, 0 to 1, and what comes now.
@@ -414,14 +392,10 @@ class Store:
         def work() -> Reference:
             with self._cold.locked():
                 ref = exchange.verify_export(path, on_progress)
-                if name is not None:
-                    ref = replace(ref, name=checked_name(name))
                 if adopt is not None:
                     ref = adopt(ref)
-                if not is_replacing:
-                    self._check_free(ref.name)
-                before = self._cold.reference(ref.name)
-                ref = replace(ref, revision=1 if before is None else before.revision + 1)
+                self._check_free(checked_name(ref.name))
+                ref = replace(ref, revision=1)
                 exchange.publish_export(self._cold, path, ref, self._saver.wanted())
                 return ref
 

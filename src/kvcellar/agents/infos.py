@@ -1,0 +1,94 @@
+"""An agent as others see it, and its turns as they are remembered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcellar.agents.misses import Miss
+
+__all__ = ["AgentInfo", "TurnRecord", "damaged_info"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One turn of an agent, as token counts of its history.
+
+    Attributes:
+        start: tokens before it.
+        n_prompt: tokens up to where sampling began.
+        stop: tokens at its end.
+        n_messages: messages before it.
+        reason: why it ended.
+    """
+
+    start: int
+    n_prompt: int
+    stop: int
+    n_messages: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """An agent as others see it.
+
+    Attributes:
+        agent_id: its name.
+        model: the model that its history belongs to.
+        kv_dtype: how its K and V are stored.
+        state: ``idle``, ``generating``, ``waiting`` (for a tool), ``paused``, ``finished``, or
+            ``damaged``: what is stored of it cannot be read, and nothing else of it is known.
+        n_tokens: length of its history.
+        n_stored: leading tokens whose KV is in the store.
+        n_turns: turns so far.
+        n_messages: messages of its conversation.
+        parent: the agent that it was forked from.
+        is_parent_gone: whether that one was deleted, though another may have its name by now.
+        parent_position: tokens that the two have in common since.
+        created_s: seconds since 1970.
+        used_s: the same, of its last turn.
+        n_cached: leading tokens that the cache holds; None where nobody asked the engine.
+        miss: what the last turn had to compute again, and why.
+        damage: why it cannot be read, of one that is damaged.
+    """
+
+    agent_id: str
+    model: str
+    kv_dtype: str
+    state: str
+    n_tokens: int
+    n_stored: int
+    n_turns: int
+    n_messages: int
+    parent: str | None
+    parent_position: int | None
+    created_s: float
+    used_s: float
+    n_cached: int | None = None
+    miss: Miss | None = None
+    is_parent_gone: bool = False
+    damage: str | None = None
+
+
+def damaged_info(name: str, why: str) -> AgentInfo:
+    """Return what can be said of an agent whose reference cannot be read.
+
+    Args:
+        name: of the reference, or of its file where that is all that is known.
+        why: what is wrong with it.
+    """
+    return AgentInfo(
+        agent_id=name.rpartition("@")[0] or name,
+        model="",
+        kv_dtype="",
+        state="damaged",
+        n_tokens=0,
+        n_stored=0,
+        n_turns=0,
+        n_messages=0,
+        parent=None,
+        parent_position=None,
+        created_s=0.0,
+        used_s=0.0,
+        damage=why,
+    )

@@ -1,0 +1,71 @@
+"""Names: what agents and their histories may be called, and ids that are made up."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from kvcellar.errors import AgentNameError
+from kvcellar.store import ModelKey
+
+__all__ = [
+    "checked_id",
+    "derived_id",
+    "is_made_up",
+    "is_unnamed",
+    "model_tag",
+    "reference_name",
+    "unnamed_id",
+]
+
+MAX_ID_CHARS = 128
+_ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+_UNNAMED = "chat-"
+_MADE_UP = re.compile("chat-[0-9a-f]{12}|resp_[0-9a-f]{32}")
+
+
+def reference_name(agent_id: str, tag: str) -> str:
+    """Return the name of an agent's history with one model."""
+    return f"{agent_id}@{tag}"
+
+
+def model_tag(key: ModelKey) -> str:
+    """Return 12 characters that stand for a model and the way its K and V are stored."""
+    return key.root.hex()[:12]
+
+
+def checked_id(agent_id: str) -> str:
+    """Return a name that a new agent may have: a file name everywhere, and no option of a shell.
+
+    Agents of other names, from before this was checked, are still listed and can be deleted.
+
+    Raises:
+        AgentNameError: it may not.
+    """
+    if not _ID.fullmatch(agent_id):
+        raise AgentNameError(
+            f"{agent_id[:40]!r} cannot name an agent; choose 1 to {MAX_ID_CHARS} letters, digits "
+            f"and . _ -, the first a letter, a digit or _"
+        )
+    return agent_id
+
+
+def unnamed_id() -> str:
+    """Make up the id of a conversation that nobody named."""
+    return f"{_UNNAMED}{uuid.uuid4().hex[:12]}"
+
+
+def is_unnamed(agent_id: str) -> bool:
+    """Tell whether ``unnamed_id`` made an id; ``chat-bot`` is a name that a person gave."""
+    return is_made_up(agent_id) and agent_id.startswith(_UNNAMED)
+
+
+def is_made_up(agent_id: str) -> bool:
+    """Tell whether an id was made up for a conversation or a response; no person gave it."""
+    return _MADE_UP.fullmatch(agent_id) is not None
+
+
+def derived_id(agent_id: str, end: str) -> str:
+    """Make a name from another agent's and an ending; what cannot stand in a name becomes ``_``."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", agent_id).lstrip(".-") or "agent"
+    return checked_id(stem[: MAX_ID_CHARS - len(end)] + end)
