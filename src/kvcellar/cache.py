@@ -35,12 +35,12 @@ class Cache(Protocol):
         ...
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more tokens fit: the host's admission test."""
+        """Return true if ``n`` more tokens fit: the host's admission test."""
         ...
 
     @property
     def is_step_open(self) -> bool:
-        """Whether a step was begun and not all of its layers have written yet."""
+        """True if a step was begun and not all of its layers have written yet."""
         ...
 
     def cancel_step(self) -> None:
@@ -70,7 +70,11 @@ class DecodeCache(Cache, Protocol):
         ...
 
     def resumable_from(self) -> int:
-        """The lowest length, other than 0, that ``rewind`` accepts."""
+        """Return the lowest length, other than 0 and points, that ``rewind`` accepts."""
+        ...
+
+    def keep_point(self, length: int) -> None:
+        """Keep what is needed to rewind to ``length`` until it is rewound below."""
         ...
 
     def rewind(self, new_length: int) -> None:
@@ -98,19 +102,19 @@ class SeqCache(Cache, Protocol):
         ...
 
     def can_begin_step(self, seq_ids: Sequence[int] | IntArray) -> bool:
-        """Whether ``begin_step`` with these tokens would find its cells, whosever they are."""
+        """Return true if ``begin_step`` with these tokens would find its cells."""
         ...
 
     def has_seq(self, seq_id: int) -> bool:
-        """Whether the sequence holds any tokens."""
+        """Return true if the sequence holds any tokens."""
         ...
 
     def seq_ids(self) -> list[int]:
-        """The sequences that hold tokens."""
+        """Return the sequences that hold tokens."""
         ...
 
     def seq_len(self, seq_id: int) -> int:
-        """The position that the sequence's next token gets."""
+        """Return the position that the sequence's next token gets."""
         ...
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
@@ -126,11 +130,19 @@ class SeqCache(Cache, Protocol):
         ...
 
     def resumable_from(self, seq_id: int) -> int:
-        """The lowest length, other than 0, that the sequence can be cut back to."""
+        """Return the lowest length, other than 0 and points, that it can be cut back to."""
+        ...
+
+    def resume_at(self, seq_id: int, length: int) -> int:
+        """Return the greatest length up to ``length`` that it can go on from exactly."""
+        ...
+
+    def keep_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` until it is cut back below."""
         ...
 
     def can_resume(self, seq_id: int, length: int) -> bool:
-        """Whether the sequence can be cut back to ``length`` and go on exactly."""
+        """Return true if the sequence can be cut back to ``length`` and go on exactly."""
         ...
 
     def seq_usage(self, seq_id: int) -> tuple[int, int]:
@@ -172,7 +184,7 @@ class TreeCache(Cache, Protocol):
         ...
 
     def has_tree(self, seq_id: int = 0) -> bool:
-        """Whether the sequence has proposed nodes that are not committed."""
+        """Return true if the sequence has proposed nodes that are not committed."""
         ...
 
     def commit(self, accepted: Sequence[int], seq_id: int = 0) -> list[int]:

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 class AttendKind(enum.Enum):
-    """How the queries of one read may see its cells.
+    """Ways in which the queries of one read see its cells.
 
     NONE: every query sees every cell; the read is the selection.
     CAUSAL: the last ``q_len`` cells are the queries' own, in order (lower-right aligned): query i
@@ -75,7 +75,7 @@ class AttendSpec:
 
     @property
     def read_len(self) -> int:
-        """How many cells are read."""
+        """The number of cells that are read."""
         return sum(run.length for run in self.runs)
 
 
@@ -110,13 +110,13 @@ class StepPlan:
 
 
 def cells_of(runs: Iterable[Run]) -> IntArray:
-    """All cells of some runs, one after the other."""
+    """Return all cells of some runs, one after the other."""
     parts = [np.arange(run.start, run.stop, dtype=np.int64) for run in runs]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same cells in the same order in the fewest runs."""
+    """Return the same cells in the same order in the fewest runs."""
     out: list[Run] = []
     for run in runs:
         if out and out[-1].stop == run.start:
@@ -127,7 +127,7 @@ def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
-    """The cells ``[start, stop)`` of some runs, counted along them."""
+    """Return the cells ``[start, stop)`` of some runs, counted along them."""
     out, at = [], 0
     for run in runs:
         low, high = max(start - at, 0), min(stop - at, run.length)
@@ -138,7 +138,7 @@ def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
 
 
 def runs_of(cells: Sequence[int] | IntArray) -> list[Run]:
-    """The fewest runs that give these cells in this order."""
+    """Return the fewest runs that give these cells in this order."""
     if isinstance(cells, list) and len(cells) <= FEW_CELLS:
         return _runs_of_few(cells)
     array = np.asarray(cells, dtype=np.int64)
@@ -345,7 +345,7 @@ def make_config(
     layout: str = "layer_first",
     budget: MemoryBudget | None = None,
 ) -> CacheConfig:
-    """The model's facts plus the caller's policy.
+    """Join the model's facts and the caller's policy.
 
     Raises:
         ConfigError: a value that cannot work; the message names it.

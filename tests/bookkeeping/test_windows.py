@@ -7,6 +7,7 @@ import pytest
 
 from kvcellar.errors import RewindError, SequenceConflictError, StepError
 from tests.bookkeeping.byte_simulator import (
+    SimulatedContiguous,
     SimulatedSeq,
     SimulatedTree,
     config_of,
@@ -44,6 +45,12 @@ def let_go(n=200, **settings):
     cache = cache_of(**settings)
     bring(cache, 0, list(range(n)))
     return cache
+
+
+def feed(cache, seq, n):
+    """Bring ``n`` more tokens, each the number of its position."""
+    first = cache.seq_len(seq) if cache.has_seq(seq) else 0
+    bring(cache, seq, list(range(first, first + n)))
 
 
 def numbered(*positions):
@@ -358,3 +365,68 @@ def test_a_tree_deeper_than_its_window_sees_the_window_alone():
     bring(cache, 0, [110])
     sees(cache, 0, numbered(*range(111)))
     assert cache.resumable_from(0) >= 100
+
+
+# Points to resume at ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [SimulatedSeq, SimulatedTree])
+def test_a_point_that_was_kept_is_resumed_at_when_the_window_has_moved_on(make):
+    cache = cache_of((None, 4), make=make)
+    feed(cache, 0, 20)
+    cache.keep_point(0, 18)
+    for _ in range(30):
+        feed(cache, 0, 10)
+    assert not cache.can_resume(0, 17) and not cache.can_resume(0, 19)
+    assert [cache.resume_at(0, n) for n in (17, 18, 19, 100)] == [0, 18, 18, 18]
+    assert cache.resume_at(0, 1000) == cache.seq_len(0), "no further than it is long"
+    held = cache.cells[1].seq_positions(0)
+    assert held[:3] == [15, 16, 17] and len(held) < 90, "a window, not all that came since"
+    cache.seq_cp(0, 1, 0, 18)
+    cache.seq_rm(0, 18)
+    for seq in (0, 1):
+        assert cache.seq_len(seq) == 18
+        cache.begin_step([seq])
+        seen = cache.forward([999])
+        assert seen[1] == [[15, 16, 17, 999]]
+    cache.check()
+
+
+def test_a_point_is_forgotten_when_its_sequence_is_cut_back_below_it():
+    cache = cache_of((4,))
+    feed(cache, 0, 40)
+    cache.keep_point(0, 38)
+    cache.seq_rm(0, 37)
+    feed(cache, 0, 200)
+    assert cache.resume_at(0, 40) == 0
+    assert cache.cells[0].seq_positions(0) == list(range(234, 237))
+
+
+def test_a_point_that_cannot_be_had_any_more_is_refused():
+    cache = cache_of((4,))
+    feed(cache, 0, 200)
+    with pytest.raises(RewindError, match="keep_point of sequence 0 at 100"):
+        cache.keep_point(0, 100)
+
+
+def test_what_a_point_needs_is_not_let_go_of_to_make_room():
+    cache = cache_of((4,), capacity=40)
+    feed(cache, 0, 10)
+    cache.keep_point(0, 10)
+    feed(cache, 0, 28)
+    assert cache.n_free == 40 - 6, "a window at the point and one at the end"
+    feed(cache, 1, 34)
+    cache.seq_rm(0, 10)
+    assert not cache.can_extend(1 + cache.n_free)
+    cache.check()
+
+
+def test_a_contiguous_history_keeps_its_points_too():
+    cache = SimulatedContiguous(config_of((4,), 2000, 0, min_chunk=8))
+    for n in range(30):
+        cache.forward([n])
+    cache.keep_point(29)
+    for n in range(30, 300):
+        cache.forward([n])
+    cache.rewind(29)
+    assert cache.forward([999])[0] == [[26, 27, 28, 999]]

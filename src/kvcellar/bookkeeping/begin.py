@@ -120,6 +120,16 @@ def check_seq_id(seq_id: int) -> int:
     return seq_id
 
 
+def check_range(p0: int, p1: int | None) -> tuple[int, int | None]:
+    """Return the ends of a range of positions; None is the end of the history.
+
+    Raises:
+        PositionError: one of them is no whole number.
+    """
+    first = whole(p0, "p0", PositionError)
+    return first, None if p1 is None else whole(p1, "p1", PositionError)
+
+
 def _refuse_positions(given: list[int], asked: list[int]) -> None:
     """Raise PositionError: the caller's positions do not continue the sequences."""
     at = next(

@@ -49,12 +49,12 @@ class DraftTree:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last frontier still awaits its forward."""
+        """True if the last frontier still awaits its forward."""
         return self.n_forwarded < self.n_nodes
 
     @property
     def place(self) -> int:
-        """Where the cells of the last frontier begin, as a position."""
+        """The position where the cells of the last frontier begin."""
         return self.base + self.frontier_start
 
     def check_frontier(self, parents: Sequence[int]) -> None:

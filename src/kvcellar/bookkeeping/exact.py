@@ -45,7 +45,7 @@ class ExactCells:
     """
 
     def __init__(self, first: int, last: int) -> None:
-        """No copies yet.
+        """Create the exact cells of a group, all free.
 
         Args:
             first: tokens at the start of a history to keep; 0 for a sliding window.
@@ -62,7 +62,7 @@ class ExactCells:
         self._last: tuple[StepPlan, tuple[StepPlan, tuple[Write, ...]]] | None = None
 
     def rewrite(self, plan: StepPlan) -> tuple[StepPlan, tuple[Write, ...]]:
-        """A plan that reads exact copies where it can, and what to write to exact cells for it.
+        """Return a plan that reads exact copies where it can, and what to write to exact cells.
 
         Args:
             plan: of a step that is about to be written; asked again for the same plan, as by the
@@ -102,7 +102,7 @@ class ExactCells:
         self._copy_of[cells] = -1
 
     def runs(self, cells: IntArray) -> list[Run]:
-        """Where to read these cells: their exact copies where there are any."""
+        """Return where to read these cells: their exact copies where there are any."""
         self._grow(int(cells.max(initial=-1)) + 1)
         copies = self._copy_of[cells]
         return runs_of(np.where(copies >= 0, copies + BASE, cells))
@@ -155,19 +155,19 @@ class ExactCells:
 
 
 def exact_cells(group: LayerGroup, kv: KvDtype) -> ExactCells | None:
-    """The exact copies that a layer group has; None where it has none."""
+    """Return the exact copies that a layer group has; None where it has none."""
     first = kv.exact_first if group.window is None else 0
     return ExactCells(first, kv.exact_last) if first or kv.exact_last else None
 
 
 def exact_bytes(groups: Iterable[LayerGroup], kv: KvDtype) -> int:
-    """What the pools of these layer groups take for exact cells, all of them from the start."""
+    """Return the bytes of all exact cells of these layer groups, which pools take at once."""
     made = ((group, exact_cells(group, kv)) for group in groups)
     return sum(g.cell_bytes(parse_kv_dtype("float32")) * e.n_cells for g, e in made if e)
 
 
 def _ends(read: AttendSpec, first: int, last: int) -> tuple[IntArray, IntArray]:
-    """The first and the last cells of a read; a cell is in one of them."""
+    """Return the first and the last cells of a read; a cell is in one of them."""
     length = read.read_len
     n_tail = min(last, length)
     n_head = min(first, length - n_tail)

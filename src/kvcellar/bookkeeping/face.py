@@ -17,7 +17,7 @@ class StepFace:
 
     @property
     def is_step_open(self) -> bool:
-        """Whether a step has been begun and not all of its layers have written yet."""
+        """True if a step has been begun and not all of its layers have written yet."""
         return self.steps.is_open
 
     def cancel_step(self) -> None:

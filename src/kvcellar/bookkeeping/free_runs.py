@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from kvcellar.types import Run, join_runs
 
@@ -92,18 +92,17 @@ class FreeRuns:
             self._stops.insert(i, stop)
 
 
-class Placement(NamedTuple):
-    """Where new runs go; all numbers are of blocks.
+class Placement(Protocol):
+    """Preferences for where new runs go; all numbers are of blocks."""
 
-    Attributes:
-        min_run: blocks that a new run prefers to find free.
-        reuse_first: go back to a hole of ``min_run`` before touching what was never used.
-        gaps: called where a new run begins: where each tail ends -> how much to leave free there.
-    """
-
-    min_run: int
+    min_blocks: int
+    """What a new run prefers to find free."""
     reuse_first: bool
-    gaps: Callable[[], Mapping[int, int]]
+    """True: go back to a hole of ``min_blocks`` before touching what was never used."""
+
+    def gaps(self) -> Mapping[int, int]:
+        """Return where each tail ends, and how much to leave free there."""
+        ...
 
 
 def find_room(free: FreeRuns, how: Placement, n: int, after: int | None) -> tuple[int, int]:
@@ -119,7 +118,7 @@ def find_room(free: FreeRuns, how: Placement, n: int, after: int | None) -> tupl
     if here and not (how.reuse_first and after is not None and after >= free.n_used):
         assert after is not None
         return after, here
-    gaps, wanted = how.gaps(), max(n, how.min_run)
+    gaps, wanted = how.gaps(), max(n, how.min_blocks)
     best: tuple[int, int] | None = None
     for start, stop in free:
         if start in gaps and start != after:

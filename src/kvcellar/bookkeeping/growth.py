@@ -26,7 +26,7 @@ INDEX_BYTES = 32
 
 
 def grown_size(n_cells: int, allocated: int, min_chunk: int, capacity: int) -> int:
-    """How many cells a pool of ``allocated`` should hold so that ``n_cells`` fit.
+    """Return the cells that a pool of ``allocated`` should hold so that ``n_cells`` fit.
 
     Doubles from ``min_chunk`` on, never past ``capacity``, never shrinks. A ``min_chunk`` of 0 is
     for pools whose bookkeeping has doubled already, and was granted these cells: exactly so many.
@@ -59,7 +59,7 @@ class Growth:
         block_size: int = 1,
         has_one_run: bool = False,
     ) -> None:
-        """Nothing is granted yet.
+        """Create the growth of a cache that was granted nothing yet.
 
         Args:
             config: the cache's.
@@ -104,7 +104,7 @@ class Growth:
             )
 
     def can_add(self, deficits: Sequence[int]) -> bool:
-        """Whether each group could be granted so many cells more, all of them together."""
+        """Return true if each group could be granted so many cells more, all together."""
         sizes = self._least(deficits)
         return sizes == self.sizes or (
             all(size <= limit for size, limit in zip(sizes, self.limits, strict=True))
@@ -156,7 +156,7 @@ class Growth:
         return [min(n_tokens, floor) if floor else n_tokens for floor in self._floors]
 
     def most_tokens(self, free: Sequence[int]) -> int:
-        """The most tokens that fit with so many cells free per group, in steps as above."""
+        """Return the most tokens that fit with so many cells free per group, in steps as above."""
         low, high = (
             0,
             max(
@@ -174,7 +174,7 @@ class Growth:
         return low
 
     def settle(self) -> None:
-        """The pools have grown; their old copies are gone."""
+        """Give back what old copies took: the pools have grown."""
         if self._copy_bytes:
             self._held.give_back(self._copy_bytes)
             self._copy_bytes = 0
@@ -201,7 +201,7 @@ class Growth:
         return more + max(0, self._n_copied(sizes) - self._copy_bytes)
 
     def _n_copied(self, sizes: Sequence[int]) -> int:
-        """The largest old copy that stands beside its new one: layers grow one after the other."""
+        """Return the largest old copy beside its new one: layers grow one after the other."""
         return max(
             old * size if new > old else 0
             for new, old, size in zip(sizes, self.sizes, self._copy_bytes_of, strict=True)
@@ -217,7 +217,7 @@ class Growth:
         return sum(max(0, floor - n) * size for floor, n, size in missing) if grows else 0
 
     def _most_tokens(self, n_bytes: int, windows: Sequence[int | None]) -> int:
-        """The longest sequence that fits alone: whole blocks."""
+        """Return the longest sequence that fits alone: whole blocks."""
         low, high = (
             0,
             min(
@@ -276,7 +276,7 @@ class _Held:
 
 
 def _window_cells(group: LayerGroup, config: CacheConfig, has_one_run: bool) -> int | None:
-    """The most cells that one sequence takes in a window group; None: all of its history."""
+    """Return the most cells of one sequence in a window group; None: all of its history."""
     if group.window is None:
         return None
     keep = group.window - 1 + config.window_slack

@@ -32,10 +32,17 @@ class Holdings:
       - a sequence holds at most one cell per position, and its spans are sorted and disjoint.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """Create holdings of ``capacity`` cells, none of them owned."""
-        self.capacity = capacity
-        self.refs: Refs = np.zeros(capacity, dtype=np.int32)
+    def __init__(self, capacity: int, block_size: int) -> None:
+        """Create holdings of cells that nobody owns.
+
+        Args:
+            capacity: the most cells; those that fill no block are left out.
+            block_size: cells per block.
+        """
+        self.block_size = block_size
+        self.n_blocks = capacity // block_size
+        self.capacity = self.n_blocks * block_size
+        self.refs: Refs = np.zeros(self.capacity, dtype=np.int32)
         self._spans: dict[int, list[Span]] = {}
 
     # What is there -----------------------------------------------------------------------------
@@ -59,6 +66,11 @@ class Holdings:
         if out and out[-1].stop > stop:
             out[-1] = out[-1].clip(p0, stop)
         return out
+
+    def first_pos(self, seq_id: int) -> int | None:
+        """Return the lowest position that a sequence holds, None where it holds none."""
+        spans = self._spans.get(seq_id)
+        return spans[0].pos if spans else None
 
     def runs(self, seq_id: int, p0: int = 0, p1: int | None = None) -> tuple[Run, ...]:
         """Return the cells of positions ``[p0, p1)`` in position order, as runs."""
@@ -98,6 +110,32 @@ class Holdings:
         mine = self._spans.get(seq_id, [])
         return [new for part in parts for new in _missing(seq_id, part, mine, is_same)]
 
+    def block_table(self, seq_id: int) -> list[int]:
+        """Return the block of each ``block_size`` positions from 0 on, -1 where there is none."""
+        table: list[int] = []
+        for span in self.spans(seq_id):
+            first, last = span.pos // self.block_size, (span.stop - 1) // self.block_size
+            table.extend([-1] * (first - len(table)))
+            block = span.cell // self.block_size
+            table.extend(range(block + len(table) - first, block + last - first + 1))
+        return table
+
+    def _own_part(self, seq_id: int, pos: int) -> list[Span]:
+        """Return what a sequence holds of the block that ``pos`` lives in."""
+        first = pos - pos % self.block_size
+        return self.spans(seq_id, first, first + self.block_size)
+
+    def _n_owners(self, block: int, refs: Refs | None = None) -> int:
+        """Return the owners of a block's cells, summed over its cells."""
+        first = block * self.block_size
+        counts = self.refs if refs is None else refs
+        return int(counts[first : first + self.block_size].sum())
+
+    def _is_own(self, part: list[Span]) -> bool:
+        """Return true if the sequence whose part of a block this is holds that block alone."""
+        n_mine = sum(span.length for span in part)
+        return bool(part) and self._n_owners(part[0].cell // self.block_size) == n_mine
+
     # Owners ------------------------------------------------------------------------------------
 
     def retain(self, runs: Iterable[Run]) -> None:
@@ -114,6 +152,15 @@ class Holdings:
         if parts:
             mine = self._spans.get(seq_id)
             self._spans[seq_id] = merged(sorted([*mine, *parts])) if mine else parts
+
+    def _append(self, seq_id: int, part: Span) -> None:
+        """Add a span behind those of a sequence."""
+        spans = self._spans.setdefault(seq_id, [])
+        last = spans[-1] if spans else None
+        if last and last.stop == part.pos and last.cell + last.length == part.cell:
+            spans[-1] = Span(last.pos, last.cell, last.length + part.length)
+        else:
+            spans.append(part)
 
     def _cut(self, seq_id: int, p0: int, p1: int | None) -> list[Span]:
         """Take positions ``[p0, p1)`` from a sequence and return their spans."""

@@ -50,7 +50,7 @@ class Demand(NamedTuple):
 
 
 class Layout(Protocol):
-    """How one layer group keeps the histories of sequences. Integers only.
+    """A way for one layer group to keep the histories of sequences. Integers only.
 
     A layout is given the sequences' lengths when it is made, and reads them; it never changes them.
     """

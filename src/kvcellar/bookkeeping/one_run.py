@@ -19,7 +19,7 @@ from kvcellar.types import AttendKind, AttendSpec, GroupUsage, Run, StepPlan, Wr
 
 
 class OneRun:
-    """Where one layer group keeps sequence 0: positions from ``base`` on, in cells from 0 on.
+    """Sequence 0 in one layer group: positions from ``base`` on, in cells from 0 on.
 
     A layout, see :class:`kvcellar.bookkeeping.layout.Layout`.
     """

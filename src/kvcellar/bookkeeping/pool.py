@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.bookkeeping.free_runs import FreeRuns, Placement, find_room, take_runs
+from kvcellar.bookkeeping.free_runs import FreeRuns, find_room, take_runs
 from kvcellar.bookkeeping.holdings import Holdings, Refs
 from kvcellar.bookkeeping.spans import Span
 from kvcellar.errors import CacheFullError, PositionError
@@ -90,14 +90,13 @@ class BlockPool(Holdings):
             n_granted: cells, in whole blocks, that may be taken until ``grant`` says more; None:
                 all.
         """
-        self.block_size = block_size
-        self.n_blocks = capacity // block_size
-        super().__init__(self.n_blocks * block_size)
+        super().__init__(capacity, block_size)
         granted = self.n_blocks if n_granted is None else n_granted // block_size
         self._free = FreeRuns(granted)  # of blocks
         self._expected: dict[int, int] = {}
-        self._min_run = min_run
-        self._reuse_first = reuse_first
+        self.min_blocks = -(-min_run // block_size)
+        """Blocks that a new run prefers to find free."""
+        self.reuse_first = reuse_first
         self._token: IntArray = np.full(self.capacity if block_size > 1 else 0, -1, dtype=np.int64)
         self._n_tokens = 0
 
@@ -114,11 +113,6 @@ class BlockPool(Holdings):
         return self._free.n_free
 
     @property
-    def n_granted_blocks(self) -> int:
-        """Blocks that may be taken."""
-        return self._free.size
-
-    @property
     def n_taken(self) -> int:
         """Cells that cannot be claimed, though granted."""
         return (self._free.size - self._free.n_free) * self.block_size
@@ -127,32 +121,6 @@ class BlockPool(Holdings):
     def n_cells(self) -> int:
         """One past the last cell of the highest taken block: what pools of bytes have to cover."""
         return self._free.n_used * self.block_size
-
-    def block_table(self, seq_id: int) -> list[int]:
-        """Return the block of each ``block_size`` positions from 0 on, -1 where there is none."""
-        table: list[int] = []
-        for span in self.spans(seq_id):
-            first, last = span.pos // self.block_size, (span.stop - 1) // self.block_size
-            table.extend([-1] * (first - len(table)))
-            block = span.cell // self.block_size
-            table.extend(range(block + len(table) - first, block + last - first + 1))
-        return table
-
-    def _own_part(self, seq_id: int, pos: int) -> list[Span]:
-        """Return what a sequence holds of the block that ``pos`` lives in."""
-        first = pos - pos % self.block_size
-        return self.spans(seq_id, first, first + self.block_size)
-
-    def _n_owners(self, block: int, refs: Refs | None = None) -> int:
-        """Return the owners of a block's cells, summed over its cells."""
-        first = block * self.block_size
-        counts = self.refs if refs is None else refs
-        return int(counts[first : first + self.block_size].sum())
-
-    def _is_own(self, part: list[Span]) -> bool:
-        """Return true if the sequence whose part of a block this is holds that block alone."""
-        n_mine = sum(span.length for span in part)
-        return bool(part) and self._n_owners(part[0].cell // self.block_size) == n_mine
 
     # Admission ---------------------------------------------------------------------------------
 
@@ -200,7 +168,7 @@ class BlockPool(Holdings):
     def n_free_with(self, refs: Refs) -> int:
         """Return the blocks that would be free, were these the owners by cell."""
         taken = refs if self.block_size == 1 else refs.reshape(-1, self.block_size).any(axis=1)
-        return self.n_granted_blocks - int(np.count_nonzero(taken))
+        return self._free.size - int(np.count_nonzero(taken))
 
     # Claiming ----------------------------------------------------------------------------------
 
@@ -238,12 +206,10 @@ class BlockPool(Holdings):
                 spans[-1] = Span(last.pos, last.cell, last.length + length)
                 return [run]
         runs = self._claim_runs(seq_id, first_pos, length)
-        parts, pos = [], first_pos
         for run in runs:
             self._own(run)
-            parts.append(Span(pos, run.start, run.length))
-            pos += run.length
-        self._insert(seq_id, parts)
+            self._append(seq_id, Span(first_pos, run.start, run.length))
+            first_pos += run.length
         return runs
 
     def _take_behind(self, start: int, length: int) -> bool:
@@ -252,10 +218,10 @@ class BlockPool(Holdings):
         n_blocks = -(-(length - -start % size) // size)  # beyond the rest of its block
         if n_blocks <= 0:
             return True
-        block = -(-start // size)
-        if self._reuse_first or self._free.room_at(block) < n_blocks:
+        block, free = -(-start // size), self._free
+        if free.room_at(block) < n_blocks or (self.reuse_first and block >= free.n_used):
             return False
-        self._free.take(block, n_blocks)
+        free.take(block, n_blocks)
         return True
 
     def _own(self, run: Run) -> None:
@@ -288,11 +254,10 @@ class BlockPool(Holdings):
                 f"{self.n_blocks}; release a sequence or raise capacity"
             )
         wanted = (self._expected.get(seq_id, 0) - first_pos) // size
-        for blocks in self._take_blocks(n_blocks, after, wanted):
+        for blocks in take_runs(self._free, self, n_blocks, after, wanted):
             start = blocks.start * size + inside
             runs.append(Run(start, min(left, blocks.stop * size - start)))
-            left -= runs[-1].length
-            inside = 0
+            left, inside = left - runs[-1].length, 0
         return list(join_runs(runs))
 
     def in_words(self, n_blocks: int) -> str:
@@ -301,18 +266,10 @@ class BlockPool(Holdings):
             return f"{n_blocks} cells"
         return f"{n_blocks} block{'' if n_blocks == 1 else 's'} of {self.block_size} cells"
 
-    def _take_blocks(self, n_blocks: int, after: int | None, wanted: int = 0) -> list[Run]:
-        """Take so many free blocks, in few runs; arguments as in ``free_runs.take_runs``."""
-        return take_runs(self._free, self._placement(), n_blocks, after, wanted)
-
-    def _placement(self) -> Placement:
-        """Return how new runs are placed at this moment, in blocks."""
-        return Placement(-(-self._min_run // self.block_size), self._reuse_first, self._gaps)
-
-    def _gaps(self) -> dict[int, int]:
+    def gaps(self) -> dict[int, int]:
         """Return where each sequence's tail ends, and how many blocks it wants free from there."""
         size = self.block_size
-        least, most = -(-self._min_run // size), max(1, MAX_GAP // size)
+        least, most = self.min_blocks, max(1, MAX_GAP // size)
         return {
             (s[-1].cell + s[-1].length - 1) // size + 1: min(
                 max(least, self._n_to_grow(i, s) // size), most
@@ -456,7 +413,7 @@ class BlockPool(Holdings):
             )
         size = self.block_size
         src = mine[0].cell // size
-        (taken,) = self._take_blocks(1, None)
+        (taken,) = take_runs(self._free, self, 1, None)
         start, stop = mine[0].cell, mine[-1].cell + mine[-1].length
         shift = (taken.start - src) * size
         self._token[start + shift : stop + shift] = self._token[start:stop]
@@ -492,7 +449,7 @@ class BlockPool(Holdings):
         if self.block_size > 1 or not self.n_free:
             return None
         runs = runs_of(cells)
-        start, room = find_room(self._free, self._placement(), len(cells), None)
+        start, room = find_room(self._free, self, len(cells), None)
         if room < len(cells):
             start, stop = max(self._free, key=lambda free: free[1] - free[0])
             room = stop - start
@@ -532,7 +489,7 @@ class BlockPool(Holdings):
                     )
         taken = np.asarray(self.refs.reshape(self.n_blocks, size).any(axis=1))
         free = [b for start, stop in self._free for b in range(start, stop)]
-        n_granted = self.n_granted_blocks
+        n_granted = self._free.size
         assert free == np.flatnonzero(~taken[:n_granted]).tolist(), (
             "free blocks are those without owners"
         )

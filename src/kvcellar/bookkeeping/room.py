@@ -97,8 +97,9 @@ class Room:
         """
         asked = demands()
         if self.growth is None:
-            if any(_missing(demand) > 0 for demand in asked):
-                self._refuse(who, asked, promised)
+            for demand in asked:
+                if demand.n_needed > demand.n_free:
+                    self._refuse(who, asked, promised)
         elif not self._grow(self.growth, asked):
             self._refuse(who, asked, promised)
         elif any(demand.must_let_go for demand in asked):

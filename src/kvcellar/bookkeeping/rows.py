@@ -12,7 +12,8 @@ from kvcellar.bookkeeping.pool import MIN_RUN, Appends, BlockCopy, BlockPool, Ce
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.window import Window
-from kvcellar.errors import RewindError
+from kvcellar.checks import seen
+from kvcellar.errors import PositionError, RewindError
 from kvcellar.types import (
     AttendSpec,
     BoolArray,
@@ -194,7 +195,8 @@ class Rows:
 
     def let_go(self, seq_id: int, batch: int = MIN_RUN) -> None:
         """Let go of positions behind the window, once at least ``batch`` of them have left."""
-        if self.window is None or seq_id not in self._lengths:
+        first = self.pool.first_pos(seq_id)
+        if first is None or self.window is None or self.window.floor(seq_id) - first < batch:
             return
         spans = self._passed(self.window, seq_id)
         if spans and sum(span.length for span in spans) >= batch:
@@ -355,3 +357,42 @@ def appends_of(stretches: Iterable[Stretch]) -> dict[int, tuple[int, int]]:
 
 def _first_pos(item: tuple[int, tuple[int, int]]) -> int:
     return item[1][0]
+
+
+def check_tables(layouts: Sequence[Rows], tables: Sequence[IntArray]) -> list[IntArray]:
+    """Return tables of cells, one per layer group.
+
+    Raises:
+        PositionError: there is another number of them, or they are no rows of whole numbers of
+            one length, -1 or a cell of this cache.
+    """
+    try:
+        found = [np.asarray(table) for table in tables]
+    except (TypeError, ValueError):
+        found = []
+    most = max(layout.pool.capacity for layout in layouts)
+    is_well_formed = len(found) == len(layouts) and all(
+        table.ndim == 1
+        and len(table) == len(found[0])
+        and (table.dtype.kind in "iu" or not table.size)
+        and (not table.size or (table.min() >= -1 and table.max() < most))
+        for table in found
+    )
+    if not is_well_formed:
+        raise PositionError(
+            f"tables must be {len(layouts)} rows of cells of one length, as seq_table "
+            f"gives them, got {seen(tables)}"
+        )
+    return [table.astype(np.int64, copy=False) for table in found]
+
+
+def lacks_of(layouts: Sequence[Rows], tables: Sequence[IntArray], who: str) -> list[int]:
+    """Return what each window lacks of a history with these tables; see ``Rows.lacks``."""
+    is_token = np.ones(
+        len(tables[0]), dtype=np.bool_
+    )  # what a full group lacks was removed: a hole
+    for layout, table in zip(layouts, tables, strict=True):
+        if layout.window is None:
+            is_token &= table >= 0  # what a full group lacks was removed: a hole
+    pairs = zip(layouts, tables, strict=True)
+    return [layout.lacks(table, is_token, who) for layout, table in pairs]

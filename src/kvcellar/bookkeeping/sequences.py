@@ -10,7 +10,13 @@ from functools import partial
 
 import numpy as np
 
-from kvcellar.bookkeeping.begin import begin_tokens, check_seq_id, refuse, stretches_of
+from kvcellar.bookkeeping.begin import (
+    begin_tokens,
+    check_range,
+    check_seq_id,
+    refuse,
+    stretches_of,
+)
 from kvcellar.bookkeeping.compaction import Compacted, compact
 from kvcellar.bookkeeping.face import StepFace
 from kvcellar.bookkeeping.growth import Growth
@@ -18,10 +24,10 @@ from kvcellar.bookkeeping.layout import Bytes, NoBytes
 from kvcellar.bookkeeping.pool import BlockPool
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.room import Room
-from kvcellar.bookkeeping.rows import Rows, appends_of
+from kvcellar.bookkeeping.rows import Rows, appends_of, check_tables, lacks_of
 from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.bookkeeping.steps import Positions, Steps
-from kvcellar.checks import seen, whole, wholes
+from kvcellar.checks import whole, wholes
 from kvcellar.errors import (
     ConfigError,
     PositionError,
@@ -38,10 +44,8 @@ class Sequences(StepFace):
 
     ``begin_step`` says whose tokens the next forward brings and claims their cells; the sequences'
     lengths grow when every layer has written. A sequence exists while it holds at least one token,
-    or has a step under way.
-
-    With blocks of several cells, what fits depends on who grows, and ``can_begin_step`` says it
-    exactly; a step, ``seq_cp`` or ``seq_map`` may copy a partial block; windows let go of blocks.
+    or has a step under way. With blocks of several cells, what fits depends on who grows, and a
+    step, ``seq_cp`` or ``seq_map`` may copy a partial block.
     """
 
     def __init__(
@@ -146,8 +150,8 @@ class Sequences(StepFace):
         Raises:
             StepError: as ``begin_step`` does.
         """
-        ids = wholes(seq_ids, "seq_ids", UnknownSequenceError)
-        appends = appends_of(stretches_of(self.steps, ids)[0])
+        stretches, _ = stretches_of(self.steps, wholes(seq_ids, "seq_ids", UnknownSequenceError))
+        appends = appends_of(stretches)
         return self.room.fits({**self.steps.drafts.promised(appends), **appends})
 
     def begin_step(
@@ -242,12 +246,11 @@ class Sequences(StepFace):
         try:
             return self.steps.lengths[whole(seq_id, "seq_id", UnknownSequenceError)]
         except KeyError:
-            raise UnknownSequenceError(self._unknown(seq_id)) from None
-
-    def _unknown(self, seq_id: int) -> str:
-        there = self.seq_ids()
-        shown = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
-        return f"sequence {seq_id} holds no tokens here; there are: {shown or 'none'}"
+            there = self.seq_ids()
+            shown = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
+            raise UnknownSequenceError(
+                f"sequence {seq_id} holds no tokens here; there are: {shown or 'none'}"
+            ) from None
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Let ``dst`` share what ``src`` holds at positions ``[p0, p1)``: tokens, never nodes.
@@ -264,7 +267,7 @@ class Sequences(StepFace):
             StepError: ``dst`` has proposed nodes; nothing was changed.
         """
         src, dst = check_seq_id(src), check_seq_id(dst)
-        p0, p1 = _check_range(p0, p1)
+        p0, p1 = check_range(p0, p1)
         self.steps.settle()
         if src != dst:
             self._check_no_tree(dst)
@@ -287,9 +290,7 @@ class Sequences(StepFace):
 
         A full group knows. Where every group has a window, what a window let go of counts.
         """
-        full = (layout for layout in self.layouts if layout.window is None)
-        first = next(full, None)
-        asked = self.layouts if first is None else [first]
+        asked = [layout for layout in self.layouts if layout.window is None][:1] or self.layouts
         return any(layout.has_tokens(seq_id, p0, p1) for layout in asked)
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
@@ -306,7 +307,7 @@ class Sequences(StepFace):
             StepError: a part is dropped under a tree; commit it (or commit([])) first.
         """
         seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
-        p0, p1 = _check_range(p0, p1)
+        p0, p1 = check_range(p0, p1)
         self.steps.settle()
         lengths = self.steps.lengths
         if self.steps.drafts.of(seq_id) is not None:
@@ -375,14 +376,11 @@ class Sequences(StepFace):
         """
         seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
         n_held = self.steps.lengths.get(seq_id, 0)
-        if length is None:
-            n = self.seq_len(seq_id)
-        else:
-            n = whole(length, "length", PositionError, least=0, most=MOST_CELLS)
-        tables = tuple(layout.table(seq_id, min(n, n_held)) for layout in self.layouts)
-        if n <= n_held:
-            return tables
-        return tuple(np.pad(table, (0, n - n_held), constant_values=-1) for table in tables)
+        n = self.seq_len(seq_id) if length is None else length
+        n = whole(n, "length", PositionError, least=0, most=MOST_CELLS)
+        tables = (layout.table(seq_id, min(n, n_held)) for layout in self.layouts)
+        more = max(0, n - n_held)
+        return tuple(np.pad(t, (0, more), constant_values=-1) if more else t for t in tables)
 
     def seq_map(self, seq_id: int, tables: Sequence[IntArray]) -> None:
         """Start a sequence on cells that are taken already; they get one more owner.
@@ -399,9 +397,9 @@ class Sequences(StepFace):
             RewindError: a table lacks what its group's window needs to go on; nothing was changed.
             CacheFullError: no block is free to join parts in; nothing was changed.
         """
-        seq_id, tables = check_seq_id(seq_id), self._check_tables(tables)
+        seq_id, tables = check_seq_id(seq_id), check_tables(self.layouts, tables)
         self.steps.settle()
-        lacks = self._check_start("seq_map", seq_id, tables)
+        lacks = self._lacks("seq_map", seq_id, tables)
         parts = [spans_of(table) for table in tables]
         self.room.join(seq_id, parts)
         for group, (layout, part) in enumerate(zip(self.layouts, parts, strict=True)):
@@ -415,14 +413,12 @@ class Sequences(StepFace):
             The tables with the new cells.
 
         Raises:
-            UnknownSequenceError: ``seq_id`` is negative; nothing was changed.
-            SequenceConflictError: the sequence holds tokens already; nothing was changed.
-            RewindError: a table lacks what its group's window needs to go on; nothing was changed.
             CacheFullError: too few cells are free; nothing was changed.
+            Others: as ``seq_map``.
         """
-        seq_id, tables = check_seq_id(seq_id), self._check_tables(tables)
+        seq_id, tables = check_seq_id(seq_id), check_tables(self.layouts, tables)
         self.steps.settle()
-        lacks = self._check_start("seq_claim", seq_id, tables)
+        lacks = self._lacks("seq_claim", seq_id, tables)
         promised = self.steps.drafts.promised()
         pairs = list(zip(self.layouts, tables, strict=True))
         self.room.take(
@@ -433,33 +429,8 @@ class Sequences(StepFace):
         self._start(seq_id, len(tables[0]), lacks)
         return self.seq_table(seq_id, len(tables[0]))
 
-    def _check_tables(self, tables: Sequence[IntArray]) -> list[IntArray]:
-        """Return tables of cells, one per layer group.
-
-        Raises:
-            PositionError: there is another number of them, or they are no rows of whole numbers of
-                one length, -1 or a cell of this cache.
-        """
-        try:
-            found = [np.asarray(table) for table in tables]
-        except (TypeError, ValueError):
-            found = []
-        is_well_formed = len(found) == len(self.layouts) and all(
-            table.ndim == 1
-            and len(table) == len(found[0])
-            and (table.dtype.kind in "iu" or not table.size)
-            and (not table.size or (table.min() >= -1 and table.max() < self.config.capacity))
-            for table in found
-        )
-        if not is_well_formed:
-            raise PositionError(
-                f"tables must be {len(self.layouts)} rows of cells of one length, as seq_table "
-                f"gives them, got {seen(tables)}"
-            )
-        return [table.astype(np.int64, copy=False) for table in found]
-
-    def _check_start(self, verb: str, seq_id: int, tables: Sequence[IntArray]) -> list[int]:
-        """Make sure that a sequence can begin with these tables; return what each window lacks.
+    def _lacks(self, verb: str, seq_id: int, tables: Sequence[IntArray]) -> list[int]:
+        """Return what each window lacks of a sequence that could begin with these tables.
 
         Raises:
             SequenceConflictError, StepError: the sequence holds tokens, or nodes, already.
@@ -471,16 +442,9 @@ class Sequences(StepFace):
             raise SequenceConflictError(
                 f"sequence {seq_id} holds {lengths[seq_id]} tokens already; seq_rm it first"
             )
-        length = len(tables[0])
-        is_token = np.ones(length, dtype=np.bool_)  # what a full group lacks was removed: a hole
-        for layout, table in zip(self.layouts, tables, strict=True):
-            if layout.window is None:
-                is_token &= table >= 0
-        who = f"{verb} of {length} tokens for sequence {seq_id}"
-        return [
-            layout.lacks(table, is_token, who)
-            for layout, table in zip(self.layouts, tables, strict=True)
-        ]
+        return lacks_of(
+            self.layouts, tables, f"{verb} of {len(tables[0])} tokens for sequence {seq_id}"
+        )
 
     def _start(self, seq_id: int, length: int, lacks: Sequence[int]) -> None:
         """Begin a sequence of ``length`` tokens of which windows lack the first so far."""
@@ -512,13 +476,11 @@ class Sequences(StepFace):
             max_cells: about how many to copy at most, all layer groups together.
         """
         self.steps.settle()
-        pools = [layout.pool for layout in self.layouts]
-        return compact(pools, histories, max_cells, self.steps.move)
+        return compact([one.pool for one in self.layouts], histories, max_cells, self.steps.move)
 
     def seq_usage(self, seq_id: int) -> tuple[int, int]:
         """Return (cells, shared cells) that the sequence holds, over all layer groups."""
-        length = self.seq_len(seq_id)
-        pools = [layout.pool for layout in self.layouts]
+        length, pools = self.seq_len(seq_id), [layout.pool for layout in self.layouts]
         cells = sum(span.length for pool in pools for span in pool.spans(seq_id, 0, length))
         return cells, sum(pool.n_shared(seq_id, length) for pool in pools)
 
@@ -535,13 +497,3 @@ class Sequences(StepFace):
             assert not strangers, f"sequences {strangers} own cells and have no length"
         if self.room.growth is not None:
             self.room.growth.check()
-
-
-def _check_range(p0: int, p1: int | None) -> tuple[int, int | None]:
-    """Return the ends of a range of positions; None is the end of the history.
-
-    Raises:
-        PositionError: one of them is no whole number.
-    """
-    first = whole(p0, "p0", PositionError)
-    return first, None if p1 is None else whole(p1, "p1", PositionError)

@@ -63,7 +63,7 @@ class OpenStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every layer has written its bytes."""
+        """True if every layer has written its bytes."""
         return self.n_left == 0
 
 
@@ -118,7 +118,7 @@ class Steps:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step has been begun and not all of its layers have written yet."""
+        """True if a step has been begun and not all of its layers have written yet."""
         return self._open is not None and not self._open.is_complete
 
     def begin(self, stretches: Sequence[Stretch], positions: list[int]) -> None:
@@ -145,9 +145,10 @@ class Steps:
             for layout in self.layouts:
                 layout.undo(stretches)
             raise
-        for stretch in stretches:
-            if stretch.tree is not None:
-                stretch.tree.n_placed = stretch.tree.n_nodes
+        if self.drafts:
+            for stretch in stretches:
+                if stretch.tree is not None:
+                    stretch.tree.n_placed = stretch.tree.n_nodes
         self._open = OpenStep(stretches, positions, plans, lengths, self.n_layers)
 
     def settle(self) -> None:

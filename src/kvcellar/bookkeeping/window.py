@@ -28,13 +28,18 @@ class Window:
         self._let_go: dict[int, int] = {}  # one past the highest position that was let go of
         self._points: dict[int, list[int]] = {}  # ascending
 
+    def floor(self, seq_id: int) -> int:
+        """Return the lowest position that must be kept, or one before it: where a block begins."""
+        floor = max(0, self._lengths.get(seq_id, 0) - (self.size - 1) - self._slack)
+        return floor - floor % self._block_size
+
     def passed(self, seq_id: int) -> list[tuple[int, int]]:
         """Return the ranges of positions that no query sees any more: whole blocks, no point's."""
-        size = self._block_size
-        floor = max(0, self._lengths.get(seq_id, 0) - (self.size - 1) - self._slack)
-        floor -= floor % size
+        size, floor = self._block_size, self.floor(seq_id)
+        if seq_id not in self._points:
+            return [(0, floor)] if floor else []
         at, ranges = 0, []
-        for point in self._points.get(seq_id, ()):
+        for point in self._points[seq_id]:
             low = max(0, point - (self.size - 1))
             ranges.append((at, min(low - low % size, floor)))
             at = -(-point // size) * size

@@ -46,7 +46,7 @@ Positions = mx.array | Sequence[int] | IntArray | None
 
 
 class PartRead(NamedTuple):
-    """How to fetch one part: a run as a view, or cells by index."""
+    """One part to fetch: a run as a view, or cells by index."""
 
     run: Run | None
     cells: mx.array | None
@@ -345,7 +345,7 @@ def _write_runs(pool: Pool, writes: Sequence[Write], k: mx.array, v: mx.array) -
 
 
 def _one_run(plan: StepPlan) -> tuple[int, Run, str | None] | None:
-    """What a hand-written contiguous cache would do, where the plan says no more."""
+    """Return what a hand-written contiguous cache would do, where the plan says no more."""
     if len(plan.writes) > 1 or len(plan.reads) > 1:
         return None
     (read,) = plan.reads

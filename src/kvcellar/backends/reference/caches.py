@@ -231,7 +231,7 @@ def _pool(group: LayerGroup, config: CacheConfig) -> Pool:
 
 
 def _segment(pool: Pool | BlockFirstPool | ExactPool, spec: AttendSpec) -> Segment:
-    """The read of one spec: its runs one after the other."""
+    """Return the read of one spec: its runs one after the other."""
     parts = [pool.read(*run) for run in spec.runs]
     k = np.concatenate([k for k, _ in parts], axis=1)
     v = np.concatenate([v for _, v in parts], axis=1)

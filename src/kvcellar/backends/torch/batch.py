@@ -139,7 +139,7 @@ class TorchBatchCache(TorchCache, Sequences):
             self.seq_rm(row, length)
 
     def _places_of(self, index: int, plan: StepPlan, device: torch.device) -> Places:
-        """Where each row's K and V lie, worked out once per forward and layer group."""
+        """Return where each row's K and V lie, worked out once per forward and layer group."""
         kept = self._places[index]
         if kept is not None and kept[0] is plan:
             return kept[1]

@@ -41,7 +41,7 @@ FEW_RUNS = 4
 
 
 class PartRead(NamedTuple):
-    """How to fetch one part: a run as a view, or cells by index."""
+    """One part to fetch: a run as a view, or cells by index."""
 
     run: Run | None
     cells: Tensor | None
@@ -104,7 +104,7 @@ class TorchPools:
 
     @property
     def home(self) -> torch.device:
-        """Where the pools are, or would be before the first K came: on the CPU."""
+        """The device of the pools; the CPU before the first K came."""
         found = (pool.device for pool in self.of_layer)
         return next((device for device in found if device is not None), torch.device("cpu"))
 
@@ -328,7 +328,7 @@ class TorchCache:
         v: Tensor,
         scale: float,
     ) -> Tensor | None:
-        """One token over one run: what a hand-written contiguous cache would do, and no more."""
+        """Attend one token over one run: as a hand-written cache would, and no more."""
         if pool.dtype != q.dtype:
             return None
         cell, run = decode
