@@ -341,7 +341,7 @@ def test_enter_during_an_answer_ends_nothing_and_keeps_what_was_typed(
 
     # The answer is still under way when the page has been elsewhere and is back.
     monkeypatch.setattr(engine, "step", slowly)
-    monkeypatch.setattr(engine.scheduler, "eos_token_ids", frozenset())
+    monkeypatch.setattr(engine.outcomes, "eos_token_ids", frozenset())
     shown.post("/v1/agents", {"id": "talking"})
     page = open_page()
     chosen(page, "talking")

@@ -32,7 +32,7 @@ MANY_FEATURES = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _Pairs:
     """What is known of one sequence.
 
     Attributes:
@@ -97,14 +97,14 @@ class Eagle3Drafter:
         self._width = width
         self._max_depth = max_depth
         self._min_reach = min_reach
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _Pairs] = {}
 
     def saw(self, request_id: int, start: int, features: FloatArray) -> None:
         """Take features of computed tokens; see ``FeatureReader``."""
         known = self._known.get(request_id)
         if known is None or start > known.end:
             self.ended(request_id)
-            known = self._known[request_id] = _Known(start)
+            known = self._known[request_id] = _Pairs(start)
         fresh = features[known.end - start :]
         if len(fresh):
             known.features.append(fresh)
@@ -213,7 +213,7 @@ class Eagle3Drafter:
             known.last, known.joined = known.joined[-1:], None
         return guesses
 
-    def _take_back(self, request_id: int, known: _Known) -> None:
+    def _take_back(self, request_id: int, known: _Pairs) -> None:
         """Drop the last pair, to take it once more: nothing was chosen since it was taken.
 
         As when a sequence had to give way before its guesses were verified.
@@ -222,7 +222,7 @@ class Eagle3Drafter:
         self._cache.seq_rm(request_id, known.n_pairs)
         known.joined = known.last
 
-    def _compute(self, ask: DraftRequest, known: _Known, n: int) -> None:
+    def _compute(self, ask: DraftRequest, known: _Pairs, n: int) -> None:
         """Take the next ``n`` pairs of a sequence that has many."""
         at = known.first + known.n_pairs + 1
         positions = self._cache.begin_step([ask.request_id] * n)
@@ -230,7 +230,7 @@ class Eagle3Drafter:
         known.n_pairs += n
         known.joined = known.joined[n:]
 
-    def _join(self, known: _Known) -> None:
+    def _join(self, known: _Pairs) -> None:
         if known.features:
             known.joined = self._runner.join(known.features, known.joined)
             known.features, known.n_features = [], 0
