@@ -11,13 +11,14 @@ any case. Without an active cache of ours it hands over to ExecuTorch's own regi
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvcellar.errors import StepError
 from kvcellar.registry import active_cache
+from kvcellar.types import CacheConfig
 
 NAMESPACE = "kvcache"
 _ARGS = (
@@ -31,8 +32,17 @@ _SCHEMAS = {
 _ET_MODULE = "executorch.extension.llm.cache.update_and_attend"
 
 
+@runtime_checkable
 class OpCache(Protocol):
-    """What the op asks of a cache: the backend's face."""
+    """What the op asks of a cache that attends torch's tensors.
+
+    Attributes:
+        config: the cache's.
+        takes_tensors: true; caches of other arrays have a verb of the same name and not this.
+    """
+
+    config: CacheConfig
+    takes_tensors: bool
 
     def update_and_attend(
         self,

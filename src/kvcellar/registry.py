@@ -55,13 +55,13 @@ class CacheRegistry:
     _global: CacheRegistry
 
     def __init__(self) -> None:
-        """An empty registry."""
+        """Create an empty registry."""
         self._lock = threading.Lock()
         self._caches: dict[str, Cache] = {}
 
     @classmethod
     def instance(cls) -> CacheRegistry:
-        """The registry of this process."""
+        """Return the registry of this process."""
         return cls._global
 
     def install(self, cache_key: str, cache: Cache, *, replace: bool = True) -> None:
@@ -80,7 +80,7 @@ class CacheRegistry:
             self._caches[cache_key] = cache
 
     def get(self, cache_key: str) -> Cache:
-        """The cache of that key.
+        """Return the cache of a key.
 
         Raises:
             UnknownCacheError: nothing is installed under it.
@@ -102,7 +102,7 @@ class CacheRegistry:
             self._caches.pop(cache_key, None)
 
     def keys(self) -> list[str]:
-        """The keys that are installed."""
+        """Return the keys that are installed."""
         with self._lock:
             return list(self._caches)
 
@@ -187,7 +187,7 @@ _counter = itertools.count()
 
 
 def make_unique_key() -> str:
-    """A key that no other session of this process has: ``cache-N``."""
+    """Return a key that no other session of this process has: ``cache-N``."""
     return f"cache-{next(_counter)}"
 
 
@@ -244,7 +244,7 @@ class CacheSession(Generic[Face]):
 
 
 def make_decode_session(backend: str, config: CacheConfig) -> CacheSession[DecodeCache]:
-    """A session for one sequence in a contiguous cache.
+    """Make a session for one sequence in a contiguous cache.
 
     Raises:
         BackendError: the backend is unknown or not installed.
@@ -254,12 +254,12 @@ def make_decode_session(backend: str, config: CacheConfig) -> CacheSession[Decod
 
 
 def make_seq_session(backend: str, config: CacheConfig) -> CacheSession[SeqCache]:
-    """A session for many sequences over shared cells. Errors as in ``make_decode_session``."""
+    """Make a session for many sequences over shared cells; errors as in ``make_decode_session``."""
     return _make_session(backend, "seq", config, SeqCache)  # type: ignore[type-abstract]
 
 
 def make_paged_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:
-    """A session for many sequences over shared blocks, each with or without a draft tree.
+    """Make a session for many sequences over shared blocks, each with or without a draft tree.
 
     Errors as in ``make_decode_session``.
 
@@ -270,7 +270,7 @@ def make_paged_session(backend: str, config: CacheConfig) -> CacheSession[TreeSe
 
 
 def make_tree_session(backend: str, config: CacheConfig) -> CacheSession[TreeSeqCache]:
-    """A session for sequences with draft trees. Errors as in ``make_decode_session``."""
+    """Make a session for sequences with draft trees; errors as in ``make_decode_session``."""
     return _make_session(backend, "tree", config, TreeSeqCache)  # type: ignore[type-abstract]
 
 
@@ -299,7 +299,7 @@ _active = threading.local()
 
 
 def active_cache() -> Cache | None:
-    """The cache that the op uses in this thread; None outside of ``use_cache``."""
+    """Return the cache that the op uses in this thread; None outside of ``use_cache``."""
     return getattr(_active, "cache", None)
 
 

@@ -47,7 +47,7 @@ def make_prompt_cache(
     kv_dtype: str | None = None,
     rollback: int = 64,
 ) -> list[Any]:
-    """A cache of ours for ``mlx_lm.generate``, ``stream_generate`` and ``generate_step``.
+    """Make a cache of ours for ``mlx_lm.generate``, ``stream_generate`` and ``generate_step``.
 
     Args:
         model: of mlx-lm. Its attention layers are those that it makes caches for itself.
@@ -99,7 +99,7 @@ def load_prompt_cache(
     return_metadata: bool = False,
     **options: Any,
 ) -> Any:
-    """A cache of ours from a file that mlx-lm's ``save_prompt_cache`` wrote.
+    """Make a cache of ours from a file that mlx-lm's ``save_prompt_cache`` wrote.
 
     Args:
         file_name: the ``.safetensors`` file.
@@ -217,7 +217,7 @@ class _Layer(theirs._BaseCache):
         return self.offset if self._window is None else min(self.offset, self._window)
 
     def empty(self) -> bool:
-        """Whether there are no tokens."""
+        """Return true if there are no tokens."""
         return not self.offset
 
     @property
@@ -237,7 +237,7 @@ class _Layer(theirs._BaseCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """A batch of mlx-lm's own, with copies of what these hold: for ``batch_generate``."""
+        """Make a batch of mlx-lm's own, with copies of what these hold: for ``batch_generate``."""
         return theirs.BatchKVCache.merge(caches)  # type: ignore[no-untyped-call]
 
     def _numbers_of(self, side: int) -> mx.array | None:
@@ -257,13 +257,13 @@ class KVCache(_Layer):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        """As mlx-lm's class of this name has it: K, V and the length."""
+        """State as mlx-lm's class of this name has it: K, V and the length."""
         n = self.offset
         return (*(map(_numbers, self._last(n)) if n else (None, None)), n)
 
 
 class QuantizedKVCache(_Layer):
-    """The same with K and V of as many bits in the same groups, which mlx-lm can read."""
+    """Layer whose K and V have as many bits in the same groups, which mlx-lm can read."""
 
     @property
     def group_size(self) -> int:
@@ -273,7 +273,7 @@ class QuantizedKVCache(_Layer):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        """As mlx-lm's class of this name has it: packed K and V, length, group size and bits."""
+        """State as mlx-lm's class has it: packed K and V, length, group size and bits."""
         n = self.offset
         sides = [s for s in self._last(n) if isinstance(s, Quantised)]
         k, v = ([s.packed, s.scales, s.biases] for s in sides)
@@ -292,7 +292,7 @@ class RotatingKVCache(_Layer):
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """As of a layer without a window; the arguments in the order of mlx-lm's class."""
+        """Make a mask as without a window; the arguments' order is that of mlx-lm's class."""
         return super().make_mask(N, return_array, window_size)
 
     @property
@@ -303,7 +303,7 @@ class RotatingKVCache(_Layer):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """As of a layer without a window."""
+        """Make a batch as a layer without a window does."""
         return theirs.BatchRotatingKVCache.merge(caches)  # type: ignore[no-untyped-call]
 
     def _temporal_order(self, rows: mx.array) -> mx.array:
@@ -311,7 +311,7 @@ class RotatingKVCache(_Layer):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        """As mlx-lm's class of this name has it, in the order of time."""
+        """State as mlx-lm's class of this name has it, in the order of time."""
         window, n = self.max_size, self.offset
         held = min(self._shared.held(self._layer), window)
         k, v = map(_numbers, self._last(held)) if n else (None, None)
@@ -323,7 +323,7 @@ def _numbers(rows: Stored) -> mx.array:
 
 
 def _layer_class(group: LayerGroup, kv: KvDtype) -> type[_Layer]:
-    """What mlx-lm would call a layer of this group."""
+    """Return the class that has the name of mlx-lm's for a layer of this group."""
     if group.window is not None:
         return RotatingKVCache
     sizes = {

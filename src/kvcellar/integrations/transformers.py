@@ -35,7 +35,7 @@ def make_cache(
     kv_dtype: str | None = None,
     rollback: int = 64,
 ) -> Cache:
-    """A cache of ours for ``model.generate(past_key_values=...)``, for any number of rows.
+    """Make a cache of ours for ``model.generate(past_key_values=...)``, for any number of rows.
 
     Args:
         model: of transformers.
@@ -65,7 +65,7 @@ class Rows:
     """The cache that all layers share; made when the first forward says how many rows there are."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """``config.capacity`` is that of one row."""
+        """Create rows without a cache; ``config.capacity`` is that of one row."""
         self.config = config
         self.cache: TorchBatchCache | None = None
 
@@ -75,7 +75,7 @@ class Rows:
         return 0 if self.cache is None else self.cache.length
 
     def of(self, n_rows: int) -> TorchBatchCache:
-        """The cache; an empty one is made anew where it has another number of rows."""
+        """Return the cache; an empty one is made anew where it has another number of rows."""
         cache = self.cache
         if cache is None or (len(cache.rows) != n_rows and not cache.is_step_open | cache.length):
             config = replace(self.config, capacity=n_rows * self.config.capacity)
@@ -94,7 +94,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     supports_early_init = False
 
     def __init__(self, rows: Rows, layer: int) -> None:
-        """Of ``layer``."""
+        """Create the face of one layer."""
         self._rows = rows
         self._layer = layer
         self._dtype = torch.float32
@@ -103,7 +103,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pools are made where the first K comes."""
+        """Do nothing: pools are made where the first K comes."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -147,7 +147,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1 if cache is None else len(cache.rows)
 
     def offload(self) -> None:
-        """Nothing to do where K and V are in main memory already.
+        """Do nothing where K and V are in main memory already.
 
         Raises:
             ConfigError: they are not.
@@ -161,20 +161,20 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
 
     def prefetch(self) -> None:
-        """Nothing to do: what is never offloaded is there."""
+        """Do nothing: what is never offloaded is there."""
 
     def get_seq_length(self) -> int:
         """Tokens before the forward that is under way, padding included."""
         return self._rows.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(cells that the next ``update`` returns, position of the first of them)."""
+        """Return how many cells the next ``update`` returns, and the first one's position."""
         length = self._rows.length
         first = 0 if self._window is None else max(0, length - self._window + 1)
         return length + query_length - first, first
 
     def get_max_length(self) -> int:
-        """The most tokens of a row."""
+        """Return the most tokens of a row."""
         return self._rows.config.capacity
 
     def reset(self) -> None:

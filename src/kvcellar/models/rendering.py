@@ -29,7 +29,7 @@ CPU_S = 3.0
 """CPU time that one rendering may take. A conversation of a megabyte takes a few hundredths."""
 
 WALL_S = 30.0
-"""The same by the clock, for a machine that is busy or a template that sleeps."""
+"""Limit by the clock, for a machine that is busy or a template that sleeps."""
 
 START_S = 120.0
 """How long the process may take to begin."""

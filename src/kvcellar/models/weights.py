@@ -23,7 +23,7 @@ BLOCK = 16
 """Outputs whose packed weights lie together; the last block is padded."""
 
 CODED_INPUTS = 128
-"""Of an output's weights in 12 bits, those that lie together."""
+"""Weights of an output that lie together in 12 bits."""
 
 _CODED_HEAD = 320
 

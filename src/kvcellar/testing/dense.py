@@ -20,7 +20,7 @@ SIGNIFICANT_BITS = {"float32": 24, "bfloat16": 8, "float16": 11}
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """float32 with the values that ``dtype`` can hold, to nearest even (normal range only)."""
+    """Round float32 to values that ``dtype`` can hold, to nearest even (normal range only)."""
     fraction, exponent = np.frexp(values.astype(np.float64))
     step = 2.0 ** SIGNIFICANT_BITS[dtype]
     return np.ldexp(np.rint(fraction * step) / step, exponent).astype(np.float32)

@@ -69,7 +69,7 @@ class Driver:
 
     @property
     def has_trees(self) -> bool:
-        """Whether sequences may have draft trees."""
+        """True if sequences may have draft trees."""
         return isinstance(self.cache, TreeCache)
 
     # Forwards ----------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Driver:
         self.last_step = None
 
     def cancel(self) -> None:
-        """``cancel_step``: the last forward, whole or not, has not happened."""
+        """Take the last forward back, whole or not, in the cache and in the oracle."""
         self.cache.cancel_step()
         if self.last_step is not None:
             self.histories, self.lengths, drafting = self.last_step

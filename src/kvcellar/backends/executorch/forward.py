@@ -34,13 +34,13 @@ class Forwards:
             self._layers["softcap"][list(group.layers)] = group.softcap or 0.0
         self._forward = native.Forward(cache.steps.n_layers, self._layers.ctypes.data)
         self.address = ctypes.addressof(self._forward)
-        """Of the ``native.Forward``, always the same."""
+        """Address of the ``native.Forward``, which stays."""
         self._pools: list[tuple[attend.Pool, attend.Pool | None]] = []
         self._steps: list[GroupStep] = []  # keeps plans alive that the runtime has addresses of
 
     @staticmethod
     def can_run(cache: object) -> bool:
-        """Whether the CPU kernel alone can run this cache's forwards."""
+        """Return true if the CPU kernel alone can run this cache's forwards."""
         return can_plan(cache)
 
     def plan_for(self, layer: int, shape: native.Shape, positions: Sequence[int]) -> int:
@@ -92,6 +92,6 @@ class Forwards:
             finish_forward(self._cache)
 
     def forget(self) -> None:
-        """Of a forward that failed nothing is left."""
+        """Forget the plans of a forward that failed."""
         self._steps = []
         self._layers["is_ready"] = 0

@@ -20,11 +20,12 @@ from kvcellar.backends.executorch.forward import Forwards
 from kvcellar.backends.executorch.values import put_value, take_value
 from kvcellar.errors import BackendError, ConfigError, MetadataError, ModelError, StepError
 from kvcellar.metadata import PREFIX, read_kv_cache_metadata
+from kvcellar.op import OpCache
 from kvcellar.registry import CacheRegistry, use_cache
 from kvcellar.types import ModelCacheParams
 
 OWN_PREFIX = "kvcellar."
-"""Of constants that are kvcellar's own, beside those of the cache."""
+"""Beginning of the names of kvcellar's own constants, beside those of the cache."""
 
 LISTS = ("layer_groups", "group_windows", "group_n_kv_heads", "group_head_dims")
 _LIST_KEYS = {
@@ -120,7 +121,7 @@ class Program:
         return Method(self, name, cache)
 
     def input_shapes(self, name: str) -> list[tuple[int, ...]]:
-        """The largest shape of each input of a method."""
+        """Return the largest shape of each input of a method."""
         with self._lock:
             self._check_open()
             n = self._lib.kvc_n_inputs(self._handle, name.encode())
@@ -173,14 +174,14 @@ class Program:
         return found if name in _LIST_KEYS or len(found) != 1 else found[0]
 
     def _check_open(self) -> None:
+        """Refuse a program that was closed."""
         if not self._close.alive:
             raise ModelError(f"{self.path} was closed; open it again")
 
     def _check_cache(self, cache: Any, cache_key: str | None) -> None:
+        """Refuse a cache that cannot attend tensors, or was made for another model."""
         what = f"the cache of session {cache_key}" if cache_key else type(cache).__name__
-        if not callable(getattr(cache, "update_and_attend", None)) or not getattr(
-            cache, "takes_tensors", False
-        ):
+        if not isinstance(cache, OpCache):
             raise BackendError(
                 f"{what} is a {type(cache).__name__}, which cannot attend the tensors of a "
                 f"program; make the session with backend 'executorch' or 'torch'"
@@ -203,7 +204,7 @@ class Method:
         self.name = name
         self.cache = cache
         self.times = native.Times()
-        """Of the last run."""
+        """Times of the last run."""
         self._forwards = Forwards(cache) if Forwards.can_run(cache) else None
 
     def __call__(self, *inputs: Any, n_tokens: int = 0, positions: Any = None) -> list[Any]:

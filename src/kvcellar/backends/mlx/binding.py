@@ -53,7 +53,7 @@ class Forward:
         self.inputs: dict[int, mx.array] = {}
 
     def begin(self, positions: IntArray, rows: IntArray | None) -> None:
-        """The next forward, of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
+        """Begin a forward of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
         n_tok = len(positions)
         self.positions, self.attended = positions, None
         self.rows = self.offsets = None
@@ -73,7 +73,7 @@ class LayerCache:
     __slots__ = ("_cache", "_forward", "_layer", "_queries", "_scale", "_sinks")
 
     def __init__(self, cache: MlxCache, layer: int, forward: Forward, module: Any) -> None:
-        """Of ``module``, the attention of ``layer``."""
+        """Stand in for the cache of one layer, whose attention is ``module``."""
         self._cache = cache
         self._layer = layer
         self._forward = forward
@@ -130,7 +130,7 @@ class Running:
     __slots__ = ("_forward",)
 
     def __init__(self, forward: Forward) -> None:
-        """Of this forward."""
+        """Mark the attention of this forward."""
         self._forward = forward
 
     def __enter__(self) -> None:
@@ -155,7 +155,7 @@ class PerTokenRope(nn.Module):  # type: ignore[misc, name-defined]
         self.rope = rope
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """``x [B, heads, T, dim]``; ``offset`` is mlx-lm's, or a cache that knows positions."""
+        """Rotate ``x [B, heads, T, dim]``; ``offset``: an int, or a cache that knows positions."""
         if isinstance(offset, LayerCache):
             return offset.rotate(self.rope, x)
         out: mx.array = self.rope(x, offset=offset)
@@ -171,7 +171,7 @@ class OutputProjection(nn.Module):  # type: ignore[misc, name-defined]
         self.projection = projection
 
     def __call__(self, x: mx.array) -> mx.array:
-        """``[B, T, heads * dim] -> [B, T, hidden]``."""
+        """Project ``[B, T, heads * dim] -> [B, T, hidden]``."""
         forward = _current()
         if forward is not None and forward.attended is not None:
             attended, forward.attended = forward.attended, None
@@ -190,7 +190,7 @@ class LastNorm(nn.Module):  # type: ignore[misc, name-defined]
         self.n_layers = n_layers
 
     def __call__(self, x: mx.array) -> mx.array:
-        """``[1, T, hidden] -> [1, R, hidden]`` in a forward of ours, else all rows."""
+        """Normalise ``[1, T, hidden] -> [1, R, hidden]`` in a forward of ours, or all rows."""
         forward = _current()
         if forward is not None and self.n_layers in forward.wanted:
             forward.inputs[self.n_layers] = x
@@ -210,7 +210,7 @@ class FirstNorm(nn.Module):  # type: ignore[misc, name-defined]
         self.layer = layer
 
     def __call__(self, x: mx.array) -> mx.array:
-        """``[1, T, hidden]`` to the same."""
+        """Run ``[1, T, hidden] -> [1, T, hidden]``."""
         forward = _current()
         if forward is not None and self.layer in forward.wanted:
             forward.inputs[self.layer] = x
@@ -219,7 +219,7 @@ class FirstNorm(nn.Module):  # type: ignore[misc, name-defined]
 
 
 def text_model(model: Any) -> Any:
-    """The part of a model of mlx-lm that has embedding, layers and last norm."""
+    """Return the part of a model of mlx-lm that has embedding, layers and last norm."""
     return getattr(model, "language_model", model).model
 
 
@@ -247,7 +247,7 @@ def wrap_first_norms(model: Any, layers: Iterable[int]) -> None:
 
 
 def layer_caches(model: Any, cache: MlxCache, forward: Forward) -> list[LayerCache]:
-    """What to call a wrapped model with, as its ``cache``, in every forward of one session."""
+    """Make what a wrapped model is called with as its ``cache``, in every forward of a session."""
     return [
         LayerCache(cache, layer, forward, block.self_attn)
         for layer, block in enumerate(text_model(model).layers)

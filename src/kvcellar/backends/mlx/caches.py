@@ -71,7 +71,7 @@ class Prepared:
     reads: tuple[Read, ...]
     exact_writes: tuple[Write, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of k, v and q: checked once, the same in every layer of the group."""
+    """Shapes of k, v and q: checked once, equal in all layers of the group."""
     one_run: tuple[int, Run, str | None] | None
     """(first cell to write, run to read, mask) where that is all: the hot path."""
 
@@ -126,7 +126,7 @@ class MlxCache:
         """Create the byte side of a cache whose bytes are in ``pools``."""
         self.pools = pools
         self.is_rotated = pools.config.kv.k.is_rotated
-        """Whether K is stored rotated: who attends rotates queries too."""
+        """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * len(pools.groups)
 
     @property

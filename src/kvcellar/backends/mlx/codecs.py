@@ -137,7 +137,7 @@ class AffineCodec:
         self.group_size = side.group_of(dim)
         n_bytes, n_groups = side.packed_bytes(dim), side.n_groups(dim)
         self.is_native = self.group_size in GROUP_SIZES
-        """Whether MLX's own functions read it; other rows are bytes."""
+        """True if MLX's own functions read it; other rows are bytes."""
         packed = (mx.uint32, n_bytes // 4) if self.is_native else (mx.uint8, n_bytes)
         self.widths: tuple[tuple[mx.Dtype, int], ...] = (
             packed,

@@ -103,7 +103,7 @@ class Pool:
         self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
         self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
         self.is_float = not config.kv.is_quantised
-        """Whether both sides are stored as floats."""
+        """True if both sides are stored as floats."""
 
     @property
     def parts(self) -> Parts:

@@ -25,7 +25,7 @@ class MlxRunCache(MlxContiguousCache):
         super().__init__(config, reads=whole_reads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MlxRunCache:
-        """A cache with the same history. Bytes are shared until one of the two is written to."""
+        """Copy the history. Bytes are shared until one of the two is written to."""
         made = type(self)(self.config)
         made.adopt(self.length, [self.held(group.layers[0]) for group in self.pools.groups])
         made.pools.exact = copy.deepcopy(self.pools.exact)

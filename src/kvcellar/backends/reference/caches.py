@@ -239,7 +239,7 @@ def _segment(pool: Pool | BlockFirstPool | ExactPool, spec: AttendSpec) -> Segme
 
 
 def _flat_positions(position: ArrayLike, n_tokens: int) -> IntArray:
-    """``[n_tok]`` out of ``[n_tok]`` or ``[n_tok, 1]``."""
+    """Return positions ``[n_tok]`` out of ``[n_tok]`` or ``[n_tok, 1]``."""
     given = np.asarray(position)
     if given.shape not in ((n_tokens,), (n_tokens, 1)):
         raise ShapeError(

@@ -63,13 +63,13 @@ class Prepared:
     decode: tuple[int, Run] | None
     """(cell to write, run to read) of one token of one sequence in one run: the hot path."""
     shapes: tuple[torch.Size, torch.Size, torch.Size | None]
-    """Of k, v and q: checked once, the same in every layer of the group."""
+    """Shapes of k, v and q: checked once, equal in all layers of the group."""
     by_kernel: native.Plan | None = None
     """What the CPU kernel does: all writes and some reads; ``reads`` are the others."""
     exact_writes: tuple[Write, ...] = ()
     """Tokens that go to exact cells too."""
     exact_by_kernel: native.Plan | None = None
-    """The same for the kernel."""
+    """Plan for the kernel."""
 
 
 class TorchPools:
@@ -136,13 +136,13 @@ class TorchCache:
     pools: TorchPools
 
     takes_tensors = True
-    """Of torch: an op of another runtime may call ``update_and_attend`` with its own, by DLPack."""
+    """An op of another runtime may call ``update_and_attend`` with its tensors, by DLPack."""
 
     def __init__(self, pools: TorchPools) -> None:
         """Create the byte side of a cache whose bytes are in ``pools``."""
         self.pools = pools
         self.is_rotated = pools.config.kv.k.is_rotated
-        """Whether K is stored rotated: who attends rotates queries too."""
+        """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * len(pools.groups)
         self._row_layouts = [kernel.RowLayout() for _ in pools.groups]
 

@@ -20,13 +20,13 @@ Not so at the x86 levels without a matrix unit, where it always is.
 """
 
 FEW_QUERIES_MASKED = 32
-"""The same for reads with a mask, as trees of guesses have: torch's way gathers and adds it."""
+"""Queries of reads with a mask, as trees of guesses have: torch's way gathers and adds it."""
 
 FEW_QUERIES_AMX = 64
-"""The same where torch uses a matrix unit."""
+"""Queries where torch uses a matrix unit."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of queries, new rows and results."""
+"""Types of queries, new rows and results."""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
 from kvcellar.types import ModelCacheParams
 
 DEMO_HEAD_FOLDER = DEMO_FOLDER.parent / "demo_eagle3"
-"""Of the bundled model."""
+"""Folder of the bundled model's head."""
 
 _MAPS = ("d2t", "t2d")
 _STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

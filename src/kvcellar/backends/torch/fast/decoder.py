@@ -36,7 +36,7 @@ class Rotations:
     """Cosines and sines of positions as the model's own module computes them, and kept."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        """Of a rotary embedding, for this type of q and k."""
+        """Keep rotations of a rotary embedding, for this type of q and k."""
         self._module = module
         self._like = torch.empty(0, dtype=dtype)
         kind = module.rope_type
@@ -44,7 +44,7 @@ class Rotations:
         self._pages: dict[int, Tensor] = {}
 
     def of(self, positions: IntArray) -> Tensor:
-        """``[2, T, head_dim]``."""
+        """Return cosines and sines ``[2, T, head_dim]``."""
         if not self._is_fixed:  # they depend on the longest position of the forward
             return self._computed(torch.from_numpy(positions))
         if len(positions) == 1:
@@ -70,7 +70,7 @@ class KernelDecoder:
     """A model whose layers are the kernel's, from ids to logits."""
 
     def __init__(self, model: Any) -> None:
-        """Of one that :func:`make_decoder` found to be such a model; it stays where it is."""
+        """Wrap a model that :func:`make_decoder` found to be such a one; it stays where it is."""
         inner = model.model
         layers: list[KernelLayer] = list(inner.layers)
         head: KernelLinear = model.lm_head
@@ -141,7 +141,7 @@ class KernelDecoder:
 
 
 def make_decoder(model: Any) -> KernelDecoder | None:
-    """The model as one call; None for one whose parts are not all the kernel's."""
+    """Make a model one call; None for one whose parts are not all the kernel's."""
     if type(model).__name__ not in MODELS:
         return None
     inner, head = model.model, model.lm_head
@@ -155,7 +155,7 @@ def make_decoder(model: Any) -> KernelDecoder | None:
 
 
 def _is_read(embedding: Any, dtype: torch.dtype) -> bool:
-    """Whether the kernel can read rows of this type from it."""
+    """Return true if the kernel can read rows of this type from it."""
     if isinstance(embedding, KernelEmbedding):
         return embedding.dtype == dtype and embedding.embed_scale is None
     weight: Tensor = embedding.weight
@@ -163,6 +163,6 @@ def _is_read(embedding: Any, dtype: torch.dtype) -> bool:
 
 
 def _embedding_at(model: Any) -> int:
-    """The address of the embedding's weights; 0 where they are the last layer's, as it has them."""
+    """Return the address of the embedding's weights; 0: they are the last layer's."""
     embedding = model.model.embed_tokens
     return 0 if isinstance(embedding, KernelEmbedding) else int(embedding.weight.data_ptr())

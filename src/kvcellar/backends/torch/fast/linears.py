@@ -41,7 +41,7 @@ FEW_PACKED = 48
 """Tokens up to which packed weights are multiplied as they are, where torch multiplies more."""
 
 FEW_PACKED_AMX = 32
-"""The same where the kernel multiplies more, on the matrix unit."""
+"""Tokens up to which they are, where the kernel multiplies more, on the matrix unit."""
 
 EXPANDED = 1 << 24
 """Numbers that are expanded at a time, in 32 MiB."""
