@@ -77,38 +77,15 @@ class Places:
         """
         read = apply_rules(messages[:-1], tools, self._rules)
         wanted = self._chain(read.messages, read.tools)
-        best: tuple[tuple[int, int, bool, bool, bool, float], Place] | None = None
-        known, alive = dict(self._known), set()
+        known: dict[str, _Known] = {}
+        found: list[tuple[Place, bool, float]] = []
         for agent in agents:
-            alive.add(agent.name)
-            known[agent.name] = self._chain_of(agent, known.get(agent.name))
-            n_same = n_alike(wanted, known[agent.name][1])
-            answered = [
-                (n_turns, end, turn.stop)
-                for n_turns, (turn, end) in enumerate(agent.turns_with_ends(), 1)
-                if turn.n_messages < end <= n_same
-            ]
-            if not answered:
-                continue
-            n_turns, n_messages, position = answered[-1]
-            is_end = n_messages == len(agent.messages) and position == len(agent.tokens)
-            is_busy = agent.gate.is_taken
-            is_likely = agent.agent_id == likely
-            rank = (
-                n_messages,
-                position,
-                is_likely and is_end,
-                is_end,
-                not is_busy,
-                agent.used_s,
-            )
-            if best is None or rank > best[0]:
-                place = Place(
-                    agent.agent_id, agent.model, position, n_turns, n_messages, is_end, is_busy
-                )
-                best = rank, place
-        self._known = {name: chain for name, chain in known.items() if name in alive}
-        return None if best is None else best[1]
+            known[agent.name] = self._chain_of(agent, self._known.get(agent.name))
+            place = _last_answer(agent, n_alike(wanted, known[agent.name][1]))
+            if place is not None:
+                found.append((place, agent.agent_id == likely, agent.used_s))
+        self._known = known
+        return max(found, key=_rank)[0] if found else None
 
     def _chain_of(self, agent: Agent, known: _Known | None) -> _Known:
         messages = agent.messages
@@ -127,6 +104,34 @@ class Places:
             digest.update(b"\0")
             chain.append(digest.digest())
         return chain
+
+
+def _last_answer(agent: Agent, n_messages: int) -> Place | None:
+    """Return the end of the last answer among an agent's first messages; None: there is none."""
+    answered = [
+        (n_turns, end, turn.stop)
+        for n_turns, (turn, end) in enumerate(agent.turns_with_ends(), 1)
+        if turn.n_messages < end <= n_messages
+    ]
+    if not answered:
+        return None
+    n_turns, end, position = answered[-1]
+    is_end = end == len(agent.messages) and position == len(agent.tokens)
+    is_busy = agent.gate.is_taken
+    return Place(agent.agent_id, agent.model, position, n_turns, end, is_end, is_busy)
+
+
+def _rank(found: tuple[Place, bool, float]) -> tuple[int, int, bool, bool, bool, float]:
+    """Return the key by which places are compared: the most messages, then tokens, come first."""
+    place, is_likely, used_s = found
+    return (
+        place.n_messages,
+        place.position,
+        is_likely and place.is_end,
+        place.is_end,
+        not place.is_busy,
+        used_s,
+    )
 
 
 def nearest(

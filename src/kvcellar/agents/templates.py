@@ -41,44 +41,38 @@ _TOOLS: list[dict[str, Any]] = [
 ]
 
 
+_USER: Message = {"role": "user", "content": "One?"}
+_MORE: Message = {"role": "user", "content": "Two?"}
+
+
+def _case(what: str, before: list[Message], said: str) -> tuple[str, list[Message], Message, str]:
+    return what, before, {"role": "assistant", "content": said}, said
+
+
+_CASES = (
+    _case("an answer", [_USER], "Yes."),
+    _case(
+        "an answer behind a system message",
+        [{"role": "system", "content": "Be brief."}, _USER],
+        "Yes.",
+    ),
+    _case("an answer with thoughts", [_USER], "<think>\nHm.\n</think>\n\nYes."),
+    _case("an answer with spaces around it", [_USER], " Yes.\n"),
+)
+"""What is said before an answer, the answer as a message, and its text."""
+
+
 def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
     """Render a few conversations turn by turn and say where an earlier turn comes out differently.
 
     Each turn is rendered anew, so such a template costs the reuse of what it changes, and nothing
     else.
     """
-    user = {"role": "user", "content": "One?"}
-    more = {"role": "user", "content": "Two?"}
-    plain = {"role": "assistant", "content": "Yes."}
-    cases: list[tuple[str, list[Message], Message, list[Message], str]] = [
-        ("an answer", [user], plain, [more], "Yes."),
-        (
-            "an answer behind a system message",
-            [{"role": "system", "content": "Be brief."}, user],
-            plain,
-            [more],
-            "Yes.",
-        ),
-        (
-            "an answer with thoughts",
-            [user],
-            {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."},
-            [more],
-            "<think>\nHm.\n</think>\n\nYes.",
-        ),
-        (
-            "an answer with spaces around it",
-            [user],
-            {"role": "assistant", "content": " Yes.\n"},
-            [more],
-            " Yes.\n",
-        ),
-    ]
     findings = []
-    for what, before, answer, after, said in cases:
+    for what, before, answer, said in _CASES:
         try:
             first = render(tokenizer, before).text
-            second = render(tokenizer, [*before, answer, *after]).text
+            second = render(tokenizer, [*before, answer, _MORE]).text
         except TemplateLimitError as error:
             return TemplateReport((str(error),))  # the next one would take as long
         except ModelError as error:
@@ -92,11 +86,11 @@ def check_template(tokenizer: AgentTokenizer) -> TemplateReport:
                 f"{what} comes out differently in the next turn, from character {at} on: it was "
                 f"{_around(expected, at)!r} and becomes {_around(second, at)!r}"
             )
-    findings += _check_tools(tokenizer, user)
+    findings += _check_tools(tokenizer)
     return TemplateReport(tuple(findings))
 
 
-def _check_tools(tokenizer: AgentTokenizer, user: Message) -> list[str]:
+def _check_tools(tokenizer: AgentTokenizer) -> list[str]:
     """Check that tool results are appended to what was there."""
     call = {
         "role": "assistant",
@@ -107,8 +101,8 @@ def _check_tools(tokenizer: AgentTokenizer, user: Message) -> list[str]:
     }
     result = {"role": "tool", "name": "look", "content": "Seen."}
     try:
-        first = render(tokenizer, [user, call], _TOOLS, is_asking=False).text
-        second = render(tokenizer, [user, call, result], _TOOLS).text
+        first = render(tokenizer, [_USER, call], _TOOLS, is_asking=False).text
+        second = render(tokenizer, [_USER, call, result], _TOOLS).text
     except (ModelError, TypeError):
         return []  # a template without tools
     at = n_alike(first, second)

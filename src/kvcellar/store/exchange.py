@@ -31,35 +31,12 @@ def export_reference(
 ) -> int:
     """Write one file with a history and its blocks; see ``Store.export_reference``."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    wanted = _entries(ref)
     try:
         partial.unlink(missing_ok=True)  # of a process that died, or planted: never written into
         fd = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         with os.fdopen(fd, "w+b") as raw:
             with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
-                there: set[bytes] = set()
-                n_stored = 0
-                for n, (kind, address, name) in enumerate(wanted):
-                    if on_progress is not None:
-                        on_progress(n / len(wanted), f"writing block {n + 1} of {len(wanted)}")
-                    if kind is Kind.BLOCK and len(there) < n:
-                        continue  # behind one that is gone
-                    sealed = cold.read(kind, address)
-                    if sealed is None:
-                        continue
-                    _add(archive, name, sealed.file.data)
-                    there.add(address)
-                    if kind is Kind.BLOCK:
-                        n_stored = min(sealed.info.stop, ref.n_stored)
-                if not ref.blocks:
-                    n_stored = ref.n_stored
-                kept = replace(
-                    ref,
-                    blocks=tuple(a for a in ref.blocks if a in there),
-                    n_stored=n_stored,
-                    boundaries=tuple(b for b in ref.boundaries if b.address in there),
-                )
-                _add(archive, REFERENCE, kept.pack().data)
+                _write(cold, ref, archive, on_progress)
             raw.flush()
             os.fsync(raw.fileno())
         partial.replace(file)
@@ -74,6 +51,34 @@ def export_reference(
     if on_progress is not None:
         on_progress(1.0, "exported")
     return file.stat().st_size
+
+
+def _write(
+    cold: ColdTier, ref: Reference, archive: zipfile.ZipFile, on_progress: Progress | None
+) -> None:
+    """Add a history's blocks, up to the first that is gone, and the reference of what is there."""
+    wanted = _entries(ref)
+    there: set[bytes] = set()
+    n_stored = 0 if ref.blocks else ref.n_stored
+    for n, (kind, address, name) in enumerate(wanted):
+        if on_progress is not None:
+            on_progress(n / len(wanted), f"writing block {n + 1} of {len(wanted)}")
+        if kind is Kind.BLOCK and len(there) < n:
+            continue  # behind one that is gone
+        sealed = cold.read(kind, address)
+        if sealed is None:
+            continue
+        _add(archive, name, sealed.file.data)
+        there.add(address)
+        if kind is Kind.BLOCK:
+            n_stored = min(sealed.info.stop, ref.n_stored)
+    kept = replace(
+        ref,
+        blocks=tuple(a for a in ref.blocks if a in there),
+        n_stored=n_stored,
+        boundaries=tuple(b for b in ref.boundaries if b.address in there),
+    )
+    _add(archive, REFERENCE, kept.pack().data)
 
 
 def verify_export(file: Path, on_progress: Progress | None) -> Reference:
