@@ -13,7 +13,7 @@ from torch import nn
 from kvcellar.backends.torch import memory
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.memory import LARGE_PAGE, LINE, Arena
-from kvcellar.backends.torch.pools import make_rows
+from kvcellar.backends.torch.pools import make_side
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
 
@@ -71,7 +71,7 @@ def test_packed_weights_lie_there(bits):
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_pools_that_fill_large_pages_lie_in_them_and_keep_their_rows(kv_dtype):
     cpu, n_cells = torch.device("cpu"), 3 * LARGE_PAGE // (2 * 64)
-    rows = make_rows(2, parse_kv_dtype(kv_dtype).k, 64)
+    rows = make_side(2, parse_kv_dtype(kv_dtype).k, 64)
     rows.grow(100, cpu)
     written = torch.randn(1, 2, 100, 64)
     rows.write_run(0, written)

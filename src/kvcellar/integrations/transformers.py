@@ -57,11 +57,11 @@ def make_cache(
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
     )
-    rows = Rows(config)
+    rows = BatchRows(config)
     return Cache(layers=[CellLayer(rows, layer) for layer in range(config.params.n_layers)])
 
 
-class Rows:
+class BatchRows:
     """The cache that all layers share; made when the first forward says how many rows there are."""
 
     def __init__(self, config: CacheConfig) -> None:
@@ -93,7 +93,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, rows: Rows, layer: int) -> None:
+    def __init__(self, rows: BatchRows, layer: int) -> None:
         """Create the face of one layer."""
         self._rows = rows
         self._layer = layer

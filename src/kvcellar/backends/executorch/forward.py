@@ -32,9 +32,9 @@ class Forwards:
         self._group_layers = [np.array(group.layers) for group in groups]
         for group in groups:
             self._layers["softcap"][list(group.layers)] = group.softcap or 0.0
-        self._forward = native.Forward(cache.steps.n_layers, self._layers.ctypes.data)
+        self._forward = native.ForwardRecord(cache.steps.n_layers, self._layers.ctypes.data)
         self.address = ctypes.addressof(self._forward)
-        """Address of the ``native.Forward``, which stays."""
+        """Address of the ``native.ForwardRecord``, which stays."""
         self._pools: list[tuple[attend.Pool, attend.Pool | None]] = []
         self._steps: list[GroupStep] = []  # keeps plans alive that the runtime has addresses of
 
@@ -61,7 +61,7 @@ class Forwards:
         return self.plan(shape.n_tokens, positions)
 
     def plan(self, n_tokens: int, positions: Sequence[int] | IntArray | None) -> int:
-        """Plan a forward of all layers; return the address of its ``Forward``.
+        """Plan a forward of all layers; return the address of its ``ForwardRecord``.
 
         Args:
             n_tokens: tokens of the flat batch.

@@ -71,7 +71,7 @@ class Times(ctypes.Structure):
     )
 
 
-class Forward(ctypes.Structure):
+class ForwardRecord(ctypes.Structure):
     """``KvcForward``; the layers are an array of ``LAYER``."""
 
     _fields_ = (("n_layers", ctypes.c_int64), ("layers", ctypes.c_void_p))
@@ -276,7 +276,7 @@ def planning(plan: Planner | None) -> Iterator[None]:
     """While it lasts the op asks ``plan`` in this thread where nothing is planned.
 
     Args:
-        plan: returns the address of a ``Forward``. None: the cache attends in Python.
+        plan: returns the address of a ``ForwardRecord``. None: the cache attends in Python.
     """
     before, _kept.plan, _kept.error = _kept.plan, plan, None
     try:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.backends.host_rows import GroupParts, check_rows, empty_rows
-from kvcellar.backends.mlx.pools import Pool, Rows
+from kvcellar.backends.mlx.pools import Pool, PoolSide
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import IntArray, LayerGroup, runs_of
 
@@ -52,7 +52,7 @@ def _bits(part: mx.array) -> NDArray[Any]:
     return np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part)
 
 
-def _array(array: NDArray[Any], side: Rows, at: int) -> mx.array:
+def _array(array: NDArray[Any], side: PoolSide, at: int) -> mx.array:
     """Copy a part ``[n_kv_heads, n, ...]`` of a side from its canonical bytes."""
     stored = side.parts[at].dtype
     rows = mx.array(np.ascontiguousarray(array))

@@ -20,7 +20,7 @@ from kvcellar.kv_dtype import SideDtype
 from kvcellar.types import CacheConfig, LayerGroup
 
 
-class Rows:
+class PoolSide:
     """``[1, n_kv_heads, cells, dim]``: the K or the V side of a pool, as parts of a codec.
 
     Head-major, so that one head's history is contiguous; the leading 1 is attention's batch.
@@ -77,21 +77,21 @@ class Rows:
         return self.codec.view([part[:, :, start : start + length] for part in self.parts])
 
 
-class FloatRows(Rows):
+class FloatSide(PoolSide):
     """A side of one float part: the same, without a detour through the codec."""
 
     def write_run(self, start: int, rows: mx.array) -> None:
-        """Write rows in place; see :class:`Rows`."""
+        """Write rows in place; see :class:`PoolSide`."""
         self.parts[0][:, :, start : start + rows.shape[2]] = rows
 
     def read(self, start: int, length: int) -> mx.array:
-        """Return rows; see :class:`Rows`."""
+        """Return rows; see :class:`PoolSide`."""
         return self.parts[0][:, :, start : start + length]
 
 
-def make_rows(n_heads: int, side: SideDtype, dim: int) -> Rows:
+def make_side(n_heads: int, side: SideDtype, dim: int) -> PoolSide:
     """Create a side without cells."""
-    return (Rows if side.is_quantised else FloatRows)(n_heads, side, dim)
+    return (PoolSide if side.is_quantised else FloatSide)(n_heads, side, dim)
 
 
 class Pool:
@@ -100,8 +100,8 @@ class Pool:
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """Create a pool without cells."""
         self._config = config
-        self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
-        self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
+        self.k = make_side(group.n_kv_heads, config.kv.k, group.head_dim)
+        self.v = make_side(group.n_kv_heads, config.kv.v, group.v_head_dim)
         self.is_float = not config.kv.is_quantised
         """True if both sides are stored as floats."""
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcellar.backends.torch.caches import TorchCache, TorchPools
+from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.codecs import rotate
 from kvcellar.backends.torch.pools import LayerPool
+from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import Sequences
 from kvcellar.bookkeeping.reads import whole_reads
 from kvcellar.errors import ShapeError

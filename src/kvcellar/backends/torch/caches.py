@@ -14,9 +14,9 @@ from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
 from kvcellar.backends.torch.exact import ExactPool
-from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, LayerPool, Pool
+from kvcellar.backends.torch.pools import LayerPool
+from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
-from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
 from kvcellar.kv_dtype import KvDtype
@@ -72,59 +72,6 @@ class Prepared:
     """Plan for the kernel."""
 
 
-class TorchPools:
-    """The bytes of every layer: the port that the bookkeeping moves cells by.
-
-    Always holds: a layer's pool lies on the device of the first K that came for it.
-    """
-
-    def __init__(self, config: CacheConfig, *, in_blocks: bool = False) -> None:
-        """Create pools without cells; they allocate on the device of the first K that comes.
-
-        Args:
-            config: groups, capacity, storage types.
-            in_blocks: cells come in blocks, which ``config.layout`` says how to lay out.
-        """
-        self.config = config
-        self.groups = config.params.groups
-        self.exact = [exact_cells(group, config.kv) for group in self.groups]
-        block_first = in_blocks and config.layout == "block_first"
-        found: dict[int, LayerPool] = {}
-        for group, exact in zip(self.groups, self.exact, strict=True):
-            blocks = GroupBlocks(group, config) if block_first else None
-            for i, layer in enumerate(group.layers):
-                pool = BlockFirstPool(blocks, i) if blocks else Pool(group, config)
-                found[layer] = ExactPool(pool, group, config, exact.n_cells) if exact else pool
-        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self.of_layer)
-
-    @property
-    def home(self) -> torch.device:
-        """The device of the pools; the CPU before the first K came."""
-        found = (pool.device for pool in self.of_layer)
-        return next((device for device in found if device is not None), torch.device("cpu"))
-
-    def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
-        """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
-        exact = self.exact[group]
-        copies = None if exact is None else exact.move(base, src_cells)
-        for layer in self.groups[group].layers:
-            pool = self.of_layer[layer]
-            if pool.device is not None:
-                pool.ensure(base + len(src_cells), pool.device)
-                if kernel.takes(pool.device):
-                    pool.for_kernel().move_cells(base, src_cells)
-                else:
-                    pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
-                if copies is not None:
-                    assert isinstance(pool, ExactPool)
-                    pool.move_exact(*copies)
-
-
 class TorchCache:
     """What the op and whoever moves bytes ask of a cache of tensors: writes, reads, attention.
 
@@ -144,7 +91,7 @@ class TorchCache:
         self.is_rotated = pools.config.kv.k.is_rotated
         """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * len(pools.groups)
-        self._row_layouts = [kernel.RowLayout() for _ in pools.groups]
+        self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
 
     # The op's face -----------------------------------------------------------------------------
 

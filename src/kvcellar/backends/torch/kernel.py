@@ -35,7 +35,7 @@ def dtype_of(dtype: torch.dtype) -> native.Dtype:
     return native.Dtype[str(dtype).removeprefix("torch.")]
 
 
-class RowLayout:
+class TensorLayout:
     """Strides and types of q, k, v and the result, as the kernel is told them.
 
     The same in all layers of a group and in one decode step after the other; made anew where
@@ -73,7 +73,7 @@ class RowLayout:
 def attend(
     plan: native.Plan,
     pool: native.Pool,
-    rows: RowLayout,
+    rows: TensorLayout,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -18,7 +18,7 @@ from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.types import CacheConfig, LayerGroup
 
 
-class Rows:
+class PoolSide:
     """``[1, n_kv_heads, cells, dim]``: the K or the V side of a pool, as parts of a codec.
 
     Head-major, so that one head's history is contiguous; the leading 1 is attention's batch.
@@ -78,22 +78,22 @@ class Rows:
         return self.codec.view(tuple(part.narrow(2, start, length) for part in self.parts))
 
 
-class FloatRows(Rows):
+class FloatSide(PoolSide):
     """A side of one float part: the same, without a detour through the codec."""
 
     def write_run(self, start: int, rows: Tensor) -> None:
-        """Write rows in place; see :class:`Rows`."""
+        """Write rows in place; see :class:`PoolSide`."""
         self.parts[0].narrow(2, start, rows.shape[2]).copy_(rows)
 
     def read(self, start: int, length: int) -> Tensor:
-        """Return rows; see :class:`Rows`."""
+        """Return rows; see :class:`PoolSide`."""
         return self.parts[0].narrow(2, start, length)
 
 
-def make_rows(n_heads: int, side: SideDtype, dim: int) -> Rows:
+def make_side(n_heads: int, side: SideDtype, dim: int) -> PoolSide:
     """Create a side without cells."""
     codec = make_codec(side, dim)
-    return Rows(n_heads, codec) if side.is_quantised else FloatRows(n_heads, codec)
+    return PoolSide(n_heads, codec) if side.is_quantised else FloatSide(n_heads, codec)
 
 
 class Pool:
@@ -105,8 +105,8 @@ class Pool:
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """Create a pool without cells."""
         self._config = config
-        self.k = make_rows(group.n_kv_heads, config.kv.k, group.head_dim)
-        self.v = make_rows(group.n_kv_heads, config.kv.v, group.v_head_dim)
+        self.k = make_side(group.n_kv_heads, config.kv.k, group.head_dim)
+        self.v = make_side(group.n_kv_heads, config.kv.v, group.v_head_dim)
         self.dtype = float_dtype(config.kv)
         """The float type that both sides store; None where there is none."""
         self._for_kernel: attend.Pool | None = None
