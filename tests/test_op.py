@@ -186,6 +186,7 @@ print("both work")
     ],
     ids=["ours first", "theirs first"],
 )
+@pytest.mark.slow
 def test_both_packages_share_the_op_in_either_import_order(imports):
     code = textwrap.dedent(BESIDE_EXECUTORCH).format(imports=imports)
     done = subprocess.run(

@@ -101,6 +101,7 @@ def test_who_looked_a_cache_up_keeps_it_when_the_entry_is_erased_in_mid_use():
     assert cache.seq_len(0) == 2
 
 
+@pytest.mark.slow
 def test_a_cache_that_nobody_holds_any_more_is_freed():
     caches, cache = CacheRegistry(), make_cache()
     caches.install("a", cache)

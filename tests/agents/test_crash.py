@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.agents.crashing import CONFIG, NAMES, new_tokens
 from tests.agents.fakes import BLOCK_TOKENS, manager, oracle, run, tokens_of, turn
@@ -52,6 +53,7 @@ def server() -> Iterator[Any]:
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_agents_that_were_killed_go_on_as_if_they_had_not_been():
     rng = np.random.default_rng(11)
     with server() as process, tempfile.TemporaryDirectory(dir=QUICK) as name:

@@ -26,6 +26,7 @@ from tests.store.fakes import QUICK
 N_KILLS = int(os.environ.get("KVCELLAR_KILLS", "40"))
 
 
+@pytest.mark.slow
 def test_every_acknowledged_turn_is_there_after_a_kill() -> None:
     """At forty random moments, with a disk that is too slow for the saves."""
     rng = np.random.default_rng(5)

@@ -68,6 +68,7 @@ def hosting(home: Path, *args: Any) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.slow
 def test_agents_on_models_that_take_turns_stay_inside_the_budget_and_lose_nothing(models, tmp_path):
     rich = hosting(tmp_path, tmp_path / "rich", "100GB", 4096, 1, 300, *models)
     assert rich["loaded"] == [[0], [0, 1], [0, 1], [0, 1]], "there is room for both"

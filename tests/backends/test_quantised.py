@@ -142,6 +142,7 @@ with kv.make_seq_session(
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read sizes from")
+@pytest.mark.slow
 def test_a_process_holds_half_and_a_third_of_bfloat16s_bytes_for_the_same_tokens() -> None:
     sizes = {}
     for kv_dtype in ("bfloat16", "int8", "int4"):

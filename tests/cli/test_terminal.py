@@ -87,6 +87,7 @@ def terminal(*args: str) -> Iterator[Terminal]:
         os.close(master)
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_progress_reuse_and_commands() -> None:
     with terminal("chat", "--seed", "1", "--max-tokens", "12") as screen:
         screen.wait_for("starting torch")
@@ -105,6 +106,7 @@ def test_a_terminal_sees_progress_reuse_and_commands() -> None:
         assert "Traceback" not in screen.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_ends_without_a_traceback() -> None:
     with terminal("generate", "-p", "import os", "--max-tokens", "4000") as screen:
         screen.wait_for("import")
@@ -113,6 +115,7 @@ def test_ctrl_c_at_a_terminal_ends_without_a_traceback() -> None:
         assert "Traceback" not in screen.text
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_silent() -> None:
     command = [*KVCELLAR, "generate", "-p", "import os", "--max-tokens", "4000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -126,6 +129,7 @@ def test_a_closed_pipe_is_silent() -> None:
         assert process.wait(timeout=TIMEOUT_S) == 141
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_long_saves_and_loads_go_on_and_a_pipe_no_bar_of_them(
     tmp_path: Path,
 ) -> None:

@@ -183,6 +183,7 @@ class GuessAgain:
     tidy_every=st.sampled_from([1, 3, 10**9]),
     scored_at_once=st.sampled_from([1, 3, 10**6]),
 )
+@pytest.mark.slow
 def test_any_mixture_gives_the_tokens_of_the_plain_loop(
     params, arrivals, config, capacity, kind, tidy_every, scored_at_once
 ):
@@ -604,6 +605,7 @@ def test_a_forward_that_raises_fails_its_batch_only_and_the_engine_lives_on():
     nothing_is_left(engine)
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_later_every_count_is_back_where_it_began():
     engine = make_engine(capacity=300, max_num_batched_tokens=64, max_num_seqs=16)
     n_done = 0

@@ -47,6 +47,7 @@ def budgeted(
     ),
     drafter=st.sampled_from([None, GuessAgain()]),
 )
+@pytest.mark.slow
 def test_with_too_little_memory_for_all_each_gets_the_tokens_of_the_plain_loop(
     arrivals, kind, params, n_bytes, config, drafter
 ):

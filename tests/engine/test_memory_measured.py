@@ -84,6 +84,7 @@ def idle(folder: Any) -> dict[str, Any]:
         ("gemma3", "paged", "bfloat16", 10, 1000),
     ],
 )
+@pytest.mark.slow
 def test_the_whole_process_stays_inside_its_budget_under_load(
     name, kind, kv_dtype, n_requests, n_tokens, folder, idle
 ):
@@ -99,6 +100,7 @@ def test_the_whole_process_stays_inside_its_budget_under_load(
     assert seen["evicted"] + seen["preempted"] > 0
 
 
+@pytest.mark.slow
 def test_weights_count_from_the_start_though_they_are_mapped_from_their_file(folder, idle):
     heavy = loaded(folder("heavy"), "cells", "100GB", "float32", 1, 4)
     weights = 2 * 3 * 128 * 32_768 * 4  # gate, up, down of two layers: 101 MB; the other has 15

@@ -147,6 +147,7 @@ def _is_near_an_edge(logits: Sequence[float], params: SamplingParams, token_id: 
     ],
     ids=["plain", "top_k", "top_p", "min_p", "all"],
 )
+@pytest.mark.slow
 def test_many_seeds_sample_the_exact_distribution(params: SamplingParams) -> None:
     logits = np.random.default_rng(3).normal(0, 1.5, VOCAB).astype(np.float32)
     n = 8000

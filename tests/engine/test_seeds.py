@@ -75,6 +75,7 @@ def alone(model: Any) -> dict[int, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_in_a_batch_of_others_with_seeds_of_their_own(engine_of, alone):
     engine = engine_of()
     others = [Request(prompt, params_of(50 + i)) for i, prompt in enumerate(OTHERS)]

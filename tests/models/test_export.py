@@ -37,6 +37,7 @@ def export(model: torch.nn.Module) -> torch.export.ExportedProgram:
         ("gpt_oss", "kvcache.update_and_attend_sinks.default"),
     ],
 )
+@pytest.mark.slow
 def test_the_graph_has_one_op_node_per_layer_and_runs_on_our_caches(loaded, oracle, family, op):
     model = loaded(family)
     program = export(model.network)

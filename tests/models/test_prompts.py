@@ -362,6 +362,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("kind", sorted(ENDLESS))
+@pytest.mark.slow
 def test_a_template_that_takes_too_much_is_stopped_and_the_next_one_is_rendered(kind):
     known = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=ENDLESS[kind])
     report = check_template(known)  # as at load: once is enough
@@ -372,6 +373,7 @@ def test_a_template_that_takes_too_much_is_stopped_and_the_next_one_is_rendered(
     assert render(tokenizer("chatml"), [{"role": "user", "content": "x"}]).text
 
 
+@pytest.mark.slow
 def test_while_a_template_runs_for_ever_other_threads_and_other_templates_go_on():
     slow = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=ENDLESS["nesting"])
     message = [{"role": "user", "content": "x"}]
@@ -402,6 +404,7 @@ def test_what_a_template_raises_is_quoted():
         render(known, [{"role": "user", "content": "x"}])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_ended_leaves_no_renderer_behind():
     script = (
         "import sys; from tests.models.test_prompts import tokenizer; "

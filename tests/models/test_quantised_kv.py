@@ -31,6 +31,7 @@ BOUNDS_WITH_EXPERTS = {"int8": 0.3, "int8:rot": 0.3, "k8v4": 0.6, "int4": 0.8, "
 
 @pytest.mark.parametrize("kv_dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_logits_stay_within_the_bound_of_the_type(family, kv_dtype, loaded, oracle):
     model = loaded(family)
     tokens = text(48)

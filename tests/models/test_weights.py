@@ -163,6 +163,7 @@ def reads_rows_of_its_head(model, own, monkeypatch):
 @needs_kernel
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
+@pytest.mark.slow
 def test_no_file_stays_mapped(tmp_path, weights):
     def is_mapped() -> bool:
         return str(tmp_path) in Path("/proc/self/maps").read_text("utf-8")

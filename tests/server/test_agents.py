@@ -23,6 +23,7 @@ def make(live, name, *texts, **more):
     return end if texts else None
 
 
+@pytest.mark.slow
 def test_an_agent_lives_through_all_its_verbs(live):
     make(live, "verbs", "One.", "Two.", system="You write Python.")
     shown = live.get("/v1/agents/verbs")
@@ -153,6 +154,7 @@ def test_a_name_is_taken_once(live):
     assert again.status_code == 409 and "choose another name" in again.text
 
 
+@pytest.mark.slow
 def test_agents_are_there_after_a_restart(tmp_path):
     with serving(tmp_path) as live:
         make(live, "stays", "Remember this. " * 30)
@@ -173,6 +175,7 @@ def test_agents_are_there_after_a_restart(tmp_path):
         assert more["usage"]["prompt_tokens"] > n, "its own tokens are gone on from"
 
 
+@pytest.mark.slow
 def test_a_turn_that_the_cli_took_meanwhile_is_shown(tmp_path):
     """Another process on the same store: listed, described, explained, and gone on from."""
     command = [sys.executable, "-m", "kvcellar", "agents"]

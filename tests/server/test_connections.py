@@ -124,6 +124,7 @@ def test_two_requests_in_one_piece_are_both_answered(bounded):
     assert said.count(b"HTTP/1.1 200 ") == 2 and said.count(b"HTTP/1.1 408 ") == 1
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_body_that_nobody_reads_is_not_waited_for(bounded):
     head = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
     with opened(bounded, 1, head) as (connection,):

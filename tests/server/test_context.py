@@ -62,6 +62,7 @@ def long_bodies():
 
 
 @pytest.mark.parametrize(("path", "body"), list(long_bodies()))
+@pytest.mark.slow
 def test_a_prompt_that_no_waiting_makes_fit_is_a_400_in_the_words_of_its_protocol(
     small, path, body
 ):

@@ -268,6 +268,7 @@ def check(live: Live, folder: Any, talk: Talk, step: Step, is_on: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.slow
 def test_counted_billed_and_read_are_the_same_warm_and_cold(name, folder, tmp_path_factory):
     def load(path: str, progress: Any) -> ModelHost:
         return open_host(

@@ -97,6 +97,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.slow
 def test_what_does_not_continue_it_is_answered_by_a_branch_and_the_agent_is_as_it_was(live, what):
     name = "b." + what.replace(" ", "-")
     known = make(live, name, "One.", "Two.")
@@ -466,6 +467,7 @@ def test_a_response_that_was_deleted_is_gone_for_good(live):
     assert live.get("/v1/agents?dropped=true")["data"] == before
 
 
+@pytest.mark.slow
 def test_branches_and_what_is_behind_the_history_are_there_after_a_restart(tmp_path):
     with serving(tmp_path) as live:
         known = make(live, "poet", "One.")
@@ -516,6 +518,7 @@ def counted_and_billed(live, name, messages, headers=None, **more):
 
 
 @pytest.mark.parametrize("which", ["live", "knowing"])
+@pytest.mark.slow
 def test_what_is_counted_for_an_agent_is_what_its_turn_is_billed(which, request):
     live, name = request.getfixturevalue(which), f"counted-{which}"
     live.post("/v1/agents", {"id": name, "system": "Be kind."})

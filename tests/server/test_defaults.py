@@ -52,6 +52,7 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.slow
 def test_the_models_own_settings_hold_where_a_client_gives_none(tuned, seen, path):
     tuned.post(path, ROUTES[path])
     tuned.post(path, ROUTES[path] | {"temperature": 0})

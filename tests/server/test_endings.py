@@ -150,6 +150,7 @@ def cramped(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", SPOKEN)
+@pytest.mark.slow
 def test_an_answer_that_fills_the_context_says_so(cramped, path):
     words = {
         "/v1/responses": "incomplete",
@@ -164,6 +165,7 @@ def test_an_answer_that_fills_the_context_says_so(cramped, path):
         assert cramped.post(path, body)["kvcellar"]["finish_cause"] == "cache_full"
 
 
+@pytest.mark.slow
 def test_what_was_held_back_for_a_stop_text_comes_where_the_room_ends(cramped):
     path = "/v1/chat/completions"
     body = asked(path, SPOKEN[path], 500, ignore_eos=True)

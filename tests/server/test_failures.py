@@ -34,6 +34,7 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.slow
 def test_an_engine_that_stops_ends_its_streams_with_an_error_and_refuses_what_comes_later(
     path, tmp_path, monkeypatch
 ):

@@ -31,6 +31,7 @@ def fuzzed(tmp_path_factory):
         yield live
 
 
+@pytest.mark.slow
 def test_every_route_answers_whatever_comes(fuzzed):
     document = schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json").exclude(path=ENDLESS)
     n_routes = 0
@@ -240,6 +241,7 @@ def bodies_of(document, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.slow
 def test_no_value_of_any_field_is_an_error_of_the_servers(fuzzed, path):
     document = fuzzed.get("/openapi.json")
     bodies = list(bodies_of(document, path))

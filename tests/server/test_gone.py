@@ -100,6 +100,7 @@ def counts(live):
     }
 
 
+@pytest.mark.slow
 def test_whoever_leaves_takes_everything_along(small):
     """And memory is what it was: the first visits filled the cache, the others change nothing."""
     chance = random.Random(7)
@@ -137,6 +138,7 @@ def test_whoever_leaves_takes_everything_along(small):
     assert answer["choices"][0]["message"]["content"] is not None
 
 
+@pytest.mark.slow
 def test_a_prompt_of_somebody_who_left_is_still_good_for_the_next(small):
     """What was computed for a client that has gone is there for the one that asks again."""
     body = {"messages": [{"role": "user", "content": "again " * 120}], **LONG}

@@ -85,6 +85,7 @@ def call(name, **arguments):
 
 
 @pytest.mark.parametrize("what", NO_GRAMMAR)
+@pytest.mark.slow
 def test_one_keyword_without_a_grammar_costs_nobody_else_a_thing(host, what):
     schema, named = NO_GRAMMAR[what]
     held = calls_of(host, [tool("odd", with_x(schema)), tool("even", with_x({"type": "null"}))])
@@ -143,6 +144,7 @@ def test_a_tool_whose_schema_has_no_grammar_at_all_takes_any_object(host, parame
     assert not takes(host, held.begin, f"{call_head('odd')}[", False)
 
 
+@pytest.mark.slow
 def test_schemas_without_end_are_answered_all_the_same(host):
     deep = {}
     for _ in range(300):
@@ -248,6 +250,7 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(SCHEMAS.filter(lambda schema: isinstance(schema, dict)), min_size=1, max_size=3))
+@pytest.mark.slow
 def test_any_schemas_of_tools_give_a_grammar(host, schemas):
     tools = [tool(f"f{i}", schema) for i, schema in enumerate(schemas)]
     held = calls_of(host, [*tools, tool("even", with_x({}))])

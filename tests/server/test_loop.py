@@ -278,6 +278,7 @@ def test_a_prompt_that_fits_is_worked_on_beside_the_others(shared, capsys):
     goes_unnoticed(shared, "much that is small", ask, capsys)
 
 
+@pytest.mark.slow
 def test_somebody_elses_stream_goes_on_while_ten_megabytes_arrive(shared):
     """The longest time between two tokens, beside what it is without them."""
     ask = {"prompt": "Go on: ", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -301,6 +302,7 @@ def test_somebody_elses_stream_goes_on_while_ten_megabytes_arrive(shared):
     assert max(gaps) < 2 * MOST_STALL_S
 
 
+@pytest.mark.slow
 def test_all_large_bodies_together_have_a_limit(tmp_path):
     """Those that are being read count as what they say that they will be."""
     with serving(tmp_path, max_body_bytes=1 << 20) as live:

@@ -50,6 +50,7 @@ def test_metrics_count_what_was_done(live):
     assert after["kvcellar_resident_bytes",] > 1e7
 
 
+@pytest.mark.slow
 def test_guesses_are_counted_in_metrics_and_told_with_each_answer(tmp_path):
     """A model that has to say one word again and again: after it n-grams are mostly right."""
 
@@ -185,6 +186,7 @@ def two_models(tmp_path):
         yield live
 
 
+@pytest.mark.slow
 def test_a_swap_of_models_is_seen_in_health(two_models):
     live = two_models
     assert live.http.get("/ready").status_code == 503

@@ -22,6 +22,7 @@ def session():
     del sys.modules[spec.name]
 
 
+@pytest.mark.slow
 def test_a_session_that_comes_as_text_is_computed_once(session, tmp_path):
     with serving(tmp_path, load=load_demo(16384)) as live:
         live.post("/v1/completions", {"prompt": [9], "max_tokens": 1})  # the model is there

@@ -167,6 +167,7 @@ def test_what_is_not_stored_cannot_be_gone_on_from(client):
         ask(client, "x", previous_response_id="../../etc/passwd")
 
 
+@pytest.mark.slow
 def test_a_response_is_there_after_a_restart(tmp_path):
     with serving(tmp_path) as live, client_of(live) as client:
         first = ask(client, "Before the restart. " * 40, max_output_tokens=20)
@@ -219,6 +220,7 @@ def talk_with_tools(live):
     return first, second, third
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_there_whole_after_a_restart(tmp_path):
     with serving(tmp_path) as live:
         responses = talk_with_tools(live)
@@ -254,6 +256,7 @@ def test_what_is_stored_is_there_whole_after_a_restart(tmp_path):
         assert len({item["id"] for item in last}) == len(last)
 
 
+@pytest.mark.slow
 def test_a_response_is_durable_before_it_is_answered(tmp_path):
     """As after a kill: nothing that is queued gets written."""
     with serving(tmp_path) as live:
@@ -285,6 +288,7 @@ def test_a_response_is_durable_before_it_is_answered(tmp_path):
         ]
 
 
+@pytest.mark.slow
 def test_a_named_agents_response_is_stored_too_and_can_be_gone_on_from(tmp_path):
     with serving(tmp_path) as live:
         live.post("/v1/agents", {"id": "poet"})
@@ -302,6 +306,7 @@ def test_a_named_agents_response_is_stored_too_and_can_be_gone_on_from(tmp_path)
         assert live.get("/v1/agents/poet")["n_turns"] == 1
 
 
+@pytest.mark.slow
 def test_a_named_agents_messages_are_what_was_sent(tmp_path):
     with serving(tmp_path) as live:
         live.post("/v1/agents", {"id": "adder"})
@@ -318,6 +323,7 @@ def test_a_named_agents_messages_are_what_was_sent(tmp_path):
         assert live.get("/v1/agents/adder")["messages"][:-1] == asked
 
 
+@pytest.mark.slow
 def test_a_deleted_response_stays_deleted_and_what_went_on_from_it_stays(tmp_path):
     with serving(tmp_path) as live:
         first, second, third = talk_with_tools(live)
@@ -361,6 +367,7 @@ def test_what_has_ended_cannot_be_cancelled_or_streamed_again(live):
     assert streamed.status_code == 400
 
 
+@pytest.mark.slow
 def test_a_response_that_cannot_be_stored_does_not_say_that_it_is(tmp_path, monkeypatch):
     with serving(tmp_path) as live:
 

@@ -34,6 +34,7 @@ def invoked(*arguments):
     return CliRunner().invoke(app, ["serve", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_has_published_every_agent(tmp_path, environment):
     store = tmp_path / "store"
     process = subprocess.Popen(

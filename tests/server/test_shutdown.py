@@ -129,6 +129,7 @@ def the_history_was_saved(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["after its time", "by a second signal"])
+@pytest.mark.slow
 def test_streams_of_a_server_that_is_stopped_end_with_an_error_that_says_why(how, tmp_path):
     is_hurried = how == "by a second signal"
     with process(tmp_path, "--shutdown", "600" if is_hurried else "0.2") as (server, url):
@@ -147,6 +148,7 @@ def test_streams_of_a_server_that_is_stopped_end_with_an_error_that_says_why(how
     the_history_was_saved(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_answer_in_one_piece_is_refused_with_the_reason(tmp_path):
     with process(tmp_path, "--shutdown", "0.2") as (server, url):
         found: list[httpx.Response] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from kvcellar.agents import open_host
 from tests.server.live import serving
 
@@ -11,6 +13,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends_refuses_its_chats_and_the_rest_goes_on(tmp_path):
     def load(path, progress):
         return open_host(path, capacity=512, chat_template=ENDLESS, progress=progress)

@@ -51,6 +51,7 @@ def lines_until(stream: IO[str], last: str) -> Iterator[list[str]]:
         assert words[:1] != ["end"], "it ended by itself"
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_moment_leaves_every_history_as_it_was_published(
     tmp_path: Path, server: subprocess.Popen[str]
 ) -> None:

@@ -176,6 +176,7 @@ def test_the_list_of_agents_says_which_is_damaged_and_why(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_whatever_a_reference_says_the_others_are_untouched(seed: int, folder: Path) -> None:
     rng = random.Random(seed)
     path = reference_of(folder / "store", "a")
@@ -210,6 +211,7 @@ def test_whatever_a_reference_says_the_others_are_untouched(seed: int, folder: P
         assert run(turn(agents, "b", "still")).usage.prompt_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_server_with_a_damaged_agent_serves_everybody_else(tmp_path: Path) -> None:
     with serving(tmp_path / "one") as live:
         live.post("/v1/agents", {"id": "a"})

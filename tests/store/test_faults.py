@@ -149,6 +149,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.slow
 def test_a_thousand_faults_give_no_wrong_byte_and_are_all_reported(
     healthy: Path, quick_path: Path
 ) -> None:

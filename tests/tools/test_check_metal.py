@@ -26,6 +26,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_checks_hold_on_a_cpu() -> None:
     names = ("attention_equals_numpy", "a_token_does_not_copy_its_pool", "threads_take_turns",
              "rows_come_back_bit_for_bit", "the_wired_limit_is_left_alone")  # fmt: skip

@@ -70,6 +70,7 @@ def plain(model: Any, prompts: Any) -> list[tuple[int, ...]]:
         ]
 
 
+@pytest.mark.slow
 def test_the_bundled_head_is_right_often_and_changes_nothing(demo):
     head = load_eagle3(None, demo)
     prompts = [tuple(demo.tokenizer(text)["input_ids"]) for text in TEXTS]
@@ -106,6 +107,7 @@ def test_a_host_speculates_by_the_heads_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.slow
 def test_a_head_that_knows_nothing_changes_nothing(tmp_path, family):
     model = load_model(make_checkpoint(family, tmp_path / family))
     config = head_config()

@@ -58,6 +58,7 @@ def drafter_of(kind: str, params: Any) -> Any:
 
 @pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
 @pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.slow
 def test_with_forks_and_preemption_between(params, kind):
     """Prompts and their forks, of which some have to give way."""
     cache = make_cache("tree", 110, params)
@@ -249,6 +250,7 @@ def agrees(model: LoadedModel, cache: str, kind: str, *, capacity: int = CAPACIT
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("cache", SESSIONS)
+@pytest.mark.slow
 def test_on_torch(loaded, cache, kind):
     agrees(loaded(), cache, kind)
 
@@ -273,6 +275,7 @@ def next_logits(model: LoadedModel, kv_dtype: str, prompt: Any, said: Any) -> np
 @pytest.mark.parametrize("kind", [None, *DRAFTERS])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("cache", SESSIONS)
+@pytest.mark.slow
 def test_on_quantised_pools(loaded, cache, kv_dtype, kind):
     """With guesses and without: the tokens of the plain loop, but for a tie in some hundred texts.
 

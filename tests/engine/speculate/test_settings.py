@@ -55,6 +55,7 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> list[Any]:
 @pytest.mark.parametrize("cache", ["tree", "seq"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.slow
 def test_a_setting_holds_within_guesses(kind, setting, cache):
     params = SETTINGS[setting]
     if kind == "ngram":  # it is right where few tokens are said again and again

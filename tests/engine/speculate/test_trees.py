@@ -351,6 +351,7 @@ class Fixed:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.slow
 def test_what_is_sampled_is_distributed_as_the_model_says(temperature):
     """Chi-square of 20,000 tokens, by the token before; fixed seeds, 99.9 per cent."""
     cache = TreeSequences(make_config(Markov.params, 10 * 2100))
