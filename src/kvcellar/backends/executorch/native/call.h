@@ -14,9 +14,9 @@ struct Call {
   KvcForward* forward = nullptr;
   KvcTimes times{};
   int64_t n_kernel_times = 1;  // more: to measure
-  std::string error;  // the op's own
+  std::string error;           // the op's own
   bool is_shape_error = false;
-  std::string log;    // the runtime's
+  std::string log;  // the runtime's
 };
 
 // The innermost call of this thread; null outside of ours: then the official runtime runs.

@@ -56,8 +56,7 @@ struct KvcTimes {
 // Both are called with the GIL by ctypes; other than 0: they failed and have kept the exception.
 // prepare: a forward reached `layer` and nothing is planned for it. shape: tokens, query heads, KV
 // heads, head_dim, v_head_dim. *forward is null where the cache is one in Python.
-typedef int (*KvcPrepare)(int64_t layer, const int64_t* shape, const int64_t* positions,
-                          struct KvcForward** forward);
+typedef int (*KvcPrepare)(int64_t layer, const int64_t* shape, const int64_t* positions, struct KvcForward** forward);
 typedef int (*KvcAttendInPython)(const struct KvcAttend* call);
 
 const char* kvc_built_for(void);  // the version of ExecuTorch
@@ -84,14 +83,12 @@ int kvc_backends(void* program, const char* method, const char** names, int64_t 
 // Runs a loaded method. Outputs point into the program and are valid until its next run; returns how
 // many there are, or -1. `forward` is what was planned for it, or null.
 int64_t kvc_run(void* program, const char* method, const struct KvcValue* inputs, int64_t n_inputs,
-                struct KvcForward* forward, struct KvcValue* outputs, int64_t n_outputs,
-                struct KvcTimes* times);
+                struct KvcForward* forward, struct KvcValue* outputs, int64_t n_outputs, struct KvcTimes* times);
 
 // Calls the op `n_times` as a program does, through the runtime's registry. values: q, k, v, position,
 // out and, where there are sinks, those. `forward` as in kvc_run; it counts as not run before each call.
 // Each call runs the kernel `n_kernel_times`: what is measured is then the kernel alone.
 int kvc_call_op(const struct KvcValue* values, int64_t n_values, int64_t layer, double scale,
-                struct KvcForward* forward, int64_t n_times, int64_t n_kernel_times,
-                struct KvcTimes* times);
+                struct KvcForward* forward, int64_t n_times, int64_t n_kernel_times, struct KvcTimes* times);
 
 }  // extern "C"

@@ -23,10 +23,10 @@ namespace kvcellar {
 namespace {
 
 using executorch::aten::ArrayRef;
+using executorch::aten::optional;
 using executorch::aten::ScalarType;
 using executorch::aten::SizesType;
 using executorch::aten::Tensor;
-using executorch::aten::optional;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
 using executorch::runtime::KernelRuntimeContext;
@@ -112,8 +112,8 @@ bool copy_positions(const Tensor& position, std::vector<int64_t>& to) {
 
 // The layer in the step that was planned for this run; asks Python for a plan where there is none.
 // false: failed. *layer stays null where the cache is one in Python.
-bool find_layer(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& position,
-                int64_t layer_id, KvcLayer** layer) {
+bool find_layer(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& position, int64_t layer_id,
+                KvcLayer** layer) {
   Call* call = current_call();
   if (!call || !kernel_step) return true;
   const auto ready = [&]() -> KvcLayer* {
@@ -134,9 +134,8 @@ bool find_layer(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   return true;
 }
 
-Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Tensor& q,
-                        const Tensor& k, const Tensor& v, double scale,
-                        const optional<Tensor>& sinks, Tensor& out) {
+Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Tensor& q, const Tensor& k,
+                        const Tensor& v, double scale, const optional<Tensor>& sinks, Tensor& out) {
   std::vector<float> as_floats;
   KvcStepCall call{};
   call.plan = layer.plan;
@@ -170,8 +169,7 @@ Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Te
     call.sinks = sinks->const_data_ptr<float>();
   }
   call.parallel_for = parallel_for;
-  call.n_threads =
-      uses_threads() ? static_cast<int32_t>(executorch::extension::get_thread_count()) : 1;
+  call.n_threads = uses_threads() ? static_cast<int32_t>(executorch::extension::get_thread_count()) : 1;
   char error[400];
   for (int64_t i = current_call()->n_kernel_times; i > 0; --i)
     if (kernel_step(&call, error, sizeof error)) return failed(context, out, error);
@@ -179,19 +177,17 @@ Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Te
   return out;
 }
 
-Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, const Tensor& v,
-               const Tensor& position, int64_t layer_id, double scale, ScalarType out_dtype,
-               const optional<Tensor>& sinks, Tensor& out) {
-  if (!is_bhsd(q) || !is_bhsd(k) || !is_bhsd(v) || q.size(2) != k.size(2) ||
-      k.size(2) != v.size(2) || k.size(1) != v.size(1) || q.size(3) != k.size(3) ||
-      position.numel() != k.size(2))
+Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& position,
+               int64_t layer_id, double scale, ScalarType out_dtype, const optional<Tensor>& sinks, Tensor& out) {
+  if (!is_bhsd(q) || !is_bhsd(k) || !is_bhsd(v) || q.size(2) != k.size(2) || k.size(2) != v.size(2) ||
+      k.size(1) != v.size(1) || q.size(3) != k.size(3) || position.numel() != k.size(2))
     return misshapen(context, out,
                      "q, k and v are not [1, heads, T, dim] of one T, with as many positions: the "
                      "program is not one for caches with all tokens on one axis");
   if (out_dtype != out.scalar_type())
     return failed(context, out, "the result is planned in another type than out_dtype");
-  const SizesType sizes[4] = {1, static_cast<SizesType>(q.size(1)),
-                              static_cast<SizesType>(q.size(2)), static_cast<SizesType>(v.size(3))};
+  const SizesType sizes[4] = {1, static_cast<SizesType>(q.size(1)), static_cast<SizesType>(q.size(2)),
+                              static_cast<SizesType>(v.size(3))};
   if (executorch::runtime::resize_tensor(out, ArrayRef<SizesType>(sizes, 4)) != Error::Ok)
     return failed(context, out, "the result does not fit where it is planned");
   KvcLayer* layer = nullptr;
@@ -199,17 +195,22 @@ Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, 
     context.fail(Error::InvalidState);
     return out;
   }
-  const bool is_float = kernel_dtype(q.scalar_type()) >= 0 &&
-                        q.scalar_type() == k.scalar_type() && k.scalar_type() == v.scalar_type() &&
-                        kernel_dtype(out.scalar_type()) >= 0 && q.strides()[3] == 1 &&
-                        k.strides()[3] == 1 && v.strides()[3] == 1 && out.strides()[3] == 1;
+  const bool is_float = kernel_dtype(q.scalar_type()) >= 0 && q.scalar_type() == k.scalar_type() &&
+                        k.scalar_type() == v.scalar_type() && kernel_dtype(out.scalar_type()) >= 0 &&
+                        q.strides()[3] == 1 && k.strides()[3] == 1 && v.strides()[3] == 1 && out.strides()[3] == 1;
   if (layer) {
     if (!is_float) return failed(context, out, "q, k and v are not of one float type, without gaps");
     return attend_natively(context, *layer, q, k, v, scale, sinks, out);
   }
-  const KvcAttend call{lend(q), lend(k), lend(v), lend(position),
+  const KvcAttend call{lend(q),
+                       lend(k),
+                       lend(v),
+                       lend(position),
                        sinks.has_value() ? lend(*sinks) : nullptr,
-                       lend(out), layer_id, scale, static_cast<int32_t>(out_dtype)};
+                       lend(out),
+                       layer_id,
+                       scale,
+                       static_cast<int32_t>(out_dtype)};
   if (attend_in_python(&call)) return failed(context, out, "");
   return out;
 }
@@ -243,13 +244,11 @@ void boxed(KernelRuntimeContext& context, Span<EValue*> args, bool has_sinks) {
     if (Call* call = current_call()) call->error = "the op is called with other arguments";
     return context.fail(Error::InvalidArgument);
   }
-  const double scale = args[5]->isDouble() ? args[5]->toDouble()
-                                           : static_cast<double>(args[5]->toInt());
+  const double scale = args[5]->isDouble() ? args[5]->toDouble() : static_cast<double>(args[5]->toInt());
   optional<Tensor> sinks;
   if (has_sinks) sinks = args[7]->toTensor();
-  attend(context, args[0]->toTensor(), args[1]->toTensor(), args[2]->toTensor(),
-         args[3]->toTensor(), args[4]->toInt(), scale, static_cast<ScalarType>(args[6]->toInt()),
-         sinks, args[n - 1]->toTensor());
+  attend(context, args[0]->toTensor(), args[1]->toTensor(), args[2]->toTensor(), args[3]->toTensor(), args[4]->toInt(),
+         scale, static_cast<ScalarType>(args[6]->toInt()), sinks, args[n - 1]->toTensor());
 }
 
 void plain_op(KernelRuntimeContext& context, Span<EValue*> args) { boxed(context, args, false); }
@@ -259,8 +258,7 @@ void sinks_op(KernelRuntimeContext& context, Span<EValue*> args) { boxed(context
 }  // namespace
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
@@ -274,8 +272,7 @@ bool register_ops(KvcPrepare prepare, KvcAttendInPython in_python, void* step) {
   if (is_ours) return true;
   constexpr const char* plain = "kvcache::update_and_attend.out";
   constexpr const char* sinks = "kvcache::update_and_attend_sinks.out";
-  if (executorch::runtime::registry_has_op_function(plain) ||
-      executorch::runtime::registry_has_op_function(sinks))
+  if (executorch::runtime::registry_has_op_function(plain) || executorch::runtime::registry_has_op_function(sinks))
     return false;
   static const Kernel kernels[] = {
       Kernel(plain, plain_op),

@@ -43,8 +43,8 @@ PalImpl kept{};  // what the runtime had
 
 constexpr size_t kLogBytes = 2000;
 
-void emit(et_timestamp_t at, et_pal_log_level_t level, const char* file, const char* function,
-          size_t line, const char* message, size_t length) {
+void emit(et_timestamp_t at, et_pal_log_level_t level, const char* file, const char* function, size_t line,
+          const char* message, size_t length) {
   if (Call* call = call_of_thread) {
     if ((level == kError || level == kFatal) && call->log.size() < kLogBytes) {
       if (!call->log.empty()) call->log += "; ";
@@ -124,15 +124,14 @@ Error make_planned(OpenProgram& program, const std::string& method, Planned& to)
     std::align(64, n_bytes, aligned, space);
     to.spans.emplace_back(static_cast<uint8_t*>(aligned), n_bytes);
   }
-  to.allocator = std::make_unique<HierarchicalAllocator>(
-      Span<Span<uint8_t>>(to.spans.data(), to.spans.size()));
+  to.allocator = std::make_unique<HierarchicalAllocator>(Span<Span<uint8_t>>(to.spans.data(), to.spans.size()));
   return Error::Ok;
 }
 
 TensorPtr tensor_of(const KvcValue& from) {
   std::vector<executorch::aten::SizesType> sizes(from.sizes, from.sizes + from.n_dims);
-  return executorch::extension::make_tensor_ptr(
-      std::move(sizes), from.data, {}, {}, static_cast<executorch::aten::ScalarType>(from.dtype));
+  return executorch::extension::make_tensor_ptr(std::move(sizes), from.data, {}, {},
+                                                static_cast<executorch::aten::ScalarType>(from.dtype));
 }
 
 void describe(const EValue& value, KvcValue& to) {
@@ -173,8 +172,8 @@ void watch_runtime() {
   std::call_once(once, [] {
     executorch::runtime::pal_init();
     if (const PalImpl* before = executorch::runtime::get_pal_impl()) kept = *before;
-    executorch::runtime::register_pal(PalImpl::create(nullptr, last_resort, nullptr, nullptr, emit,
-                                                      nullptr, nullptr, __FILE__));
+    executorch::runtime::register_pal(
+        PalImpl::create(nullptr, last_resort, nullptr, nullptr, emit, nullptr, nullptr, __FILE__));
   });
 }
 
@@ -224,9 +223,7 @@ void* kvc_open(const char* path) {
 
 void kvc_close(void* program) { delete static_cast<OpenProgram*>(program); }
 
-int64_t kvc_n_methods(void* program) {
-  return static_cast<int64_t>(opened(program).methods.size());
-}
+int64_t kvc_n_methods(void* program) { return static_cast<int64_t>(opened(program).methods.size()); }
 
 const char* kvc_method_name(void* program, int64_t index) {
   return opened(program).methods[static_cast<size_t>(index)].c_str();
@@ -260,19 +257,19 @@ int64_t kvc_n_inputs(void* program, const char* method) {
 
 int kvc_input(void* program, const char* method, int64_t index, KvcValue* to) {
   Call call;
-  return guarded(call, "reading what the method takes", [&] {
-           *to = KvcValue{};
-           const auto meta = opened(program).module->method_meta(method);
-           if (!meta.ok()) return meta.error();
-           const auto input = meta->input_tensor_meta(static_cast<size_t>(index));
-           if (!input.ok()) return input.error();
-           to->tag = kvc_tensor;
-           to->dtype = static_cast<int32_t>(input->scalar_type());
-           to->n_dims = static_cast<int32_t>(input->sizes().size());
-           for (size_t i = 0; i < input->sizes().size() && i < 8; ++i)
-             to->sizes[i] = input->sizes()[i];
-           return Error::Ok;
-         })
+  return guarded(call, "reading what the method takes",
+                 [&] {
+                   *to = KvcValue{};
+                   const auto meta = opened(program).module->method_meta(method);
+                   if (!meta.ok()) return meta.error();
+                   const auto input = meta->input_tensor_meta(static_cast<size_t>(index));
+                   if (!input.ok()) return input.error();
+                   to->tag = kvc_tensor;
+                   to->dtype = static_cast<int32_t>(input->scalar_type());
+                   to->n_dims = static_cast<int32_t>(input->sizes().size());
+                   for (size_t i = 0; i < input->sizes().size() && i < 8; ++i) to->sizes[i] = input->sizes()[i];
+                   return Error::Ok;
+                 })
              ? 0
              : 1;
 }
@@ -293,8 +290,8 @@ int kvc_backends(void* program, const char* method, const char** names, int64_t 
   return found;
 }
 
-int kvc_call_op(const KvcValue* values, int64_t n_values, int64_t layer, double scale,
-                KvcForward* forward, int64_t n_times, int64_t n_kernel_times, KvcTimes* times) {
+int kvc_call_op(const KvcValue* values, int64_t n_values, int64_t layer, double scale, KvcForward* forward,
+                int64_t n_times, int64_t n_kernel_times, KvcTimes* times) {
   Call call;
   call.forward = forward;
   call.n_kernel_times = n_kernel_times;
@@ -306,8 +303,8 @@ int kvc_call_op(const KvcValue* values, int64_t n_values, int64_t layer, double 
     if (!op.ok()) return op.error();
     std::vector<TensorPtr> tensors;
     for (int64_t i = 0; i < n_values; ++i) tensors.push_back(tensor_of(values[i]));
-    std::vector<EValue> args{*tensors[0], *tensors[1], *tensors[2], *tensors[3], layer, scale,
-                             static_cast<int64_t>(values[4].dtype)};
+    std::vector<EValue> args{
+        *tensors[0], *tensors[1], *tensors[2], *tensors[3], layer, scale, static_cast<int64_t>(values[4].dtype)};
     if (has_sinks) args.emplace_back(*tensors[5]);
     args.emplace_back(*tensors[4]);
     args.emplace_back(*tensors[4]);
@@ -326,8 +323,8 @@ int kvc_call_op(const KvcValue* values, int64_t n_values, int64_t layer, double 
   return is_ok ? 0 : 1;
 }
 
-int64_t kvc_run(void* raw, const char* method, const KvcValue* inputs, int64_t n_inputs,
-                KvcForward* forward, KvcValue* outputs, int64_t n_outputs, KvcTimes* times) {
+int64_t kvc_run(void* raw, const char* method, const KvcValue* inputs, int64_t n_inputs, KvcForward* forward,
+                KvcValue* outputs, int64_t n_outputs, KvcTimes* times) {
   OpenProgram& program = opened(raw);
   Call call;
   call.forward = forward;
@@ -365,8 +362,7 @@ int64_t kvc_run(void* raw, const char* method, const KvcValue* inputs, int64_t n
   }
   if (!is_ok) return -1;
   const auto n = static_cast<int64_t>(program.outputs.size());
-  for (int64_t i = 0; i < n && i < n_outputs; ++i)
-    describe(program.outputs[static_cast<size_t>(i)], outputs[i]);
+  for (int64_t i = 0; i < n && i < n_outputs; ++i) describe(program.outputs[static_cast<size_t>(i)], outputs[i]);
   return n;
 }
 

@@ -14,9 +14,7 @@ namespace {
 
 constexpr int64_t kMaxGroups = 16;  // of a row
 
-inline int64_t groups(const Side& side) {
-  return is_quantised(side.dtype) ? side.dim / side.group_size : 0;
-}
+inline int64_t groups(const Side& side) { return is_quantised(side.dtype) ? side.dim / side.group_size : 0; }
 
 // Whether a row is whole chunks of 64 numbers, of one group or of two halves.
 inline bool fits_chunks(const Side& side) {
@@ -72,8 +70,7 @@ inline void part_affine(const char* from, Vec* to) {
   constexpr int kParts = 2 * kGroups;
   const auto* bits = reinterpret_cast<const uint16_t*>(from);
   Vec even[kGroups], odd[kGroups];
-  for (int i = 0; i < kGroups; ++i)
-    part_pairs(load_half(bits + i * 16), load_half(bits + i * 16 + 8), even[i], odd[i]);
+  for (int i = 0; i < kGroups; ++i) part_pairs(load_half(bits + i * 16), load_half(bits + i * 16 + 8), even[i], odd[i]);
   if (kGroups == 1) {
     to[0] = even[0];
     to[1] = odd[0];
@@ -86,8 +83,7 @@ inline void part_affine(const char* from, Vec* to) {
 
 // See `load_affine`: kGroups groups at a time.
 template <int kGroups, Part part, bool is_shifted>
-inline void load_affine_of(int64_t n_groups, const TileRows& rows, int64_t n, float* to, float middle,
-                           float* largest) {
+inline void load_affine_of(int64_t n_groups, const TileRows& rows, int64_t n, float* to, float middle, float* largest) {
   constexpr int64_t n_bytes = 4 * kGroups;
   const int64_t stop = (n + 63) / 64 * 64, step = rows.stride[part];
   for (int64_t g = 0; g < n_groups; g += kGroups, to += kGroups * 2 * kTile) {
@@ -133,8 +129,7 @@ inline void load_affine(int64_t n_groups, const TileRows& rows, int64_t n, float
 
 // The same with biases of numbers that are counted from `middle`. `largest`: each group's largest scale.
 template <Part part>
-inline void load_affine(int64_t n_groups, const TileRows& rows, int64_t n, float* to, float middle,
-                        float* largest) {
+inline void load_affine(int64_t n_groups, const TileRows& rows, int64_t n, float* to, float middle, float* largest) {
   n_groups % 2 ? load_affine_of<1, part, true>(n_groups, rows, n, to, middle, largest)
                : load_affine_of<2, part, true>(n_groups, rows, n, to, middle, largest);
 }
@@ -144,8 +139,7 @@ inline void load_affine(int64_t n_groups, const TileRows& rows, int64_t n, float
 inline __m512i two_halves(const char* a, const char* b) {
   const auto* low = reinterpret_cast<const __m256i*>(a);
   const auto* high = reinterpret_cast<const __m256i*>(b);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(low)),
-                            _mm256_loadu_si256(high), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(low)), _mm256_loadu_si256(high), 1);
 }
 #endif
 

@@ -60,8 +60,7 @@ PyObject* tuple(const nb::object& value) {
 
 // Run is a pair.
 CellRun run_of(PyObject* pair) {
-  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2)
-    throw nb::type_error("a run is a pair (start, length)");
+  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) throw nb::type_error("a run is a pair (start, length)");
   return {integer(PyTuple_GET_ITEM(pair, 0)), integer(PyTuple_GET_ITEM(pair, 1))};
 }
 
@@ -92,8 +91,7 @@ StepInput flatten(nb::handle plan) {
   input.writes.reserve(static_cast<size_t>(PyTuple_GET_SIZE(items)));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
     PyObject* write = PyTuple_GET_ITEM(items, i);
-    if (!PyTuple_Check(write) || PyTuple_GET_SIZE(write) != 2)
-      throw nb::type_error("a write is a pair (q_start, run)");
+    if (!PyTuple_Check(write) || PyTuple_GET_SIZE(write) != 2) throw nb::type_error("a write is a pair (q_start, run)");
     const CellRun run = run_of(PyTuple_GET_ITEM(write, 1));
     input.writes.push_back({integer(PyTuple_GET_ITEM(write, 0)), run.start, run.length});
   }
@@ -108,8 +106,7 @@ StepInput flatten(nb::handle plan) {
     const nb::object runs = get(spec, names.runs), kind = get(spec, names.kind);
     PyObject* pairs = tuple(runs);
     read.n_runs = PyTuple_GET_SIZE(pairs);
-    for (Py_ssize_t j = 0; j < read.n_runs; ++j)
-      input.runs.push_back(run_of(PyTuple_GET_ITEM(pairs, j)));
+    for (Py_ssize_t j = 0; j < read.n_runs; ++j) input.runs.push_back(run_of(PyTuple_GET_ITEM(pairs, j)));
     if (kind.is(names.causal)) {
       read.kind = Kind::causal;
     } else if (kind.is(names.explicit_mask)) {
@@ -140,8 +137,8 @@ void check_rows(Dtype dtype, const char* what) {
     throw ConfigError(std::string(what) + " " + name_of(dtype) + "; the kernel takes float32, bfloat16, float16");
 }
 
-void attend(Plan& plan, const Pool& pool, const Layout& layout, uintptr_t q, uintptr_t out, float scale,
-            float softcap, uintptr_t sinks) {
+void attend(Plan& plan, const Pool& pool, const Layout& layout, uintptr_t q, uintptr_t out, float scale, float softcap,
+            uintptr_t sinks) {
   const AttendArgs args{at(q), at(out), scale, softcap, at<const float>(sinks)};
   if (plan.cost_ns(pool, layout) > kReleaseNs) {
     const nb::gil_scoped_release release;
@@ -168,14 +165,24 @@ void bind_attend(nb::module_& m) {
           [](Side* self, Dtype dtype, int64_t dim, uintptr_t data, int64_t head_stride, int64_t cell_stride,
              int64_t block_stride, uintptr_t affine, int64_t affine_head_stride, int64_t affine_cell_stride,
              int64_t affine_block_stride, int64_t group_size) {
-            const Side side{dtype, dim, at<char>(data), head_stride, cell_stride, block_stride, at<char>(affine),
-                            affine_head_stride, affine_cell_stride, affine_block_stride, group_size};
+            const Side side{dtype,
+                            dim,
+                            at<char>(data),
+                            head_stride,
+                            cell_stride,
+                            block_stride,
+                            at<char>(affine),
+                            affine_head_stride,
+                            affine_cell_stride,
+                            affine_block_stride,
+                            group_size};
             check_side(side);
             new (self) Side(side);
           },
           "dtype"_a, "dim"_a, "data"_a, "head_stride"_a, "cell_stride"_a, "block_stride"_a = 0, "affine"_a = 0,
           "affine_head_stride"_a = 0, "affine_cell_stride"_a = 0, "affine_block_stride"_a = 0, "group_size"_a = 0,
-          "Describe one side.\n\nRaises:\n    ConfigError: a quantised side without scales or with groups that miss numbers.");
+          "Describe one side.\n\nRaises:\n    ConfigError: a quantised side without scales or with groups that miss "
+          "numbers.");
 
   nb::class_<Pool>(m, "Pool", "Where one layer's K and V lie; made anew when they are allocated anew.")
       .def(
@@ -187,8 +194,7 @@ void bind_attend(nb::module_& m) {
               throw ConfigError("an exact pool has rows of floats, as many heads and numbers as its main one");
             new (self) Pool{n_kv_heads, n_cells, block_size, k, v, exact};
           },
-          "n_kv_heads"_a, "n_cells"_a, "k"_a, "v"_a, "block_size"_a = 0, "exact"_a = nb::none(),
-          nb::keep_alive<1, 7>(),
+          "n_kv_heads"_a, "n_cells"_a, "k"_a, "v"_a, "block_size"_a = 0, "exact"_a = nb::none(), nb::keep_alive<1, 7>(),
           "Describe one layer's bytes.\n\n"
           "Args:\n"
           "    n_kv_heads: KV heads.\n"
@@ -218,8 +224,7 @@ void bind_attend(nb::module_& m) {
           [](const Pool& pool, int64_t base, const Cells& src) {
             move_cells(pool, base, src.data(), static_cast<int64_t>(src.size()));
           },
-          "base"_a, "src"_a,
-          nb::sig("def move_cells(self, base: int, src: numpy.typing.NDArray[numpy.int64]) -> None"),
+          "base"_a, "src"_a, nb::sig("def move_cells(self, base: int, src: numpy.typing.NDArray[numpy.int64]) -> None"),
           "Copy cells ``src``, int64, to those from base on; all are read before any is written.");
 
   nb::class_<Layout>(m, "Layout",

@@ -49,8 +49,7 @@ class Columns {
       const float inverse = length > kLowest ? kLongest / length : 0.f;
       steps_[r] = inverse > 0.f ? factor / inverse : 0.f;
       int32_t whole[kDim];
-      for (int64_t d = 0; d < kDim; d += kLanes)
-        store_ints(whole + d, to_ints(mul(load(row + d), all(inverse))));
+      for (int64_t d = 0; d < kDim; d += kLanes) store_ints(whole + d, to_ints(mul(load(row + d), all(inverse))));
       for (int64_t p = 0; p < kDim / 2; ++p)
         pairs_of[r * kDim / 2 + p] = (whole[2 * p] & 0xFFFF) | whole[2 * p + 1] * 65536;
     }
@@ -261,8 +260,8 @@ class Columns {
   // apart and kPairs p that lie kAlong apart. A function of its own, so that the compiler keeps the sums
   // in registers.
   template <int64_t kPairs, int64_t kAcross, int64_t kAlong, int64_t kLinesOf16, class Take>
-  static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers,
-                                                 Lines& given, const Take take) {
+  static __attribute__((noinline)) void multiply(const int32_t* columns, const int32_t* numbers, Lines& given,
+                                                 const Take take) {
     Lines lines = given;
     Ints a[kAtOnce][kVecs];
 #pragma GCC unroll 16
@@ -275,8 +274,7 @@ class Columns {
         for (int64_t k = 0; k < kVecs; ++k) x[k] = load_ints(columns + j * kRows + k * kLanes);
         if ((j + 1) * kLinesOf16 / 16 > j * kLinesOf16 / 16) lines.one<true>(j * kLinesOf16 / 16);
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < kAtOnce; ++i)
-          add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
+        for (int64_t i = 0; i < kAtOnce; ++i) add_pair(a[i], x, numbers[i * kAcross + j * kAlong]);
       }
     }
     take(a);
@@ -295,7 +293,7 @@ class Columns {
     for (int64_t c = 0; c < n; c += kAtOnce) {
       multiply<kDim / 2, kDim / 2, 1, kLinesOfQueries>(
           queries_, reinterpret_cast<const int32_t*>(keys_ + c * kDim), lines_[c / 16],
-          [this, c](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+          [this, c](const Ints(&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
 #if defined(KVC_AVX512)
             n_ - c < kAtOnce ? weigh<false>(sums, c, n_ - c) : weigh<true>(sums, c, n_ - c);
 #else
@@ -349,8 +347,7 @@ class Columns {
       const Vec share = exp2_below_1(sub(zero, higher));
       store(references_ + at, add(load(references_ + at), is_begun_ ? higher : top));
       store(sum_ + at, mul(load(sum_ + at), share));
-      for (int64_t d = 0; d < kDim; ++d)
-        store(results_ + d * kRows + at, mul(load(results_ + d * kRows + at), share));
+      for (int64_t d = 0; d < kDim; ++d) store(results_ + d * kRows + at, mul(load(results_ + d * kRows + at), share));
     }
   }
 
@@ -375,7 +372,7 @@ class Columns {
       float* results = results_ + number(d) * kRows;
       multiply<kCells / 2, 1, kDim, kLinesOfWeights>(
           weights_, reinterpret_cast<const int32_t*>(values_) + d, lines_[kTurnOfValues + d / (kDim / 4)],
-          [results, steps](const Ints (&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
+          [results, steps](const Ints(&sums)[kAtOnce][kVecs]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
             for (int64_t i = 0; i < kAtOnce; ++i) {
               for (int64_t j = 0; j < kVecs; ++j) {
@@ -391,7 +388,7 @@ class Columns {
   int32_t *queries_, *weights_;
   float *weighed_, *results_;
   char* room_;
-  int64_t n_ = 0;  // cells that are weighed: a closure with it would go through memory, and its load wait for stores
+  int64_t n_ = 0;   // cells that are weighed: a closure with it would go through memory, and its load wait for stores
   Lines lines_[8];  // turns of 16 cells, for logits and for values
   alignas(64) float steps_[kRows] = {}, k_steps_[kRows], totals_[kRows], tops_[kRows];
   alignas(64) float sum_[kRows] = {}, references_[kRows] = {};

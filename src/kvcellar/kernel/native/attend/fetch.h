@@ -87,8 +87,7 @@ class Next {
     const Cut& cut = pages_[part];
     if (cuts_ != pages_ || cut.lines.left != n) return others(part, g, n);
     Lines lines = cut.lines;
-    lines.at = rows_->first[part][0] + (g & cut.last_round) * cut.n_open * kPage +
-               (g >> cut.shift) * cut.share;
+    lines.at = rows_->first[part][0] + (g & cut.last_round) * cut.n_open * kPage + (g >> cut.shift) * cut.share;
     return lines;
   }
 
@@ -160,8 +159,7 @@ class Next {
         const int64_t n = cuts == blocks_ ? longest_ / 16 : n_pages;
         cut.n_open = n >= 4 ? 4 : n;
         const int64_t rounds = n >= 4 ? n / 4 : 1;
-        if (!is_dense_[part] || bytes[part] % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds)
-          cut.n_open = 0;
+        if (!is_dense_[part] || bytes[part] % 32 || n == 3 || (n > 4 && n % 4) || 8 % rounds) cut.n_open = 0;
         cut.lines.left = -1;
         if (!cut.n_open) continue;
         cut.last_round = rounds - 1;

@@ -30,8 +30,8 @@ struct Pairs {
 // `kPad`: k_pad, the lanes of a row, where it is known, else 0. `given`: for each lane half as many lines to
 // fetch as it has numbers, where that is known.
 template <class Lane, int kPad, int kVecs, int kCells>
-inline void logits_of(const float* fours, int64_t any_pad, const float* k, float factor, float* s,
-                      float* tops, const Lines& given) {
+inline void logits_of(const float* fours, int64_t any_pad, const float* k, float factor, float* s, float* tops,
+                      const Lines& given) {
   Lines lines = given;
   const int64_t k_pad = kPad ? kPad : any_pad;
   for (int64_t c = 0; c < 16; c += kCells, k += kCells * k_pad) {
@@ -51,8 +51,7 @@ inline void logits_of(const float* fours, int64_t any_pad, const float* k, float
         }
         constexpr int64_t kLines = Lane::kNumbers * kCells * 4;  // 32 for each line
         if (kPad && part / 4 * kLines % 32 == 0)
-          for (int64_t i = 0; i < (kLines + 31) / 32; ++i)
-            lines.one<are_floats_far>(part / 4 * kLines / 32 + i);
+          for (int64_t i = 0; i < (kLines + 31) / 32; ++i) lines.one<are_floats_far>(part / 4 * kLines / 32 + i);
       }
     }
     for (int i = 0; i < kVecs; ++i) {
@@ -80,8 +79,8 @@ constexpr int kAlone = 8, kMostVecs = 2, kWide = 2;
 // acc[r][0 .. n_vecs vectors) += s[r][c] * v[c], for 4 rows and n cells whose V rows lie `step` bytes
 // apart; `read` gives a row's vectors. `given`: kFetched lines to fetch for each 8 cells.
 template <int n_vecs, int kFetched, class Read>
-inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n, int64_t v_pad,
-                        float* acc, Lines& given, const Read& read) {
+inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n, int64_t v_pad, float* acc,
+                        Lines& given, const Read& read) {
   Lines lines = given;
   Vec a[4][n_vecs];
   for (int r = 0; r < 4; ++r)
@@ -115,8 +114,8 @@ inline void values_of_4(const float* s, const char* row, int64_t step, int64_t n
 // bytes apart from `at` on, 16 at a time. V rows of two cells come by turns; so do the results, like numbers
 // of load_split. Weights are kTile / 2 pairs a row.
 template <int kVecs, class Fetch>
-inline void pairs_of_4(const uint32_t* weights, const char* const* at, const int64_t* steps,
-                       int64_t n, int64_t v_pad, float* acc, const Fetch& fetch_16) {
+inline void pairs_of_4(const uint32_t* weights, const char* const* at, const int64_t* steps, int64_t n, int64_t v_pad,
+                       float* acc, const Fetch& fetch_16) {
   Vec a[4][kVecs];
   for (int r = 0; r < 4; ++r)
     for (int j = 0; j < kVecs; ++j) a[r][j] = load(acc + r * v_pad + j * kLanes);

@@ -66,8 +66,8 @@ inline int64_t place_of_four(Dtype dtype, int64_t r, int64_t i) {
 // s[r][c] = q[r] . k[c] for 4 rows and 16 cells whose K rows lie `step` bytes apart, four cells at a time: a vector
 // is four numbers of each of two queries. `tops`, `kPad` and `given` as of logits_of.
 template <Dtype dtype, int kPad, bool is_fetching>
-inline void logits_of_twos(const float* queries, int64_t any_pad, const char* row, int64_t step, float* s,
-                           float* tops, const Lines& given) {
+inline void logits_of_twos(const float* queries, int64_t any_pad, const char* row, int64_t step, float* s, float* tops,
+                           const Lines& given) {
   Lines lines = given;
   const int64_t k_pad = kPad ? kPad : any_pad;
   constexpr int64_t kLines = lines_of_32(dtype);
@@ -102,8 +102,8 @@ inline void logits_of_twos(const float* queries, int64_t any_pad, const char* ro
 
 // The same of float16, whose conversions give eight numbers: two cells at a time, a vector is eight of one query.
 template <Dtype dtype, int kPad, bool is_fetching>
-inline void logits_of_ones(const float* queries, int64_t any_pad, const char* row, int64_t step,
-                           float* s, float* tops, const Lines& given) {
+inline void logits_of_ones(const float* queries, int64_t any_pad, const char* row, int64_t step, float* s, float* tops,
+                           const Lines& given) {
   Lines lines = given;
   const int64_t k_pad = kPad ? kPad : any_pad;
   constexpr int64_t kLines = lines_of_32(dtype);
@@ -128,8 +128,8 @@ inline void logits_of_ones(const float* queries, int64_t any_pad, const char* ro
     }
     Vec sums[2];
     for (int i = 0; i < 2; ++i) sums[i] = sum_fours(a[i][0], a[i][1], a[i][2], a[i][3]);
-    store(found + 4 * c, add(_mm256_permute2f128_ps(sums[0], sums[1], 0x20),
-                             _mm256_permute2f128_ps(sums[0], sums[1], 0x31)));
+    store(found + 4 * c,
+          add(_mm256_permute2f128_ps(sums[0], sums[1], 0x20), _mm256_permute2f128_ps(sums[0], sums[1], 0x31)));
   }
   Vec most[4];
   for (int64_t c = 0; c < 16; c += 8) {
@@ -141,8 +141,8 @@ inline void logits_of_ones(const float* queries, int64_t any_pad, const char* ro
       y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
     }
     for (int r = 0; r < 4; ++r) {
-      const Vec logits = r % 2 ? _mm256_shuffle_ps(y[r / 2], y[r / 2 + 2], 0xee)
-                               : _mm256_shuffle_ps(y[r / 2], y[r / 2 + 2], 0x44);
+      const Vec logits =
+          r % 2 ? _mm256_shuffle_ps(y[r / 2], y[r / 2 + 2], 0xee) : _mm256_shuffle_ps(y[r / 2], y[r / 2 + 2], 0x44);
       store(s + r * kTile + c, logits);
       most[r] = c ? max(most[r], logits) : logits;
     }
@@ -165,8 +165,8 @@ inline void logits_of_rows(const float* queries, int64_t k_pad, const char* row,
 // acc[r] += s[r][c] * v[c] for 4 rows and the n cells of a tile: V rows from `at` on, `steps` bytes apart,
 // for each 16.
 template <Dtype dtype, bool is_fetching>
-inline void values_of_rows(const float* s, const char* const* at, const int64_t* steps, int64_t n,
-                           int64_t v_pad, float* acc, const Next& next) {
+inline void values_of_rows(const float* s, const char* const* at, const int64_t* steps, int64_t n, int64_t v_pad,
+                           float* acc, const Next& next) {
   constexpr int64_t kLines = lines_of_32(dtype);
   Lines lines = Next::nothing();
   int64_t turn = 0, left = 0;

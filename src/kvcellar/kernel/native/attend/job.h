@@ -30,8 +30,8 @@ struct Job {
   int64_t first_head, n_heads;    // query heads within the KV head's group
   int64_t first_cell, n_cells;    // of the list
   int64_t run, run_offset;        // where first_cell lies
-  const Job* following;  // what this worker does next, or nullptr: its first cells are fetched
-  float* partial;  // [rows] max, [rows] sum, [rows, v_pad]; nullptr: write the result itself
+  const Job* following;           // what this worker does next, or nullptr: its first cells are fetched
+  float* partial;                 // [rows] max, [rows] sum, [rows, v_pad]; nullptr: write the result itself
 };
 
 // What a level gives for attention.
@@ -41,9 +41,8 @@ struct AttendOps {
   void (*merge)(const Job& job, int64_t token, int64_t head, int n_parts, const float* const* max,
                 const float* const* sum, const float* const* rows, float* scratch);
   // Rows [0, n) of one head to cells, `token_stride` in numbers of dtype `in`.
-  void (*write)(const Side& side, int64_t block_size, int64_t head, const int64_t* cells,
-                int64_t first_cell, int64_t n, const void* rows, Dtype in, int64_t token_stride,
-                float* scratch);
+  void (*write)(const Side& side, int64_t block_size, int64_t head, const int64_t* cells, int64_t first_cell, int64_t n,
+                const void* rows, Dtype in, int64_t token_stride, float* scratch);
   double (*sum)(const void* data, int64_t n_bytes);
 };
 

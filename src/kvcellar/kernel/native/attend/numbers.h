@@ -19,11 +19,9 @@ inline void load_row(const void* from, Dtype dtype, int64_t n, float* to) {
   if (dtype == Dtype::f32) {
     for (; i + kLanes <= n; i += kLanes) store(to + i, load(static_cast<const float*>(from) + i));
   } else if (dtype == Dtype::bf16) {
-    for (; i + kLanes <= n; i += kLanes)
-      store(to + i, load_bf16(static_cast<const uint16_t*>(from) + i));
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load_bf16(static_cast<const uint16_t*>(from) + i));
   } else {
-    for (; i + kLanes <= n; i += kLanes)
-      store(to + i, load_half(static_cast<const uint16_t*>(from) + i));
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load_half(static_cast<const uint16_t*>(from) + i));
   }
   for (; i < n; ++i) to[i] = load_one(from, dtype, i);
 }
@@ -46,8 +44,7 @@ inline void store_row(void* to, Dtype dtype, int64_t n, const float* from) {
 }
 
 // A stored row as float32, padded with zeros to `pad` numbers.
-inline void decode_row(const Side& side, const char* row, const char* affine, int64_t pad,
-                       float* to) {
+inline void decode_row(const Side& side, const char* row, const char* affine, int64_t pad, float* to) {
   const int64_t dim = side.dim;
   if (!is_quantised(side.dtype)) {
     load_row(row, side.dtype, dim, to);
@@ -60,8 +57,7 @@ inline void decode_row(const Side& side, const char* row, const char* affine, in
       int64_t i = g * group;
       const int64_t stop = i + group;
       if (side.dtype == Dtype::int8) {
-        for (; i + kLanes <= stop; i += kLanes)
-          store(to + i, fma(load_u8(bytes + i), all(scale), all(bias)));
+        for (; i + kLanes <= stop; i += kLanes) store(to + i, fma(load_u8(bytes + i), all(scale), all(bias)));
         for (; i < stop; ++i) to[i] = static_cast<float>(bytes[i]) * scale + bias;
       } else {
         for (; i % 2 == 0 && i + kLanes <= stop; i += kLanes)

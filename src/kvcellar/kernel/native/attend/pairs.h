@@ -17,8 +17,7 @@ class Columns {
   static constexpr int64_t kCells = kTile;
 
   // `fours`: queries as `logits_of` reads them; logits are multiplied by `factor`.
-  Columns(int64_t rows, const float* fours, float factor, char* memory)
-      : quads_((rows + 3) / 4), factor_(factor) {
+  Columns(int64_t rows, const float* fours, float factor, char* memory) : quads_((rows + 3) / 4), factor_(factor) {
     auto address = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
     const auto take = [&address](auto*& piece, int64_t n) {
       piece = reinterpret_cast<std::remove_reference_t<decltype(piece)>>(address);
@@ -51,8 +50,8 @@ class Columns {
       for (int64_t j = 0; j < m; j += kAtOnce) {
         const char* cells = from + j * kBytes;
         uint32_t* before = weights_ + (i + j - kAtOnce) / 2 * kRows;
-        is_pending = is_pending ? multiply<true>(cells, m - j, before, lines)
-                                : multiply<false>(cells, m - j, before, lines);
+        is_pending =
+            is_pending ? multiply<true>(cells, m - j, before, lines) : multiply<false>(cells, m - j, before, lines);
         if (is_pending) continue;
         values(rows, c, first, i + j, next);
         first = i + j;
@@ -99,9 +98,9 @@ class Columns {
   // Products of kAtOnce cells; those from the n-th on are minus infinity. between(i), for each of the 16
   // vectors, is called meanwhile.
   template <class Between>
-  static __attribute__((always_inline)) void multiply(const float* queries, const char* cells,
-                                                      int64_t n, Vec (&sums)[kAtOnce][kVecs],
-                                                      Lines& lines, const Between& between) {
+  static __attribute__((always_inline)) void multiply(const float* queries, const char* cells, int64_t n,
+                                                      Vec (&sums)[kAtOnce][kVecs], Lines& lines,
+                                                      const Between& between) {
     constexpr int64_t kEvery = kDim / 16;  // pairs of numbers for two vectors
 #pragma GCC unroll 16
     for (auto& cell : sums)
@@ -114,8 +113,7 @@ class Columns {
         if (j % kVecs == 0) one_of(lines, j / kVecs);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kAtOnce; ++i)
-          for (int64_t k = 0; k < kVecs; ++k)
-            sums[i][k] = add_pair(sums[i][k], x[k], cells + i * kBytes + j * 4);
+          for (int64_t k = 0; k < kVecs; ++k) sums[i][k] = add_pair(sums[i][k], x[k], cells + i * kBytes + j * 4);
         if (j % kEvery == kEvery - 1) between((p + j) / kEvery * 2);
       }
     }
@@ -129,8 +127,7 @@ class Columns {
   // other parts of the processor's, if there are any. False if these weights would be too large: they are
   // not pending then. A function of its own, so that the compiler keeps the sums in registers.
   template <bool has_before>
-  __attribute__((noinline)) bool multiply(const char* cells, int64_t n, uint32_t* before,
-                                          Lines& given) {
+  __attribute__((noinline)) bool multiply(const char* cells, int64_t n, uint32_t* before, Lines& given) {
     Lines lines = given;
     Vec a[kAtOnce][kVecs], totals[kVecs];
     for (int64_t k = 0; k < kVecs; ++k) totals[k] = load(sum_ + k * kLanes);
@@ -213,15 +210,13 @@ class Columns {
       for (int64_t r = 0; r + 2 <= quads_; r += 2, ++pass)
         values_of<8, kPasses>(r * 4, d, at, first, stop, pass < kPasses ? &next : nullptr, pass);
     if (quads_ % 2)
-      for (int64_t d = 0; d < kDim; d += 64)
-        values_of<4, kPasses>((quads_ - 1) * 4, d, at, first, stop, nullptr, 0);
+      for (int64_t d = 0; d < kDim; d += 64) values_of<4, kPasses>((quads_ - 1) * 4, d, at, first, stop, nullptr, 0);
   }
 
   // Of kRowsOf rows from `row` on, and 256 / kRowsOf numbers from the d-th on.
   template <int64_t kRowsOf, int64_t kPasses>
-  __attribute__((noinline)) void values_of(int64_t row, int64_t d, const char* const* at,
-                                           int64_t first, int64_t stop, const Next* next,
-                                           int64_t pass) {
+  __attribute__((noinline)) void values_of(int64_t row, int64_t d, const char* const* at, int64_t first, int64_t stop,
+                                           const Next* next, int64_t pass) {
     constexpr int64_t kVecsOf = 16 / kRowsOf;
     float* results = results_ + row * kDim + d;
     const uint32_t* weights = weights_ + first / 2 * kRows + row;
@@ -236,8 +231,7 @@ class Columns {
       const char* from = at[i / 16] + i % 16 * kBytes + d * 2;
       if (i % 16 == 0 && next) {
         const int64_t share = pass * kTile / 16 + i / 16;
-        if (share % kPasses == 0 || i == first)
-          lines = next->turn_of_values(share / kPasses, kLinesOf16);
+        if (share % kPasses == 0 || i == first) lines = next->turn_of_values(share / kPasses, kLinesOf16);
       }
 #pragma GCC unroll 4
       for (int64_t j = 0; j < 4; ++j) {

@@ -32,8 +32,7 @@ Plan::Plan(StepInput input) : input_(std::move(input)) {
     cells_ += static_cast<double>(list.n_cells);
   }
   for (const CellRun& run : input_.runs)
-    if (run.start >= kExactBase)
-      n_exact_cells_ = std::max(n_exact_cells_, run.start - kExactBase + run.length);
+    if (run.start >= kExactBase) n_exact_cells_ = std::max(n_exact_cells_, run.start - kExactBase + run.length);
 }
 
 namespace {
@@ -44,8 +43,7 @@ struct Interval {
 };
 
 // The fully seen part of a read: its first n_free cells, as intervals.
-void add_intervals(const StepInput& input, int32_t index, int64_t n_free,
-                   std::vector<Interval>& to) {
+void add_intervals(const StepInput& input, int32_t index, int64_t n_free, std::vector<Interval>& to) {
   const Read& read = input.reads[index];
   for (int64_t i = 0; i < read.n_runs && n_free > 0; ++i) {
     const CellRun& run = input.runs[read.first_run + i];
@@ -106,8 +104,7 @@ std::vector<SharedSet> find_shared(const std::vector<Interval>& intervals, size_
     }
     at = stop;
   }
-  sets.erase(std::remove_if(sets.begin(), sets.end(),
-                            [](const SharedSet& set) { return set.n_cells < kLeastShared; }),
+  sets.erase(std::remove_if(sets.begin(), sets.end(), [](const SharedSet& set) { return set.n_cells < kLeastShared; }),
              sets.end());
   return sets;
 }
@@ -133,9 +130,8 @@ void Plan::find_lists() {
     if (read.kind == Kind::causal && read.q_len > 1) n_masked = read.q_len;
     if (read.kind == Kind::explicit_mask) n_masked = read.n_masked;
     if (n_masked > n_cells[i])
-      throw ConfigError("a read masks " + std::to_string(n_masked) + " cells and has " +
-                                  std::to_string(n_cells[i]) +
-                                  "; a mask covers the last cells of its read");
+      throw ConfigError("a read masks " + std::to_string(n_masked) + " cells and has " + std::to_string(n_cells[i]) +
+                        "; a mask covers the last cells of its read");
     n_free[i] = n_cells[i] - n_masked;
     n_runs += read.n_runs;
   }
@@ -150,8 +146,7 @@ void Plan::find_lists() {
       add_intervals(input_, static_cast<int32_t>(i), n_free[i], intervals);
       const auto from = intervals.begin() + static_cast<int64_t>(bounds.back());
       const auto by_start = [](const Interval& a, const Interval& b) { return a.start < b.start; };
-      if (!std::is_sorted(from, intervals.end(), by_start))
-        std::sort(from, intervals.end(), by_start);
+      if (!std::is_sorted(from, intervals.end(), by_start)) std::sort(from, intervals.end(), by_start);
       bounds.push_back(intervals.size());
     }
     // A sequence's cells mostly ascend: merge the sorted stretches, pair by pair.
@@ -159,11 +154,10 @@ void Plan::find_lists() {
       std::vector<size_t> merged{0};
       for (size_t i = 2; i < bounds.size() + 1; i += 2) {
         if (i < bounds.size()) {
-          std::inplace_merge(
-              intervals.begin() + static_cast<int64_t>(bounds[i - 2]),
-              intervals.begin() + static_cast<int64_t>(bounds[i - 1]),
-              intervals.begin() + static_cast<int64_t>(bounds[i]),
-              [](const Interval& a, const Interval& b) { return a.start < b.start; });
+          std::inplace_merge(intervals.begin() + static_cast<int64_t>(bounds[i - 2]),
+                             intervals.begin() + static_cast<int64_t>(bounds[i - 1]),
+                             intervals.begin() + static_cast<int64_t>(bounds[i]),
+                             [](const Interval& a, const Interval& b) { return a.start < b.start; });
           merged.push_back(bounds[i]);
         } else {
           merged.push_back(bounds[i - 1]);
@@ -179,8 +173,7 @@ void Plan::find_lists() {
     CellList list;
     for (int32_t index : set.reads) {
       const Read& read = input_.reads[index];
-      for (int64_t t = 0; t < read.q_len; ++t)
-        list.tokens.push_back(static_cast<int32_t>(read.q_start + t));
+      for (int64_t t = 0; t < read.q_len; ++t) list.tokens.push_back(static_cast<int32_t>(read.q_start + t));
     }
     list.runs = std::move(set.runs);
     list.n_cells = list.n_free = set.n_cells;
@@ -193,8 +186,7 @@ void Plan::find_lists() {
     for (size_t s = 0; s < sets.size(); ++s)
       if (std::binary_search(sets[s].reads.begin(), sets[s].reads.end(), static_cast<int32_t>(i)))
         shared.insert(shared.end(), lists_[s].runs.begin(), lists_[s].runs.end());
-    std::sort(shared.begin(), shared.end(),
-              [](const CellRun& a, const CellRun& b) { return a.start < b.start; });
+    std::sort(shared.begin(), shared.end(), [](const CellRun& a, const CellRun& b) { return a.start < b.start; });
     CellList list;
     int64_t left = n_free[i], n_removed = 0;
     for (int64_t j = 0; j < read.n_runs; ++j) {
@@ -272,8 +264,7 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
         job.first_head = static_cast<int32_t>(h);
         job.n_heads = static_cast<int32_t>(std::min(heads, group - h));
         // A causal list ends, for these tokens, behind the last one's own cell.
-        const int64_t n_cells =
-            list.kind == Kind::causal ? list.n_free + t + job.n_tokens : list.n_cells;
+        const int64_t n_cells = list.kind == Kind::causal ? list.n_free + t + job.n_tokens : list.n_cells;
         const int64_t n_pieces = std::max<int64_t>(1, (n_cells + target / 2) / target);
         const auto rounded = [](int64_t n) { return (n + kRound - 1) / kRound * kRound; };
         int64_t piece = rounded((n_cells + n_pieces - 1) / n_pieces), large = n_cells;
@@ -291,8 +282,7 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
           made.jobs.push_back(job);
           for (int64_t row = 0; row < job.n_tokens; ++row)
             for (int64_t head = 0; head < job.n_heads; ++head)
-              ++n_parts[static_cast<size_t>(list.tokens[static_cast<size_t>(t + row)] * group + h +
-                                            head)];
+              ++n_parts[static_cast<size_t>(list.tokens[static_cast<size_t>(t + row)] * group + h + head)];
         }
         made.max_rows = std::max<int64_t>(made.max_rows, job.n_tokens * job.n_heads);
       }
@@ -317,16 +307,15 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
     job.slot = -1;
     bool is_partial = false;
     for (int32_t r = 0; r < n_rows && !is_partial; ++r)
-      is_partial = at[static_cast<size_t>(
-                       list.tokens[static_cast<size_t>(job.first_token + r / job.n_heads)] * group +
-                       job.first_head + r % job.n_heads)] >= 0;
+      is_partial = at[static_cast<size_t>(list.tokens[static_cast<size_t>(job.first_token + r / job.n_heads)] * group +
+                                          job.first_head + r % job.n_heads)] >= 0;
     if (!is_partial) continue;
     job.slot = made.n_floats;
     made.n_floats += (n_rows * (2 + v_pad) + 15) / 16 * 16;
     for (int32_t r = 0; r < n_rows; ++r) {
-      const size_t row = static_cast<size_t>(
-          list.tokens[static_cast<size_t>(job.first_token + r / job.n_heads)] * group +
-          job.first_head + r % job.n_heads);
+      const size_t row =
+          static_cast<size_t>(list.tokens[static_cast<size_t>(job.first_token + r / job.n_heads)] * group +
+                              job.first_head + r % job.n_heads);
       if (at[row] < 0) {  // a single part beside rows with several: merged alone
         at[row] = static_cast<int32_t>(made.merged_rows.size());
         made.merged_rows.push_back(static_cast<int32_t>(row));
@@ -334,8 +323,7 @@ void Plan::schedule(int64_t n_kv_heads, int64_t group, int64_t v_pad) {
         made.parts.push_back({});
         filled.push_back(n_all - 1);
       }
-      made.parts[static_cast<size_t>(filled[static_cast<size_t>(at[row])]++)] = {job.slot, r,
-                                                                                  n_rows};
+      made.parts[static_cast<size_t>(filled[static_cast<size_t>(at[row])]++)] = {job.slot, r, n_rows};
     }
   }
   made.remaining.reset(new Counter[static_cast<size_t>(n_kv_heads)]);
@@ -364,8 +352,7 @@ void Plan::share_out(int n_workers) {
   for (size_t q = 0; q < n_queues; ++q) {
     if (q) made.queue_ends[q] += made.queue_ends[q - 1];
     const auto stop = made.order.begin() + made.queue_ends[q];
-    if (made.is_by_size)
-      std::stable_sort(first, stop, [&](int64_t a, int64_t b) { return cells(a) > cells(b); });
+    if (made.is_by_size) std::stable_sort(first, stop, [&](int64_t a, int64_t b) { return cells(a) > cells(b); });
     first = stop;
   }
   made.taken.reset(new Counter[n_queues]);
@@ -388,63 +375,59 @@ struct Shared {
 
 void check(const Pool& pool, const Layout& layout) {
   if (layout.n_heads < 1 || layout.n_heads % pool.n_kv_heads)
-    throw ConfigError("q has " + std::to_string(layout.n_heads) +
-                                " heads, which the pool's " + std::to_string(pool.n_kv_heads) +
-                                " KV heads do not divide");
+    throw ConfigError("q has " + std::to_string(layout.n_heads) + " heads, which the pool's " +
+                      std::to_string(pool.n_kv_heads) + " KV heads do not divide");
 }
 
 void check_cells(const Pool& pool, int64_t n_cells) {
   if (n_cells > pool.n_cells)
-    throw ConfigError("cells up to " + std::to_string(n_cells) +
-                                " are asked for, the pool holds " + std::to_string(pool.n_cells) +
-                                "; grow it before the step");
+    throw ConfigError("cells up to " + std::to_string(n_cells) + " are asked for, the pool holds " +
+                      std::to_string(pool.n_cells) + "; grow it before the step");
 }
 
 void check_exact_cells(const Pool& pool, int64_t n_cells) {
   if (!n_cells) return;
   if (!pool.exact)
-    throw ConfigError("exact cells are read and the pool has none beside it; make it "
-                                "with exact=");
+    throw ConfigError(
+        "exact cells are read and the pool has none beside it; make it "
+        "with exact=");
   if (n_cells > pool.exact->n_cells)
-    throw ConfigError("exact cells up to " + std::to_string(n_cells) +
-                                " are asked for, the exact pool holds " +
-                                std::to_string(pool.exact->n_cells));
+    throw ConfigError("exact cells up to " + std::to_string(n_cells) + " are asked for, the exact pool holds " +
+                      std::to_string(pool.exact->n_cells));
 }
 
 struct WriteCall : Shared {
   const Pool* pool;
   const Layout* layout;
   const void *k, *v;
-  const Write* writes;      // n_pieces of them, or
-  const int64_t* cells;     // one cell for each token
+  const Write* writes;   // n_pieces of them, or
+  const int64_t* cells;  // one cell for each token
   int64_t n_pieces;
 
   void one(int64_t i) {
-    float* scratch = reinterpret_cast<float*>(
-        scratch_buffer.get(4 * (padded(std::max(pool->k.dim, pool->v.dim)) + kPad)));
+    float* scratch =
+        reinterpret_cast<float*>(scratch_buffer.get(4 * (padded(std::max(pool->k.dim, pool->v.dim)) + kPad)));
     const int64_t piece = i % n_pieces, head = i / n_pieces % pool->n_kv_heads;
     const bool is_v = i / n_pieces >= pool->n_kv_heads;
     const Side& side = is_v ? pool->v : pool->k;
     const Strides& strides = is_v ? layout->v : layout->k;
     const Write& w = writes[piece];
     const int64_t size = layout->in == Dtype::f32 ? 4 : 2;
-    const char* rows = static_cast<const char*>(is_v ? v : k) +
-                       (head * strides.head + w.q_start * strides.token) * size;
-    ops().attend->write(side, pool->block_size, head, cells ? cells + w.q_start : nullptr, w.start,
-                w.length, rows, layout->in, strides.token, scratch);
+    const char* rows =
+        static_cast<const char*>(is_v ? v : k) + (head * strides.head + w.q_start * strides.token) * size;
+    ops().attend->write(side, pool->block_size, head, cells ? cells + w.q_start : nullptr, w.start, w.length, rows,
+                        layout->in, strides.token, scratch);
   }
   static void work(void* data, int) {
     auto* call = static_cast<WriteCall*>(data);
-    for (int64_t i; (i = call->next.fetch_add(1, std::memory_order_relaxed)) < call->n;)
-      call->one(i);
+    for (int64_t i; (i = call->next.fetch_add(1, std::memory_order_relaxed)) < call->n;) call->one(i);
   }
 };
 
 void run_writes(WriteCall& call, int64_t n_tokens, int n_threads) {
   call.n = call.n_pieces * call.pool->n_kv_heads * 2;
   const bool is_cast = call.pool->k.dtype != call.layout->in || call.pool->v.dtype != call.layout->in;
-  const double numbers =
-      static_cast<double>(n_tokens * call.pool->n_kv_heads * (call.pool->k.dim + call.pool->v.dim));
+  const double numbers = static_cast<double>(n_tokens * call.pool->n_kv_heads * (call.pool->k.dim + call.pool->v.dim));
   const int workers = static_cast<int>(std::min<int64_t>(workers_for(n_threads), call.n));
   if (workers > 1 && numbers * (is_cast ? 0.5 : 0.1) > kAloneNs)
     run_workers(workers, WriteCall::work, &call);
@@ -454,8 +437,7 @@ void run_writes(WriteCall& call, int64_t n_tokens, int n_threads) {
 
 }  // namespace
 
-void Plan::write(const Pool& pool, const Layout& layout, const void* k, const void* v,
-                 int n_threads) {
+void Plan::write(const Pool& pool, const Layout& layout, const void* k, const void* v, int n_threads) {
   check_cells(pool, input_.n_cells);
   WriteCall call;
   call.pool = &pool;
@@ -468,8 +450,8 @@ void Plan::write(const Pool& pool, const Layout& layout, const void* k, const vo
   if (call.n_pieces) run_writes(call, input_.n_tokens, n_threads);
 }
 
-void write_cells(const Pool& pool, const Layout& layout, const int64_t* cells, int64_t n,
-                 const void* k, const void* v, int n_threads) {
+void write_cells(const Pool& pool, const Layout& layout, const int64_t* cells, int64_t n, const void* k, const void* v,
+                 int n_threads) {
   for (int64_t i = 0; i < n; ++i) {
     check_cells(pool, cells[i] + 1);
     if (cells[i] < 0) throw ConfigError("cell -1 is no cell; leave it out");
@@ -490,9 +472,9 @@ void write_cells(const Pool& pool, const Layout& layout, const int64_t* cells, i
 
 namespace {
 
-void move_part(char* data, int64_t head_stride, int64_t cell_stride, int64_t block_stride,
-               int64_t bytes, int64_t n_heads, int64_t block_size, int64_t base,
-               const int64_t* src, int64_t n, std::vector<char>& rows) {
+void move_part(char* data, int64_t head_stride, int64_t cell_stride, int64_t block_stride, int64_t bytes,
+               int64_t n_heads, int64_t block_size, int64_t base, const int64_t* src, int64_t n,
+               std::vector<char>& rows) {
   rows.resize(static_cast<size_t>(bytes * n));
   const auto place = [&](int64_t cell) {
     if (!block_size) return cell * cell_stride;
@@ -514,12 +496,11 @@ void move_cells(const Pool& pool, int64_t base, const int64_t* src, int64_t n) {
   for (int64_t i = 0; i < n; ++i) check_cells(pool, src[i] + 1);
   std::vector<char> rows;
   for (const Side* side : {&pool.k, &pool.v}) {
-    move_part(side->data, side->head_stride, side->cell_stride, side->block_stride,
-              side->packed_bytes(), pool.n_kv_heads, pool.block_size, base, src, n, rows);
+    move_part(side->data, side->head_stride, side->cell_stride, side->block_stride, side->packed_bytes(),
+              pool.n_kv_heads, pool.block_size, base, src, n, rows);
     if (is_quantised(side->dtype))
-      move_part(side->affine, side->affine_head_stride, side->affine_cell_stride,
-                side->affine_block_stride, side->affine_bytes(), pool.n_kv_heads, pool.block_size,
-                base, src, n, rows);
+      move_part(side->affine, side->affine_head_stride, side->affine_cell_stride, side->affine_block_stride,
+                side->affine_bytes(), pool.n_kv_heads, pool.block_size, base, src, n, rows);
   }
 }
 
@@ -612,8 +593,7 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
         }
         const int64_t token = made->merged_rows[i] / group;
         const int64_t head = kv_head * group + made->merged_rows[i] % group;
-        ops->merge(job, token, head, static_cast<int>(n), maxima, maxima + n, maxima + 2 * n,
-                   scratch);
+        ops->merge(job, token, head, static_cast<int>(n), maxima, maxima + n, maxima + 2 * n, scratch);
       }
     }
   } call;
@@ -626,8 +606,7 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
   call.v_pad = v_pad;
   call.ops = ops().attend;
   call.scratch_size = scratch_bytes((made.max_rows + 3) / 4 * 4, k_pad, v_pad);
-  call.partials = reinterpret_cast<float*>(
-      partial_buffer.get(4 * made.n_floats * pool.n_kv_heads + 64));
+  call.partials = reinterpret_cast<float*>(partial_buffer.get(4 * made.n_floats * pool.n_kv_heads + 64));
   for (int64_t h = 0; h < pool.n_kv_heads; ++h)
     made.remaining[static_cast<size_t>(h)].n.store(n_jobs, std::memory_order_relaxed);
   call.run_job = [](const AttendCall& raw, int64_t i, int64_t following) {
@@ -666,15 +645,14 @@ void Plan::attend(const Pool& pool, const Layout& layout, const AttendArgs& args
 }
 
 int64_t scratch_bytes(int64_t rows, int64_t k_pad, int64_t v_pad) {
-  const int64_t floats =
-      rows * (2 * k_pad + v_pad + 2 * kMaxTile) + rows * (k_pad + kMaxTile) / 2 + 32 + 16 * (2 * k_pad + v_pad) + kMaxTile * v_pad +
-      (rows + 16) * 24 + 8 * 16;
-  // What products of another kind want beside it: see amx.h, and words.h. Integers
+  const int64_t floats = rows * (2 * k_pad + v_pad + 2 * kMaxTile) + rows * (k_pad + kMaxTile) / 2 + 32 +
+                         16 * (2 * k_pad + v_pad) + kMaxTile * v_pad + (rows + 16) * 24 + 8 * 16;
+  // What products of another kind want beside it: see words_base.h. Integers
   // have two groups in 64 numbers at most.
   const int64_t k = (k_pad + 63) / 64 * 64, v = (v_pad + 63) / 64 * 64, r = (rows + 15) / 16 * 16;
   const int64_t matrix = 512 * kMaxTile + 8 * kMaxTile * (k + v) / 32 + 2 * kMaxTile * (k + v) +
-                         r * (8 * k + k / 2 + 8 + 64) + r * kMaxTile * (v / 16 + 4) + 16384 +
-                         r * (4 + 64) * (v / 32) + 4 * r * v + 16 * 64;
+                         r * (8 * k + k / 2 + 8 + 64) + r * kMaxTile * (v / 16 + 4) + 16384 + r * (4 + 64) * (v / 32) +
+                         4 * r * v + 16 * 64;
   return 4 * floats + 3 * (4 * 9 * kMaxTile + 256) + 64 + matrix;
 }
 

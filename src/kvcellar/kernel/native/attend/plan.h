@@ -89,12 +89,12 @@ class Plan {
   };
   struct Schedule {
     int64_t n_kv_heads = -1, group = -1, v_pad = -1;
-    bool is_by_size = false;  // the large jobs first, where no two read the same cells
-    std::vector<JobSpec> jobs;          // of one KV head; the same for all
-    std::vector<int32_t> merged_rows;   // token * group + head
-    std::vector<int64_t> part_ends;     // per merged row, into parts
+    bool is_by_size = false;           // the large jobs first, where no two read the same cells
+    std::vector<JobSpec> jobs;         // of one KV head; the same for all
+    std::vector<int32_t> merged_rows;  // token * group + head
+    std::vector<int64_t> part_ends;    // per merged row, into parts
     std::vector<Part> parts;
-    int64_t n_floats = 0;               // partial results of one head
+    int64_t n_floats = 0;  // partial results of one head
     int64_t max_rows = 0;
     std::unique_ptr<Counter[]> remaining;  // jobs of each head
     // Jobs of all heads, head * jobs.size() + job, in queues: one for each worker if they go by size, else one.
@@ -114,8 +114,8 @@ class Plan {
 };
 
 // Rows of K and V to cells, in any order.
-void write_cells(const Pool& pool, const Layout& layout, const int64_t* cells, int64_t n,
-                 const void* k, const void* v, int n_threads);
+void write_cells(const Pool& pool, const Layout& layout, const int64_t* cells, int64_t n, const void* k, const void* v,
+                 int n_threads);
 
 // src cells to [base, base + n); all are read before any is written.
 void move_cells(const Pool& pool, int64_t base, const int64_t* src, int64_t n);

@@ -9,8 +9,7 @@ namespace KVC_NAMESPACE {
 namespace {
 
 // Weights of a result, and its sink's, to one.
-inline void write_result(const Job& job, int64_t token, int64_t head, float max, float sum,
-                         float* row) {
+inline void write_result(const Job& job, int64_t token, int64_t head, float max, float sum, float* row) {
   const Layout& layout = *job.layout;
   const int64_t dim = job.pool->v.dim;
   float factor = 1.f;
@@ -25,8 +24,7 @@ inline void write_result(const Job& job, int64_t token, int64_t head, float max,
   factor = sum == 0.f ? 0.f : factor / sum;
   for (int64_t d = 0; d < dim; ++d) row[d] *= factor;
   const int64_t size = layout.out == Dtype::f32 ? 4 : 2;
-  char* out = static_cast<char*>(job.args->out) +
-              (head * layout.o.head + token * layout.o.token) * size;
+  char* out = static_cast<char*>(job.args->out) + (head * layout.o.head + token * layout.o.token) * size;
   store_row(out, layout.out, dim, row);
 }
 

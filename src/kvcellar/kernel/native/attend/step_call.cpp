@@ -14,16 +14,13 @@ namespace {
 
 void check(const KvcStepCall& call, const Plan& plan, const Pool& pool) {
   if (call.n_tokens != plan.n_tokens())
-    throw ConfigError("the forward brings " + std::to_string(call.n_tokens) +
-                                " tokens; the step was planned for " +
-                                std::to_string(plan.n_tokens()));
-  if (call.n_kv_heads != pool.n_kv_heads || call.head_dim != pool.k.dim ||
-      call.v_head_dim != pool.v.dim)
-    throw ConfigError(
-        "k has " + std::to_string(call.n_kv_heads) + " heads of " + std::to_string(call.head_dim) +
-        " and v rows of " + std::to_string(call.v_head_dim) + "; the cache holds " +
-        std::to_string(pool.n_kv_heads) + " heads of " + std::to_string(pool.k.dim) + " and " +
-        std::to_string(pool.v.dim));
+    throw ConfigError("the forward brings " + std::to_string(call.n_tokens) + " tokens; the step was planned for " +
+                      std::to_string(plan.n_tokens()));
+  if (call.n_kv_heads != pool.n_kv_heads || call.head_dim != pool.k.dim || call.v_head_dim != pool.v.dim)
+    throw ConfigError("k has " + std::to_string(call.n_kv_heads) + " heads of " + std::to_string(call.head_dim) +
+                      " and v rows of " + std::to_string(call.v_head_dim) + "; the cache holds " +
+                      std::to_string(pool.n_kv_heads) + " heads of " + std::to_string(pool.k.dim) + " and " +
+                      std::to_string(pool.v.dim));
 }
 
 }  // namespace
@@ -43,11 +40,9 @@ int step(const KvcStepCall* call, char* error, int64_t error_size) {
     const CallersThreads threads(call->parallel_for);
     if (call->exact_plan)
       static_cast<Plan*>(call->exact_plan)
-          ->write(*static_cast<const Pool*>(call->exact_pool), layout, call->k, call->v,
-                  call->n_threads);
+          ->write(*static_cast<const Pool*>(call->exact_pool), layout, call->k, call->v, call->n_threads);
     plan.write(pool, layout, call->k, call->v, call->n_threads);
-    plan.attend(pool, layout, {call->q, call->out, call->scale, call->softcap, call->sinks},
-                call->n_threads);
+    plan.attend(pool, layout, {call->q, call->out, call->scale, call->softcap, call->sinks}, call->n_threads);
     return 0;
   } catch (const std::exception& wrong) {
     std::snprintf(error, static_cast<size_t>(error_size), "%s", wrong.what());

@@ -10,10 +10,10 @@
 extern "C" {
 
 struct KvcStepCall {
-  void* plan;              // kvcellar::Plan
-  const void* pool;        // kvcellar::Pool
-  void* exact_plan;        // what is written to exact cells too, or null
-  const void* exact_pool;  // and where they are
+  void* plan;                                                   // kvcellar::Plan
+  const void* pool;                                             // kvcellar::Pool
+  void* exact_plan;                                             // what is written to exact cells too, or null
+  const void* exact_pool;                                       // and where they are
   int64_t n_tokens, n_heads, n_kv_heads, head_dim, v_head_dim;  // of q, k and v
   int32_t in_dtype, out_dtype;                                  // kvcellar::Dtype
   // In numbers: from head to head, from token to token.

@@ -9,8 +9,6 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Cells that are attended at a time, at most: each such tile has a start and an end. Twice as many take a
 // twentieth less of int4's time on Zen 4, and with 256 bits a tenth more.
 #if defined(KVC_AVX512)
@@ -45,12 +43,10 @@ struct TileRows {
   }
   // The first of 16 rows from cell c on, a multiple of 16, that lie `step` bytes apart: in the pool,
   // or m of them copied to `room`.
-  const char* together(Part part, int64_t c, int64_t m, int64_t n_bytes, char* room,
-                       int64_t& step) const {
+  const char* together(Part part, int64_t c, int64_t m, int64_t n_bytes, char* room, int64_t& step) const {
     step = is_whole[c / 16] ? stride[part] : n_bytes;
     if (is_whole[c / 16]) return first[part][c / 16];
-    for (int64_t i = 0; i < m; ++i)
-      std::memcpy(room + i * n_bytes, at[part][c + i], static_cast<size_t>(n_bytes));
+    for (int64_t i = 0; i < m; ++i) std::memcpy(room + i * n_bytes, at[part][c + i], static_cast<size_t>(n_bytes));
     return room;
   }
 };

@@ -1,4 +1,4 @@
-// The two products of words.h with vectors of 256 bits, of which there are 16.
+// The two products of words_512.h with vectors of 256 bits, of which there are 16.
 //
 // Logits: a vector is a pair of numbers of 2 queries, each 4 times, and meets that pair of 4 cells: 4
 // queries and 16 cells at a time are 8 sums. Values: 4 rows and 16 numbers are 8 sums, which go through
@@ -14,20 +14,15 @@ namespace kvcellar {
 namespace KVC_NAMESPACE {
 namespace {
 
-inline __m256i load_whole(const void* from) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
-}
-inline void store_whole(void* to, __m256i x) {
-  _mm256_storeu_si256(static_cast<__m256i*>(to), x);
-}
+inline __m256i load_whole(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline void store_whole(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
 
 class Words : public WordsBase {
  public:
-  Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad,
-        int64_t v_pad, const float* q, float factor, char* memory)
+  Words(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t k_pad, int64_t v_pad,
+        const float* q, float factor, char* memory)
       : WordsBase(with_k, with_v, k, v, rows, v_pad, factor, kTile, 32, memory) {
-    if (has_k)
-      with_kind(k, [&](auto is_4, auto n_subs) { load_queries<is_4.of, n_subs.of>(q, k_pad); });
+    if (has_k) with_kind(k, [&](auto is_4, auto n_subs) { load_queries<is_4.of, n_subs.of>(q, k_pad); });
   }
 
   // s[row][c] of the n cells of `rows`, and of those up to the next multiple of 16; `tops`: the highest
@@ -63,14 +58,21 @@ class Words : public WordsBase {
     });
   }
 
-  // A row's logits to weights, 2**(s[c] - base); their sums. The largest of them is `top`; earlier
-  // weights are multiplied by `factor`. Logits up to the next multiple of 32 are minus infinity.
-  Vec weigh(int64_t r, const float* s, float base, float factor, float top, int64_t n) {
-    scale_results(r, factor);
-    set_steps(r, top);
-    return v_groups_ == 1   ? weights_of<1>(r, s, base, n)
-           : v_groups_ == 2 ? weights_of<2>(r, s, base, n)
-                            : weights_of<kMaxGroups>(r, s, base, n);
+  // Its steps fetch as much as they have time for.
+  bool fetches_evenly(const TileRows&, int64_t) const { return false; }
+
+  // Logits s[row][c] of a tile to weights, up to the next multiple of 32; their sums and those of earlier
+  // tiles are in `sums`, a vector for each row.
+  void weigh(const float* s, const Maxima& maxima, float* sums, int64_t n, const Next&) {
+    for (int64_t r = 0; r < rows_; ++r, s += kTile, sums += kLanes) {
+      scale_results(r, maxima.factor[r]);
+      set_steps(r, maxima.most[r]);
+      const float base = maxima.base[r];
+      const Vec total = v_groups_ == 1   ? weights_of<1>(r, s, base, n)
+                        : v_groups_ == 2 ? weights_of<2>(r, s, base, n)
+                                         : weights_of<kMaxGroups>(r, s, base, n);
+      store(sums, fma(load(sums), all(maxima.factor[r]), total));
+    }
   }
 
   // Sums of weight[row][c] * V[c], and of those of earlier tiles.
@@ -80,8 +82,7 @@ class Words : public WordsBase {
     for (int64_t i = 0; 32 * (i / 2) < n; ++i) {
       const int64_t m = smaller(n - 16 * i, 16);
       if (m > 0)
-        places.at[i] = rows.together(kVRows, 16 * i, m, n_bytes, gathered_ + i * 16 * n_bytes,
-                                     places.step[i]);
+        places.at[i] = rows.together(kVRows, 16 * i, m, n_bytes, gathered_ + i * 16 * n_bytes, places.step[i]);
       else  // whose weights are 0
         places.at[i] = places.at[i - 1], places.step[i] = places.step[i - 1];
     }
@@ -132,13 +133,10 @@ class Words : public WordsBase {
   // Of 64 numbers, the first of the pair at place p; where the other one is. Where the t-th pair of the
   // one or the other 32 is.
   static constexpr int64_t first_of(bool is_4, int64_t p) {
-    return is_4 ? (p / 8 + p % 2 * 4) * 8 + p / 2 % 4
-                : p / 16 * 32 + (p / 4 % 4 + p % 2 * 4) * 4 + p / 2 % 2;
+    return is_4 ? (p / 8 + p % 2 * 4) * 8 + p / 2 % 4 : p / 16 * 32 + (p / 4 % 4 + p % 2 * 4) * 4 + p / 2 % 2;
   }
   static constexpr int64_t apart(bool is_4) { return is_4 ? 4 : 2; }
-  static constexpr int64_t place_of(bool is_4, int64_t half, int64_t t) {
-    return is_4 ? t * 2 + half : half * 16 + t;
-  }
+  static constexpr int64_t place_of(bool is_4, int64_t half, int64_t t) { return is_4 ? t * 2 + half : half * 16 + t; }
 
   template <bool is_4, int kSubs>
   void load_queries(const float* q, int64_t k_pad) {
@@ -216,8 +214,8 @@ class Words : public WordsBase {
   // s[row][first ..] of 16 cells whose words are staged, [chunk][4 cells][place of a pair][cell], for the
   // 4 rows of a quad. `is_staging`: the 16 rows from `row` on, `step` bytes apart, go to `other`.
   template <bool is_4, int kSubs, bool is_staging>
-  void logits_of(int64_t quad, int64_t first, const int16_t* words, const char* row, int64_t step,
-                 int16_t* other, float* s, float* tops, const Lines& given) {
+  void logits_of(int64_t quad, int64_t first, const int16_t* words, const char* row, int64_t step, int16_t* other,
+                 float* s, float* tops, const Lines& given) {
     constexpr int kEvery = is_4 ? 4 : 2;
     Lines lines = given;
     const int64_t chunks = k_.dim / 64;
@@ -285,14 +283,10 @@ class Words : public WordsBase {
   }
 
   // Pairs of a chunk's numbers of 4 queries, each 4 times: [place][row][cell].
-  int16_t* query(int64_t chunk, int64_t quad) const {
-    return queries_ + (chunk * quads_ + quad) * 1024;
-  }
+  int16_t* query(int64_t chunk, int64_t quad) const { return queries_ + (chunk * quads_ + quad) * 1024; }
 
   // Words of a quad's weights, [16 cells][row][pair of cells, in the order of packing].
-  int16_t* weights(int64_t quad, int64_t g) const {
-    return weights_ + (quad * v_groups_ + g) * 4 * kTile;
-  }
+  int16_t* weights(int64_t quad, int64_t g) const { return weights_ + (quad * v_groups_ + g) * 4 * kTile; }
   static constexpr int64_t place_of_pair(int64_t i) { return i % 2 + i / 2 % 2 * 4 + i / 4 * 2; }
 
   // For kGroups, or up to as many if these are the most.
@@ -337,8 +331,8 @@ class Words : public WordsBase {
   // A chunk's numbers are 4 vectors of pairs of words, of int4 2 of pairs of four numbers each: all are
   // made in the first pass, which reads the rows, and kept for the others.
   template <bool is_4, int kSubs>
-  void values_of(const Places& places, int64_t quad, int64_t chunk, int64_t pass, int64_t n,
-                 Lines& lines, const Lines* second) const {
+  void values_of(const Places& places, int64_t quad, int64_t chunk, int64_t pass, int64_t n, Lines& lines,
+                 const Lines* second) const {
     const int64_t group = chunk * 64 / v_.group_size + (kSubs == 2 ? pass / 2 : 0);
     const int16_t* w = weights(quad, group);
     const int64_t kept = is_4 ? pass / 2 : pass;
@@ -381,8 +375,8 @@ class Words : public WordsBase {
   // a[row][0 .. 1] = weights * V of 16 numbers. Of int4 these are every fourth one from the third and
   // fourth on, or from the first and second: the third and second ones have 16 times the next in them.
   template <bool is_4, Place place, bool is_high>
-  void add_pairs(const Places& places, int64_t offset, const int16_t* w, int64_t n, Lines& given,
-                 const Lines* second, __m256i (&sums)[4][2]) const {
+  void add_pairs(const Places& places, int64_t offset, const int16_t* w, int64_t n, Lines& given, const Lines* second,
+                 __m256i (&sums)[4][2]) const {
     constexpr bool is_pool = place != Place::stage;
     constexpr int64_t kKept = is_4 ? 32 : 64;  // words of two cells
     constexpr int kEvery = is_4 ? 4 : 2;

@@ -35,8 +35,7 @@ class WordsBase {
   // Of earlier tiles, which weigh less now.
   void scale_results(int64_t r, float factor) {
     if (!has_v || factor == 1.f) return;
-    for (int64_t d = 0; d < v_.dim; d += kLanes)
-      store(result(r) + d, mul(load(result(r) + d), all(factor)));
+    for (int64_t d = 0; d < v_.dim; d += kLanes) store(result(r) + d, mul(load(result(r) + d), all(factor)));
     for (int64_t g = 0; g < v_groups_; ++g) {
       float* bias = biases_ + (r * v_groups_ + g) * 16;
       store(bias, mul(load(bias), all(factor)));
@@ -44,15 +43,13 @@ class WordsBase {
   }
 
   // Whether a weight of 0 silences all of these V rows.
-  bool is_finite(const TileRows& rows, int64_t n) const {
-    return has_finite_affine(v_, rows, kVAffine, n);
-  }
+  bool is_finite(const TileRows& rows, int64_t n) const { return has_finite_affine(v_, rows, kVAffine, n); }
 
  protected:
   // `with_k`, `with_v`: only for sides that fit. `q`: rows of k_pad floats. Logits are multiplied
   // by `factor`. Rows of `n_gathered` cells may be gathered, words are made of `n_staged` at a time.
-  WordsBase(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t v_pad,
-            float factor, int64_t n_gathered, int64_t n_staged, char* memory)
+  WordsBase(bool with_k, bool with_v, const Side& k, const Side& v, int64_t rows, int64_t v_pad, float factor,
+            int64_t n_gathered, int64_t n_staged, char* memory)
       : has_k(with_k),
         has_v(with_v),
         k_(k),
@@ -99,10 +96,10 @@ class WordsBase {
   template <class Run>
   static void with_kind(const Side& side, const Run& run) {
     const bool is_4 = side.dtype == Dtype::int4, is_halved = subs(side) == 2;
-    is_4 && is_halved ? run(Flag<true>(), Number<2>())
-    : is_4            ? run(Flag<true>(), Number<1>())
-    : is_halved       ? run(Flag<false>(), Number<2>())
-                      : run(Flag<false>(), Number<1>());
+    is_4&& is_halved ? run(Flag<true>(), Number<2>())
+    : is_4           ? run(Flag<true>(), Number<1>())
+    : is_halved      ? run(Flag<false>(), Number<2>())
+                     : run(Flag<false>(), Number<1>());
   }
 
   // The numbers' errors are those of the weights times how far they are from this one: it goes into the
@@ -111,8 +108,7 @@ class WordsBase {
 
   // Of a row's weights, whose largest is `top`: what their words are counted in, for each group.
   void set_steps(int64_t r, float top) {
-    for (int64_t i = 0; i < v_groups_; ++i)
-      steps_[r * v_groups_ + i] = top / 32767.f * largest_[i];
+    for (int64_t i = 0; i < v_groups_; ++i) steps_[r * v_groups_ + i] = top / 32767.f * largest_[i];
   }
 
   // The weights' sums of biases, to acc[row]: behind the last tile.
@@ -128,9 +124,7 @@ class WordsBase {
   }
 
   // A number of each of 4 queries, each 4 times.
-  static void put_fours(float* to, int64_t lane, float x) {
-    _mm_storeu_ps(to + lane * 4, _mm_set1_ps(x));
-  }
+  static void put_fours(float* to, int64_t lane, float x) { _mm_storeu_ps(to + lane * 4, _mm_set1_ps(x)); }
 
   // A row's sums of all tiles, each chunk in the order of the products.
   float* result(int64_t r) const { return results_ + r * v_.dim; }

@@ -12,8 +12,7 @@ namespace {
 void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* affine) {
   const int64_t group = side.group_size;
   const float top = side.dtype == Dtype::int8 ? 255.f : 15.f;
-  const float per_step = side.dtype == Dtype::int8 ? static_cast<float>(1.0 / 255)
-                                                   : static_cast<float>(1.0 / 15);
+  const float per_step = side.dtype == Dtype::int8 ? static_cast<float>(1.0 / 255) : static_cast<float>(1.0 / 15);
   const bool is_wide = group % kLanes == 0;
   if (side.dtype == Dtype::int4 && !is_wide) std::memset(packed, 0, (side.dim + 1) / 2);
   for (int64_t g = 0; g * group < side.dim; ++g) {
@@ -85,16 +84,14 @@ void quantise(const float* row, const Side& side, uint8_t* packed, uint16_t* aff
   }
 }
 
-void write(const Side& side, int64_t block_size, int64_t head, const int64_t* cells,
-           int64_t first_cell, int64_t n, const void* rows, Dtype in, int64_t token_stride,
-           float* scratch) {
+void write(const Side& side, int64_t block_size, int64_t head, const int64_t* cells, int64_t first_cell, int64_t n,
+           const void* rows, Dtype in, int64_t token_stride, float* scratch) {
   const int64_t size = in == Dtype::f32 ? 4 : 2;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t cell = cells ? cells[i] : first_cell + i;
     const int64_t block = block_size ? cell / block_size : 0;
     const int64_t inside = cell - block * block_size;
-    char* to = side.data + head * side.head_stride + block * side.block_stride +
-               inside * side.cell_stride;
+    char* to = side.data + head * side.head_stride + block * side.block_stride + inside * side.cell_stride;
     const char* from = static_cast<const char*>(rows) + i * token_stride * size;
     if (side.dtype == in) {
       std::memcpy(to, from, side.dim * size);
@@ -105,8 +102,8 @@ void write(const Side& side, int64_t block_size, int64_t head, const int64_t* ce
       store_row(to, side.dtype, side.dim, scratch);
       continue;
     }
-    char* affine = side.affine + head * side.affine_head_stride +
-                   block * side.affine_block_stride + inside * side.affine_cell_stride;
+    char* affine = side.affine + head * side.affine_head_stride + block * side.affine_block_stride +
+                   inside * side.affine_cell_stride;
     quantise(scratch, side, reinterpret_cast<uint8_t*>(to), reinterpret_cast<uint16_t*>(affine));
   }
 }

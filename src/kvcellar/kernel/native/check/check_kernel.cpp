@@ -66,9 +66,7 @@ struct SideMemory {
   std::vector<char> first_rows, first_affine;
 
   SideMemory(Side from, int64_t n_heads, int64_t n_cells)
-      : side(from),
-        rows(n_heads * n_cells * from.packed_bytes()),
-        affine(n_heads * n_cells * from.affine_bytes()) {
+      : side(from), rows(n_heads * n_cells * from.packed_bytes()), affine(n_heads * n_cells * from.affine_bytes()) {
     side.data = rows.data;
     side.affine = is_quantised(side.dtype) ? affine.data : nullptr;
     fill(rows, side.dtype);
@@ -89,8 +87,7 @@ struct SideMemory {
 Side random_side(int64_t n_heads, int64_t n_cells, int64_t block_size, bool is_long) {
   Side side;
   side.dtype = static_cast<Dtype>(between(is_long ? 3 : 0, 4));
-  side.dim = is_long ? one_of<int64_t>({64, 128, 192, 256})
-                     : one_of<int64_t>({1, 5, 16, 32, 33, 40, 64, 80, 128, 192});
+  side.dim = is_long ? one_of<int64_t>({64, 128, 192, 256}) : one_of<int64_t>({1, 5, 16, 32, 33, 40, 64, 80, 128, 192});
   side.group_size = side.dim;
   for (const int64_t group : {128, 64, 32})
     if (side.dim % group == 0 && rng() % 2) side.group_size = group;
@@ -100,8 +97,7 @@ Side random_side(int64_t n_heads, int64_t n_cells, int64_t block_size, bool is_l
     block = block_size ? head * n_heads : 0;
   };
   strides(side.packed_bytes(), side.head_stride, side.cell_stride, side.block_stride);
-  strides(side.affine_bytes(), side.affine_head_stride, side.affine_cell_stride,
-          side.affine_block_stride);
+  strides(side.affine_bytes(), side.affine_head_stride, side.affine_cell_stride, side.affine_block_stride);
   return side;
 }
 
@@ -213,8 +209,9 @@ double one_step(bool is_long) {
 double one_linear() {
   const auto format = static_cast<WeightFormat>(between(0, 3));
   const bool is_coded = format == WeightFormat::coded;
-  const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200) : is_coded ? 128 * between(1, 20)
-                                                                               : 32 * between(1, 10);
+  const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200)
+                       : is_coded                   ? 128 * between(1, 20)
+                                                    : 32 * between(1, 10);
   const int64_t n_out = between(1, 70), n_tokens = is_coded ? between(1, 110) : between(1, 20);
   LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
   Memory data(format != WeightFormat::bf16 ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
@@ -232,8 +229,7 @@ double one_linear() {
       const auto number = static_cast<uint16_t>(rng() % 0x3F80 + (rng() % 2 << 15));
       std::memcpy(plain.data + 2 * i, &number, 2);
     }
-  if (is_coded)
-    escapes = code(reinterpret_cast<const uint16_t*>(plain.data), n_in, n_out, data.data, 2);
+  if (is_coded) escapes = code(reinterpret_cast<const uint16_t*>(plain.data), n_in, n_out, data.data, 2);
   Memory beside(static_cast<int64_t>(escapes.size() * sizeof(Escape)));
   if (!escapes.empty()) std::memcpy(beside.data, escapes.data(), static_cast<size_t>(beside.size));
   weights.escapes = reinterpret_cast<const Escape*>(beside.data);
@@ -252,7 +248,8 @@ double one_linear() {
     if (weights.is_packed) {
       Memory numbers(data.size), steps(scales.size);
       pack({weights, plain.data, plain_in, reinterpret_cast<uint8_t*>(numbers.data),
-            reinterpret_cast<uint16_t*>(steps.data)}, 2);
+            reinterpret_cast<uint16_t*>(steps.data)},
+           2);
       packed.emplace_back(numbers.data, numbers.data + numbers.size);
       packed.back().insert(packed.back().end(), steps.data, steps.data + steps.size);
       if (packed.back() != packed.front()) return 1;
@@ -299,21 +296,29 @@ bool one_level() {
     fill(*held.back(), dtype);
     return held.back()->data;
   };
-  const auto floats = [&](int64_t size) {
-    return reinterpret_cast<float*>(memory(4 * size, Dtype::f32));
-  };
+  const auto floats = [&](int64_t size) { return reinterpret_cast<float*>(memory(4 * size, Dtype::f32)); };
   const auto matrix = [&](int64_t n_in, int64_t n_out) {
     LinearWeights weights = make_linear_weights(WeightFormat::int8, n_in, n_out, nullptr, nullptr);
     weights.data = memory(weights.n_blocks * weights.block_bytes, Dtype::int8);
-    weights.scales = reinterpret_cast<const uint16_t*>(
-        memory(weights.n_blocks * weights.n_scales * kBlockRows * 2, Dtype::f16));
+    weights.scales =
+        reinterpret_cast<const uint16_t*>(memory(weights.n_blocks * weights.n_scales * kBlockRows * 2, Dtype::f16));
     return weights;
   };
   const int64_t width = (n_heads + 2 * n_kv_heads) * dim;
-  const Eagle3Weights weights{hidden, inner, n_heads, n_kv_heads, dim, n_vocab, n_said, 1e-5f,
-                              matrix(2 * hidden, width), matrix(n_heads * dim, hidden),
-                              matrix(hidden, 2 * inner), matrix(inner, hidden),
-                              matrix(hidden, n_said), floats(n_vocab * hidden),
+  const Eagle3Weights weights{hidden,
+                              inner,
+                              n_heads,
+                              n_kv_heads,
+                              dim,
+                              n_vocab,
+                              n_said,
+                              1e-5f,
+                              matrix(2 * hidden, width),
+                              matrix(n_heads * dim, hidden),
+                              matrix(hidden, 2 * inner),
+                              matrix(inner, hidden),
+                              matrix(hidden, n_said),
+                              floats(n_vocab * hidden),
                               rng() % 2 ? floats(width) : nullptr,
                               rng() % 2 ? floats(hidden) : nullptr};
   Side side;
@@ -340,9 +345,24 @@ bool one_level() {
   const int64_t most = between(1, n_said);
   float *out = floats(n_rows * hidden), *beliefs = floats(n_rows * most);
   auto* ids = reinterpret_cast<int64_t*>(memory(n_rows * most * 8, Dtype::int8));
-  const Eagle3Call call{&plan, &pool, nullptr, nullptr, floats(2 * n_rope * dim), n_rope,
-                        n, tokens.data(), positions.data(), floats(n_hidden * hidden), n_hidden,
-                        above.data(), n_rows, rows.data(), most, out, ids, beliefs};
+  const Eagle3Call call{&plan,
+                        &pool,
+                        nullptr,
+                        nullptr,
+                        floats(2 * n_rope * dim),
+                        n_rope,
+                        n,
+                        tokens.data(),
+                        positions.data(),
+                        floats(n_hidden * hidden),
+                        n_hidden,
+                        above.data(),
+                        n_rows,
+                        rows.data(),
+                        most,
+                        out,
+                        ids,
+                        beliefs};
   for (const Level now : levels()) {
     set_level(now);
     eagle3_level(weights, call, 2);
@@ -360,8 +380,7 @@ struct LayerMemory {
       : data(2 * n_in * n_out), bias(rng() % 2 ? n_out * (dtype == Dtype::f32 ? 4 : 2) : 0) {
     fill(data, Dtype::bf16);
     fill(bias, dtype);
-    layer = {make_linear_weights(WeightFormat::bf16, n_in, n_out, data.data, nullptr),
-             bias.size ? bias.data : nullptr};
+    layer = {make_linear_weights(WeightFormat::bf16, n_in, n_out, data.data, nullptr), bias.size ? bias.data : nullptr};
   }
   Memory data, bias;
   LinearLayer layer;
@@ -433,17 +452,23 @@ double one_decoder() {
   const int64_t n_joined = (n_heads + 2 * n_kv_heads) * dim;
   LayerMemory qkv(hidden, n_joined, dtype), o(n_heads * dim, hidden, dtype);
   LayerMemory gate_up(hidden, 2 * inner, dtype), down(inner, hidden, dtype);
-  Memory norms[4] = {Memory(hidden * size), Memory(hidden * size), Memory(dim * size),
-                     Memory(dim * size)};
+  Memory norms[4] = {Memory(hidden * size), Memory(hidden * size), Memory(dim * size), Memory(dim * size)};
   Memory x(n_tokens * hidden * size), cos(n_tokens * dim * size), sin(n_tokens * dim * size);
-  for (Memory* memory : {&norms[0], &norms[1], &norms[2], &norms[3], &x, &cos, &sin})
-    fill(*memory, dtype);
+  for (Memory* memory : {&norms[0], &norms[1], &norms[2], &norms[3], &x, &cos, &sin}) fill(*memory, dtype);
   const bool has_norms = rng() % 2;
-  const DecoderLayer layer{qkv.layer, o.layer, gate_up.layer, down.layer,
-                           {norms[0].data, 1e-5f}, {norms[1].data, 1e-5f},
+  const DecoderLayer layer{qkv.layer,
+                           o.layer,
+                           gate_up.layer,
+                           down.layer,
+                           {norms[0].data, 1e-5f},
+                           {norms[1].data, 1e-5f},
                            {has_norms ? norms[2].data : nullptr, 1e-5f},
                            {has_norms ? norms[3].data : nullptr, 1e-5f},
-                           n_heads, n_kv_heads, dim, dtype, 0.2f};
+                           n_heads,
+                           n_kv_heads,
+                           dim,
+                           dtype,
+                           0.2f};
   if (!one_model(layer, cos, sin, n_tokens)) return 1;
   Memory joined(n_tokens * n_joined * size), attended(n_tokens * n_heads * dim * size);
   Memory out(n_tokens * hidden * size);
@@ -458,8 +483,7 @@ double one_decoder() {
     results.emplace_back();
     for (int64_t i = 0; i < n_tokens * hidden; ++i) {
       uint32_t bits = 0;
-      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, out.data + i * size,
-                  static_cast<size_t>(size));
+      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, out.data + i * size, static_cast<size_t>(size));
       float value;
       std::memcpy(&value, &bits, 4);
       results.back().push_back(value);

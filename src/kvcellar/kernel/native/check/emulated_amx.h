@@ -1,6 +1,5 @@
-// The matrix unit and bfloat16 conversions in plain C++, for a processor with AVX-512 that lacks
-// them: included before a translation unit for AMX, it takes the place of their intrinsics. Slow; for
-// checks only.
+// The matrix unit in plain C++: included before a translation unit for AMX, it takes the place of its intrinsics.
+// Slow; for checks only.
 
 #pragma once
 
@@ -53,8 +52,7 @@ inline void load(int t, const void* base, int64_t stride) {
 
 inline void store(int t, void* base, int64_t stride) {
   const Tile& tile = configured(t);
-  for (int r = 0; r < tile.rows; ++r)
-    std::memcpy(static_cast<char*>(base) + r * stride, tile.data[r], tile.bytes);
+  for (int r = 0; r < tile.rows; ++r) std::memcpy(static_cast<char*>(base) + r * stride, tile.data[r], tile.bytes);
 }
 
 inline float wide(uint16_t bits) {
@@ -84,31 +82,6 @@ inline void multiply_bf16(int to, int left, int right) {
     }
 }
 
-inline uint16_t narrow(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  if (!(bits & 0x7F800000)) return static_cast<uint16_t>(bits >> 16 & 0x8000);
-  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-inline __m256bh narrow_16(__m512 x) {
-  float from[16];
-  uint16_t to[16];
-  _mm512_storeu_ps(from, x);
-  for (int i = 0; i < 16; ++i) to[i] = narrow(from[i]);
-  __m256bh result;
-  std::memcpy(&result, to, 32);
-  return result;
-}
-
-inline __m512bh narrow_32(__m512 high, __m512 low) {
-  const __m256bh halves[2] = {narrow_16(low), narrow_16(high)};
-  __m512bh result;
-  std::memcpy(&result, halves, 64);
-  return result;
-}
-
 }  // namespace kvcellar_emulated
 
 #undef _tile_loadconfig
@@ -123,5 +96,3 @@ inline __m512bh narrow_32(__m512 high, __m512 low) {
 #define _tile_loadd(tile, base, stride) kvcellar_emulated::load(tile, base, stride)
 #define _tile_stored(tile, base, stride) kvcellar_emulated::store(tile, base, stride)
 #define _tile_dpbf16ps(c, a, b) kvcellar_emulated::multiply_bf16(c, a, b)
-#define _mm512_cvtneps_pbh(x) kvcellar_emulated::narrow_16(x)
-#define _mm512_cvtne2ps_pbh(high, low) kvcellar_emulated::narrow_32(high, low)

@@ -18,6 +18,7 @@
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x4_ps
 #undef _mm512_extractf32x8_ps
+#undef _mm512_extracti64x4_epi64
 #undef _mm512_inserti32x4
 #undef _mm512_inserti64x4
 #undef _mm512_reduce_ps
@@ -53,9 +54,7 @@ union Ints {
 inline void demand(bool is_true) {
   if (!is_true) __builtin_trap();
 }
-inline void demand_aligned(const void* p) {
-  demand(reinterpret_cast<uintptr_t>(p) % 64 == 0);
-}
+inline void demand_aligned(const void* p) { demand(reinterpret_cast<uintptr_t>(p) % 64 == 0); }
 
 inline __m512 twice(__m256 x) {
   Floats y;
@@ -77,8 +76,7 @@ inline __m512i spread_32(__mmask16 mask) {
   return x.all;
 }
 inline __m512i spread_16(__mmask32 mask) {
-  const __m256i bits = _mm256_set_epi16(-32768, 16384, 8192, 4096, 2048, 1024, 512, 256,
-                                        128, 64, 32, 16, 8, 4, 2, 1);
+  const __m256i bits = _mm256_set_epi16(-32768, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1);
   Ints x;
   for (int h = 0; h < 2; ++h) {
     const __m256i half = _mm256_set1_epi16(static_cast<int16_t>(mask >> 16 * h));
@@ -110,11 +108,11 @@ inline __m512i picked(__m512i from, __m512i x, __m512i y, int n_vectors) {
 }  // namespace emulated
 
 // What AVX2 has for each half.
-#define KVC_BY_HALVES(Vec, Parts, name, of_half)                                           \
-  inline Vec _mm512_##name(Vec x, Vec y) {                                             \
-    emulated::Parts a{x}, b{y};                                                            \
-    for (int h = 0; h < 2; ++h) a.half[h] = _mm256_##of_half(a.half[h], b.half[h]);        \
-    return a.all;                                                                          \
+#define KVC_BY_HALVES(Vec, Parts, name, of_half)                                    \
+  inline Vec _mm512_##name(Vec x, Vec y) {                                          \
+    emulated::Parts a{x}, b{y};                                                     \
+    for (int h = 0; h < 2; ++h) a.half[h] = _mm256_##of_half(a.half[h], b.half[h]); \
+    return a.all;                                                                   \
   }
 #define KVC_FLOATS(name) KVC_BY_HALVES(__m512, Floats, name, name)
 #define KVC_INTS(name) KVC_BY_HALVES(__m512i, Ints, name, name)
@@ -151,11 +149,11 @@ KVC_BY_HALVES(__m512i, Ints, or_si512, or_si256)
 #undef KVC_BY_HALVES
 
 // The same, by a number that all of them are shifted by.
-#define KVC_SHIFT(name)                                                                    \
-  inline __m512i _mm512_##name(__m512i x, unsigned n) {                                \
-    emulated::Ints a{x};                                                                   \
-    for (__m256i& half : a.half) half = _mm256_##name(half, static_cast<int>(n));          \
-    return a.all;                                                                          \
+#define KVC_SHIFT(name)                                                           \
+  inline __m512i _mm512_##name(__m512i x, unsigned n) {                           \
+    emulated::Ints a{x};                                                          \
+    for (__m256i& half : a.half) half = _mm256_##name(half, static_cast<int>(n)); \
+    return a.all;                                                                 \
   }
 KVC_SHIFT(slli_epi32)
 KVC_SHIFT(srai_epi32)
@@ -208,29 +206,23 @@ inline __m512 _mm512_set1_ps(float x) { return emulated::twice(_mm256_set1_ps(x)
 inline __m512i _mm512_set1_epi8(char x) { return emulated::twice(_mm256_set1_epi8(x)); }
 inline __m512i _mm512_set1_epi16(short x) { return emulated::twice(_mm256_set1_epi16(x)); }
 inline __m512i _mm512_set1_epi32(int x) { return emulated::twice(_mm256_set1_epi32(x)); }
-inline __m512i _mm512_set_epi32(int p, int o, int n, int m, int l, int k, int j, int i, int h,
-                                    int g, int f, int e, int d, int c, int b, int a) {
+inline __m512i _mm512_set_epi32(int p, int o, int n, int m, int l, int k, int j, int i, int h, int g, int f, int e,
+                                int d, int c, int b, int a) {
   emulated::Ints x;
   x.half[0] = _mm256_set_epi32(h, g, f, e, d, c, b, a);
   x.half[1] = _mm256_set_epi32(p, o, n, m, l, k, j, i);
   return x.all;
 }
-inline __m512i _mm512_set_epi64(int64_t h, int64_t g, int64_t f, int64_t e, int64_t d,
-                                    int64_t c, int64_t b, int64_t a) {
+inline __m512i _mm512_set_epi64(int64_t h, int64_t g, int64_t f, int64_t e, int64_t d, int64_t c, int64_t b,
+                                int64_t a) {
   emulated::Ints x;
   x.half[0] = _mm256_set_epi64x(d, c, b, a);
   x.half[1] = _mm256_set_epi64x(h, g, f, e);
   return x.all;
 }
-inline __m512 _mm512_broadcast_f32x4(__m128 x) {
-  return emulated::twice(_mm256_set_m128(x, x));
-}
-inline __m512i _mm512_broadcastd_epi32(__m128i x) {
-  return emulated::twice(_mm256_broadcastd_epi32(x));
-}
-inline __m512i _mm512_broadcastq_epi64(__m128i x) {
-  return emulated::twice(_mm256_broadcastq_epi64(x));
-}
+inline __m512 _mm512_broadcast_f32x4(__m128 x) { return emulated::twice(_mm256_set_m128(x, x)); }
+inline __m512i _mm512_broadcastd_epi32(__m128i x) { return emulated::twice(_mm256_broadcastd_epi32(x)); }
+inline __m512i _mm512_broadcastq_epi64(__m128i x) { return emulated::twice(_mm256_broadcastq_epi64(x)); }
 
 // The same bits as another type.
 
@@ -267,8 +259,7 @@ inline __m512i _mm512_inserti64x4(__m512i x, __m256i y, int i) {
 inline __m512 _mm512_shuffle_ps(__m512 x, __m512 y, int order) {
   const emulated::Floats a{x}, b{y};
   emulated::Floats to;
-  for (int i = 0; i < 16; ++i)
-    to.number[i] = (i % 4 < 2 ? a : b).number[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+  for (int i = 0; i < 16; ++i) to.number[i] = (i % 4 < 2 ? a : b).number[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
   return to.all;
 }
 inline __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int order) {
@@ -278,19 +269,14 @@ inline __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int order) {
   return to.all;
 }
 inline __m512i _mm512_shuffle_i32x4(__m512i x, __m512i y, int order) {
-  return _mm512_castps_si512(
-      _mm512_shuffle_f32x4(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), order));
+  return _mm512_castps_si512(_mm512_shuffle_f32x4(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), order));
 }
-inline __m512i _mm512_permutexvar_epi16(__m512i from, __m512i x) {
-  return emulated::picked<uint16_t>(from, x, x, 1);
-}
+inline __m512i _mm512_permutexvar_epi16(__m512i from, __m512i x) { return emulated::picked<uint16_t>(from, x, x, 1); }
 inline __m512 _mm512_permutexvar_ps(__m512i from, __m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   return _mm512_castsi512_ps(emulated::picked<uint32_t>(from, bits, bits, 1));
 }
-inline __m512i _mm512_permutexvar_epi32(__m512i from, __m512i x) {
-  return emulated::picked<uint32_t>(from, x, x, 1);
-}
+inline __m512i _mm512_permutexvar_epi32(__m512i from, __m512i x) { return emulated::picked<uint32_t>(from, x, x, 1); }
 inline __m512i _mm512_permutex2var_epi16(__m512i x, __m512i from, __m512i y) {
   return emulated::picked<uint16_t>(from, x, y, 2);
 }
@@ -301,15 +287,14 @@ inline __m512i _mm512_permutex2var_epi64(__m512i x, __m512i from, __m512i y) {
   return emulated::picked<uint64_t>(from, x, y, 2);
 }
 inline __m512 _mm512_permutex2var_ps(__m512 x, __m512i from, __m512 y) {
-  return _mm512_castsi512_ps(
-      emulated::picked<uint32_t>(from, _mm512_castps_si512(x), _mm512_castps_si512(y), 2));
+  return _mm512_castsi512_ps(emulated::picked<uint32_t>(from, _mm512_castps_si512(x), _mm512_castps_si512(y), 2));
 }
 inline __m512i _mm512_mask_mov_epi16(__m512i x, __mmask32 mask, __m512i y) {
   return emulated::chosen(emulated::spread_16(mask), x, y);
 }
 inline __m512 _mm512_mask_mov_ps(__m512 x, __mmask16 mask, __m512 y) {
-  return _mm512_castsi512_ps(emulated::chosen(emulated::spread_32(mask), _mm512_castps_si512(x),
-                                              _mm512_castps_si512(y)));
+  return _mm512_castsi512_ps(
+      emulated::chosen(emulated::spread_32(mask), _mm512_castps_si512(x), _mm512_castps_si512(y)));
 }
 inline __m512 _mm512_maskz_mul_ps(__mmask16 mask, __m512 x, __m512 y) {
   return _mm512_mask_mov_ps(_mm512_setzero_ps(), mask, _mm512_mul_ps(x, y));
@@ -327,9 +312,8 @@ inline __mmask16 _mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
   const emulated::Floats a{x}, b{y};
   int mask = 0;
   for (int h = 0; h < 2; ++h) {
-    const __m256 is_true = predicate == _CMP_UNORD_Q
-                               ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
-                               : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_NLT_UQ);
+    const __m256 is_true = predicate == _CMP_UNORD_Q ? _mm256_cmp_ps(a.half[h], b.half[h], _CMP_UNORD_Q)
+                                                     : _mm256_cmp_ps(a.half[h], b.half[h], _CMP_NLT_UQ);
     mask |= _mm256_movemask_ps(is_true) << 8 * h;
   }
   return static_cast<__mmask16>(mask);
@@ -352,15 +336,13 @@ inline __m512i _mm512_cvtepu16_epi32(__m256i x) {
 inline __m256i _mm512_cvtepi32_epi16(__m512i x) {
   const emulated::Ints a{x};
   const __m256i low = _mm256_set1_epi32(0xFFFF);
-  const __m256i words =
-      _mm256_packus_epi32(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
+  const __m256i words = _mm256_packus_epi32(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
   return _mm256_permute4x64_epi64(words, 0xD8);
 }
 inline __m256i _mm512_cvtepi16_epi8(__m512i x) {
   const emulated::Ints a{x};
   const __m256i low = _mm256_set1_epi16(0xFF);
-  const __m256i bytes =
-      _mm256_packus_epi16(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
+  const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(a.half[0], low), _mm256_and_si256(a.half[1], low));
   return _mm256_permute4x64_epi64(bytes, 0xD8);
 }
 inline __m128i _mm512_cvtepi32_epi8(__m512i x) {
@@ -380,22 +362,6 @@ inline __m512i _mm512_cvtps_epi32(__m512 x) {
   for (int h = 0; h < 2; ++h) y.half[h] = _mm256_cvtps_epi32(a.half[h]);
   return y.all;
 }
-namespace emulated {
-// vcvtph2w: what does not fit is the lowest integer.
-inline __m512i words_of_halves(__m512i x) {
-  Ints from{x}, to;
-  for (int i = 0; i < 4; ++i) {
-    const __m256i whole = _mm256_cvtps_epi32(_mm256_cvtph_ps(from.quarter[i]));
-    alignas(32) int32_t numbers[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(numbers), whole);
-    int16_t words[8];
-    for (int j = 0; j < 8; ++j)
-      words[j] = numbers[j] < -32768 || numbers[j] > 32767 ? INT16_MIN : static_cast<int16_t>(numbers[j]);
-    std::memcpy(&to.quarter[i], words, sizeof words);
-  }
-  return to.all;
-}
-}  // namespace emulated
 inline __m512 _mm512_cvtph_ps(__m256i x) {
   emulated::Floats y;
   y.half[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(x));
@@ -409,32 +375,49 @@ inline __m256i _mm512_cvtps_ph(__m512 x, int rounding) {
                           _mm256_cvtps_ph(a.half[0], _MM_FROUND_TO_NEAREST_INT));
 }
 
+// What only the matrix unit's code wants.
+inline void _mm512_store_ps(void* p, __m512 x) {
+  emulated::demand_aligned(p);
+  std::memcpy(p, &x, 64);
+}
+inline void _mm512_stream_si512(void* p, __m512i x) {
+  emulated::demand_aligned(p);
+  std::memcpy(p, &x, 64);
+}
+inline void _mm512_mask_storeu_epi16(void* p, __mmask32 mask, __m512i x) {
+  for (int i = 0; i < 32; ++i)
+    if (mask >> i & 1) std::memcpy(static_cast<char*>(p) + 2 * i, reinterpret_cast<const char*>(&x) + 2 * i, 2);
+}
+inline __m256i _mm512_extracti64x4_epi64(__m512i x, int half) { return emulated::Ints{x}.half[half]; }
+inline __m256i _mm512_castsi512_si256(__m512i x) { return emulated::Ints{x}.half[0]; }
+
 // Arithmetic.
 
 inline __m512 _mm512_abs_ps(__m512 x) {
-  return _mm512_castsi512_ps(
-      _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF)));
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF)));
 }
 inline __m512 _mm512_roundscale_ps(__m512 x, int how) {
   emulated::demand(how == (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   emulated::Floats a{x};
-  for (__m256& half : a.half)
-    half = _mm256_round_ps(half, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  for (__m256& half : a.half) half = _mm256_round_ps(half, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return a.all;
 }
 inline __m512 _mm512_reduce_ps(__m512 x, int how) {
   emulated::demand(how == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
   emulated::Floats a{x};
-  for (float& number : a.number)
-    number = __builtin_isinf(number) ? 0.f : number - __builtin_floorf(number);
+  for (float& number : a.number) number = __builtin_isinf(number) ? 0.f : number - __builtin_floorf(number);
   return a.all;
 }
 inline __m512 _mm512_scalef_ps(__m512 x, __m512 y) {
   emulated::Floats a{x}, b{y};
   for (int i = 0; i < 16; ++i) {
     const float power = __builtin_floorf(b.number[i]);
-    if (power != power) a.number[i] = power;
-    else a.number[i] = __builtin_ldexpf(a.number[i], power < -1000.f ? -1000 : power > 1000.f ? 1000 : static_cast<int>(power));
+    if (power != power)
+      a.number[i] = power;
+    else
+      a.number[i] = __builtin_ldexpf(a.number[i], power < -1000.f  ? -1000
+                                                  : power > 1000.f ? 1000
+                                                                   : static_cast<int>(power));
   }
   return a.all;
 }
@@ -444,8 +427,7 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
   for (int h = 0; h < 2; ++h) {
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a.half[h], _mm256_set1_epi16(255)),
                                            _mm256_srai_epi16(_mm256_slli_epi16(b.half[h], 8), 8));
-    const __m256i odd =
-        _mm256_madd_epi16(_mm256_srli_epi16(a.half[h], 8), _mm256_srai_epi16(b.half[h], 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a.half[h], 8), _mm256_srai_epi16(b.half[h], 8));
     to.half[h] = _mm256_add_epi32(to.half[h], _mm256_add_epi32(even, odd));
   }
   return to.all;

@@ -17,8 +17,8 @@ inline __m256i _mm256_dpwssd_avx_epi32(__m256i a, __m256i x, __m256i y) {
 }
 
 inline __m256i _mm256_dpbusd_avx_epi32(__m256i a, __m256i x, __m256i y) {
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
+  const __m256i even =
+      _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
   return _mm256_add_epi32(a, _mm256_add_epi32(even, odd));
 }

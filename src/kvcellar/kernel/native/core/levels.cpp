@@ -30,9 +30,7 @@ struct Cpuid {
   }
 };
 
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (Cpuid(1).ecx & bit_F16C);
-}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (Cpuid(1).ecx & bit_F16C); }
 
 // Emulated, as checks are built, it needs no more than AVX2.
 #if defined(KVC_EMULATED)
@@ -43,8 +41,9 @@ bool has_amx() { return true; }
 #else
 bool has_avx_vnni() { return Cpuid(7, 1).eax & 1u << 4; }
 bool has_vnni() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 bool has_bf16() { return __builtin_cpu_supports("avx512bf16"); }
 #if defined(KVC_WITH_AMX)
@@ -172,8 +171,7 @@ double stream_read(const void* data, int64_t n_bytes, int n_threads) {
   call.data = static_cast<const char*>(data);
   call.n_bytes = n_bytes;
   call.n = (n_bytes + (1 << 18) - 1) >> 18;
-  run_workers(static_cast<int>(std::min<int64_t>(workers_for(n_threads), call.n)), SumCall::work,
-              &call);
+  run_workers(static_cast<int>(std::min<int64_t>(workers_for(n_threads), call.n)), SumCall::work, &call);
   return static_cast<double>(call.total.load());
 }
 

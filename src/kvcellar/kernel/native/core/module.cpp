@@ -30,7 +30,8 @@ void bind_levels(nb::module_& m) {
   m.def("levels", &levels, "Return the levels that this machine and this build have, the best first.");
   m.def("level", &level, "Return the level in use.");
   m.def("set_level", &set_level, "level"_a,
-        "Use another level from the next call on.\n\nRaises:\n    ConfigError: this machine or this build does not have it.");
+        "Use another level from the next call on.\n\nRaises:\n    ConfigError: this machine or this build does not "
+        "have it.");
 
   nb::enum_<Threads>(m, "Threads", "Whose threads the kernel runs on.")
       .value("openmp", Threads::openmp)
@@ -60,8 +61,7 @@ void bind_levels(nb::module_& m) {
 }  // namespace kvcellar
 
 NB_MODULE(_native, m) {
-  m.doc() =
-      "The compiled CPU kernel. Addresses are integers; nothing keeps what they point to alive.";
+  m.doc() = "The compiled CPU kernel. Addresses are integers; nothing keeps what they point to alive.";
   nb::set_leak_warnings(false);
   static const nb::object config_error = nb::module_::import_("kvcellar.errors").attr("ConfigError");
   nb::register_exception_translator(

@@ -153,8 +153,7 @@ std::atomic<int> wanted{0};
 using Clock = std::chrono::steady_clock;
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-      .count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
 
 struct GompCall {

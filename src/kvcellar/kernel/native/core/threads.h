@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdint>
 
-
 namespace kvcellar {
 
 // How many. 0: as many as OpenMP would use.

@@ -4,8 +4,6 @@
 #define KVC_VNNI
 #define KVC_AMX
 
-#include "attend/tiles.h"
-#include "isa/ints.h"
 #include "core/levels.h"
 #include "linear/product.h"
 #include "linear/matrix.h"

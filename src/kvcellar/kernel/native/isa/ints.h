@@ -1,8 +1,8 @@
 // Whole numbers in vectors of one instruction set, as vector.h has floats: the same names in each.
-//
-// Only included by attend/attention.h, after vector.h.
 
 #pragma once
+
+#include "isa/vector.h"
 
 namespace kvcellar {
 namespace KVC_NAMESPACE {
@@ -25,7 +25,9 @@ inline Ints right_32(Ints x, int n) { return _mm512_srli_epi32(x, n); }
 inline Ints dot_bytes(Ints x, Ints y) { return _mm512_maddubs_epi16(x, y); }
 inline Ints dot_words(Ints x, Ints y) { return _mm512_madd_epi16(x, y); }
 // Of 16 bytes in all lanes those at `places`; bytes of x and y by turns, of each lane's lower or upper half.
-inline Ints all_16_bytes(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline Ints all_16_bytes(const void* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
 inline Ints look_up(Ints bytes, Ints places) { return _mm512_shuffle_epi8(bytes, places); }
 inline Ints mix_lower(Ints x, Ints y) { return _mm512_unpacklo_epi8(x, y); }
 inline Ints mix_upper(Ints x, Ints y) { return _mm512_unpackhi_epi8(x, y); }
@@ -63,7 +65,9 @@ inline Ints right_16(Ints x, int n) { return _mm256_srli_epi16(x, n); }
 inline Ints right_32(Ints x, int n) { return _mm256_srli_epi32(x, n); }
 inline Ints dot_bytes(Ints x, Ints y) { return _mm256_maddubs_epi16(x, y); }
 inline Ints dot_words(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
-inline Ints all_16_bytes(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline Ints all_16_bytes(const void* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
 inline Ints look_up(Ints bytes, Ints places) { return _mm256_shuffle_epi8(bytes, places); }
 inline Ints mix_lower(Ints x, Ints y) { return _mm256_unpacklo_epi8(x, y); }
 inline Ints mix_upper(Ints x, Ints y) { return _mm256_unpackhi_epi8(x, y); }

@@ -83,8 +83,8 @@ void bind_decoder(nb::module_& m) {
           [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o, const LinearLayer& gate_up,
              const LinearLayer& down, const Norm& before, const Norm& between, const Norm& q, const Norm& k,
              int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale) {
-            new (self) DecoderLayer{qkv, o,       gate_up,    down,     before, between, q,
-                                    k,   n_heads, n_kv_heads, head_dim, dtype,  scale};
+            new (self)
+                DecoderLayer{qkv, o, gate_up, down, before, between, q, k, n_heads, n_kv_heads, head_dim, dtype, scale};
           },
           "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "before"_a, "between"_a, "q"_a, "k"_a, "n_heads"_a, "n_kv_heads"_a,
           "head_dim"_a, "dtype"_a, "scale"_a,
@@ -193,8 +193,8 @@ void bind_eagle3(nb::module_& m) {
           "__init__",
           [](Eagle3Weights* self, int64_t hidden, int64_t inner, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim,
              int64_t n_vocab, int64_t n_said, float eps, const LinearWeights& qkv, const LinearWeights& o,
-             const LinearWeights& gate_up, const LinearWeights& down, const LinearWeights& lm_head,
-             uintptr_t embedding, uintptr_t qkv_bias, uintptr_t residual_scale) {
+             const LinearWeights& gate_up, const LinearWeights& down, const LinearWeights& lm_head, uintptr_t embedding,
+             uintptr_t qkv_bias, uintptr_t residual_scale) {
             new (self) Eagle3Weights{hidden,
                                      inner,
                                      n_heads,

@@ -31,38 +31,34 @@ class Pieces {
   char* at_;
 };
 
-void run(const LinearLayer& layer, const void* x, int64_t n_tokens, Dtype dtype, void* out,
-         int n_threads) {
+void run(const LinearLayer& layer, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
   linear({layer.weights, x, out, n_tokens, dtype, dtype}, n_threads);
   if (!layer.bias) return;
   const int64_t n = layer.weights.n_out, bytes = n * size_of(dtype);
-  for (int64_t t = 0; t < n_tokens; ++t)
-    ops().rows->add(static_cast<char*>(out) + t * bytes, layer.bias, n, dtype);
+  for (int64_t t = 0; t < n_tokens; ++t) ops().rows->add(static_cast<char*>(out) + t * bytes, layer.bias, n, dtype);
 }
 
 }  // namespace
 
-void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
-                      const void* sin, void* qkv, int n_threads) {
+void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos, const void* sin,
+                      void* qkv, int n_threads) {
   const int64_t n_in = layer.qkv.weights.n_in, n_out = layer.qkv.weights.n_out;
   const int64_t dim = layer.head_dim, n_rotated = layer.n_heads + layer.n_kv_heads;
   const Dtype dtype = layer.dtype;
   void* normed = Pieces(dtype, n_tokens * n_in, 1).take(n_tokens * n_in);
-  norm({const_cast<void*>(x), n_tokens, 1, n_in, n_in, dtype}, layer.before.weight,
-       layer.before.eps, normed, n_in, n_threads);
+  norm({const_cast<void*>(x), n_tokens, 1, n_in, n_in, dtype}, layer.before.weight, layer.before.eps, normed, n_in,
+       n_threads);
   run(layer.qkv, normed, n_tokens, dtype, qkv, n_threads);
   void* k = static_cast<char*>(qkv) + layer.n_heads * dim * size_of(dtype);
   if (layer.q.weight)
-    norm({qkv, n_tokens, layer.n_heads, dim, n_out, dtype}, layer.q.weight, layer.q.eps, qkv, n_out,
-         n_threads);
+    norm({qkv, n_tokens, layer.n_heads, dim, n_out, dtype}, layer.q.weight, layer.q.eps, qkv, n_out, n_threads);
   if (layer.k.weight)
-    norm({k, n_tokens, layer.n_kv_heads, dim, n_out, dtype}, layer.k.weight, layer.k.eps, k, n_out,
-         n_threads);
+    norm({k, n_tokens, layer.n_kv_heads, dim, n_out, dtype}, layer.k.weight, layer.k.eps, k, n_out, n_threads);
   rotate({qkv, n_tokens, n_rotated, dim, n_out, dtype}, cos, sin, n_threads);
 }
 
-void after_attention(const DecoderLayer& layer, const void* x, const void* attended,
-                     int64_t n_tokens, void* out, int n_threads) {
+void after_attention(const DecoderLayer& layer, const void* x, const void* attended, int64_t n_tokens, void* out,
+                     int n_threads) {
   const int64_t hidden = layer.o.weights.n_out, inner = layer.down.weights.n_in;
   const int64_t n = n_tokens * hidden;
   const Dtype dtype = layer.dtype;
@@ -72,8 +68,7 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
   const RowOps& rows = *ops().rows;
   run(layer.o, attended, n_tokens, dtype, mid, n_threads);
   rows.add(mid, x, n, dtype);
-  norm({mid, n_tokens, 1, hidden, hidden, dtype}, layer.between.weight, layer.between.eps, normed,
-       hidden, n_threads);
+  norm({mid, n_tokens, 1, hidden, hidden, dtype}, layer.between.weight, layer.between.eps, normed, hidden, n_threads);
   run(layer.gate_up, normed, n_tokens, dtype, both, n_threads);
   gate({both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
   run(layer.down, gated, n_tokens, dtype, out, n_threads);
@@ -83,8 +78,7 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
 namespace {
 
 // From x to x, with the layer's attention.
-void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCall& call, void* x,
-               int n_threads) {
+void run_layer(const DecoderLayer& layer, const LayerStep& step, const DecoderCall& call, void* x, int n_threads) {
   const int64_t dim = layer.head_dim, n_out = layer.n_heads * dim, n_tokens = call.n_tokens;
   const int64_t n_joined = n_out + 2 * layer.n_kv_heads * dim;
   const Dtype dtype = layer.dtype;
@@ -133,19 +127,16 @@ void run_decoder(const Decoder& decoder, const DecoderCall& call, int n_threads)
     for (int64_t i = 0; i < call.n_features; ++i)
       for (int64_t t = 0; t < call.n_tokens && call.feature_layers[i] == layer; ++t)
         to_floats(x + t * row_bytes, dtype, hidden, call.features + (t * call.n_features + i) * hidden);
-    if (layer < n_layers)
-      run_layer(decoder.layers[static_cast<size_t>(layer)], call.steps[layer], call, x, n_threads);
+    if (layer < n_layers) run_layer(decoder.layers[static_cast<size_t>(layer)], call.steps[layer], call, x, n_threads);
   }
   if (call.n_rows == 0) return;
   for (int64_t r = 0; r < call.n_rows; ++r)
     std::memcpy(last + r * row_bytes, x + call.rows[r] * row_bytes, static_cast<size_t>(row_bytes));
-  norm({last, call.n_rows, 1, hidden, hidden, dtype}, decoder.norm.weight, decoder.norm.eps, last, hidden,
-       n_threads);
+  norm({last, call.n_rows, 1, hidden, hidden, dtype}, decoder.norm.weight, decoder.norm.eps, last, hidden, n_threads);
   run(decoder.head, last, call.n_rows, dtype, logits, n_threads);
   constexpr int64_t kPiece = 1 << 15;
   spread(n_logits, kPiece, kPiece, workers_for(n_threads), [&](int64_t first, int64_t stop) {
-    to_floats(static_cast<const char*>(logits) + first * size_of(dtype), dtype, stop - first,
-              call.logits + first);
+    to_floats(static_cast<const char*>(logits) + first * size_of(dtype), dtype, stop - first, call.logits + first);
   });
 }
 

@@ -32,12 +32,12 @@ struct DecoderLayer {
 };
 
 // x [n_tokens, hidden] -> q, k and v [n_tokens, n_heads + 2 n_kv_heads, head_dim], rotated.
-void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos,
-                      const void* sin, void* qkv, int n_threads);
+void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens, const void* cos, const void* sin,
+                      void* qkv, int n_threads);
 
 // x and attended [n_tokens, n_heads * head_dim] -> the layer's result [n_tokens, hidden].
-void after_attention(const DecoderLayer& layer, const void* x, const void* attended,
-                     int64_t n_tokens, void* out, int n_threads);
+void after_attention(const DecoderLayer& layer, const void* x, const void* attended, int64_t n_tokens, void* out,
+                     int n_threads);
 
 // A causal model: what a layer makes of the one before, from an embedding to logits.
 struct Decoder {
@@ -59,11 +59,11 @@ struct LayerStep {
 struct DecoderCall {
   const LayerStep* steps;  // one per layer
   int64_t n_tokens;
-  const int64_t* ids;      // [n_tokens], in the vocabulary
-  const void *cos, *sin;   // [n_tokens, head_dim], in the layers' type
+  const int64_t* ids;     // [n_tokens], in the vocabulary
+  const void *cos, *sin;  // [n_tokens, head_dim], in the layers' type
   int64_t n_rows;
-  const int64_t* rows;     // [n_rows], tokens whose logits are wanted
-  float* logits;           // [n_rows, n_vocab]
+  const int64_t* rows;  // [n_rows], tokens whose logits are wanted
+  float* logits;        // [n_rows, n_vocab]
   int64_t n_features;
   const int64_t* feature_layers;  // [n_features], layers whose input is wanted; behind the last its result
   float* features;                // [n_tokens, n_features, hidden]

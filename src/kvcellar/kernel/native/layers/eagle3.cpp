@@ -91,15 +91,14 @@ void say(const float* logits, int64_t n, int64_t k, int64_t* ids, float* beliefs
 void check_all(const char* what, const int64_t* values, int64_t n, int64_t stop) {
   for (int64_t i = 0; i < n; ++i)
     if (values[i] < 0 || values[i] >= stop)
-      throw std::invalid_argument(std::string(what) + " " + std::to_string(values[i]) +
-                                  " is not in [0, " + std::to_string(stop) + ")");
+      throw std::invalid_argument(std::string(what) + " " + std::to_string(values[i]) + " is not in [0, " +
+                                  std::to_string(stop) + ")");
 }
 
 void check(const Eagle3Weights& weights, const Eagle3Call& call) {
   if (call.n_tokens != call.plan->n_tokens())
     throw std::invalid_argument("the level brings " + std::to_string(call.n_tokens) +
-                                " tokens; the step was planned for " +
-                                std::to_string(call.plan->n_tokens()));
+                                " tokens; the step was planned for " + std::to_string(call.plan->n_tokens()));
   if (weights.n_kv_heads != call.pool->n_kv_heads || weights.head_dim != call.pool->k.dim ||
       weights.head_dim != call.pool->v.dim)
     throw std::invalid_argument("the cache was made for rows of another shape");
@@ -123,8 +122,7 @@ void eagle3_level(const Eagle3Weights& weights, const Eagle3Call& call, int n_th
 
   const int64_t widest = std::max({2 * hidden, 2 * inner, out_width, weights.n_said});
   const int64_t n_most = std::max(n, n_rows);
-  auto* a = reinterpret_cast<float*>(
-      scratch.get(4 * (n * width + n_most * (2 * widest + 2 * hidden + out_width))));
+  auto* a = reinterpret_cast<float*>(scratch.get(4 * (n * width + n_most * (2 * widest + 2 * hidden + out_width))));
   float* b = a + n_most * widest;
   float* qkv = b + n_most * widest;
   float* attended = qkv + n * width;
@@ -150,7 +148,7 @@ void eagle3_level(const Eagle3Weights& weights, const Eagle3Call& call, int n_th
       rotate(row + head * dim, cosines, cosines + call.n_rope * dim, dim);
   }
 
-  const Layout layout{weights.n_heads, Dtype::f32,   Dtype::f32,  {dim, width},
+  const Layout layout{weights.n_heads, Dtype::f32,   Dtype::f32,      {dim, width},
                       {dim, width},    {dim, width}, {dim, out_width}};
   const float* keys = qkv + weights.n_heads * dim;
   const float* values = keys + weights.n_kv_heads * dim;
@@ -187,8 +185,7 @@ void eagle3_level(const Eagle3Weights& weights, const Eagle3Call& call, int n_th
   }
   product(weights.lm_head, a, n_rows, b, n_threads);
   for (int64_t r = 0; r < n_rows; ++r)
-    say(b + r * weights.n_said, weights.n_said, call.k, call.ids + r * call.k,
-        call.beliefs + r * call.k);
+    say(b + r * weights.n_said, weights.n_said, call.k, call.ids + r * call.k, call.beliefs + r * call.k);
 }
 
 }  // namespace kvcellar

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "isa/vector.h"
 #include "layers/rows.h"
 
 namespace kvcellar {
@@ -34,8 +35,8 @@ struct Halves {
 };
 
 template <typename T>
-void norm_rows(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
-               int64_t first, int64_t stop) {
+void norm_rows(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride, int64_t first,
+               int64_t stop) {
   using Number = typename T::Number;
   const auto* w = static_cast<const Number*>(weight);
   const int64_t n = x.dim;
@@ -55,8 +56,7 @@ void norm_rows(const Rows& x, const void* weight, float eps, void* out, int64_t 
     const float factor = 1.f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
     for (j = 0; j + kLanes <= n; j += kLanes)
       T::put(to + j, mul(T::get(w + j), T::rounded(mul(T::get(row + j), all(factor)))));
-    for (; j < n; ++j)
-      T::put_one(to + j, T::get_one(w + j) * T::rounded_one(T::get_one(row + j) * factor));
+    for (; j < n; ++j) T::put_one(to + j, T::get_one(w + j) * T::rounded_one(T::get_one(row + j) * factor));
   }
 }
 
@@ -73,17 +73,14 @@ void rotate_rows(const Rows& x, const void* cos, const void* sin, int64_t first,
       int64_t i = 0;
       for (; i + kLanes <= half; i += kLanes) {
         const Vec left = T::get(a + i), right = T::get(b + i);
-        T::put(a + i, sub(T::rounded(mul(left, T::get(c + i))),
-                          T::rounded(mul(right, T::get(s + i)))));
-        T::put(b + i, add(T::rounded(mul(right, T::get(c + half + i))),
-                          T::rounded(mul(left, T::get(s + half + i)))));
+        T::put(a + i, sub(T::rounded(mul(left, T::get(c + i))), T::rounded(mul(right, T::get(s + i)))));
+        T::put(b + i, add(T::rounded(mul(right, T::get(c + half + i))), T::rounded(mul(left, T::get(s + half + i)))));
       }
       for (; i < half; ++i) {
         const float left = T::get_one(a + i), right = T::get_one(b + i);
-        T::put_one(a + i, T::rounded_one(left * T::get_one(c + i)) -
-                              T::rounded_one(right * T::get_one(s + i)));
-        T::put_one(b + i, T::rounded_one(right * T::get_one(c + half + i)) +
-                              T::rounded_one(left * T::get_one(s + half + i)));
+        T::put_one(a + i, T::rounded_one(left * T::get_one(c + i)) - T::rounded_one(right * T::get_one(s + i)));
+        T::put_one(b + i,
+                   T::rounded_one(right * T::get_one(c + half + i)) + T::rounded_one(left * T::get_one(s + half + i)));
       }
     }
   }
@@ -124,10 +121,9 @@ void add_numbers(void* to, const void* x, int64_t n) {
   for (; i < n; ++i) T::put_one(sums + i, T::get_one(sums + i) + T::get_one(more + i));
 }
 
-void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
-          int64_t first, int64_t stop) {
-  (x.dtype == Dtype::f32 ? norm_rows<Floats> : norm_rows<Halves>)(x, weight, eps, out,
-                                                                  out_token_stride, first, stop);
+void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride, int64_t first,
+          int64_t stop) {
+  (x.dtype == Dtype::f32 ? norm_rows<Floats> : norm_rows<Halves>)(x, weight, eps, out, out_token_stride, first, stop);
 }
 
 void rotate(const Rows& x, const void* cos, const void* sin, int64_t first, int64_t stop) {

@@ -20,23 +20,18 @@ void over_tokens(const Rows& x, int n_threads, const Fn& fn) {
 
 }  // namespace
 
-void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
-          int n_threads) {
+void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride, int n_threads) {
   over_tokens(x, n_threads, [&](int64_t first, int64_t stop) {
     ops().rows->norm(x, weight, eps, out, out_token_stride, first, stop);
   });
 }
 
 void rotate(const Rows& x, const void* cos, const void* sin, int n_threads) {
-  over_tokens(x, n_threads, [&](int64_t first, int64_t stop) {
-    ops().rows->rotate(x, cos, sin, first, stop);
-  });
+  over_tokens(x, n_threads, [&](int64_t first, int64_t stop) { ops().rows->rotate(x, cos, sin, first, stop); });
 }
 
 void gate(const Rows& x, void* out, int n_threads) {
-  over_tokens(x, n_threads, [&](int64_t first, int64_t stop) {
-    ops().rows->gate(x, out, first, stop);
-  });
+  over_tokens(x, n_threads, [&](int64_t first, int64_t stop) { ops().rows->gate(x, out, first, stop); });
 }
 
 }  // namespace kvcellar

@@ -16,8 +16,8 @@ struct Rows {
 
 struct RowOps {
   // Tokens [first, stop) of x / sqrt(mean(x^2) + eps) * weight; x itself may be the result.
-  void (*norm)(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
-               int64_t first, int64_t stop);
+  void (*norm)(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride, int64_t first,
+               int64_t stop);
   // In place: (a, b) -> (a cos - b sin, b cos + a sin) of a row's halves. cos, sin: [n_tokens, dim].
   void (*rotate)(const Rows& x, const void* cos, const void* sin, int64_t first, int64_t stop);
   // x [n_tokens, 2, dim] -> silu(x[0]) * x[1], [n_tokens, dim].
@@ -26,8 +26,7 @@ struct RowOps {
   void (*add)(void* to, const void* x, int64_t n, Dtype dtype);
 };
 
-void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride,
-          int n_threads);
+void norm(const Rows& x, const void* weight, float eps, void* out, int64_t out_token_stride, int n_threads);
 void rotate(const Rows& x, const void* cos, const void* sin, int n_threads);
 void gate(const Rows& x, void* out, int n_threads);
 

@@ -34,8 +34,7 @@ void bind_linear(nb::module_& m) {
           "        returned.")
       .def(
           "linear",
-          [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out,
-             Dtype out_dtype) {
+          [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out, Dtype out_dtype) {
             const nb::gil_scoped_release release;
             linear({weights, at(x), at(out), n_tokens, dtype, out_dtype}, 0);
           },

@@ -22,9 +22,8 @@ std::array<uint8_t, 8> most_frequent(const uint16_t* row, int64_t n) {
   for (int i = 0; i < 128; ++i) counts[i] = parts[0][i] + parts[1][i] + parts[2][i] + parts[3][i];
   std::array<uint8_t, 128> order;
   for (int i = 0; i < 128; ++i) order[i] = static_cast<uint8_t>(i);
-  std::partial_sort(order.begin(), order.begin() + 8, order.end(), [&](uint8_t a, uint8_t b) {
-    return counts[a] > counts[b] || (counts[a] == counts[b] && a < b);
-  });
+  std::partial_sort(order.begin(), order.begin() + 8, order.end(),
+                    [&](uint8_t a, uint8_t b) { return counts[a] > counts[b] || (counts[a] == counts[b] && a < b); });
   std::array<uint8_t, 8> found;
   std::copy_n(order.begin(), 8, found.begin());
   std::sort(found.begin(), found.end());

@@ -163,9 +163,8 @@ struct Fetched {
 
 // Some inputs of kRows outputs for kTokens tokens, added to their sums.
 template <int kTokens, int kRows>
-inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, Fetched fetched,
-                       const uint8_t* tables, int64_t n, const float* x, int64_t n_in,
-                       Vec (*of_rows)[kTokens][kSums]) {
+inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, Fetched fetched, const uint8_t* tables,
+                       int64_t n, const float* x, int64_t n_in, Vec (*of_rows)[kTokens][kSums]) {
   Vec sums[kRows][kTokens][kSums];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
@@ -182,8 +181,7 @@ inline void dots_coded(const uint8_t* row, [[maybe_unused]] int64_t row_bytes, F
         // Each number of a token is loaded once for two rows: a load takes as long as a product.
         Ints words[2][2];
 #pragma GCC unroll 2
-        for (int r = 0; r < 2; ++r)
-          decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, part, words[r]);
+        for (int r = 0; r < 2; ++r) decode_half(row + r * row_bytes, table_at(tables + 16 * r), half, part, words[r]);
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
           const int64_t at = 64 * half + part / 2 + 32 * v;
@@ -323,8 +321,7 @@ template <int kTokens, class InputOf>
 inline void end_block(const LinearCall& call, const CodedHead& head, const Escapes& escapes, int64_t token,
                       int64_t block, int64_t n_rows, const InputOf& input_of, float* out) {
   add_escapes(head, escapes, kTokens, input_of, out);
-  for (int t = 0; t < kTokens; ++t)
-    put(call, token + t, block * kBlockRows, n_rows, out + t * kBlockRows);
+  for (int t = 0; t < kTokens; ++t) put(call, token + t, block * kBlockRows, n_rows, out + t * kBlockRows);
 }
 
 // Rows that meet some inputs before the next ones come, and rows at a time of these.
@@ -413,8 +410,8 @@ constexpr int64_t kInputsNear = 16384;  // of all of these: 32 KB, which stay in
 // Some inputs of kRows outputs for kTokens tokens, added to sums [kRows][kTokens][kSums]. What comes
 // `ahead` bytes behind is fetched.
 template <int kTokens, int kRows, int kSums>
-inline void add_pairs(const uint8_t* row, int64_t row_bytes, int64_t ahead, const uint8_t* tables,
-                      int64_t n, const uint16_t* x, int64_t n_in, Vec (*sums)[kTokens][kSums]) {
+inline void add_pairs(const uint8_t* row, int64_t row_bytes, int64_t ahead, const uint8_t* tables, int64_t n,
+                      const uint16_t* x, int64_t n_in, Vec (*sums)[kTokens][kSums]) {
   Ints bytes[kRows];
   Vec totals[kRows][kTokens][kSums];
 #pragma GCC unroll 2
@@ -472,8 +469,8 @@ inline void block_of_pairs(const LinearCall& call, const uint16_t* x, int64_t to
         for (int i = 0; i < kRows; ++i)
           for (auto& token : sums[r + i])
             for (Vec& sum : token) sum = all(0.f);
-      add_pairs<kTokens, kRows, kSums>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead,
-                                       head.tables[r], stop - first, x + first, n, sums + r);
+      add_pairs<kTokens, kRows, kSums>(coded_row(weights, head, r) + first * 3 / 2, row_bytes, ahead, head.tables[r],
+                                       stop - first, x + first, n, sums + r);
       if (stop < n) continue;
       for (int i = 0; i < kRows; ++i)
         for (int t = 0; t < kTokens; ++t) {
@@ -490,7 +487,7 @@ inline void block_of_pairs(const LinearCall& call, const uint16_t* x, int64_t to
 // panels: of kTokensMet tokens 32 inputs each, and then the next 32. Where they come from, rows a power of two
 // apart would share a few of a cache's sets.
 constexpr int64_t kTokensInTurn = 96, kDecodedRows = 4;
-constexpr int64_t kPairedInputs = 2048;             // 16 KB, beside 24 of a panel in the first cache
+constexpr int64_t kPairedInputs = 2048;  // 16 KB, beside 24 of a panel in the first cache
 constexpr int64_t kPairedRow = kPairedInputs + 32;
 
 // out[token * kBlockRows + row] += w[row] . x[token] over n inputs, for 4 rows kPairedRow apart.
@@ -551,8 +548,8 @@ inline void blocks_in_turns(const LinearCall& call, const uint16_t* panels, int6
         for (int64_t t = 0; t < n_tokens; t += kTokensMet) {
           with_number<kTokensMet>(smaller(kTokensMet, n_tokens - t), [&](auto at_once) {
             for (int64_t r = 0; r < kDecodedRows; r += 4)
-              pairs_of_4<decltype(at_once)::of>(decoded + r * kPairedRow, panels + t * n + i * kTokensMet,
-                                                length, out[block - first] + t * kBlockRows + of + r);
+              pairs_of_4<decltype(at_once)::of>(decoded + r * kPairedRow, panels + t * n + i * kTokensMet, length,
+                                                out[block - first] + t * kBlockRows + of + r);
           });
         }
       }
@@ -570,9 +567,7 @@ inline void run_pairs(const LinearCall& call, const LinearInputs& inputs, int64_
   const int64_t n = call.n_tokens, n_in = call.weights.n_in;
   if (n <= kReadOnce) {
     for (int64_t block = first; block < stop; ++block)
-      with_number<kReadOnce>(n, [&](auto n_tokens) {
-        block_of_pairs<decltype(n_tokens)::of, 2>(call, x, 0, block);
-      });
+      with_number<kReadOnce>(n, [&](auto n_tokens) { block_of_pairs<decltype(n_tokens)::of, 2>(call, x, 0, block); });
   } else if (n < kTurnsFrom) {
     for (int64_t block = first; block < stop; ++block)
       for (int64_t t = 0; t < n; t += kTokensPaired)

@@ -11,27 +11,24 @@
 namespace kvcellar {
 namespace {
 
-constexpr int64_t kPieceBytes = 1 << 17;  // weights of a piece of work: what a core's cache keeps
-constexpr int64_t kStreamBytes = 1 << 19; // where they are read once: long streams are read faster
-constexpr int64_t kLeastBytes = 1 << 16;  // of the last pieces
-constexpr int64_t kAloneBytes = 1 << 18;  // below, waking a thread costs more than it brings
+constexpr int64_t kPieceBytes = 1 << 17;   // weights of a piece of work: what a core's cache keeps
+constexpr int64_t kStreamBytes = 1 << 19;  // where they are read once: long streams are read faster
+constexpr int64_t kLeastBytes = 1 << 16;   // of the last pieces
+constexpr int64_t kAloneBytes = 1 << 18;   // below, waking a thread costs more than it brings
 
 constexpr int64_t kTokensOfBlock = 256;  // for the matrix unit: 1 MiB of kInputsOfBlock
-constexpr int64_t kPanel = 32;          // outputs that the matrix unit takes at a time
+constexpr int64_t kPanel = 32;           // outputs that the matrix unit takes at a time
 constexpr int64_t kPanelsOfPiece = 16;
 
 thread_local Buffer inputs_buffer, tokens_buffer, sums_buffer, panel_buffer;
 
 // Blocks that are a piece of work: of so many bytes or less, and enough pieces for all.
-int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers,
-                        int64_t piece_bytes) {
+int64_t blocks_of_piece(const LinearWeights& weights, int64_t n_blocks, int n_workers, int64_t piece_bytes) {
   const int64_t fits = std::max<int64_t>(1, piece_bytes / weights.block_bytes);
   return std::min(fits, std::max<int64_t>(1, n_blocks / (8 * n_workers)));
 }
 
-int64_t least_blocks(const LinearWeights& weights) {
-  return std::max<int64_t>(1, kLeastBytes / weights.block_bytes);
-}
+int64_t least_blocks(const LinearWeights& weights) { return std::max<int64_t>(1, kLeastBytes / weights.block_bytes); }
 
 }  // namespace
 
@@ -87,30 +84,34 @@ void linear(const LinearCall& call, int n_threads) {
   spread(call.n_tokens, 16, 16, workers,
          [&](int64_t first, int64_t stop) { ops_now.prepare(call, inputs, first, stop); });
   const int64_t piece_bytes = call.n_tokens <= kReadOnce || inputs.pairs ? kStreamBytes
-                              : weights.is_packed                       ? kPieceBytes
-                                                                        : kBlocksInTurn * weights.block_bytes;
-  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes),
-         least_blocks(weights), workers,
-         [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
+                              : weights.is_packed                        ? kPieceBytes
+                                                                         : kBlocksInTurn * weights.block_bytes;
+  spread(weights.n_blocks, blocks_of_piece(weights, weights.n_blocks, workers, piece_bytes), least_blocks(weights),
+         workers, [&](int64_t first, int64_t stop) { ops_now.run(call, inputs, first, stop); });
 }
 
-bool can_multiply(const LinearWeights& weights) {
-  return ops().linear->multiply && weights.n_in % kGroupInputs == 0;
-}
+bool can_multiply(const LinearWeights& weights) { return ops().linear->multiply && weights.n_in % kGroupInputs == 0; }
 
-void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
-              int n_threads) {
+void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out, int n_threads) {
   const int64_t n_in = weights.n_in, n_pairs = (n_tokens + 31) / 32;
   const int64_t n_panels = (weights.n_out + kPanel - 1) / kPanel;
   const int workers = workers_for(n_threads);
   const LinearOps& ops_now = *ops().linear;
-  ManyTokens call{weights, static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), n_tokens,
-                  nullptr, nullptr, n_pairs, 0, 0, 0, 0};
+  ManyTokens call{weights,
+                  static_cast<const uint16_t*>(x),
+                  static_cast<uint16_t*>(out),
+                  n_tokens,
+                  nullptr,
+                  nullptr,
+                  n_pairs,
+                  0,
+                  0,
+                  0,
+                  0};
   call.tokens = reinterpret_cast<uint16_t*>(tokens_buffer.get(n_pairs * 32 * n_in * 2));
   // A few tokens go through all inputs of a panel at once.
   const int64_t n_inputs = n_pairs == 1 ? n_in : kInputsOfBlock;
-  if (n_in > n_inputs)
-    call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
+  if (n_in > n_inputs) call.sums = reinterpret_cast<float*>(sums_buffer.get(n_panels * n_pairs * 4096));
   spread((n_tokens + 15) / 16, 2, 1, workers,
          [&](int64_t first, int64_t stop) { ops_now.pack_tokens(call, first, stop); });
   const int64_t scratch = 2 * kPanel * kPanelRow * 2 + 4096;  // two panels, and results
@@ -120,9 +121,8 @@ void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, voi
     for (int64_t input = 0; input < n_in; input = call.stop_input) {
       call.first_input = input;
       call.stop_input = std::min(input + n_inputs, n_in);
-      spread(n_panels, kPanelsOfPiece, 1, workers, [&](int64_t first, int64_t stop) {
-        ops_now.multiply(call, panel_buffer.get(scratch), first, stop);
-      });
+      spread(n_panels, kPanelsOfPiece, 1, workers,
+             [&](int64_t first, int64_t stop) { ops_now.multiply(call, panel_buffer.get(scratch), first, stop); });
     }
   }
 }

@@ -9,15 +9,15 @@
 
 namespace kvcellar {
 
-constexpr int64_t kBlockRows = 16;   // outputs whose packed weights lie together
-constexpr int64_t kGroupInputs = 32; // of a token, which are rounded together
-constexpr int64_t kInt4Shared = 32, kInt8Shared = 128; // packed weights of an output that share a scale
-constexpr int64_t kCodedInputs = 128; // of a row of coded weights, which lie together
-constexpr int64_t kInputsOfBlock = 2048; // that the matrix unit takes at a time
-constexpr int64_t kPanelRow = kInputsOfBlock + 32; // where they lie: not all rows in the same of a cache's sets
-constexpr int kReadOnce = 4;         // tokens up to which reading weights is what they cost
-constexpr int64_t kMostOfPanel = 6;  // more tokens lie in panels of so many, at most
-constexpr int64_t kBlocksInTurn = 8; // that meet some inputs of these before the next ones come
+constexpr int64_t kBlockRows = 16;                      // outputs whose packed weights lie together
+constexpr int64_t kGroupInputs = 32;                    // of a token, which are rounded together
+constexpr int64_t kInt4Shared = 32, kInt8Shared = 128;  // packed weights of an output that share a scale
+constexpr int64_t kCodedInputs = 128;                   // of a row of coded weights, which lie together
+constexpr int64_t kInputsOfBlock = 2048;                // that the matrix unit takes at a time
+constexpr int64_t kPanelRow = kInputsOfBlock + 32;      // where they lie: not all rows in the same of a cache's sets
+constexpr int kReadOnce = 4;                            // tokens up to which reading weights is what they cost
+constexpr int64_t kMostOfPanel = 6;                     // more tokens lie in panels of so many, at most
+constexpr int64_t kBlocksInTurn = 8;                    // that meet some inputs of these before the next ones come
 
 enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3 };
 
@@ -32,7 +32,7 @@ struct Escape {
 struct CodedHead {
   uint8_t tables[kBlockRows][16];  // upper bytes: 8 positive ones, the least first, and their negatives
   uint32_t n_escapes, first_escape;
-  uint8_t unused[56];              // rows begin with a cache line
+  uint8_t unused[56];  // rows begin with a cache line
 };
 
 // Where an input's byte lies among 64 of coded weights. Of each translation unit its own.
@@ -52,17 +52,17 @@ struct LinearWeights {
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
   bool is_packed = false;
   int64_t n_groups = 0, n_blocks = 0, block_bytes = 0;  // a block: 16 outputs
-  int64_t n_scales = 0;  // of an output
+  int64_t n_scales = 0;                                 // of an output
 };
 
 // Inputs of a call as the instruction set wants them: floats, or for packed weights bytes in groups
 // of 32, with a scale each and what an offset of the weights adds to their products.
 struct LinearInputs {
-  float* rows;       // [tokens, n_in], of many in panels, or these as words; bf16 and coded only
+  float* rows;            // [tokens, n_in], of many in panels, or these as words; bf16 and coded only
   const uint16_t* pairs;  // [tokens, n_in] on lines of the cache, where they meet coded weights in pairs
-  int8_t* numbers;   // [tokens, n_in], or words of 16 bits
-  float* scales;     // [tokens, groups]
-  int32_t* offsets;  // [tokens, groups]
+  int8_t* numbers;        // [tokens, n_in], or words of 16 bits
+  float* scales;          // [tokens, groups]
+  int32_t* offsets;       // [tokens, groups]
 };
 
 struct LinearCall {
@@ -98,7 +98,7 @@ struct Packing {
   LinearWeights weights;  // what they become; n_in is a multiple of kGroupInputs
   const void* rows;
   Dtype dtype;
-  uint8_t* data;          // of the weights
+  uint8_t* data;  // of the weights
   uint16_t* scales;
 };
 
@@ -129,8 +129,7 @@ void linear(const LinearCall& call, int n_threads);
 // The same for any number of tokens in bfloat16, where can_multiply: weights are rounded to bfloat16,
 // and inputs are not rounded.
 bool can_multiply(const LinearWeights& weights);
-void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out,
-              int n_threads);
+void multiply(const LinearWeights& weights, const void* x, int64_t n_tokens, void* out, int n_threads);
 
 // Packed or coded blocks [first, stop), without the padding of the last one, as bf16 [outputs, n_in].
 void unpack(const LinearWeights& weights, int64_t first, int64_t stop, void* to, int n_threads);

@@ -31,7 +31,7 @@ class ManyWords {
 #else
   static constexpr int64_t kKept = kTokensKept;
 #endif
-  static constexpr int64_t kRow = kInputs + 32;        // not all in the same of its sets
+  static constexpr int64_t kRow = kInputs + 32;  // not all in the same of its sets
   static constexpr bool is_least_in = false;
   struct Decoded {
     alignas(64) int16_t numbers[kRows * kRow];
@@ -128,8 +128,8 @@ class ManyWords {
   // out[token * kBlockRows + row] += w[row] . x[token], for 4 rows that are decoded and kTokensNow tokens.
   // A function of its own, so that the compiler keeps the sums in registers.
   template <int kTokensNow>
-  __attribute__((noinline)) void dots(const Decoded& decoded, int64_t row, int64_t token, int64_t first,
-                                      int64_t length, float* out) const {
+  __attribute__((noinline)) void dots(const Decoded& decoded, int64_t row, int64_t token, int64_t first, int64_t length,
+                                      float* out) const {
     const int16_t *w = decoded.numbers + row * kRow, *x = words_ + place(token, first);
     const float* steps = steps_ + token * n_groups_ + first / kGroup;
     alignas(64) float totals[kTokensNow][4][kLanes];

@@ -44,8 +44,7 @@ constexpr int64_t kOutputsNear = 1 << 19;  // of all tokens: 1 MiB
 
 // Packed weights of 16 outputs as rows of bfloat16: up to two groups of 32 inputs.
 template <bool is_int4>
-inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t group, int64_t n_groups,
-                          uint16_t* to) {
+inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t group, int64_t n_groups, uint16_t* to) {
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
   const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
   const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
@@ -68,15 +67,13 @@ inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t g
   turn_16(fours);
   for (int64_t r = 0; r < kBlockRows; ++r)
     for (int64_t g = 0; g < n_groups; ++g) {
-      const __m256i bytes = g ? _mm512_extracti64x4_epi64(fours[r], 1)
-                              : _mm512_castsi512_si256(fours[r]);
+      const __m256i bytes = g ? _mm512_extracti64x4_epi64(fours[r], 1) : _mm512_castsi512_si256(fours[r]);
       const __m512 step = _mm512_set1_ps(steps[g][r]);
       const auto number = [&](__m128i sixteen) {
-        return _mm512_mul_ps(
-            _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen)), zero), step);
+        return _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen)), zero), step);
       };
-      const __m512bh row = _mm512_cvtne2ps_pbh(number(_mm256_extracti128_si256(bytes, 1)),
-                                               number(_mm256_castsi256_si128(bytes)));
+      const __m512bh row =
+          _mm512_cvtne2ps_pbh(number(_mm256_extracti128_si256(bytes, 1)), number(_mm256_castsi256_si128(bytes)));
       _mm512_store_si512(to + r * kPanelRow + g * kGroupInputs, reinterpret_cast<const __m512i&>(row));
     }
 }
@@ -119,8 +116,10 @@ class PanelUnits {
       std::memset(to, 0, static_cast<size_t>(2 * (stop - first)));
     else if (weights.format == WeightFormat::coded)
       // One stream, or these inputs of the next row.
-      decode_inputs(weights, block, r, first, stop, (is_one_stream() ? kAheadBytes : weights.n_in * 3 / 2) +
-                    (r == kBlockRows - 1 ? static_cast<int64_t>(sizeof(CodedHead)) : 0), to);
+      decode_inputs(weights, block, r, first, stop,
+                    (is_one_stream() ? kAheadBytes : weights.n_in * 3 / 2) +
+                        (r == kBlockRows - 1 ? static_cast<int64_t>(sizeof(CodedHead)) : 0),
+                    to);
     else
       copy(weights, output, first, stop, to);
   }

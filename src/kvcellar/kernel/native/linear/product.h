@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "core/levels.h"
+#include "isa/ints.h"
 #include "linear/linear.h"
 
 namespace kvcellar {
@@ -184,8 +186,7 @@ inline void put_in_panel(const LinearCall& call, const char* x, int64_t token, f
 
 inline void put(const LinearCall& call, int64_t token, int64_t first, int64_t n, const float* values) {
   if (call.result == Dtype::f32) {
-    std::memcpy(static_cast<float*>(call.out) + token * call.weights.n_out + first, values,
-                sizeof(float) * n);
+    std::memcpy(static_cast<float*>(call.out) + token * call.weights.n_out + first, values, sizeof(float) * n);
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(call.out) + token * call.weights.n_out + first;
@@ -226,8 +227,7 @@ inline void dot_bf16(const uint16_t* w, int64_t n, const float* x, float* out) {
 }
 
 // Rows that meet several tokens at once: these come from the second cache, and half as often. One
-// token is met by one row after the other, which is one stream. So are two by Zen 5 (2,048 inputs: 15 to 20%
-// less time; with three up to 17% less or 8% more, as the memory is slow or fast, with four up to 40% more).
+// token is met by one row after the other, which is one stream.
 #if defined(KVC_AVX512) || defined(KVC_NEON)
 constexpr int kRowsTogether = 2;
 #else
@@ -241,14 +241,8 @@ inline void block_bf16(const LinearCall& call, const float* x, int64_t token, in
   const auto* w = static_cast<const uint16_t*>(call.weights.data) + first * n;
   float out[kTokens][kBlockRows];
   constexpr int kRows = kTokens > 1 ? kRowsTogether : 1;
-#if defined(KVC_BF16)
-  const bool is_one_stream = kTokens == 2 && !is_fetched_far && n <= 4096;
-#else
-  const bool is_one_stream = false;
-#endif
   int64_t r = 0;
-  for (; !is_one_stream && r + kRows <= n_rows; r += kRows)
-    dot_bf16<kTokens, kRows>(w + r * n, n, x, out[0] + r);
+  for (; r + kRows <= n_rows; r += kRows) dot_bf16<kTokens, kRows>(w + r * n, n, x, out[0] + r);
   for (; r < n_rows; ++r) dot_bf16<kTokens, 1>(w + r * n, n, x, out[0] + r);
   for (int t = 0; t < kTokens; ++t) put(call, token + t, first, n_rows, out[t]);
 }
@@ -387,8 +381,9 @@ inline void blocks_of_many(const LinearCall& call, const Many& many, int64_t tok
     const int64_t n_rows = smaller(weights.n_out - block * kBlockRows, kBlockRows);
     if (weights.format == WeightFormat::coded) {
       const CodedHead& head = head_of(weights, block);
-      add_escapes<Many::is_least_in>(head, escapes_of(weights, head), n_tokens,
-                                     [&](int64_t t, int64_t i) { return many.input(token + t, i); }, of_block);
+      add_escapes<Many::is_least_in>(
+          head, escapes_of(weights, head), n_tokens, [&](int64_t t, int64_t i) { return many.input(token + t, i); },
+          of_block);
     }
     const auto* w = static_cast<const uint16_t*>(weights.data) + block * kBlockRows * n;
     for (int64_t t = 0; t < n_tokens; ++t) {
@@ -411,8 +406,7 @@ inline void run_many(const LinearCall& call, const Many& many, int64_t first, in
 
 // 16 outputs of kTokens tokens, packed: integers within a group, floats from group to group.
 template <int kTokens, bool is_int4>
-inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int64_t token,
-                         int64_t block) {
+inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t block) {
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, n_groups = weights.n_groups;
   const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
@@ -483,8 +477,7 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
 }
 
 template <int kTokens>
-inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token,
-                      int64_t first, int64_t stop) {
+inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t first, int64_t stop) {
   constexpr int kFew = kTokens > kReadOnce ? kReadOnce : kTokens;  // floats come in no more
   for (int64_t block = first; block < stop; ++block) {
     if (call.weights.format == WeightFormat::int4)
@@ -498,8 +491,7 @@ inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_
   }
 }
 
-void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first,
-                    int64_t stop) {
+void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
   const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
   const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
   for (int64_t t = first; t < stop; ++t) {
@@ -523,8 +515,7 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
       }
       float* row = inputs.rows + t * n;
       load_floats(x, call.in, n, row);
-      if (call.weights.format == WeightFormat::coded)
-        split_floats(row, whole_vectors(n), false);
+      if (call.weights.format == WeightFormat::coded) split_floats(row, whole_vectors(n), false);
       continue;
     }
     for (int64_t g = 0; g < call.weights.n_groups; ++g) {
@@ -689,8 +680,8 @@ void gather_rows(const LinearWeights& weights, const int64_t* outputs, int64_t n
   }
 }
 
-constexpr LinearOps kLinearOps = {prepare_linear, run_linear,  unpack_linear, pack_linear,
-                                  gather_rows,    nullptr,     nullptr,       kHasPairs};
+constexpr LinearOps kLinearOps = {prepare_linear, run_linear, unpack_linear, pack_linear,
+                                  gather_rows,    nullptr,    nullptr,       kHasPairs};
 
 }  // namespace
 }  // namespace KVC_NAMESPACE
