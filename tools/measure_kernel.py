@@ -1,0 +1,220 @@
+"""Measure every level of the CPU kernel that this machine has, operation by operation.
+
+    python tools/measure_kernel.py [--write]
+
+One thread; each time is the shortest of many, of the processor's time, levels by turns. With
+``--write`` the values go to ``src/kvcellar/kernel/measured.json`` and the table made of them into
+the README beside it; levels that this machine lacks keep what was measured last, with the name of
+the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcellar.kernel import attend, layers, levels, linear
+from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
+
+FOLDER = Path(levels.__file__).parent
+MEASURED = FOLDER / "measured.json"
+README = FOLDER / "README.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+N_HEADS, N_KV_HEADS, DIM, LENGTH = 32, 8, 64, 4096
+N_IN, N_OUT = 2048, 4096
+ROUNDS, LEAST_S = 15, 0.02
+
+Operation = Callable[[], None]
+
+
+def random_bits(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Return numbers near 1 whose bits are those of bfloat16, float16 or float32."""
+    rng = np.random.default_rng(0)
+    if dtype is np.float32:
+        return rng.standard_normal(shape, dtype=np.float32)
+    return (rng.standard_normal(shape, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def make_side(name: str, n_cells: int, held: list[np.ndarray]) -> attend.Side:
+    """Return a side of random rows; ``held`` keeps its memory."""
+    dtype, head = attend.Dtype[name], N_KV_HEADS
+    if name in ("float32", "bfloat16"):
+        kind = np.float32 if name == "float32" else np.uint16
+        rows = random_bits((head, n_cells, DIM), kind)
+        held.append(rows)
+        return attend.Side(dtype, DIM, rows.ctypes.data, rows.strides[0], rows.strides[1])
+    row_bytes = DIM if name == "int8" else DIM // 2
+    rows = np.random.default_rng(0).integers(0, 256, (head, n_cells, row_bytes), dtype=np.uint8)
+    top = 255 if name == "int8" else 15
+    pairs = np.tile(np.array([6 / top, -3], np.float16), (head, n_cells, 1, 1))
+    held += [rows, pairs]
+    where = (rows.ctypes.data, rows.strides[0], rows.strides[1], 0)
+    return attend.Side(dtype, DIM, *where, pairs.ctypes.data, *pairs.strides[:2], 0, DIM)
+
+
+def attention(name: str, n_branches: int, held: list[np.ndarray]) -> Operation:
+    """Return a step of branches with one token each, over a trunk that they share."""
+    n_cells = LENGTH + n_branches
+    pool = attend.Pool(
+        N_KV_HEADS, n_cells, make_side(name, n_cells, held), make_side(name, n_cells, held)
+    )
+    writes = tuple(Write(i, Run(LENGTH + i, 1)) for i in range(n_branches))
+    reads = tuple(
+        AttendSpec(i, 1, (Run(0, LENGTH), Run(LENGTH + i, 1)), AttendKind.NONE)
+        for i in range(n_branches)
+    )
+    plan = attend.Plan(StepPlan(n_branches, writes, reads, n_cells))
+    bf16 = attend.Dtype.bfloat16
+    wide, narrow = (DIM, N_HEADS * DIM), (DIM, N_KV_HEADS * DIM)
+    layout = attend.Layout(N_HEADS, bf16, bf16, wide, narrow, narrow, wide)
+    q = random_bits((n_branches, N_HEADS, DIM), np.uint16)
+    k = random_bits((n_branches, N_KV_HEADS, DIM), np.uint16)
+    out = np.empty_like(q)
+    held += [q, k, out]
+    at = (q.ctypes.data, k.ctypes.data, k.ctypes.data, out.ctypes.data)
+    return lambda: plan.step(pool, layout, *at, DIM**-0.5, 0.0, 0)
+
+
+def product(bits: int, n_tokens: int, held: list[np.ndarray]) -> Operation:
+    """Return a linear layer's product for so many tokens, inputs and results in bfloat16."""
+    weight = random_bits((N_OUT, N_IN), np.uint16)
+    data, beside = weight, np.zeros(8, np.uint8)
+    bf16, form = attend.Dtype.bfloat16, linear.format_of(bits)
+    if bits == 12:
+        head = 16 * 16 + 64
+        data = np.empty(N_OUT // 16 * (head + 24 * N_IN), np.uint8)
+        found = linear.code(weight.ctypes.data, N_IN, N_OUT, data.ctypes.data)
+        beside = np.frombuffer(found or bytes(8), np.uint8).copy()
+    elif bits < 12:
+        shared = 128 if bits == 8 else 32
+        data = np.empty(N_OUT * N_IN * bits // 8, np.uint8)
+        beside = np.empty(N_OUT * N_IN // shared, np.float16)
+        of_weight = (weight.ctypes.data, bf16, form, N_IN, N_OUT)
+        linear.pack(*of_weight, data.ctypes.data, beside.ctypes.data)
+    weights = linear.LinearWeights(form, N_IN, N_OUT, data.ctypes.data, beside.ctypes.data)
+    x, out = random_bits((n_tokens, N_IN), np.uint16), np.empty((n_tokens, N_OUT), np.uint16)
+    held += [data, beside, x, out]
+    return lambda: weights.linear(x.ctypes.data, n_tokens, bf16, out.ctypes.data, bf16)
+
+
+def passes(held: list[np.ndarray]) -> Operation:
+    """Return what lies around a layer's products for one token: two norms, a rotation, a gate."""
+    n, bf16 = N_IN, attend.Dtype.bfloat16
+    x, both = random_bits((n,), np.uint16), random_bits((2, 4 * n), np.uint16)
+    out, wide = np.empty_like(x), np.empty(4 * n, np.uint16)
+    held += [x, both, out, wide]
+
+    def run() -> None:
+        for _ in range(2):
+            layers.norm(x.ctypes.data, 1, 1, n, n, bf16, x.ctypes.data, 1e-5, out.ctypes.data)
+        layers.rotate(out.ctypes.data, 1, n // DIM, DIM, n, bf16, x.ctypes.data, x.ctypes.data)
+        layers.gate(both.ctypes.data, 1, 4 * n, bf16, wide.ctypes.data)
+
+    return run
+
+
+def operations(held: list[np.ndarray]) -> dict[str, Operation]:
+    """Return what is measured, by name."""
+    found: dict[str, Operation] = {}
+    for name in ("float32", "bfloat16", "int8", "int4"):
+        found[f"attend, one sequence, {name}"] = attention(name, 1, held)
+    for name in ("bfloat16", "int8"):
+        found[f"attend, four branches, {name}"] = attention(name, 4, held)
+    for bits in (16, 12, 8, 4):
+        found[f"linear, 1 token, {bits} bits"] = product(bits, 1, held)
+    for bits in (12, 8, 4):
+        found[f"linear, 64 tokens, {bits} bits"] = product(bits, 64, held)
+    found["norms, rotation, gate, 1 token"] = passes(held)
+    return found
+
+
+def measure() -> dict[str, dict[str, float]]:
+    """Return milliseconds of each level and operation."""
+    held: list[np.ndarray] = []
+    levels.set_num_threads(1)
+    best: dict[str, dict[str, float]] = {found.name: {} for found in levels.levels()}
+    for name, operation in operations(held).items():
+        for _ in range(ROUNDS):
+            for level in levels.levels():
+                levels.set_level(level)
+                took = time_of(operation, LEAST_S / ROUNDS)
+                times = best[level.name]
+                times[name] = min(times.get(name, took), took)
+    return best
+
+
+def time_of(operation: Operation, least_s: float) -> float:
+    """Return the shortest time of an operation, in ms, of as many as take so long."""
+    best, began = float("inf"), time.thread_time()
+    while True:
+        start = time.thread_time()
+        operation()
+        end = time.thread_time()
+        best = min(best, end - start)
+        if end - began > least_s:
+            return best * 1e3
+
+
+def machine() -> str:
+    """Return the processor's name, family and model."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    pairs = (line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    found = {key.strip(): value.strip() for key, value in pairs}
+    name = found.get("model name", platform.machine())
+    return f"{name}, family {found.get('cpu family', '?')}, model {found.get('model', '?')}"
+
+
+def table(measured: dict[str, Any]) -> str:
+    """Return the table: times of plain C++ on the machine of each level over those of the level."""
+    names = [name for name in measured if name != "scalar"]
+    rows = list(dict.fromkeys(row for found in measured.values() for row in found["ms"]))
+    lines = [
+        "| operation | " + " | ".join(names) + " |",
+        "| --- |" + " ---: |" * len(names),
+    ]
+    for row in rows:
+        cells = []
+        for name in names:
+            found = measured[name]
+            ms, plain = found["ms"].get(row), found["scalar_ms"].get(row)
+            cells.append("-" if ms is None else f"{plain / ms:.1f} ({ms:.2f} ms)")
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    lines.append("")
+    lines += [f"- `{name}`: {measured[name]['machine'] or 'not measured'}" for name in names]
+    return "\n".join(lines)
+
+
+def readme_with(measured: dict[str, Any]) -> str:
+    """Return the README with the table of what was measured."""
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table(measured)}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    """Measure, print the table, and with ``--write`` keep it."""
+    found = measure()
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    for name, ms in found.items():
+        rounded = {row: round(value, 4) for row, value in ms.items()}
+        plain = {row: round(value, 4) for row, value in found["scalar"].items()}
+        measured[name] = {"machine": machine(), "ms": rounded, "scalar_ms": plain}
+    print(table(measured))
+    if "--write" in sys.argv[1:]:
+        MEASURED.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        README.write_text(readme_with(measured), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
