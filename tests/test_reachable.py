@@ -47,7 +47,10 @@ class Seen:
     def saw(self, made: Any) -> None:
         for one in fields(made):
             if one.init:
-                self.values.setdefault((type(made), one.name), []).append(getattr(made, one.name))
+                self.note(type(made), one.name, getattr(made, one.name))
+
+    def note(self, kind: type, name: str, value: Any) -> None:
+        self.values.setdefault((kind, name), []).append(value)
 
     def is_set(self, kind: type, one: Any) -> bool:
         values = self.values.get((kind, one.name), [])
@@ -77,7 +80,13 @@ def watched():
                 made(self, *args, **given)
                 seen.saw(self)
 
+            def assign(self: Any, name: str, value: Any, kind: type = kind) -> None:
+                object.__setattr__(self, name, value)
+                seen.note(kind, name, value)
+
             patch.setattr(kind, "__init__", init)
+            if not kind.__dataclass_params__.frozen:  # what is filled in after it was made
+                patch.setattr(kind, "__setattr__", assign)
         yield seen
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,12 +18,19 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import iter_modules
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from kvcellar.budget import format_size
 from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeSeqCache
 from kvcellar.checks import seen, text
-from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
-from kvcellar.types import CacheConfig
+from kvcellar.errors import (
+    BackendError,
+    CacheFullError,
+    ConfigError,
+    SessionClosedError,
+    UnknownCacheError,
+)
+from kvcellar.types import CacheConfig, IntArray, SharedPrefix
 
 Face = TypeVar("Face", bound=Cache)
 CacheBuilder = Callable[[CacheConfig], Cache]
@@ -291,6 +299,59 @@ def _make_session(
             f"{face.__name__}"
         )
     return CacheSession(made, backend=backend)
+
+
+@runtime_checkable
+class FreezableCache(Cache, Protocol):
+    """A cache whose rows can be frozen for others."""
+
+    def rows_to_freeze(self, seq_id: int, length: int | None) -> tuple[int, list[IntArray]]:
+        """Return how many first tokens of a sequence to freeze, and their cells by layer group."""
+        ...
+
+    def freeze_rows(self, cells: Sequence[IntArray]) -> Sequence[Any]:
+        """Copy the rows of some cells, given per layer group; return one copy per layer."""
+        ...
+
+
+def freeze_prefix(cache: Cache, length: int | None = None, seq_id: int = 0) -> SharedPrefix:
+    """Freeze the first tokens of a sequence, for caches that all begin with them.
+
+    Their K and V are copied once. ``make_config(..., prefix=...)`` makes caches whose sequences
+    begin with them; the copy is freed with the last of these caches. With a memory budget it is
+    counted in the budget of the cache that it was frozen in.
+
+    Args:
+        cache: where the tokens were computed; it goes on as before.
+        length: how many; None: all of the sequence.
+        seq_id: whose.
+
+    Raises:
+        UnknownCacheError: caches of this backend cannot be frozen.
+        UnknownSequenceError: no such sequence.
+        RewindError: nothing can go on from there: a window has moved on, or tokens are not in the
+            cache's own cells.
+        CacheFullError: the memory budget has no room for the copy.
+        ConfigError: the storage type cannot be shared.
+    """
+    if not isinstance(cache, FreezableCache):
+        raise UnknownCacheError(
+            f"a {type(cache).__name__} cannot be frozen; freeze a prefix in a cache of the "
+            f"backends reference, torch or mlx"
+        )
+    n, cells = cache.rows_to_freeze(seq_id, length)
+    layers = tuple(cache.freeze_rows(cells))
+    config = cache.config
+    size_bytes = sum(layer.size_bytes for layer in layers)
+    firsts = tuple(n - len(rows) for rows in cells)
+    frozen = SharedPrefix(config.params, config.kv_dtype, n, firsts, layers, size_bytes)
+    if config.budget is not None:
+        if not config.budget.ask(size_bytes):
+            raise CacheFullError(
+                f"a frozen prefix of {n} tokens takes {format_size(size_bytes)}; {config.more_room}"
+            )
+        weakref.finalize(frozen, config.budget.give_back, size_bytes)
+    return frozen
 
 
 # The active cache: which one the op meets in this thread ------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -257,6 +257,55 @@ class ModelCacheParams:
             )
 
 
+FROZEN = 1 << 41
+"""Index of the first row of a frozen prefix, past any cell."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class SharedPrefix:
+    """K and V of a history's first tokens, frozen for all caches whose histories begin so.
+
+    Nobody writes to it. It is as large as its tokens, however many caches read it, and is freed
+    with the last of them. ``kvcellar.freeze_prefix`` makes it.
+
+    Attributes:
+        params: the model's facts.
+        kv_dtype: how K and V are stored.
+        length: its tokens.
+        firsts: per layer group, the first position that it has rows of: of a window, the last ones.
+        layers: per layer what the backend has frozen.
+        size_bytes: bytes of all layers.
+    """
+
+    params: ModelCacheParams
+    kv_dtype: str
+    length: int
+    firsts: tuple[int, ...]
+    layers: tuple[Any, ...]
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        kv = parse_kv_dtype(self.kv_dtype)
+        if kv.exact_first or kv.exact_last:
+            raise ConfigError(
+                f"{self.kv_dtype} keeps the ends of each history in float32 beside, which caches "
+                f"cannot share; freeze a prefix in a kv_dtype without exact ends"
+            )
+
+    def check_fits(self, config: CacheConfig) -> None:
+        """Refuse a cache that cannot read it.
+
+        Raises:
+            ConfigError: it is of another model, or of another storage type.
+        """
+        if self.params != config.params or self.kv_dtype != config.kv_dtype:
+            raise ConfigError(
+                f"the frozen prefix of {self.length} tokens has K and V in {self.kv_dtype} of "
+                f"{self.params}, and this cache {config.kv_dtype} of {config.params}; freeze a "
+                f"prefix of the same model, in a cache with the same kv_dtype"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """All that is needed to build a cache: the model's facts and the caller's policy.
@@ -272,6 +321,7 @@ class CacheConfig:
         block_size: cells per block of a paged cache; the others have token cells.
         layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.
         budget: whom pools ask before they grow; None: they grow up to the capacity.
+        prefix: what every sequence begins with; it takes none of the cells.
     """
 
     params: ModelCacheParams
@@ -282,6 +332,7 @@ class CacheConfig:
     block_size: int = 16
     layout: str = "layer_first"
     budget: MemoryBudget | None = None
+    prefix: SharedPrefix | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, ModelCacheParams):
@@ -311,6 +362,17 @@ class CacheConfig:
             raise ConfigError(
                 f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}"
             )
+        if self.prefix is not None:
+            if not isinstance(self.prefix, SharedPrefix):
+                raise ConfigError(
+                    f"prefix must be what freeze_prefix gives, got {seen(self.prefix)}"
+                )
+            self.prefix.check_fits(self)
+
+    @property
+    def origin(self) -> int:
+        """The position of a sequence's first own token: behind the frozen prefix."""
+        return 0 if self.prefix is None else self.prefix.length
 
     @property
     def kv(self) -> KvDtype:
@@ -344,6 +406,7 @@ def make_config(
     block_size: int = 16,
     layout: str = "layer_first",
     budget: MemoryBudget | None = None,
+    prefix: SharedPrefix | None = None,
 ) -> CacheConfig:
     """Join the model's facts and the caller's policy.
 
@@ -351,7 +414,7 @@ def make_config(
         ConfigError: a value that cannot work; the message names it.
     """
     return CacheConfig(
-        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, budget
+        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, budget, prefix
     )
 
 

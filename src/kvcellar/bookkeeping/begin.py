@@ -55,7 +55,7 @@ def stretches_of(steps: Steps, ids: list[int]) -> tuple[list[Stretch], list[int]
         seq_id, n = ids[start], i - start
         first = next_pos.get(seq_id)
         if first is None:
-            first = lengths.get(seq_id, 0)
+            first = lengths.get(seq_id, steps.origin)
         tree = drafts.of(seq_id)
         if tree is None:
             stretches.append(Stretch(seq_id, start, n, first))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from kvcellar.bookkeeping.face import StepFace
+from kvcellar.bookkeeping.frozen import first_needed, frozen_spans
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, NoBytes, Stretch
 from kvcellar.bookkeeping.one_run import OneRun
@@ -13,7 +16,7 @@ from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
-from kvcellar.types import CacheConfig
+from kvcellar.types import CacheConfig, IntArray
 
 
 class OneSequence(StepFace):
@@ -47,8 +50,10 @@ class OneSequence(StepFace):
                 min_chunk=config.min_chunk,
                 capacity=capacity,
                 reads=reads,
+                origin=config.origin,
+                frozen=frozen_spans(config, index),
             )
-            for group in config.params.groups
+            for index, group in enumerate(config.params.groups)
         ]
         super().__init__(
             Steps(
@@ -70,13 +75,14 @@ class OneSequence(StepFace):
     @property
     def length(self) -> int:
         """Tokens in the history: the position that the next token gets."""
-        return self.steps.lengths.get(0, 0)
+        return self.steps.lengths.get(0, self.steps.origin)
 
     def can_extend(self, n: int = 1) -> bool:
         """Return true if ``n`` more tokens fit; with a budget, in steps of ``STEP_TOKENS``."""
         n, start, growth = whole(n, "n"), self.length, self.steps.growth
-        if growth is None or start + n > self.config.capacity:
-            return start + n <= self.config.capacity
+        most = self.steps.origin + self.config.capacity
+        if growth is None or start + n > most:
+            return start + n <= most
         needed = zip(self.layouts, growth.cells_for(start + n), growth.sizes, strict=True)
         return growth.can_add(
             [min(start + n - one.base_at(start), most) - size for one, most, size in needed]
@@ -84,7 +90,7 @@ class OneSequence(StepFace):
 
     def resumable_from(self) -> int:
         """Return the lowest length, other than 0, that ``rewind`` can cut back to."""
-        return max(layout.low for layout in self.layouts)
+        return max(self.steps.origin, *(layout.low for layout in self.layouts))
 
     def keep_point(self, length: int) -> None:
         """Keep what is needed to rewind to ``length`` until the history is cut back below it.
@@ -121,6 +127,11 @@ class OneSequence(StepFace):
                 f"{verb} to {length}: the cache holds {self.length} tokens and rewinding "
                 f"cannot grow; ask for 0 to {self.length}"
             )
+        if length < self.steps.origin:
+            raise RewindError(
+                f"{verb} to {length}: the first {self.steps.origin} tokens are frozen and shared "
+                f"with other caches; ask for {self.steps.origin} to {self.length}"
+            )
         if self.steps.resume_at(0, length) != length:
             raise RewindError(
                 f"{verb} to {length}: a sliding window has let go of the tokens before; this "
@@ -128,6 +139,24 @@ class OneSequence(StepFace):
                 f"window_slack ({self.config.window_slack}) to keep more"
             )
         return length
+
+    def rows_to_freeze(self, seq_id: int, length: int | None) -> tuple[int, list[IntArray]]:
+        """Return how many first tokens to freeze, and their cells per layer group.
+
+        A window's last ones alone. Errors as in ``freeze_prefix``.
+        """
+        self.steps.settle()
+        n = self._check_resume("freeze_prefix", self.length if length is None else length)
+        if seq_id != 0 or self.steps.origin or not n:
+            raise RewindError(
+                f"freeze_prefix of {n} tokens of sequence {seq_id}: a contiguous cache freezes "
+                f"tokens of sequence 0 that were computed in it"
+            )
+        pairs = zip(self.layouts, self.steps.groups, strict=True)
+        return n, [
+            np.arange(first_needed(n, group.window) - layout.base, n - layout.base)
+            for layout, group in pairs
+        ]
 
     def length_in(self, layer: int) -> int:
         """Return the tokens that a layer has been given: in a forward, they come one by one."""
@@ -183,7 +212,7 @@ def _begin_next(
         CacheFullError: they do not fit; nothing was changed.
     """
     steps.settle()
-    start = steps.lengths.get(0, 0)
+    start = steps.lengths.get(0, steps.origin)
     if n_tokens < 1:
         raise StepError(f"a step needs at least one token; the forward brings {n_tokens}")
     expected = [start] if n_tokens == 1 else list(range(start, start + n_tokens))
@@ -192,7 +221,7 @@ def _begin_next(
     if not _has_room(steps, layouts, start, n_tokens):
         capacity = steps.config.capacity if steps.growth is None else steps.growth.n_fitting
         raise CacheFullError(
-            f"step needs {n_tokens} cells, {max(0, capacity - start)} free of "
+            f"step needs {n_tokens} cells, {max(0, capacity + steps.origin - start)} free of "
             f"{capacity}; rewind, clear, or {steps.config.more_room}"
         )
     steps.begin((Stretch(0, 0, n_tokens, start),), expected)
@@ -219,7 +248,7 @@ def _check_positions(asked: list[int], expected: list[int]) -> None:
 
 def _has_room(steps: Steps, layouts: Sequence[OneRun], start: int, n_tokens: int) -> bool:
     """Have cells for a step in every group; false, with nothing changed, without them."""
-    if start + n_tokens > steps.config.capacity:
+    if start + n_tokens > steps.origin + steps.config.capacity:
         return False
     growth = steps.growth
     if growth is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvcellar.bookkeeping.frozen import FrozenSpans
 from kvcellar.bookkeeping.layout import Lengths, Stretch
 from kvcellar.bookkeeping.pool import CellMove
 from kvcellar.bookkeeping.reads import ReadsOf
@@ -33,6 +34,8 @@ class OneRun:
         min_chunk: int,
         capacity: int,
         reads: ReadsOf,
+        origin: int = 0,
+        frozen: FrozenSpans | None = None,
     ) -> None:
         """Create the layout of an empty history.
 
@@ -43,8 +46,10 @@ class OneRun:
             min_chunk: cells that a window's run has at least, before it slides.
             capacity: the most tokens.
             reads: what the queries of a step read.
+            origin: position of the first token that is not frozen.
+            frozen: where the positions before it lie; None: there are none.
         """
-        self.base = 0
+        self.base = origin
         """Position of cell 0, the lowest that is held."""
         self.window = window
         self._lengths = lengths
@@ -52,6 +57,8 @@ class OneRun:
         self._longest = max(2 * self._keep, min_chunk)
         self._capacity = capacity
         self._reads = reads
+        self._origin = origin
+        self._frozen = frozen
         self._points: list[int] = []  # ascending
 
     def base_at(self, start: int) -> int:
@@ -72,12 +79,20 @@ class OneRun:
         base, window, end = self.base, self.window, start + n_tokens
         writes = (Write(0, Run(start - base, n_tokens)),)
         n_cells = end - base if n_held is None else n_held
-        if n_tokens == 1:  # what is planned for every token: all queries see all
+        if n_tokens == 1 and self._frozen is None:  # planned for every token: all queries see all
             low = 0 if window is None else max(0, end - window)
             read = AttendSpec(0, 1, (Run(low - base, end - low),), AttendKind.NONE)
             return StepPlan(1, writes, (read,), n_cells), moves
-        reads = self._reads(stretches[0], window, lambda p0, p1: [Span(p0, p0 - base, p1 - p0)])
+        reads = self._reads(stretches[0], window, self._spans)
         return StepPlan(n_tokens, writes, tuple(reads), n_cells), moves
+
+    def _spans(self, p0: int, p1: int) -> list[Span]:
+        """Return where positions ``[p0, p1)`` lie: frozen ones first."""
+        if self._frozen is None:
+            return [Span(p0, p0 - self.base, p1 - p0)]
+        own = max(p0, self.base)
+        mine = [Span(own, own - self.base, p1 - own)] if own < p1 else []
+        return [*self._frozen(p0, p1), *mine]
 
     def _slide(self, start: int) -> list[CellMove]:
         """Move what must be kept to the front, once the run is twice as long."""
@@ -100,7 +115,8 @@ class OneRun:
     @property
     def low(self) -> int:
         """The lowest length, other than 0, that the sequence can go on from."""
-        return self.base + self.window - 1 if self.window is not None and self.base else 0
+        has_slid = self.window is not None and self.base > self._origin
+        return self.base + self.window - 1 if has_slid and self.window is not None else 0
 
     def keep_point(self, seq_id: int, length: int) -> None:
         """Keep what is needed to resume at ``length``, and all that follows: it is one run."""
@@ -111,8 +127,8 @@ class OneRun:
     def cut(self, seq_id: int, p0: int, p1: int) -> None:
         """Drop the tail from ``p0`` on."""
         self._points = [at for at in self._points if at <= p0]
-        if p0 == 0:
-            self.base = 0
+        if p0 <= self._origin:
+            self.base = self._origin
 
     def clear(self) -> None:
         """Forget the history."""
@@ -120,5 +136,5 @@ class OneRun:
 
     def usage(self) -> GroupUsage:
         """Return the cells taken."""
-        live = self._lengths.get(0, 0) - self.base
+        live = self._lengths.get(0, self._origin) - self.base
         return GroupUsage(self.window, self._capacity, live, 0, live)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvcellar.bookkeeping.frozen import FrozenSpans
 from kvcellar.bookkeeping.holdings import Refs
 from kvcellar.bookkeeping.layout import Demand, Lengths, Stretch
 from kvcellar.bookkeeping.pool import MIN_RUN, Appends, BlockCopy, BlockPool, CellMove
@@ -41,6 +42,8 @@ class Rows:
         window: int | None = None,
         slack: int = 0,
         reads: ReadsOf = reads_of,
+        origin: int = 0,
+        frozen: FrozenSpans | None = None,
     ) -> None:
         """Create the layout of no sequences.
 
@@ -50,12 +53,16 @@ class Rows:
             window: positions that a query sees; None: all.
             slack: positions to keep behind the window.
             reads: what the queries of a stretch read.
+            origin: position of a sequence's first token of its own.
+            frozen: where the positions before it lie; None: there are none.
         """
         self.pool = pool
         self.window = None if window is None else Window(window, slack, pool.block_size, lengths)
         self._size = window
         self._lengths = lengths
         self._reads = reads
+        self._origin = origin
+        self._frozen = frozen
         self._copies: list[BlockCopy] = []
         """Blocks that the last step copied, and how to take that back."""
 
@@ -92,8 +99,12 @@ class Rows:
         return moves
 
     def _reads_of(self, stretch: Stretch) -> list[AttendSpec]:
-        seq_id, spans = stretch.seq_id, self.pool.spans
-        return self._reads(stretch, self._size, lambda p0, p1: spans(seq_id, p0, p1))
+        seq_id, spans, frozen = stretch.seq_id, self.pool.spans, self._frozen
+        if frozen is None:
+            return self._reads(stretch, self._size, lambda p0, p1: spans(seq_id, p0, p1))
+        return self._reads(
+            stretch, self._size, lambda p0, p1: [*frozen(p0, p1), *spans(seq_id, p0, p1)]
+        )
 
     def undo(self, stretches: Sequence[Stretch]) -> None:
         """Free what ``begin`` claimed, and hold again what it copied."""
@@ -168,7 +179,7 @@ class Rows:
         there = {s: n for s, n in self._lengths.items() if s not in promised}
         return min(
             self._n_fitting(seq_id, length, promised, n_free, refs)
-            for seq_id, length in {**there, new: 0}.items()
+            for seq_id, length in {**there, new: self._origin}.items()
         )
 
     def _n_fitting(
@@ -271,7 +282,8 @@ class Rows:
     def _retained_from(self, window: Window, seq_id: int, dst: int, stop: int) -> int:
         """Return where ``dst`` begins to have all below what the window of ``seq_id`` left."""
         length = max(self._lengths.get(dst, 0), stop)
-        return self.pool.retained_from(dst, min(window.let_go(seq_id), length))
+        low = self.pool.retained_from(dst, min(window.let_go(seq_id), length))
+        return low if low > self._origin else 0
 
     def nodes_to_tokens(self, seq_id: int, base: int, rows: Sequence[int]) -> list[CellMove]:
         """Have the nodes ``rows`` of a tree follow ``base`` tokens, and free the other nodes.

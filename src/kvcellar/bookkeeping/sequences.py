@@ -19,6 +19,7 @@ from kvcellar.bookkeeping.begin import (
 )
 from kvcellar.bookkeeping.compaction import Compacted, compact
 from kvcellar.bookkeeping.face import StepFace
+from kvcellar.bookkeeping.frozen import first_needed, frozen_spans
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, NoBytes
 from kvcellar.bookkeeping.pool import BlockPool
@@ -89,6 +90,8 @@ class Sequences(StepFace):
                 window=group.window,
                 slack=config.window_slack,
                 reads=reads,
+                origin=config.origin,
+                frozen=frozen_spans(config, index),
             )
             for index, group in enumerate(config.params.groups)
         ]
@@ -188,7 +191,7 @@ class Sequences(StepFace):
     def resumable_from(self, seq_id: int) -> int:
         """Return the lowest length, other than 0 and points, that the sequence can go on from."""
         self.seq_len(seq_id)
-        return max(layout.low(seq_id) for layout in self.layouts)
+        return max(self.steps.origin, *(layout.low(seq_id) for layout in self.layouts))
 
     def can_resume(self, seq_id: int, length: int) -> bool:
         """Return true if the sequence could be cut back to ``length`` tokens and go on exactly."""
@@ -219,6 +222,12 @@ class Sequences(StepFace):
         Raises:
             RewindError: it cannot; ``verb`` names who asks.
         """
+        if 0 < length < self.steps.origin:
+            raise RewindError(
+                f"{verb} of sequence {seq_id} at {length}: its first {self.steps.origin} tokens "
+                f"are frozen and shared with other caches; it resumes from 0, where it starts "
+                f"again behind them, or from {self.resumable_from(seq_id)} on"
+            )
         if not self.can_resume(seq_id, length):
             raise RewindError(
                 f"{verb} of sequence {seq_id} at {length}: a sliding window has let go of the "
@@ -321,8 +330,10 @@ class Sequences(StepFace):
         to_end = p1 is None or p1 >= length
         if to_end and p0 >= length:
             return
-        if to_end and p0:
+        if p0 and (to_end or p0 < self.steps.origin):
             self.check_resume(seq_id, p0, "seq_rm")
+        elif not to_end and p1 is not None and p0 < self.steps.origin:
+            self.check_resume(seq_id, min(p1, self.steps.origin - 1), "seq_rm")
         end = length if p1 is None or to_end else p1
         for layout in self.layouts:
             layout.cut(seq_id, p0, end)
@@ -365,6 +376,26 @@ class Sequences(StepFace):
             for layout in self.layouts:
                 layout.nodes_to_tokens(seq_id, tree.base, ())
             self.steps.drafts.drop(seq_id)
+
+    def rows_to_freeze(self, seq_id: int, length: int | None) -> tuple[int, list[IntArray]]:
+        """Return how many first tokens of a sequence to freeze, and their cells per layer group.
+
+        A window's last ones alone. Errors as in ``freeze_prefix``.
+        """
+        self.steps.settle()
+        n = self.seq_len(seq_id) if length is None else whole(length, "length", RewindError)
+        self.check_resume(seq_id, n, "freeze_prefix")
+        tables = self.seq_table(seq_id, n)
+        found = [
+            table[first_needed(n, group.window) :]
+            for table, group in zip(tables, self.config.params.groups, strict=True)
+        ]
+        if not n or any((table < 0).any() for table in found):
+            raise RewindError(
+                f"freeze_prefix of {n} tokens of sequence {seq_id}: some of them are not in this "
+                f"cache's own cells; freeze a history that was computed here, without holes"
+            )
+        return n, found
 
     # Cells for a prefix index, and for what moves bytes out and in ----------------------------
 

@@ -100,6 +100,8 @@ class Steps:
             unasked: begins the step of a forward that nobody began.
         """
         self.config = config
+        self.origin = config.origin
+        """The length that a sequence without tokens of its own has."""
         self.groups = config.params.groups
         self.n_layers = config.params.n_layers
         self.layouts = layouts
@@ -198,6 +200,8 @@ class Steps:
         """Return the greatest length up to ``length`` that all layer groups can resume at."""
         while True:
             low = min(layout.resume_at(seq_id, length) for layout in self.layouts)
+            if low < self.origin:
+                return 0
             if low == length:
                 return length
             length = low

@@ -48,7 +48,7 @@ class TreeSequences(Sequences):
         parents = wholes(parents, "parents", ProposalError)
         self.steps.settle()
         drafts = self.steps.drafts
-        tree = drafts.of(seq_id) or DraftTree(self.steps.lengths.get(seq_id, 0))
+        tree = drafts.of(seq_id) or DraftTree(self.steps.lengths.get(seq_id, self.steps.origin))
         if tree.is_pending:
             raise ProposalError(
                 f"sequence {seq_id} has a frontier of {tree.frontier_size} nodes that awaits "

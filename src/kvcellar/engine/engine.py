@@ -151,6 +151,10 @@ class Engine:
         self.runner = runner
         self.cache = cache
         self._trees = cache if isinstance(cache, TreeSeqCache) else None
+        if cache.config.prefix is not None:
+            raise ConfigError(
+                "an engine shares prefixes inside of its cache; give it one without a frozen prefix"
+            )
         windows = tuple(group.window for group in cache.config.params.groups)
         self.index = self.config.make_index(windows, cache.block_size)
         residency = Residency(cache, self.index)

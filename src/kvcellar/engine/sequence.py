@@ -35,7 +35,8 @@ class OneSequence:
     def length(self) -> int:
         """Tokens held: the position that the next one gets."""
         if self._many is not None:
-            return self._many.seq_len(self.seq_id) if self._many.has_seq(self.seq_id) else 0
+            has_own = self._many.has_seq(self.seq_id)
+            return self._many.seq_len(self.seq_id) if has_own else self.cache.config.origin
         assert self._single is not None
         return self._single.length
 

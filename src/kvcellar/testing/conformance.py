@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcellar.testing.suite.failed_steps import FailedSteps
+from kvcellar.testing.suite.frozen_prefixes import FrozenPrefixes
 from kvcellar.testing.suite.many_sequences import ManySequences
 from kvcellar.testing.suite.one_sequence import SingleHistory
 from kvcellar.testing.suite.random_walks import RandomWalks
@@ -10,7 +11,9 @@ from kvcellar.testing.suite.stored_rows import StoredRows
 from kvcellar.testing.suite.trees import Trees
 
 
-class ConformanceSuite(SingleHistory, FailedSteps, ManySequences, Trees, StoredRows, RandomWalks):
+class ConformanceSuite(
+    SingleHistory, FailedSteps, ManySequences, Trees, FrozenPrefixes, StoredRows, RandomWalks
+):
     """All scenarios. A backend passes by a subclass that pytest collects and that has its adapter.
 
     ::

@@ -24,6 +24,7 @@ from kvcellar.cache import TreeCache
 from kvcellar.testing.adapter import BackendAdapter
 from kvcellar.testing.cases import Case
 from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, row_bytes, stored
+from kvcellar.types import SharedPrefix
 
 MAKERS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
     "decode": make_decode_session,
@@ -60,6 +61,7 @@ class Driver:
         self.rng = np.random.default_rng(zlib.crc32(f"{case.name} {salt}".encode()))
         self.histories: dict[int, list[Token]] = {}
         self.lengths: dict[int, int] = {}  # more than the tokens that are held, where holes are
+        self.begin_with: list[Token] = []  # what every history begins with
         self.trees: dict[int, Tree] = {}
         self.last_step: tuple[dict[int, list[Token]], dict[int, int], set[int]] | None = None
         self.column_positions = False
@@ -71,6 +73,10 @@ class Driver:
     def has_trees(self) -> bool:
         """True if sequences may have draft trees."""
         return isinstance(self.cache, TreeCache)
+
+    def length_of(self, seq: int) -> int:
+        """Return the position of a sequence's next token."""
+        return self.lengths.get(seq, len(self.begin_with))
 
     # Forwards ----------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class Driver:
         if seq in self.trees:
             del self.trees[seq]
         kept = [t for t in self.histories.get(seq, []) if t.pos not in gone]
-        if kept:
+        if kept[len(self.begin_with) :]:
             self.histories[seq] = kept
             if p1 is None or p1 >= self.lengths[seq]:
                 self.lengths[seq] = min(self.lengths[seq], p0)
@@ -231,7 +237,7 @@ class Driver:
         """Append a frontier; returns how many tokens the sequence now brings."""
         positions = self.cache.propose(parents, seq)
         tree = self.trees.setdefault(seq, Tree())
-        base = self.lengths.get(seq, 0)
+        base = self.length_of(seq)
         tree.frontier = len(tree.parents)
         tree.parents.extend(parents)
         for node in range(tree.frontier, len(tree.parents)):
@@ -254,8 +260,9 @@ class Driver:
         assert list(self.cache.commit(accepted, seq)) == list(accepted)
         tree = self.trees.pop(seq)
         if accepted:
-            self.histories.setdefault(seq, []).extend(tree.tokens[node] for node in accepted)
-            self.lengths[seq] = self.lengths.get(seq, 0) + len(accepted)
+            mine = self.histories.setdefault(seq, [*self.begin_with])
+            mine.extend(tree.tokens[node] for node in accepted)
+            self.lengths[seq] = self.length_of(seq) + len(accepted)
         self.last_step = None
 
     # What should hold --------------------------------------------------------------------------
@@ -263,7 +270,7 @@ class Driver:
     def agrees(self) -> None:
         """Assert that the cache holds the oracle's sequences at the oracle's lengths."""
         if self.kind == "decode":
-            assert self.cache.length == self.lengths.get(0, 0)
+            assert self.cache.length == self.length_of(0)
         else:
             assert {s: self.cache.seq_len(s) for s in self.cache.seq_ids()} == self.lengths
 
@@ -302,7 +309,7 @@ class Driver:
                 node = tree.frontier + n_before[seq]
                 tokens.append(Token(tree.tokens[node].pos))
             else:
-                tokens.append(Token(self.lengths.get(seq, 0) + n_before[seq]))
+                tokens.append(Token(self.length_of(seq) + n_before[seq]))
             n_before[seq] += 1
         return tokens
 
@@ -325,7 +332,7 @@ class Driver:
         out = {}
         for seq in dict.fromkeys(ids):
             rows = [i for i, s in enumerate(ids) if s == seq]
-            history = self.histories.get(seq, [])
+            history = self.histories.get(seq, self.begin_with)
             tree = self.trees.get(seq)
             new = [tokens[i] for i in rows]
             if tree is None:
@@ -380,7 +387,7 @@ class Driver:
                 tree.is_pending = False
                 n_before[seq] += 1
             else:
-                self.histories.setdefault(seq, []).append(token)
+                self.histories.setdefault(seq, [*self.begin_with]).append(token)
                 self.lengths[seq] = token.pos + 1
 
     def _range(self, seq: int, p0: int, p1: int | None) -> list[Token]:
@@ -394,9 +401,26 @@ class Driver:
 
 @contextmanager
 def open_driver(
-    adapter: BackendAdapter, case: Case, kind: str, salt: str = "", **settings: Any
+    adapter: BackendAdapter,
+    case: Case,
+    kind: str,
+    salt: str = "",
+    *,
+    prefix: SharedPrefix | None = None,
+    begin: Sequence[Token] = (),
+    **settings: Any,
 ) -> Iterator[Driver]:
-    """Open a session and yield its driver; ``settings`` replace those of the case."""
+    """Open a session and yield its driver.
+
+    Args:
+        adapter: the backend.
+        case: the model and its settings.
+        kind: of the session.
+        salt: other random numbers than without it.
+        prefix: what every sequence of the cache begins with.
+        begin: the tokens of it, as another driver knows them.
+        settings: in place of those of the case.
+    """
     values = {
         "capacity": case.capacity,
         "min_chunk": case.min_chunk,
@@ -408,9 +432,11 @@ def open_driver(
         case.kv_dtype,
         values["min_chunk"],
         window_slack=values["window_slack"],
+        prefix=prefix,
     )
     with MAKERS[kind](adapter.backend, config) as session:
         driver = Driver(adapter, case, kind, session.cache, salt)
+        driver.begin_with = list(begin)
         yield driver
         driver.agrees()
 

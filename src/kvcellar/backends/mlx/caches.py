@@ -18,7 +18,7 @@ from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
 from kvcellar.backends.mlx.codecs import Parts, rotate
-from kvcellar.backends.mlx.pools import ExactPool, Pool
+from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
@@ -87,9 +87,12 @@ class MlxPools:
         found: dict[int, Pool] = {}
         for group, exact in zip(self.groups, self.exact, strict=True):
             for layer in group.layers:
-                found[layer] = (
-                    ExactPool(group, config, exact.n_cells) if exact else Pool(group, config)
-                )
+                if config.prefix is not None:
+                    found[layer] = PrefixedPool(group, config, config.prefix.layers[layer])
+                elif exact is not None:
+                    found[layer] = ExactPool(group, config, exact.n_cells)
+                else:
+                    found[layer] = Pool(group, config)
         self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
 
     @property
@@ -266,6 +269,19 @@ class MlxCache:
                 pool.ensure(int(cells.max()) + 1)
                 pool.put(mx.array(cells), k, v)
                 mx.eval(pool.parts)
+
+    def freeze_rows(self, cells: Sequence[IntArray]) -> list[Pool]:
+        """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
+        pairs = ((layer, self.steps.group_of(layer)) for layer in range(self.steps.n_layers))
+        return [
+            frozen_rows(
+                self.pools.of_layer[layer],
+                mx.array(cells[index]),
+                self.steps.groups[index],
+                self.pools.config,
+            )
+            for layer, index in pairs
+        ]
 
     def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
         """Copies of the K and V of some cells, as NumPy arrays, per layer group.

@@ -16,8 +16,9 @@ import mlx.core as mx
 from kvcellar.backends.mlx.codecs import Codec, Parts, Stored, make_codec
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
+from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import SideDtype
-from kvcellar.types import CacheConfig, LayerGroup
+from kvcellar.types import FROZEN, CacheConfig, LayerGroup
 
 
 class PoolSide:
@@ -190,3 +191,36 @@ class ExactPool(Pool):
         if start >= BASE:
             return self.exact.read(start - BASE, length)
         return super().read(start, length)
+
+
+class PrefixedPool(Pool):
+    """A pool beside which a frozen prefix is read, from the index ``FROZEN`` on."""
+
+    def __init__(self, group: LayerGroup, config: CacheConfig, frozen: object) -> None:
+        """Create an empty pool beside one layer of the prefix.
+
+        Raises:
+            ConfigError: another backend has frozen it.
+        """
+        super().__init__(group, config)
+        if not isinstance(frozen, Pool):
+            raise ConfigError(
+                "the prefix was frozen in a cache of another backend; freeze it in one of mlx"
+            )
+        self._frozen = frozen
+
+    def read(self, start: int, length: int) -> tuple[Stored, Stored]:
+        """Return views of one kind of cells; see :class:`Pool`."""
+        if start >= FROZEN:
+            return self._frozen.read(start - FROZEN, length)
+        return super().read(start, length)
+
+
+def frozen_rows(pool: Pool, cells: mx.array, group: LayerGroup, config: CacheConfig) -> Pool:
+    """Copy a layer's rows of some cells into a pool that nobody writes to."""
+    frozen = Pool(group, replace(config, prefix=None, budget=None))
+    k, v = pool.take(cells)
+    for side, parts in ((frozen.k, k), (frozen.v, v)):
+        side.parts, side.n_cells = list(parts), cells.size
+    mx.eval(frozen.parts)
+    return frozen

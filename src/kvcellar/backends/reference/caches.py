@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvcellar.backends.reference.attend import FloatArray, attend, visible
 from kvcellar.backends.reference.pools import (
     BlockFirstPool,
     ExactPool,
+    FrozenRows,
     GroupBlocks,
     Pool,
     from_bfloat16_bits,
@@ -19,14 +21,17 @@ from kvcellar.backends.reference.pools import (
 )
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import exact_cells
-from kvcellar.errors import ShapeError
+from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.types import (
+    FROZEN,
     AttendKind,
     AttendSpec,
     BoolArray,
     CacheConfig,
     IntArray,
     LayerGroup,
+    Run,
+    runs_of,
 )
 
 
@@ -71,6 +76,18 @@ class ReferencePools:
                 pool = BlockFirstPool(blocks, i) if blocks else _pool(group, config)
                 found[layer] = ExactPool(pool, group, exact.n_cells) if exact else pool
         self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
+        self._frozen = () if config.prefix is None else config.prefix.layers
+        if not all(isinstance(rows, FrozenRows) for rows in self._frozen):
+            raise ConfigError(
+                "the prefix was frozen in a cache of another backend; freeze it in one of reference"
+            )
+
+    def read(self, layer: int, run: Run) -> tuple[FloatArray, FloatArray]:
+        """Return K and V of a run of cells, or of frozen rows, of one layer."""
+        if run.start >= FROZEN:
+            frozen: FrozenRows = self._frozen[layer]
+            return frozen.read(run.start - FROZEN, run.length)
+        return self.of_layer[layer].read(*run)
 
     @property
     def size_bytes(self) -> int:
@@ -176,7 +193,14 @@ class ReferenceCache:
                 tokens = slice(q_start, q_start + run.length)
                 pool.exact.write_run(run.start, k[0, :, tokens], v[0, :, tokens])
         self.steps.wrote(layer)
-        return [_segment(pool, spec) for spec in plan.reads]
+        return [_segment(self.pools, layer, spec) for spec in plan.reads]
+
+    def freeze_rows(self, cells: Sequence[IntArray]) -> list[FrozenRows]:
+        """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
+        return [
+            FrozenRows(*_joined(self.pools, layer, runs_of(cells[self.steps.group_of(layer)])))
+            for layer in range(self.steps.n_layers)
+        ]
 
     def _layer_group(self, layer: int) -> LayerGroup:
         return self.steps.groups[self.steps.group_of(layer)]
@@ -230,12 +254,20 @@ def _pool(group: LayerGroup, config: CacheConfig) -> Pool:
     )
 
 
-def _segment(pool: Pool | BlockFirstPool | ExactPool, spec: AttendSpec) -> Segment:
+def _segment(pools: ReferencePools, layer: int, spec: AttendSpec) -> Segment:
     """Return the read of one spec: its runs one after the other."""
-    parts = [pool.read(*run) for run in spec.runs]
+    k, v = _joined(pools, layer, spec.runs)
+    return Segment(spec.q_start, spec.q_len, k, v, spec.kind, spec.mask)
+
+
+def _joined(
+    pools: ReferencePools, layer: int, runs: Iterable[Run]
+) -> tuple[FloatArray, FloatArray]:
+    """Return K ``[n_kv_heads, n, head_dim]`` and V of some runs, one after the other."""
+    parts = [pools.read(layer, run) for run in runs]
     k = np.concatenate([k for k, _ in parts], axis=1)
     v = np.concatenate([v for _, v in parts], axis=1)
-    return Segment(spec.q_start, spec.q_len, k, v, spec.kind, spec.mask)
+    return k, v
 
 
 def _flat_positions(position: ArrayLike, n_tokens: int) -> IntArray:

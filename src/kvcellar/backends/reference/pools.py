@@ -211,6 +211,25 @@ class ExactPool:
         return self.cells.read(start, length)
 
 
+class FrozenRows:
+    """One layer's K and V of a frozen prefix, in float64 with the stored values; read-only."""
+
+    def __init__(self, k: FloatArray, v: FloatArray) -> None:
+        """Take K ``[n_kv_heads, n, head_dim]`` and V."""
+        self.k, self.v = k, v
+        for part in (k, v):
+            part.flags.writeable = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of both."""
+        return int(self.k.nbytes + self.v.nbytes)
+
+    def read(self, start: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Return K and V of a run; see :class:`Pool`."""
+        return self.k[:, start : start + length], self.v[:, start : start + length]
+
+
 class GroupBlocks:
     """K and V of all layers of a group, block-first: what one block holds lies together.
 

@@ -13,14 +13,15 @@ from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import Parts, rotate
-from kvcellar.backends.torch.exact import ExactPool
-from kvcellar.backends.torch.pools import LayerPool
+from kvcellar.backends.torch.exact import ExactPool, frozen_rows
+from kvcellar.backends.torch.pools import LayerPool, Pool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import (
+    FROZEN,
     AttendKind,
     AttendSpec,
     CacheConfig,
@@ -312,6 +313,16 @@ class TorchCache:
                 pool.ensure(int(cells.max()) + 1, device)
                 pool.put(cells.to(device), _moved(k, device), _moved(v, device))
 
+    def freeze_rows(self, cells: Sequence[IntArray]) -> list[Pool]:
+        """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
+        pairs = ((layer, self.steps.group_of(layer)) for layer in range(self.steps.n_layers))
+        return [
+            frozen_rows(
+                self.pools.of_layer[layer], cells[index], self.steps.groups[index], self.config
+            )
+            for layer, index in pairs
+        ]
+
     def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
         """Copies in host memory of the K and V of some cells, as NumPy arrays, per layer group.
 
@@ -399,6 +410,11 @@ def _segments(pool: LayerPool, prepared: Prepared) -> list[Segment]:
     ]
 
 
+def _lies_apart(run: Run) -> bool:
+    """Return true if a run is attended where it lies, by itself."""
+    return run.length >= LONG_RUN or run.start >= FROZEN
+
+
 def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:
     """Cut a read into what is seen whole, run by run, and the masked tail."""
     bias: Tensor | None = None
@@ -413,8 +429,8 @@ def _part_reads(spec: AttendSpec, k: Tensor) -> list[PartRead]:
     n_head = spec.read_len - n_tail
     head = clip_runs(spec.runs, 0, n_head)
     tail = clip_runs(spec.runs, n_head, spec.read_len)
-    parts = [PartRead(run, None, None, False) for run in head if run.length >= LONG_RUN]
-    short = [run for run in head if run.length < LONG_RUN]
+    parts = [PartRead(run, None, None, False) for run in head if _lies_apart(run)]
+    short = [run for run in head if not _lies_apart(run)]
     if short:
         parts.append(_one_part(short, None, False, k))
     if tail:

@@ -1,4 +1,4 @@
-"""A quantised pool with a few exact cells beside it: see :mod:`kvcellar.bookkeeping.exact`."""
+"""Cells beside a pool's own: exact ones, and those of a frozen prefix."""
 
 from __future__ import annotations
 
@@ -11,26 +11,95 @@ from torch import Tensor
 from kvcellar.backends.torch.codecs import Parts, Stored
 from kvcellar.backends.torch.pools import LayerPool, Pool
 from kvcellar.bookkeeping.exact import BASE
+from kvcellar.errors import ConfigError
 from kvcellar.kernel import attend
-from kvcellar.types import CacheConfig, IntArray, LayerGroup, Write
+from kvcellar.types import FROZEN, CacheConfig, IntArray, LayerGroup, Write
 
 
-class ExactPool:
-    """A pool whose cells from ``BASE`` on are float32; otherwise as :class:`Pool`."""
+class PoolBeside:
+    """A pool, and another one whose cells are read from an index of its own on.
 
-    def __init__(self, cells: LayerPool, group: LayerGroup, config: CacheConfig, n: int) -> None:
-        """Beside the pool ``cells``, ``n`` exact cells; none are allocated yet."""
+    It is written as :class:`Pool` is, and never beside.
+    """
+
+    def __init__(self, cells: LayerPool, beside: Pool, base: int) -> None:
+        """Put ``beside`` next to the pool ``cells``; its first cell has the index ``base``."""
         self.cells = cells
-        self.exact = Pool(
-            group, replace(config, kv_dtype="float32", capacity=n, min_chunk=n, budget=None)
-        )
-        self.dtype: torch.dtype | None = None
-        self._n = n
+        self.beside = beside
+        self.dtype = cells.dtype if cells.dtype == beside.dtype else None
+        self._base = base
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the bytes; None before the first."""
+        """Where the bytes are; None before the first."""
         return self.cells.device
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are allocated for the pool itself."""
+        return self.cells.size_bytes
+
+    def ensure(self, n_cells: int, device: torch.device) -> None:
+        """Hold at least ``n_cells``."""
+        self.cells.ensure(n_cells, device)
+
+    def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
+        """Return the pool as the CPU kernel sees it, until it grows."""
+        return self.cells.for_kernel(exact)
+
+    def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Store rows; see :class:`Pool`."""
+        self.cells.write_run(start, k, v)
+
+    def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store rows; see :class:`Pool`."""
+        self.cells.scatter_rows(cells, k, v)
+
+    def put(self, cells: Tensor, k: Parts, v: Parts) -> None:
+        """Store what ``take`` gave; see :class:`Pool`."""
+        self.cells.put(cells, k, v)
+
+    def take(self, cells: Tensor) -> tuple[Parts, Parts]:
+        """Copy the parts of the pool's own cells; see :class:`Pool`."""
+        return self.cells.take(cells)
+
+    def gather_into(self, base: int, src_cells: Tensor) -> None:
+        """Copy the pool's own cells; see :class:`Pool`."""
+        self.cells.gather_into(base, src_cells)
+
+    def read(self, start: int, length: int) -> tuple[Stored, Stored]:
+        """Return views of a run; see :class:`Pool`."""
+        if start >= self._base:
+            return self.beside.read(start - self._base, length)
+        return self.cells.read(start, length)
+
+    def gather(self, cells: Tensor) -> tuple[Stored, Stored]:
+        """Copy rows; in float32 where cells of both kinds are among them and types differ."""
+        is_beside = cells >= self._base
+        if not bool(is_beside.any()):
+            return self.cells.gather(cells)
+        if bool(is_beside.all()):
+            return self.beside.gather(cells - self._base)
+        of_cells = self.cells.gather(cells[~is_beside])
+        of_beside = self.beside.gather(cells[is_beside] - self._base)
+        dtype = torch.float32 if self.dtype is None else self.dtype
+        k, v = (
+            _merged(is_beside, a.to(dtype), b.to(dtype))
+            for a, b in zip(of_cells, of_beside, strict=True)
+        )
+        return k, v
+
+
+class ExactPool(PoolBeside):
+    """A pool whose cells from ``BASE`` on are float32: see :mod:`kvcellar.bookkeeping.exact`."""
+
+    def __init__(self, cells: LayerPool, group: LayerGroup, config: CacheConfig, n: int) -> None:
+        """Put ``n`` exact cells beside the pool ``cells``; none are allocated yet."""
+        self.exact = Pool(
+            group, replace(config, kv_dtype="float32", capacity=n, min_chunk=n, budget=None)
+        )
+        super().__init__(cells, self.exact, BASE)
+        self._n = n
 
     @property
     def size_bytes(self) -> int:
@@ -43,7 +112,7 @@ class ExactPool:
         self.exact.ensure(self._n, device)
 
     def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
-        """Describe the pool to the kernel, with the exact cells beside; see :class:`Pool`."""
+        """Return the pool as the CPU kernel sees it, with the exact cells beside."""
         assert exact is None, "there is one pool of exact cells"
         return self.cells.for_kernel(self.exact.for_kernel())
 
@@ -53,51 +122,32 @@ class ExactPool:
             rows = (part.narrow(2, q_start, run.length) for part in (k, v))
             self.exact.write_run(run.start, *rows)
 
-    def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Write consecutive cells; see :class:`Pool`."""
-        self.cells.write_run(start, k, v)
-
-    def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write cells anywhere; see :class:`Pool`."""
-        self.cells.scatter_rows(cells, k, v)
-
-    def put(self, cells: Tensor, k: Parts, v: Parts) -> None:
-        """Put stored rows; see :class:`Pool`."""
-        self.cells.put(cells, k, v)
-
-    def take(self, cells: Tensor) -> tuple[Parts, Parts]:
-        """Take stored rows; see :class:`Pool`."""
-        return self.cells.take(cells)
-
-    def gather_into(self, base: int, src_cells: Tensor) -> None:
-        """Copy cells together, without the exact ones, which ``move_exact`` copies."""
-        self.cells.gather_into(base, src_cells)
-
     def move_exact(self, src: IntArray, dst: IntArray) -> None:
         """Copy exact cells to others; all are read before any is written."""
         src_cells, dst_cells = (torch.as_tensor(c, device=self.device) for c in (src, dst))
         self.exact.put(dst_cells, *self.exact.take(src_cells))
 
-    def read(self, start: int, length: int) -> tuple[Stored, Stored]:
-        """Return rows of one kind of cells; see :class:`Pool`."""
-        if start >= BASE:
-            return self.exact.read(start - BASE, length)
-        return self.cells.read(start, length)
 
-    def gather(self, cells: Tensor) -> tuple[Stored, Stored]:
-        """Gather cells; in float32 where exact ones are among them; see :class:`Pool`."""
-        is_exact = cells >= BASE
-        if not bool(is_exact.any()):
-            return self.cells.gather(cells)
-        if bool(is_exact.all()):
-            return self.exact.gather(cells - BASE)
-        of_cells = self.cells.gather(cells[~is_exact])
-        of_exact = self.exact.gather(cells[is_exact] - BASE)
-        k, v = (
-            _merged(is_exact, a.to(torch.float32), b.to(torch.float32))
-            for a, b in zip(of_cells, of_exact, strict=True)
+def frozen_rows(pool: LayerPool, cells: IntArray, group: LayerGroup, config: CacheConfig) -> Pool:
+    """Copy a layer's rows of some cells into a pool that nobody writes to."""
+    frozen = Pool(group, replace(config, prefix=None, budget=None))
+    k, v = pool.take(torch.as_tensor(cells, device=pool.device))
+    for side, parts in ((frozen.k, k), (frozen.v, v)):
+        side.parts, side.n_cells = parts, len(cells)
+    return frozen
+
+
+def beside_frozen(pool: LayerPool, layer: object) -> PoolBeside:
+    """Put a layer of a frozen prefix next to a pool.
+
+    Raises:
+        ConfigError: another backend has frozen it.
+    """
+    if not isinstance(layer, Pool):
+        raise ConfigError(
+            "the prefix was frozen in a cache of another backend; freeze it in one of torch"
         )
-        return k, v
+    return PoolBeside(pool, layer, FROZEN)
 
 
 def _merged(is_exact: Tensor, of_cells: Tensor, of_exact: Tensor) -> Tensor:

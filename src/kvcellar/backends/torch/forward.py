@@ -28,10 +28,12 @@ class GroupStep(NamedTuple):
 def can_plan(cache: object) -> TypeGuard[TorchCache]:
     """Return true if the CPU kernel alone can run this cache's forwards.
 
-    It cannot where K is stored rotated: queries and keys have to be rotated before.
+    It cannot where K is stored rotated, since queries and keys have to be rotated before, and
+    where histories begin with a frozen prefix.
     """
-    is_fitting = isinstance(cache, TorchCache) and not cache.config.kv.k.is_rotated
-    return is_fitting and kernel.takes(_CPU)
+    if not isinstance(cache, TorchCache) or cache.config.prefix is not None:
+        return False
+    return not cache.config.kv.k.is_rotated and kernel.takes(_CPU)
 
 
 def can_run(cache: object, n_tokens: int, dtype: torch.dtype) -> TypeGuard[TorchCache]:

@@ -11,7 +11,7 @@ from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
 from kvcellar.kernel import attend as native
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import KvDtype
-from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write
+from kvcellar.types import FROZEN, AttendKind, AttendSpec, StepPlan, Write
 
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications.
@@ -154,13 +154,16 @@ def compile_plan(
 
     Those are for torch's matrix multiplications.
     """
-    if n_queries is None:
-        return native.Plan(plan), ()
-    long = tuple(read for read in plan.reads if is_long(read, n_queries))
-    if long:
-        short = tuple(read for read in plan.reads if not is_long(read, n_queries))
-        plan = StepPlan(plan.n_tokens, plan.writes, short, plan.n_cells)
-    return native.Plan(plan), long
+
+    def is_left(read: AttendSpec) -> bool:
+        is_apart = read.runs[0].start >= FROZEN  # in memory that the kernel's pool does not have
+        return is_apart or (n_queries is not None and is_long(read, n_queries))
+
+    left = tuple(read for read in plan.reads if is_left(read))
+    if left:
+        taken = tuple(read for read in plan.reads if not is_left(read))
+        plan = StepPlan(plan.n_tokens, plan.writes, taken, plan.n_cells)
+    return native.Plan(plan), left
 
 
 def compile_writes(n_tokens: int, writes: tuple[Write, ...], n_cells: int) -> native.Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcellar.backends.torch import kernel
-from kvcellar.backends.torch.exact import ExactPool
+from kvcellar.backends.torch.exact import ExactPool, beside_frozen
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, LayerPool, Pool
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.types import CacheConfig, IntArray
@@ -34,7 +34,11 @@ class TorchPools:
             for i, layer in enumerate(group.layers):
                 pool = BlockFirstPool(blocks, i) if blocks else Pool(group, config)
                 found[layer] = ExactPool(pool, group, config, exact.n_cells) if exact else pool
-        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
+        prefix = config.prefix
+        self.of_layer = [
+            found[layer] if prefix is None else beside_frozen(found[layer], prefix.layers[layer])
+            for layer in range(config.params.n_layers)
+        ]
 
     @property
     def size_bytes(self) -> int:
