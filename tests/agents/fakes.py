@@ -49,13 +49,6 @@ class Eager(Costs):
 class RowCells(SeqCells):
     """Cells of tokens whose rows can be read and written."""
 
-    def read_cells(self, tables: Any) -> Any:
-        return [self.stored[g][t[t >= 0]].copy() for g, t in enumerate(tables)]
-
-    def write_cells(self, tables: Any, rows: Any) -> None:
-        for g, (table, part) in enumerate(zip(tables, rows, strict=True)):
-            self.stored[g][table[table >= 0]] = part
-
     def read_rows(self, tables: Sequence[Any]) -> Any:
         found = []
         for g, (group, table) in enumerate(zip(self.steps.groups, tables, strict=True)):

@@ -145,7 +145,3 @@ def test_host_rows_say_what_the_pools_hold_wherever_they_lie(kv_dtype, make, lay
         claimed = cache.seq_claim(1, [table])
         cache.write_rows(claimed, rows)
         assert tokens_of_all(cache.read_rows(claimed)) == tokens_of_all(rows)
-        want, got = cache.read_cells([table]), cache.read_cells(claimed)
-        for (k0, v0), (k1, v1) in zip(want, got, strict=True):
-            for x, y in zip((*k0, *v0), (*k1, *v1), strict=True):
-                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))

@@ -194,16 +194,16 @@ def test_more_histories_than_there_are_copies_for_are_read_quantised_and_go_on()
             exact.check()
 
 
-def test_a_sequence_that_was_moved_out_comes_back_quantised() -> None:
+def test_rows_that_were_taken_out_come_back_quantised() -> None:
     with Model("torch", "seq", "int8:last8") as model, Model("torch", "seq", "int8") as rough:
         for one in (model, rough):
             one.feed((0, list(range(12))))
             tables = one.cache.seq_table(0)
-            rows = one.cache.read_cells(tables)
+            rows = one.cache.read_rows(tables)
             one.cache.seq_rm(0)
             one.feed((1, list(range(40, 56))))
             new = one.cache.seq_claim(0, tables)
-            one.cache.write_cells(new, rows)
+            one.cache.write_rows(new, rows)
         for a, b in zip(model.feed((0, [12])), rough.feed((0, [12])), strict=True):
             np.testing.assert_allclose(a, b, atol=0.05)
         for exact in model.cache.pools.exact:

@@ -1,4 +1,4 @@
-"""Frozen prefixes outside of the conformance suite: what is refused, what is counted, whole models."""
+"""Frozen prefixes beyond the conformance suite: whole models, bytes, refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ MAKERS = {
     "paged": kv.make_paged_session,
     "tree": kv.make_tree_session,
 }
-GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_what_cannot_be_frozen_is_refused(demo, trunk):
             said(demo, session, [*trunk, 5])
             with pytest.raises(RewindError, match="freeze"):
                 kv.freeze_prefix(session.cache)  # a part of it is not its own
-    exact = kv.make_config(demo.params, 64, "int4:exact")
+    exact = kv.make_config(demo.params, 64, "int4:first4:last8")
     with kv.make_seq_session("torch", exact) as session:
         said(demo, session, trunk[:20], 0)
         with pytest.raises(ConfigError, match="keeps the ends of each history in float32"):
@@ -128,8 +127,7 @@ def test_a_prefix_of_another_backend_is_refused(demo, trunk):
 
 def test_an_engine_takes_no_cache_with_a_frozen_prefix(demo, trunk):
     config = kv.make_config(demo.params, 64, prefix=frozen_trunk(demo, trunk))
-    with (
-        kv.make_seq_session("torch", config) as session,
-        pytest.raises(ConfigError, match="engine"),
-    ):
-        Engine(HashRunner(session.cache, 10), session.cache)
+    with kv.make_seq_session("torch", config) as session:
+        runner = HashRunner(session.cache, 10)
+        with pytest.raises(ConfigError, match="an engine shares prefixes inside of its cache"):
+            Engine(runner, session.cache)

@@ -17,7 +17,7 @@ import numpy as np
 from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
-from kvcellar.backends.mlx.codecs import Parts, rotate
+from kvcellar.backends.mlx.codecs import rotate
 from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
@@ -244,32 +244,6 @@ class MlxCache:
 
     # Bytes out and in ----------------------------------------------------------------------------
 
-    def read_cells(self, tables: Sequence[IntArray]) -> list[tuple[Parts, Parts]]:
-        """Copies of the K and V of some cells, as they are stored.
-
-        Args:
-            tables: per layer group, cells; -1 is skipped.
-
-        Returns:
-            Per layer the parts of K and of V, each ``[1, n_kv_heads, n, ...]``; see ``codecs``.
-        """
-        rows = [
-            pool.take(mx.array(self._held_cells(layer, tables)))
-            for layer, pool in enumerate(self.pools.of_layer)
-        ]
-        mx.eval(rows)
-        return rows
-
-    def write_cells(self, tables: Sequence[IntArray], rows: Sequence[tuple[Parts, Parts]]) -> None:
-        """Put back what ``read_cells`` gave, in cells of the same order."""
-        for layer, (pool, (k, v)) in enumerate(zip(self.pools.of_layer, rows, strict=True)):
-            cells = self._held_cells(layer, tables)
-            self._drop_exact(layer, cells)
-            if len(cells):
-                pool.ensure(int(cells.max()) + 1)
-                pool.put(mx.array(cells), k, v)
-                mx.eval(pool.parts)
-
     def freeze_rows(self, cells: Sequence[IntArray]) -> list[Pool]:
         """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
         pairs = ((layer, self.steps.group_of(layer)) for layer in range(self.steps.n_layers))
@@ -317,10 +291,6 @@ class MlxCache:
         exact = self.pools.exact[index]
         if exact is not None and layer == self.steps.groups[index].layers[0]:
             exact.drop(cells)
-
-    def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> IntArray:
-        table = tables[self.steps.group_of(layer)]
-        return table[table >= 0]
 
 
 def _check_shapes(layer: int, group: LayerGroup, shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
-from kvcellar.backends.torch.codecs import Parts, rotate
+from kvcellar.backends.torch.codecs import rotate
 from kvcellar.backends.torch.exact import ExactPool, frozen_rows
 from kvcellar.backends.torch.pools import LayerPool, Pool
 from kvcellar.backends.torch.port import TorchPools
@@ -288,31 +288,6 @@ class TorchCache:
 
     # Bytes out and in ----------------------------------------------------------------------------
 
-    def read_cells(self, tables: Sequence[IntArray]) -> list[tuple[Parts, Parts]]:
-        """Copies in host memory of the K and V of some cells, as they are stored.
-
-        Args:
-            tables: per layer group, cells; -1 is skipped.
-
-        Returns:
-            Per layer the parts of K and of V, each ``[1, n_kv_heads, n, ...]``; see ``codecs``.
-        """
-        rows = []
-        for layer, pool in enumerate(self.pools.of_layer):
-            k, v = pool.take(self._held_cells(layer, tables))
-            rows.append((_moved(k, "cpu"), _moved(v, "cpu")))
-        return rows
-
-    def write_cells(self, tables: Sequence[IntArray], rows: Sequence[tuple[Parts, Parts]]) -> None:
-        """Put back what ``read_cells`` gave, in cells of the same order."""
-        for layer, (pool, (k, v)) in enumerate(zip(self.pools.of_layer, rows, strict=True)):
-            cells = self._held_cells(layer, tables)
-            self._drop_exact(layer, cells)
-            if len(cells):
-                device = pool.device or k[0].device
-                pool.ensure(int(cells.max()) + 1, device)
-                pool.put(cells.to(device), _moved(k, device), _moved(v, device))
-
     def freeze_rows(self, cells: Sequence[IntArray]) -> list[Pool]:
         """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
         pairs = ((layer, self.steps.group_of(layer)) for layer in range(self.steps.n_layers))
@@ -359,10 +334,6 @@ class TorchCache:
         if exact is not None and layer == self.steps.groups[index].layers[0]:
             exact.drop(cells.cpu().numpy())
 
-    def _held_cells(self, layer: int, tables: Sequence[IntArray]) -> Tensor:
-        table = tables[self.steps.group_of(layer)]
-        return torch.as_tensor(table[table >= 0], device=self.pools.of_layer[layer].device)
-
     def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
         if isinstance(position, Tensor):
             if position.numel() == 1:
@@ -374,10 +345,6 @@ class TorchCache:
             flat: list[int] = position.reshape(-1).tolist()
             return flat
         return position
-
-
-def _moved(parts: Parts, device: torch.device | str) -> Parts:
-    return tuple(part.to(device) for part in parts)
 
 
 def _prepare(
