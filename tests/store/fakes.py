@@ -160,12 +160,5 @@ def fork(
     return store.get(new_name)
 
 
-def pin(store: Store, key: ModelKey, name: str, is_pinned: bool = True) -> None:
-    """Save a published state again, and that it is pinned, or is not any more."""
-    ticket = store.save(name, key, store.get(name).tokens, is_pinned=is_pinned)
-    if ticket.wait(60) != "published":
-        raise StoreError(ticket.reason)
-
-
 def tokens_of(seed: int, n: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, 50_000, n)]

@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig
-from tests.store.fakes import FULL, QUICK, WINDOW, History, fork, load_all, make_key, pin
+from tests.store.fakes import FULL, QUICK, WINDOW, History, fork, load_all, make_key
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
 
 
 class StoreAgainstDicts(RuleBasedStateMachine):
-    """The oracle: one dict, name -> (tokens, metadata, parent, is_pinned)."""
+    """The oracle: one dict, name -> (tokens, parent)."""
 
     @initialize(
         windows=st.booleans(),
@@ -33,7 +33,6 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         self.key = make_key(groups=[FULL, WINDOW] if windows else [FULL], block_tokens=4)
         self.want: dict[str, list[int]] = {}
         self.parents: dict[str, tuple[str | None, int | None]] = {}
-        self.pinned: set[str] = set()
 
     def history(self, tokens: list[int]) -> History:
         return History(self.key, tokens)
@@ -70,17 +69,6 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             assert name not in self.want
         else:
             del self.want[name], self.parents[name]
-            self.pinned.discard(name)
-
-    @rule(name=NAMES, is_pinned=st.booleans())
-    def pin(self, name: str, is_pinned: bool) -> None:
-        if name in self.want:
-            try:
-                pin(self.store, self.key, name, is_pinned)
-            except StoreError as error:
-                assert "limit" in str(error)
-                return
-            (self.pinned.add if is_pinned else self.pinned.discard)(name)
 
     @rule()
     def collect(self) -> None:
@@ -108,14 +96,11 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             ref = self.store.get(name)
             assert list(ref.tokens) == tokens
             assert (ref.parent, ref.parent_position) == self.parents[name]
-            assert ref.is_pinned is (name in self.pinned)
             n = load_all(self.store, self.history(tokens))
             if not ref.is_evicted and not self.key.layout.window_groups:
                 assert n == len(tokens)
             if not ref.is_evicted and ref.boundaries:
                 assert n >= ref.boundaries[-1].length
-            if name in self.pinned:
-                assert not ref.is_evicted or ref.n_stored == 0
         stats = self.store.stats()
         assert stats.cold.size_bytes <= self.config.cold_bytes
         assert stats.warm.size_bytes <= self.config.warm_bytes

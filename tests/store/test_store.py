@@ -15,7 +15,7 @@ import pytest
 from kvcellar.errors import ConfigError, StoreError, UnknownReferenceError
 from kvcellar.store import EventKind, SaveState, Store, StoreConfig
 from kvcellar.types import LayerGroup
-from tests.store.fakes import FULL, WINDOW, History, fork, load_all, make_key, pin, save, tokens_of
+from tests.store.fakes import FULL, WINDOW, History, fork, load_all, make_key, save, tokens_of
 
 COLD = StoreConfig(warm_bytes=0)
 
@@ -279,12 +279,12 @@ def test_an_export_is_one_file_that_restores_elsewhere(tmp_path: Path) -> None:
     history = History(key, tokens_of(0, 43))
     file = tmp_path / "a.kvcellar"
     with Store(tmp_path / "one", COLD) as store:
-        save(store, "a", history, metadata={"x": 1}, is_pinned=True)
+        save(store, "a", history, metadata={"x": 1})
         size = store.export_reference("a", file)
         assert size == file.stat().st_size
     with Store(tmp_path / "two", COLD) as store:
         ref = store.import_reference(file, adopt=lambda ref: replace(ref, name="b"))
-        assert (ref.name, ref.n_stored, ref.metadata, ref.is_pinned) == ("b", 43, {"x": 1}, True)
+        assert (ref.name, ref.n_stored, ref.metadata) == ("b", 43, {"x": 1})
         assert load_all(store, history) == 43
         with pytest.raises(StoreError, match="there is a history 'b' already"):
             store.import_reference(file, adopt=lambda ref: replace(ref, name="b"))
@@ -456,12 +456,12 @@ def test_the_disk_limit_holds_and_the_least_recently_used_history_gives_way(tmp_
     with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=limit)) as store:
         names = []
         for seed in range(12):
-            save(store, f"{seed}", History(key, tokens_of(seed, 40)), is_pinned=seed == 0)
+            save(store, f"{seed}", History(key, tokens_of(seed, 40)))
             names.append(f"{seed}")
             assert disk_bytes(store) <= limit
             assert store.stats().cold.size_bytes <= limit
         evicted = [e.subject for e in store.take_events() if e.kind == EventKind.EVICTED]
-        assert evicted == names[1 : 1 + len(evicted)]
+        assert evicted == names[: len(evicted)]
         assert evicted
         for seed in range(12):
             ref = store.get(f"{seed}")
@@ -494,34 +494,18 @@ def test_blocks_of_no_history_give_way_first(tmp_path: Path) -> None:
         assert store.take_events() == []
 
 
-def test_pinned_histories_are_not_evicted_and_a_save_without_room_fails_with_numbers(
-    tmp_path: Path,
-) -> None:
+def test_a_save_without_room_fails_with_numbers(tmp_path: Path) -> None:
     key = make_key()
     with Store(tmp_path, StoreConfig(warm_bytes=0, cold_bytes=32_000)) as store:
         save(store, "a", History(key, tokens_of(0, 80)))
-        pin(store, key, "a")
-        other = History(key, tokens_of(1, 80))
+        other = History(key, tokens_of(1, 160))
         ticket = store.save("b", key, other.tokens, other)
         assert ticket.wait(60) == SaveState.FAILED
         assert "its limit of 32000" in ticket.reason
         assert not store.has_reference("b")
-        assert load_all(store, History(key, tokens_of(0, 80))) == 80
         assert disk_bytes(store) <= 32_000
-        pin(store, key, "a", False)
-        save(store, "b", other)
+        save(store, "b", History(key, tokens_of(2, 80)))
         assert store.get("a").is_evicted
-
-
-def test_pins_outlive_the_catalogue(tmp_path: Path) -> None:
-    with Store(tmp_path, COLD) as store:
-        save(store, "a", History(make_key(), tokens_of(0, 20)), is_pinned=True)
-        save(store, "a", History(make_key(), tokens_of(0, 30)))
-    for path in tmp_path.glob("catalogue*"):
-        path.unlink()
-    with Store(tmp_path, COLD) as store:
-        assert [row.is_pinned for row in store.references()] == [True]
-        assert [event.kind for event in store.take_events()] == [EventKind.CATALOGUE_REBUILT]
 
 
 def test_collecting_respects_a_grace_time_and_empties_the_quarantine_on_demand(

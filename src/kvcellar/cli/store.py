@@ -83,7 +83,7 @@ def stats_command(store: Folder = None, as_json: AsJson = False) -> None:
     lines = [
         ("folder", str(path)),
         ("on disk", f"{size_text(stats.cold.size_bytes)} in {stats.cold.n_blocks} blocks"),
-        ("histories", f"{stats.n_references}, {stats.n_pinned} pinned"),
+        ("histories", str(stats.n_references)),
         ("needed by them", size_text(stats.referenced_bytes)),
         ("unshared", size_text(stats.unshared_bytes)),
         ("quarantine", size_text(stats.quarantined_bytes)),
@@ -135,7 +135,7 @@ def gc_command(
     """Remove blocks that no history needs, and what interrupted writers left behind.
 
     Where more than the limit remains, the KV of whole histories is given up, least recently used
-    first and never pinned ones; their tokens remain.
+    first; their tokens remain.
     """
     with _opened(store, limit) as opened:
         report = opened.gc(grace_s=grace, is_emptying_quarantine=quarantine)

@@ -21,7 +21,7 @@ from kvcellar.home import open_own
 from kvcellar.store.blocks import Info, Kind
 from kvcellar.store.references import Reference
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 10.0
 MAX_CHILDREN = 512
 _MAX_VARIABLES = 500
@@ -36,7 +36,7 @@ CREATE TABLE blocks (
 CREATE INDEX blocks_by_parent ON blocks (parent, kind);
 CREATE TABLE refs (
     name TEXT PRIMARY KEY, root BLOB NOT NULL, n_tokens INTEGER NOT NULL,
-    n_stored INTEGER NOT NULL, parent TEXT, parent_position INTEGER, is_pinned INTEGER NOT NULL,
+    n_stored INTEGER NOT NULL, parent TEXT, parent_position INTEGER,
     is_evicted INTEGER NOT NULL, revision INTEGER NOT NULL, size_bytes INTEGER NOT NULL,
     stamp TEXT NOT NULL, last_used REAL NOT NULL, tip BLOB
 );
@@ -61,7 +61,6 @@ class RefRow:
         n_stored: leading tokens whose blocks it needs.
         parent: name of the history that it was forked from.
         parent_position: tokens in common since the fork.
-        is_pinned: whether its KV is never evicted.
         is_evicted: whether its KV was given up.
         revision: of its latest state.
         size_bytes: of its file, without blocks.
@@ -73,7 +72,6 @@ class RefRow:
     n_stored: int
     parent: str | None
     parent_position: int | None
-    is_pinned: bool
     is_evicted: bool
     revision: int
     size_bytes: int
@@ -192,22 +190,15 @@ class Catalogue:
         rows = self._select("SELECT address FROM holds WHERE name = ?", (name,))
         return {address for (address,) in rows}
 
-    def held_by_pins(self) -> set[bytes]:
-        """Return the addresses that pinned references need."""
-        rows = self._select(
-            "SELECT DISTINCT address FROM holds JOIN refs USING (name) WHERE is_pinned"
-        )
-        return {address for (address,) in rows}
-
     def references(self) -> list[RefRow]:
         """Return all references, least recently used first."""
         rows = self._select(
-            "SELECT name, n_tokens, n_stored, parent, parent_position, is_pinned, is_evicted, "
+            "SELECT name, n_tokens, n_stored, parent, parent_position, is_evicted, "
             "revision, size_bytes, last_used FROM refs ORDER BY last_used, name"
         )
         return [
-            RefRow(name, n, n_stored, parent, at, bool(is_pinned), bool(is_evicted), *rest)
-            for name, n, n_stored, parent, at, is_pinned, is_evicted, *rest in rows
+            RefRow(name, n, n_stored, parent, at, bool(is_evicted), *rest)
+            for name, n, n_stored, parent, at, is_evicted, *rest in rows
         ]
 
     def reference_names(self) -> list[str]:
@@ -228,18 +219,16 @@ class Catalogue:
         return dict(self._select("SELECT name, stamp FROM refs"))
 
     def totals(self) -> dict[str, int]:
-        """Return counts and bytes: blocks, block_bytes, refs, pinned, ref_bytes, held, unshared."""
+        """Return counts and bytes: blocks, block_bytes, refs, ref_bytes, held and unshared."""
         (blocks,) = self._select("SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM blocks")
-        (refs,) = self._select(
-            "SELECT COUNT(*), COALESCE(SUM(is_pinned), 0), COALESCE(SUM(size_bytes), 0) FROM refs"
-        )
+        (refs,) = self._select("SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM refs")
         (held,) = self._select(
             f"SELECT COALESCE(SUM(size_bytes), 0) FROM blocks WHERE NOT {_UNHELD}"
         )
         (unshared,) = self._select(
             "SELECT COALESCE(SUM(size_bytes), 0) FROM holds JOIN blocks USING (address)"
         )
-        names = ("blocks", "block_bytes", "refs", "pinned", "ref_bytes", "held", "unshared")
+        names = ("blocks", "block_bytes", "refs", "ref_bytes", "held", "unshared")
         return dict(zip(names, (*blocks, *refs, *held, *unshared), strict=True))
 
     def check(self) -> None:
@@ -295,7 +284,7 @@ class Catalogue:
         """List the state of a reference, in place of the one before."""
         with self._writing() as db:
             db.execute(
-                f"INSERT OR REPLACE INTO refs VALUES ({','.join('?' * 13)})",
+                f"INSERT OR REPLACE INTO refs VALUES ({','.join('?' * 12)})",
                 (
                     ref.name,
                     root,
@@ -303,7 +292,6 @@ class Catalogue:
                     ref.n_stored,
                     ref.parent,
                     ref.parent_position,
-                    ref.is_pinned,
                     ref.is_evicted,
                     ref.revision,
                     size_bytes,

@@ -35,8 +35,7 @@ class ColdTier:
     """Blocks and references on disk. Reads are for any thread, changes for one at a time.
 
     Invariant: outside of ``locked`` the files of blocks, window states and references, and the
-    quarantine, take at most ``limit_bytes``, unless pinned histories alone take more because the
-    limit was lowered.
+    quarantine, take at most ``limit_bytes``, unless it was lowered and tokens alone take more.
     """
 
     def __init__(
@@ -260,8 +259,8 @@ class ColdTier:
         """Remove until ``n_bytes`` more fit. Only within ``locked``.
 
         First the quarantine, then what no reference needs, then histories that were dropped, oldest
-        first, then whole histories' KV, least recently used first; never what a pinned reference
-        needs, what is in ``protect``, or the KV of ``keep``.
+        first, then whole histories' KV, least recently used first; never what is in ``protect``, or
+        the KV of ``keep``.
 
         Raises:
             StoreError: that is not enough; what could be removed was removed.
@@ -285,8 +284,8 @@ class ColdTier:
         if excess > 0:
             raise StoreError(
                 f"{self.folder.path} needs room for {n_bytes} bytes, {excess} more than may be "
-                f"made below its limit of {self.limit_bytes}; what is left is pinned or being "
-                f"saved; unpin or delete histories, or raise the limit"
+                f"made below its limit of {self.limit_bytes}; what is left is being "
+                f"saved; delete histories, or raise the limit"
             )
 
     def _victims(self, keep: str | None) -> Iterator[Callable[[], None]]:
@@ -295,7 +294,7 @@ class ColdTier:
         for name in sorted(row.name for row in rows if row.name.startswith(DROPPED)):
             yield partial(self._forget_dropped, name)
         for row in rows:
-            if not row.is_pinned and self._holds(row.name):
+            if self._holds(row.name):
                 ref = self.reference(row.name)
                 if ref is not None:
                     yield partial(self._give_up, ref)

@@ -58,7 +58,6 @@ class Reference:
         parent: name of the history it was forked from; it may be gone by now.
         parent_position: tokens that the two have in common since the fork.
         metadata: JSON of the caller's own.
-        is_pinned: its KV is never evicted to make room.
         is_evicted: its KV was given up to make room; the tokens remain.
         revision: 1 for the first state of the name, one more with each.
         saved_at: seconds since 1970.
@@ -74,7 +73,6 @@ class Reference:
     parent: str | None = None
     parent_position: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    is_pinned: bool = False
     is_evicted: bool = False
     revision: int = 1
     saved_at: float = 0.0
@@ -103,7 +101,6 @@ class Reference:
             "n_stored": self.n_stored,
             "parent": self.parent,
             "parent_position": self.parent_position,
-            "is_pinned": self.is_pinned,
             "is_evicted": self.is_evicted,
             "revision": self.revision,
             "saved_at": self.saved_at,
@@ -161,7 +158,6 @@ def _read(file: FileBytes) -> Reference:
         parent=None if parent is None else checked_name(text(parent, "parent")),
         parent_position=None if position is None else whole(position, "parent_position"),
         metadata=object_of(parse_json(file.metadata["metadata"], "metadata"), "metadata"),
-        is_pinned=flag(facts["is_pinned"], "is_pinned"),
         is_evicted=flag(facts["is_evicted"], "is_evicted"),
         revision=whole(facts["revision"], "revision", 1),
         saved_at=number(facts["saved_at"], "saved_at"),

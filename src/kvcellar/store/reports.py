@@ -113,7 +113,6 @@ class StoreStats:
         warm: host RAM.
         cold: disk; references count to its bytes, and so does the quarantine.
         n_references: named histories.
-        n_pinned: of these, the pinned ones.
         referenced_bytes: bytes of the blocks that some reference needs.
         unshared_bytes: what these would take if every reference had its own.
         quarantined_bytes: bytes of damaged files that are kept for inspection.
@@ -124,7 +123,6 @@ class StoreStats:
     warm: TierStats
     cold: TierStats
     n_references: int
-    n_pinned: int
     referenced_bytes: int
     unshared_bytes: int
     quarantined_bytes: int

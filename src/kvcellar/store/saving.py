@@ -280,7 +280,6 @@ class Saver:
             parent=state.parent,
             parent_position=state.parent_position,
             metadata=state.metadata or {},
-            is_pinned=bool(state.is_pinned),
             saved_at=time.time(),
         )
         made = self._on_longer(made, ticket, before)
@@ -291,7 +290,6 @@ class Saver:
         return replace(
             made,
             metadata=before.metadata if state.metadata is None else state.metadata,
-            is_pinned=before.is_pinned if state.is_pinned is None else state.is_pinned,
             revision=before.revision + 1,
         )
 

@@ -86,7 +86,6 @@ class Store:
             max_boundaries=self.config.max_boundaries,
         )
         self._used: deque[bytes] = deque()
-        self._refresh_pins()
 
     def __enter__(self) -> Store:
         """Return the store itself."""
@@ -182,7 +181,6 @@ class Store:
         parent: str | None = None,
         parent_position: int | None = None,
         metadata: Mapping[str, Any] | None = None,
-        is_pinned: bool | None = None,
         may_read: bool = True,
     ) -> SaveTicket:
         """Publish the state of a history: what is new is taken now and written in the background.
@@ -204,7 +202,6 @@ class Store:
             parent: name of the history it was forked from; None: as before.
             parent_position: tokens in common since the fork.
             metadata: JSON of the caller's own; None: as before.
-            is_pinned: never evict its KV; None: as before.
             may_read: ask the catalogue which blocks are stored. Otherwise the caller waits for
                 nothing: only what was seen there counts, and what is taken and was there already
                 is not written again.
@@ -222,11 +219,8 @@ class Store:
             found = self.match(key, history).n_resumable if may_read else self.seen(key, history)
             n_computed = found
         n = len(history) if n_computed is None else min(n_computed, len(history))
-        state = HistoryState(name, key, history, parent, parent_position, metadata, is_pinned)
-        ticket = self._saver.save(state, n, source, may_read=may_read)
-        if is_pinned is not None:
-            self._writer.offer(self._refresh_pins, 0)
-        return ticket
+        state = HistoryState(name, key, history, parent, parent_position, metadata)
+        return self._saver.save(state, n, source, may_read=may_read)
 
     def seen(self, key: ModelKey, tokens: Tokens) -> int:
         """Return how much of a history's beginning was stored when that was last looked at.
@@ -349,7 +343,6 @@ class Store:
             with self._cold.locked():
                 if not self._cold.remove_reference(name):
                     raise self._unknown(name)
-            self._refresh_pins()
 
         checked_name(name)
         self._writer.call(work)
@@ -399,10 +392,7 @@ class Store:
                 exchange.publish_export(self._cold, path, ref, self._saver.wanted())
                 return ref
 
-        try:
-            return self._writer.call(work)
-        finally:
-            self._refresh_pins()
+        return self._writer.call(work)
 
     # Upkeep ------------------------------------------------------------------------------------
 
@@ -445,7 +435,6 @@ class Store:
             warm=self._warm.stats(),
             cold=cold,
             n_references=totals["refs"],
-            n_pinned=totals["pinned"],
             referenced_bytes=totals["held"],
             unshared_bytes=totals["unshared"],
             quarantined_bytes=quarantined,
@@ -469,9 +458,6 @@ class Store:
             used.add(self._used.popleft())
         if used:
             self._cold.tell(lambda catalogue: catalogue.touch(used, time.time()))
-
-    def _refresh_pins(self) -> None:
-        self._warm.pin(self._cold.ask(Catalogue.held_by_pins))
 
     def _on_writer_error(self, error: BaseException) -> None:
         self._events.add(EventKind.WRITE_FAILED, str(self.path), f"{type(error).__name__}: {error}")

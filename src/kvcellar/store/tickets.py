@@ -26,7 +26,6 @@ class HistoryState:
         parent: name of the history that it was forked from.
         parent_position: tokens in common since the fork.
         metadata: JSON of the caller's own.
-        is_pinned: never evict its KV.
     """
 
     name: str
@@ -35,7 +34,6 @@ class HistoryState:
     parent: str | None = None
     parent_position: int | None = None
     metadata: Mapping[str, Any] | None = None
-    is_pinned: bool | None = None
 
 
 class RowSource(Protocol):

@@ -125,7 +125,7 @@ def collect(
                 n_quarantined, freed = n_quarantined + 1, freed + size
         before = cold.size_bytes()
         had = _with_kv(cold)
-        with contextlib.suppress(StoreError):  # pinned histories alone take more than the limit
+        with contextlib.suppress(StoreError):  # tokens alone take more than the limit
             cold.make_room(0, protect)
         evicted = sorted(had - _with_kv(cold))
         after = cold.size_bytes()

@@ -39,7 +39,6 @@ class WarmTier:
         self.size_bytes = 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._children: dict[tuple[bytes, Kind], set[bytes]] = {}
-        self._pinned: frozenset[bytes] = frozenset()
         self._lock = threading.Lock()
 
     def get(self, address: bytes) -> Item | None:
@@ -104,10 +103,6 @@ class WarmTier:
             if entry is not None and not entry.n_queued:
                 self._remove(address)
 
-    def pin(self, addresses: Iterable[bytes]) -> None:
-        """Let these, and no others, stay as long as the limit allows."""
-        self._pinned = frozenset(addresses)
-
     def stats(self) -> TierStats:
         """Return blocks and bytes, without those that wait for a write."""
         with self._lock:
@@ -130,11 +125,10 @@ class WarmTier:
             del self._children[info.parent, info.kind]
 
     def _shrink(self) -> None:
-        """Drop until the limit is kept: the least recently used first, pinned ones last."""
+        """Drop until the limit is kept: the least recently used first."""
         if self.size_bytes <= self.limit_bytes:
             return
         idle = [address for address, entry in self._entries.items() if not entry.n_queued]
-        idle.sort(key=lambda address: address in self._pinned)  # stable: each part stays in order
         for address in idle:
             if self.size_bytes <= self.limit_bytes:
                 break
