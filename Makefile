@@ -31,6 +31,7 @@ check: lint types imports docs ## What needs no test run
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cpp')
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -51,8 +51,12 @@ def format_stub(source: str) -> str:
 
 def main() -> int:
     """Write the stub, or with ``--check`` say whether it is stale."""
+    is_check = "--check" in sys.argv[1:]
+    if is_check and not levels.is_available():
+        print(f"the stub is not checked: {levels.why_not()}")
+        return 0
     made = generate()
-    if "--check" not in sys.argv:
+    if not is_check:
         STUB.write_text(made, encoding="utf-8")
         return 0
     if STUB.read_text(encoding="utf-8") == made:

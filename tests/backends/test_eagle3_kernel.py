@@ -26,7 +26,6 @@ from tests.models.players import text
 
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 LEVELS = [found.name for found in levels.levels()] if levels.is_available() else []
-LEVELS = [name for name in LEVELS if name != "fp16"]  # its linear layers are those of vnni
 N_FEATURES = 192
 
 

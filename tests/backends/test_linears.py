@@ -21,7 +21,6 @@ from kvcellar.models.weights import CODED_INPUTS, GROUP, SHARED, coded_bytes, pa
 
 pytestmark = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
 LEVELS = [found.name for found in levels.levels()] if levels.is_available() else []
-LEVELS = [name for name in LEVELS if name != "fp16"]  # its linear layers are those of vnni
 
 
 @pytest.fixture(params=LEVELS, scope="module")
@@ -111,7 +110,7 @@ def decoded(kernel: KernelLinear) -> torch.Tensor:
 
 
 def wild(linear: nn.Linear, seed: int, share: float) -> nn.Linear:
-    """The same with so many weights of any magnitude, zeros and denormal numbers among them."""
+    """Give a share of the weights any magnitude, zeros and denormal numbers among them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         weight = linear.weight
@@ -221,7 +220,7 @@ def test_weights_in_12_bits_are_those_in_16(level, n_groups, n_out, n_tokens, sh
 @pytest.mark.parametrize("bits", [12, 16])
 @pytest.mark.parametrize("n_tokens", [4, 5, 66, 67, 140])
 def test_many_outputs_meet_inputs_piece_by_piece(level, bits, n_tokens):
-    """Of so many that some inputs of several blocks are met before the next inputs are."""
+    """So many outputs that some inputs of several blocks are met before the next inputs are."""
     linear = layer(1100, 9 * CODED_INPUTS, seed=n_tokens)
     kernel = KernelLinear(linear, bits, None)
     x = torch.randn(n_tokens, kernel.in_features).bfloat16()

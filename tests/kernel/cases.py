@@ -200,7 +200,7 @@ class Case:
         return numbers(self.heads_first(out))
 
     def expected(self, *, of_magnitudes: bool = False) -> np.ndarray:
-        """The same in NumPy: what is written, then attention in float64.
+        """Return what `run` should, by NumPy: what is written, then attention in float64.
 
         Args:
             of_magnitudes: Of V without its signs: what errors of weights are multiplied by at most.

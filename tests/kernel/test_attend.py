@@ -258,7 +258,7 @@ def test_branches_whose_logits_rise(level, n, group, length):
     ],
 )
 def test_branches_whose_logits_lie_far_from_those_before(level, levels):
-    """Of every 64 cells of the trunk the logits, and the size of K, are others: some begin so low
+    """Each 64 cells of the trunk have other logits, and another size of K: some begin so low
     that no weight would be left, some rise or fall by hundreds. V is as large or as small."""
     case = branches(64, 4, 4)
     factors = np.full((N_CELLS, 1), -99, np.float32)  # a branch's own cells are below all

@@ -66,7 +66,7 @@ def test_biases_are_joined_too(checkpoint):
 
 
 def counted(monkeypatch):
-    """Whether each forward from here on was one call."""
+    """Collect, for each forward from here on, whether it was one call."""
     taken = []
     forward = KernelDecoder.forward
 

@@ -1,4 +1,4 @@
-"""Whether the kernel is there, which instruction set it uses, and whose threads.
+"""Availability of the kernel, the instruction set that it uses, and whose threads.
 
 The extension is built with the package. Where it is not there ``is_available()`` is false,
 backends attend by their runtime's own means, and ``why_not()`` says what would help. The
