@@ -15,10 +15,8 @@ from kvcellar.engine.generate import (
     Finish,
     PrefillFn,
     check_prompt,
-    finish_of,
-    is_shown,
     prefill,
-    stopped_by_text,
+    told,
 )
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample
 from kvcellar.engine.sequence import OneSequence
@@ -189,15 +187,11 @@ class _Growing:
         self.state.record(choice.token_id)
         one.token_ids.append(choice.token_id)
         self.logprob_sum += choice.logprob or 0.0
-        one.finish = finish_of(choice.token_id, self.state, self.eos_token_ids)
-        if is_shown(one.finish):
-            self.stream.push(choice.token_id)
-            one.finish = stopped_by_text(self.stream) or one.finish
+        _, one.finish = told(choice.token_id, self.state, self.stream, self.eos_token_ids)
 
     def end(self, cache: SeqCache) -> Branch:
         """Return the branch with its text, its mean and the cells that it holds."""
         one = self.branch
-        self.stream.flush()
         one.text = self.stream.text
         one.mean_logprob = self.logprob_sum / len(one.token_ids)
         one.cells, one.shared_cells = cache.seq_usage(one.seq_id)

@@ -30,14 +30,14 @@ __all__ = [
     "Generation",
     "PrefillFn",
     "Usage",
+    "cache_full",
     "check_prompt",
     "check_tokens",
-    "finish_of",
     "generate",
-    "is_shown",
     "last",
     "out_of_tokens",
     "prefill",
+    "told",
 ]
 
 PrefillFn = Callable[[int, int], None]
@@ -199,13 +199,8 @@ def _generate(
             first_token_s = time.perf_counter() - started
         else:
             decode_s += time.perf_counter() - started
-        text = ""
-        finish = finish_of(choice.token_id, state, eos_token_ids)
-        if is_shown(finish):
-            text = stream.push(choice.token_id)
-            finish = stopped_by_text(stream) or finish or full(sequence)
-        if finish is not None:
-            text += stream.flush()
+        no_room = None if sequence.can_extend(1) else cache_full(sequence.cache)
+        text, finish = told(choice.token_id, state, stream, eos_token_ids, no_room)
         yield GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
     n_decoded = max(0, len(token_ids) - 1)
     usage = Usage(
@@ -311,8 +306,40 @@ def prefill(
     return np.asarray(logits)
 
 
-def finish_of(token_id: int, state: SamplingState, eos_token_ids: Collection[int]) -> Finish | None:
-    """Return why a sequence ends with this token, which is recorded already; None to go on."""
+def told(
+    token_id: int,
+    state: SamplingState,
+    stream: TextStream | None,
+    eos_token_ids: Collection[int],
+    no_room: Finish | None = None,
+) -> tuple[str, Finish | None]:
+    """Return the text that became certain with a token, and why its sequence ends; None to go on.
+
+    Args:
+        token_id: what was sampled last; the state has it.
+        state: of the sequence.
+        stream: makes text of tokens; flushed at the end. None: without text.
+        eos_token_ids: tokens with which the model ends a text.
+        no_room: the end for want of room, where nothing else ends the sequence.
+    """
+    finish = _finish_of(token_id, state, eos_token_ids) or no_room
+    if stream is None:
+        return "", finish
+    text = ""
+    if finish is None or finish.cause not in ("stop_token", "eos"):
+        text = stream.push(token_id)
+        if stream.matched_stop is not None:
+            stop = stream.matched_stop
+            finish = Finish("stop", "stop_text", f"stop text {stop!r}", stop)
+    if finish is not None:
+        text += stream.flush()
+    return text, finish
+
+
+def _finish_of(
+    token_id: int, state: SamplingState, eos_token_ids: Collection[int]
+) -> Finish | None:
+    """Return why a sequence ends with this token, whatever its text is; None to go on."""
     params = state.params
     if token_id in params.stop_token_ids:
         return Finish("stop", "stop_token", f"stop token {token_id}")
@@ -331,26 +358,7 @@ def out_of_tokens(state: SamplingState) -> Finish | None:
     return Finish("length", "max_tokens", f"max_tokens {most} reached")
 
 
-def is_shown(finish: Finish | None) -> bool:
-    """Return true if the token that was sampled last is text, and no end of it."""
-    return finish is None or finish.cause in ("guide", "max_tokens", "context_full")
-
-
-def stopped_by_text(stream: TextStream) -> Finish | None:
-    """Return the end of a text that holds a stop text; None to go on."""
-    if stream.matched_stop is None:
-        return None
-    stop = stream.matched_stop
-    return Finish("stop", "stop_text", f"stop text {stop!r}", stop)
-
-
-def full(sequence: OneSequence) -> Finish | None:
-    """Return the end of a sequence whose next token has no cell; None to go on."""
-    if sequence.can_extend(1):
-        return None
-    cache = sequence.cache
-    return Finish(
-        "length",
-        "cache_full",
-        f"the cache is full: no cell is free of {cache.capacity}; {cache.config.more_room}",
-    )
+def cache_full(cache: Cache) -> Finish:
+    """Return the end of a sequence whose next token has no cell."""
+    detail = f"no cell is free of {cache.capacity}; {cache.config.more_room}"
+    return Finish("length", "cache_full", f"the cache is full: {detail}")

@@ -12,10 +12,9 @@ from kvcellar.engine.generate import (
     Finish,
     GeneratedToken,
     Usage,
-    finish_of,
-    is_shown,
+    cache_full,
     out_of_tokens,
-    stopped_by_text,
+    told,
 )
 from kvcellar.engine.request import (
     EndReason,
@@ -165,16 +164,13 @@ class Outcomes:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         sequence.last_token_s = now
-        text = ""
-        stream = sequence.stream
-        finish = finish_of(choice.token_id, sequence.state, self.eos_token_ids)
-        finish = finish or self._out_of_positions(sequence)
-        if stream is not None:
-            if is_shown(finish):
-                text = stream.push(choice.token_id)
-                finish = stopped_by_text(stream) or finish
-            if finish is not None:
-                text += stream.flush()
+        text, finish = told(
+            choice.token_id,
+            sequence.state,
+            sequence.stream,
+            self.eos_token_ids,
+            self._out_of_positions(sequence),
+        )
         token = GeneratedToken(choice.token_id, text, choice.logprob, choice.top_logprobs)
         self._events.append(TokenEvent(sequence.request_id, token))
         return finish
@@ -265,15 +261,9 @@ class Outcomes:
 
     def end_full(self, sequence: Sequence) -> None:
         """End the only sequence left, which has no cell for its next token."""
-        cache = self.residency.cache
-        finish = Finish(
-            "length",
-            "cache_full",
-            f"the cache is full: no cell is free of {cache.capacity}; {cache.config.more_room}",
-        )
         if sequence.stream is not None:
             sequence.stream.flush()
-        self.end(sequence, "length", finish=finish)
+        self.end(sequence, "length", finish=cache_full(self.residency.cache))
 
     def _drop_tree(self, sequence: Sequence) -> None:
         """Free the cells of guesses that nobody verified."""
