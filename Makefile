@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Workers take neighbouring tests, which share what they load. Imports are compiled once, whatever the shell says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help demo serve test quick check lint types imports docs kernel-check kernel-check-arm clients bench wheel clean
+.PHONY: help demo serve test quick check lint format types imports docs kernel-check kernel-check-arm clients bench wheel clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,9 +22,13 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 
-quick: $(VENV)/.dev ## Lint, and the tests of what is ours alone: no kernel, no runtime but torch, nothing slow
+QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents tests/cli \
+	tests/server/test_openai.py tests/server/test_anthropic.py tests/backends/test_conformance.py::TestTorch
+
+quick: $(VENV)/.dev ## Lint, and the tests that matter most: no kernel, no runtime but torch, no random walks, nothing slow
 	@$(MAKE) --no-print-directory lint imports
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow and not kernel and not mlx and not executorch and not browser"
+	HYPOTHESIS_PROFILE=quick $(PYTEST) $(QUICK) -k "not no_sequence_of_verbs" \
+		-m "not slow and not kernel and not mlx and not executorch and not browser"
 
 check: lint types imports docs ## What needs no test run
 
@@ -32,6 +36,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cpp')
+	$(BIN)/python tools/check_docstrings.py
+
+format: $(VENV)/.dev ## What lint asks for, done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.h' '*.cpp')
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

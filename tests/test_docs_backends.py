@@ -54,7 +54,7 @@ def test_it_refuses_what_it_does_not_store(toy):
 
 
 def test_it_passes_the_conformance_suite(toy):
-    """As whoever writes a backend runs it: pytest on the page's module."""
+    """Whoever writes a backend runs it so: pytest on the page's module."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", toy.__file__],
         cwd=Path(toy.__file__).parent,

@@ -110,7 +110,7 @@ class Trace:
 
 
 def holds(value: object, tokens: list[int]) -> bool:
-    """Whether a value is the prompt: its tokens, or the messages that become them."""
+    """True if a value is the prompt: its tokens, or the messages that become them."""
     if isinstance(value, History | list | tuple | np.ndarray):
         if len(value) == len(tokens) and np.ndim(value) == 1:
             return bool(np.array_equal(np.asarray(value, dtype=object), tokens))

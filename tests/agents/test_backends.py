@@ -32,6 +32,7 @@ def loader(folder: str, backend: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.slow
 def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: Any) -> None:
     folder = str(make_checkpoint(family, tmp_path / family))
     with manager(tmp_path / "one", loader(folder, "torch")) as agents:
@@ -52,6 +53,7 @@ def test_an_agent_goes_on_where_another_backend_left_it(family: str, tmp_path: A
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "k8v4", "int4:g32:rot"])
+@pytest.mark.slow
 def test_rows_that_another_backend_wrote_are_read_bit_for_bit(kv_dtype: str, tmp_path: Any) -> None:
     for writer, reader in (("mlx", "torch"), ("torch", "mlx")):
         path = tmp_path / writer

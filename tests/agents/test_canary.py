@@ -109,6 +109,7 @@ def test_every_family_agrees_with_what_it_saved(family, tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4:rot", "int4:first4:last64"])
+@pytest.mark.slow
 def test_stored_types_agree_within_their_rounding(kv_dtype, tmp_path):
     def load(name: str) -> ModelHost:
         return open_host("demo", capacity=1024, kv_dtype=kv_dtype, config=CONFIG)

@@ -43,7 +43,7 @@ def test_good_names_are_taken(good, tmp_path):
 
 
 def store_odd(agents: Any, agent_id: str) -> None:
-    """As an earlier version stored it, which let every printable text be a name."""
+    """Store a name as an earlier version did, which let every printable text be one."""
     run(agents.lifecycle.create("even"))
     run(turn(agents, "even", "Hello"))
     agents.store.flush()

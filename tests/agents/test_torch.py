@@ -95,6 +95,7 @@ def tokens_of_all(rows: Any) -> list[bytes]:
 @pytest.mark.parametrize(
     "kv_dtype", ["bfloat16", "int8", "k8v4", "int4:g32:rot", "int4:first4:last64"]
 )
+@pytest.mark.slow
 def test_rows_of_every_type_come_back_bit_for_bit(kv_dtype, tmp_path):
     def load(name: str) -> ModelHost:
         return open_host("demo", capacity=1024, kv_dtype=kv_dtype, config=CONFIG)

@@ -107,7 +107,7 @@ class TorchHalfByKernel(TorchAdapter):
 
 
 class TorchWithoutKernel(TorchAdapter):
-    """As on a machine where the CPU kernel is not built, or on another device."""
+    """Torch where the CPU kernel is not built, or on another device."""
 
     def __init__(self) -> None:
         super().__init__(cases_named(*FEW))

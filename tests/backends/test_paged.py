@@ -74,7 +74,7 @@ class PagedWalk(SequenceWalk):
 
     @rule(seq=SEQ, draws=NODES)
     def propose(self, seq, draws):
-        """As in the other walks; what fits depends on the sequence's last block."""
+        """Propose as in the other walks; what fits depends on the sequence's last block."""
         tree = self.d.trees.get(seq)
         if tree is None or not tree.is_pending:
             n_nodes = len(tree.parents) if tree else 0
@@ -84,7 +84,7 @@ class PagedWalk(SequenceWalk):
 
     @rule(pick=st.integers(0, 9), dst=SEQ, p0=st.just(0) | BOUND, p1=st.none() | BOUND)
     def cp(self, pick, dst, p0, p1):
-        """As in the other walks, but for parts of blocks that may find no block to meet in."""
+        """Copy as in the other walks, but for parts of blocks that may find no block to meet in."""
         try:
             super().cp(pick, dst, p0, p1)
         except AssertionError:

@@ -109,7 +109,7 @@ class BlocksAgainstDicts(ActionMachine):
 
     @action(weight=6, seq=SEQ, gap=st.sampled_from([0, 0, 0, 2, 7]), n=st.integers(1, 12))
     def append(self, seq, gap, n):
-        """As a step does: first an own block, then cells."""
+        """Append as a step does: first an own block, then cells."""
         first = max(self.cells(seq), default=-1) + 1 + gap
         free = self.free()
         needed = len({p // self.size for p in range(first, first + n)})

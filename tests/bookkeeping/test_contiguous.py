@@ -117,7 +117,7 @@ class ContiguousCacheAgainstAList(ActionMachine):
                 assert twin.run_layer(layer, [-2]) == [visible(history, new_length, window)]
 
     def is_gone(self, new_length):
-        """Whether some group has no cell for a position that the next token would look at."""
+        """True if some group has no cell for a position that the next token would look at."""
         bases = [layout.base for layout in settled(self.cache).layouts]
         return any(
             window is not None and new_length - window + 1 < base

@@ -221,7 +221,7 @@ class SeqCacheAgainstHistories(ActionMachine):
             self.check()
 
     def fits(self, before, stretches, ids):
-        """Whether the step has its cells: all that the cache says beforehand, shown to be true."""
+        """True if the step has its cells: all that the cache says beforehand, shown to be true."""
         said_to_fit = self.cache.can_extend(len(ids)) or self.cache.can_begin_step(ids)
         n_new = len(ids) - self.n_proposed(stretches)
         fits = before.can_extend(n_new)

@@ -176,7 +176,7 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
         self.check()
 
     def fits_frontier(self, before, seq, n):
-        """Whether a frontier has its cells: what the cache says, shown to be true."""
+        """True if a frontier has its cells: what the cache says, shown to be true."""
         fits = before.can_extend(n)
         assert self.may_be_full(n) if not fits else not self.must_be_full(n)
         return fits

@@ -103,7 +103,7 @@ def of(name: str, ratio: float, same: float, n_bytes: int, own: float = 1.0) -> 
 
 
 def test_float32_is_not_advised_for_a_model_that_computes_in_bfloat16() -> None:
-    """As measured with SmolLM2 135M: what its own type loses is its own rounding."""
+    """Measured with SmolLM2 135M: what its own type loses is its own rounding."""
     rows = [
         of("float32", 1.0, 1.0, 46080, own=0.965),
         of("bfloat16", 1.0, 0.965, 23040, own=0.965),

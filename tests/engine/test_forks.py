@@ -144,6 +144,7 @@ STEPS = st.sampled_from([0, 2, 40, 40])
     ),
     kind=st.sampled_from(["none", "chain", "tree"]),
 )
+@pytest.mark.slow
 def test_any_family_of_requests_gives_the_tokens_of_the_plain_loop(params, actions, config, kind):
     cache = make_cache("seq" if kind == "none" else "tree", 72, params)
     drafters = {

@@ -66,6 +66,7 @@ CACHES = {
 
 @pytest.mark.parametrize("index", ["radix", "hashed", "naive"])
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.slow
 def test_the_same_trace_gives_the_same_tokens_on_cells_and_on_blocks(demo, wanted, cache, index):
     block_size = 1 if cache == "cells" and index == "radix" else 16
     with CACHES[cache](demo.params) as session:
@@ -98,6 +99,7 @@ def test_an_index_of_other_blocks_than_the_cache_has_is_refused(demo):
 
 
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.slow
 def test_requests_that_had_to_give_way_say_the_same(demo, cache):
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     long = [tuple(prompt) for prompt in prompts(demo)[:3]]

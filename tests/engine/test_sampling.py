@@ -123,7 +123,7 @@ def test_a_random_number_picks_the_token_of_the_exact_distribution_it_falls_on(
 
 
 def _is_near_an_edge(logits: Sequence[float], params: SamplingParams, token_id: int) -> bool:
-    """Whether a rounding error could move the token over the edge of a cut."""
+    """True if a rounding error could move the token over the edge of a cut."""
     for nudge in (0.999, 1.001):
         nudged = SamplingParams(
             temperature=params.temperature,

@@ -1,4 +1,4 @@
-"""The same seed gives the same text in float32: in a batch or alone, warm or cold, in chunks."""
+"""A seed gives one text in float32: in a batch or alone, warm or cold, in chunks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TEXT = st.text(st.one_of(CHARACTERS, st.sampled_from("aé€😀👩‍👩‍�
 
 
 def byte_level() -> Any:
-    """As GPT-2 has it: every byte is a character of the vocabulary."""
+    """A tokenizer like GPT-2's: every byte is a character of the vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)} | {"Ġt": 256, "Ã©": 257}
     made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "t"), ("Ã", "©")]))
@@ -30,7 +30,7 @@ def byte_level() -> Any:
 
 
 def byte_fallback() -> Any:
-    """As Llama 2 has it: words with ▁ for spaces, and a token for each byte of all else."""
+    """A tokenizer like Llama 2's: words with ▁ for spaces, a token for each byte of all else."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab |= {word: 256 + i for i, word in enumerate(WORDS)} | {"<unk>": 300}
     made = tokenizers.Tokenizer(

@@ -97,7 +97,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(kind: str, scheme: str, pieces: list[str]) -> Tokenizer:
-    """As of Llama 2, Mistral (BPE with bytes) or T5 (Unigram): control tokens among the pieces."""
+    """A tokenizer of Llama 2, Mistral (BPE) or T5 (Unigram): control tokens among the pieces."""
     chars = sorted({c for text in CORPUS for c in text.replace(" ", "▁")} | set("<>|/[]_é"))
     words = ["▁the", "▁user", "end", "▁I", "turn", "of"]
     if kind == "unigram":

@@ -73,7 +73,7 @@ class Live:
         raise AssertionError(f"{what} did not come within {PATIENCE_S:g} s")
 
     def is_still(self) -> bool:
-        """Whether nobody is being served, and no cell is under a sequence."""
+        """True if nobody is being served, and no cell is under a sequence."""
         stats = self.engine()
         return (
             self.service.n_active == 0

@@ -94,7 +94,7 @@ def test_it_is_said_why_something_was_computed_again(live):
     live.post("/v1/agents", {"id": "changed", "system": "First. " * 20})
 
     async def turn(messages):
-        """Of the library, which does what it is told."""
+        """Take a turn by the library, which does what it is told."""
         params = SamplingParams(max_tokens=6)
         async for _ in live.service.agents.turns.generate(
             Turn("changed", messages=messages, params=params)

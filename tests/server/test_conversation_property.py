@@ -122,7 +122,7 @@ def folder(tmp_path_factory):
 
 @functools.cache
 def cold_model(folder: Any) -> Any:
-    """The same weights, in no server."""
+    """The model's weights, in no server."""
     return load_model(str(folder), dtype="float32")
 
 

@@ -421,7 +421,7 @@ HINTS = {
 
 @pytest.mark.parametrize("how", HINTS)
 def test_one_session_id_for_a_title_and_a_conversation_replaces_nothing(live, how):
-    """As OpenCode sends them: other system messages, one id."""
+    """OpenCode sends them so: other system messages, one id."""
     hint = HINTS[how](f"ses {how}")
     talk = [{"role": "system", "content": f"You code. {how}"}, user("Fix it.")]
     first = say(live, talk, **hint).json()

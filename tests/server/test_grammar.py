@@ -69,7 +69,7 @@ def calls_of(host, tools, **more):
 
 
 def takes(host, begin, text, is_whole=True):
-    """Whether a grammar lets a text come, and end there."""
+    """True if a grammar lets a text come, and end there."""
     guide = begin()
     for token_id in host.tokenizer.encode(text, add_special_tokens=False):
         if guide.is_complete or not guide.allowed()[token_id]:

@@ -176,7 +176,7 @@ def test_an_intricate_body_is_refused_and_nobody_notices(shared, what, capsys):
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_text_that_spells_control_tokens_is_read_beside_the_others(shared, path, capsys):
-    """As much of it as its bytes allow, with such tokens all over, and none but the first."""
+    """It is as much as its bytes allow, with such tokens all over, and none but the first."""
     (host,) = shared.service.models.hosts()
     control = host.tokenizer.eos_token
 

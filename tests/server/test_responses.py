@@ -258,7 +258,7 @@ def test_what_is_stored_is_there_whole_after_a_restart(tmp_path):
 
 @pytest.mark.slow
 def test_a_response_is_durable_before_it_is_answered(tmp_path):
-    """As after a kill: nothing that is queued gets written."""
+    """Nothing that is queued gets written, as if the process had been killed."""
     with serving(tmp_path) as live:
         first = live.post("/v1/responses", {"input": "One.", "max_output_tokens": 4})
         go, is_here = threading.Event(), threading.Event()

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("cold_bytes", [1 << 30, 40_000])
+@pytest.mark.slow
 def test_processes_that_save_and_collect_in_one_store_lose_nothing(
     quick_path: Path, cold_bytes: int
 ) -> None:

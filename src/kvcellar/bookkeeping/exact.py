@@ -95,7 +95,7 @@ class ExactCells:
         return own
 
     def drop(self, cells: IntArray) -> None:
-        """These cells are written with other tokens: what copies there are hold the old ones."""
+        """Forget the copies of cells that are written with other tokens."""
         self._grow(int(cells.max(initial=-1)) + 1)
         copies = self._copy_of[cells]
         self._cell_of[copies[copies >= 0]] = -1

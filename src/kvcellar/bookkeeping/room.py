@@ -1,4 +1,4 @@
-"""Whether the cells are there: in every layer group, and where there is a budget, by its grants."""
+"""Room for a step: cells in every layer group, and where there is a budget, by its grants."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ System = Annotated[str | None, option("TEXT", "The system message of the chat.")
 
 
 def read_template(file: Path | None) -> str | None:
-    """The text of ``--chat-template``.
+    """Return the text of ``--chat-template``.
 
     Raises:
         ConfigError: it cannot be read as text, or is no template.

@@ -16,7 +16,7 @@ __all__ = ["POLICIES", "Allotment", "Mixed", "Policy", "PrefillFirst", "make_pol
 
 
 class Allotment(NamedTuple):
-    """How many tokens of a sequence the next step computes."""
+    """Tokens of a sequence that the next step computes."""
 
     sequence: Sequence
     n_tokens: int

@@ -207,7 +207,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, one after the other; as ``reorder_cache``."""
+        """Repeat each row ``repeats`` times, one after the other; as ``reorder_cache``."""
         if self._rows.cache is not None:
             n_rows = len(self._rows.cache.rows) if not self._layer else 0
             self.reorder_cache(torch.arange(n_rows).repeat_interleave(repeats))

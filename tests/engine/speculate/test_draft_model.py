@@ -91,7 +91,7 @@ def slow_tree(
 
 @pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
 def test_its_trees_hold_the_likeliest_paths_whatever_was_right_before(params):
-    """Whether guesses that were right are kept in its cache or computed again shows nowhere."""
+    """It shows nowhere if guesses that were right are kept in its cache or computed again."""
     drafter = draft_of(params)
     rng = np.random.default_rng(0)
     sequences = [[5, 6, 7], [9, 8, 7, 6]]
@@ -189,7 +189,7 @@ def plain_loop_of(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int,
 
 
 def test_where_nothing_was_chosen_it_is_asked_the_same_again():
-    """As when a sequence had to give way before its guesses were verified."""
+    """A sequence may have had to give way before its guesses were verified."""
     drafter = draft_of(FULL_PARAMS)
     ask = wanted(0, [1, 2, 3], 3, 8)
     assert drafter.propose([ask]) == drafter.propose([ask])

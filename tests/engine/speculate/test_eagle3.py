@@ -246,7 +246,7 @@ def test_a_head_that_fails_leaves_nothing_behind():
 
 
 def test_where_nothing_was_chosen_it_is_asked_the_same_again():
-    """As when a sequence had to give way before its guesses were verified."""
+    """A sequence may have had to give way before its guesses were verified."""
     drafter = head_of(width=2)
     drafter.saw(1, 0, np.array([[5, 0], [6, 1]], dtype=np.float32))
     ask = wanted(1, [5, 6, 7], 3, 6)

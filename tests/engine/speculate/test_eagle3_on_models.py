@@ -62,7 +62,7 @@ def run(model: Any, head: Any, prompts: Any, kind: Any = kv.make_tree_session) -
 
 
 def plain(model: Any, prompts: Any) -> list[tuple[int, ...]]:
-    """The same without guesses, one after the other."""
+    """Answers without guesses, one after the other."""
     with kv.make_seq_session(model.backend, kv.make_config(model.params, 2048)) as session:
         engine = Engine(model.bind(session), session.cache)
         return [

@@ -198,7 +198,7 @@ class Costly(Always):
 
 
 class Sequenced:
-    """As much of a sequence as a speculator looks at."""
+    """What a speculator looks at of a sequence."""
 
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id

@@ -192,7 +192,7 @@ def test_who_ends_among_right_guesses_is_gone_on_from_at_its_end():
 
 
 class Chains(Known):
-    """The same without anything wrong."""
+    """Trees with nothing wrong in them."""
 
     def __init__(self, said: tuple[int, ...]) -> None:
         super().__init__({(1, 2): said})
@@ -338,7 +338,7 @@ class Markov:
 
 
 class Fixed:
-    """The same tree every time: two or three guesses a level."""
+    """One tree every time: two or three guesses a level."""
 
     is_free = True
     tree = Draft((0, 3, 1, 2, 4, 0, 2), "fixed", (-1, -1, 0, 0, 0, 1, 1))
