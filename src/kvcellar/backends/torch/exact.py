@@ -31,7 +31,7 @@ class PoolBeside:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the bytes are; None before the first."""
+        """Device of the bytes; None before the first."""
         return self.cells.device
 
     @property
