@@ -30,20 +30,20 @@ from kvcellar.server.wording import Wording, opens_thought, word
 __all__ = ["answer", "count_tokens", "whole"]
 
 
-async def answer(service: Service, ask: Question) -> AsyncGenerator[ChatEvent, None]:
+async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEvent, None]:
     """Answer a question. Leaving the iteration ends the answer, and frees what it held.
 
     Raises:
         ApiError: it is refused, before its first event.
         KVCellarError: as ``Turns.generate``.
     """
-    name = service.models.resolve(ask.model)
+    name = service.models.resolve(question.model)
     with service.admitted():
         async with service.models.registry.use(name) as host:
-            turn, wording = await word(service, host, ask)
-            held = await _held(service, host, ask)
-            async with service.conversations.seat(turn, ask.whose) as seat:
-                said = _Answer(service, host, ask, turn, wording, held, seat)
+            turn, wording = await word(service, host, question)
+            held = await _held(service, host, question)
+            async with service.conversations.seat(turn, question.whose) as seat:
+                said = _Answer(service, host, question, turn, wording, held, seat)
                 await said.begin()
                 async with service.agents.turns.running(turn) as running:
                     async for event in running.events:
@@ -55,7 +55,7 @@ async def answer(service: Service, ask: Question) -> AsyncGenerator[ChatEvent, N
                     yield one
 
 
-async def count_tokens(service: Service, ask: Question) -> int:
+async def count_tokens(service: Service, question: Question) -> int:
     """Count the tokens that a turn would have as its prompt; nothing is computed or changed.
 
     Raises:
@@ -63,11 +63,11 @@ async def count_tokens(service: Service, ask: Question) -> int:
         ContextError: it is longer than the model's context, as its bytes say.
         ModelError: the template refuses it, or there is none.
     """
-    async with service.models.registry.use(service.models.resolve(ask.model)) as host:
+    async with service.models.registry.use(service.models.resolve(question.model)) as host:
         if host.tokenizer is None:
             raise ModelError(f"model {host.name!r} has no tokenizer, so nothing can be counted")
-        turn, _ = await word(service, host, ask)
-        agent_id = await service.conversations.meant(turn, ask.whose)
+        turn, _ = await word(service, host, question)
+        agent_id = await service.conversations.meant(turn, question.whose)
         messages, tools = turn.messages or (), turn.tools
 
         def count() -> int:
@@ -77,27 +77,27 @@ async def count_tokens(service: Service, ask: Question) -> int:
 
 
 async def whole(
-    service: Service, asks: Sequence[Question]
+    service: Service, questions: Sequence[Question]
 ) -> list[tuple[Ended, list[GeneratedToken]]]:
     """Answer questions to their ends, all at once; with the tokens where they came one by one."""
-    tokens: list[list[GeneratedToken]] = [[] for _ in asks]
+    tokens: list[list[GeneratedToken]] = [[] for _ in questions]
     ends: dict[int, Ended] = {}
-    async with Stream.of(*(answer(service, ask) for ask in asks)) as events:
+    async with Stream.of(*(answer(service, question) for question in questions)) as events:
         async for number, event in events:
             if isinstance(event, TextEvent) and event.token is not None:
                 tokens[number].append(event.token)
             elif isinstance(event, Ended):
                 ends[number] = event
-    return [(ends[i], tokens[i]) for i in range(len(asks))]
+    return [(ends[i], tokens[i]) for i in range(len(questions))]
 
 
-async def _held(service: Service, host: ModelHost, ask: Question) -> Constraint | None:
+async def _held(service: Service, host: ModelHost, question: Question) -> Constraint | None:
     """Find out what an answer is held to: the tools that it may call, and its form.
 
     Raises:
         ApiError: 400, no grammar can be made of it, or the two contradict each other.
     """
-    callable_, form = chosen(ask.tools, ask.choice), ask.form
+    callable_, form = chosen(question.tools, question.choice), question.form
     if not callable_:
         return None if form is None else await service.grammars.of_form(host, form)
     if form is not None and form.kind != "schema":
@@ -108,15 +108,15 @@ async def _held(service: Service, host: ModelHost, ask: Question) -> Constraint 
             "invalid_value",
             param=form.field,
         )
-    is_one = not ask.is_parallel or (ask.choice.names is not None and len(callable_) == 1)
+    is_one = not question.is_parallel or (question.choice.names is not None and len(callable_) == 1)
     return await service.grammars.of_calls(
         host,
         callable_,
-        is_forced=ask.choice.mode == "required",
+        is_forced=question.choice.mode == "required",
         most=1 if is_one else MOST_CALLS,
         schema=form.value if form is not None else None,
         is_strict=form is None or form.is_strict,
-        strict=ask.tools.strict,
+        strict=question.tools.strict,
     )
 
 
@@ -127,7 +127,7 @@ class _Answer:
         self,
         service: Service,
         host: ModelHost,
-        ask: Question,
+        question: Question,
         turn: Turn,
         wording: Wording,
         held: Constraint | None,
@@ -136,14 +136,14 @@ class _Answer:
         """Create an answer of which nothing is said yet."""
         self._service = service
         self._host = host
-        self._ask = ask
+        self._question = question
         self._turn = turn
         self._wording = wording
         self._held = held
         self._seat = seat
-        self._reads_calls = bool(chosen(ask.tools, ask.choice))
+        self._reads_calls = bool(chosen(question.tools, question.choice))
         self._call_ids = f"c{uuid.uuid4().hex[:7]}"  # with a number 9 characters, as Mistral wants
-        self._is_forced = self._reads_calls and ask.choice.mode == "required"
+        self._is_forced = self._reads_calls and question.choice.mode == "required"
         self._parser = CallParser(self._call_ids, is_forced=self._is_forced)
         self._is_in_thought = False
         self._pinned: History | None = History()
@@ -159,19 +159,19 @@ class _Answer:
         """Say in the turn how it is to be answered."""
         self._pinned = await self._pinned_prefix()
         is_held = self._held is not None and self._held.begin is not None
-        self._turn.params = replace(self._ask.params, guide=self._guide if is_held else None)
+        self._turn.params = replace(self._question.params, guide=self._guide if is_held else None)
         self._turn.answer, self._turn.on_start = self._kept, self._on_start
 
     async def _pinned_prefix(self) -> History | None:
         """Return tokens of the messages that the longest pin covers; None: of all messages."""
-        ask, host = self._ask, self._host
-        n = max((pin.n_messages for pin in ask.pins), default=-1)
+        question, host = self._question, self._host
+        n = max((pin.n_messages for pin in question.pins), default=-1)
         if n < 0 or host.tokenizer is None:
             return History()
-        if n >= len(ask.messages):
+        if n >= len(question.messages):
             return None
         messages, tools = self._turn.messages or (), self._turn.tools
-        n += len(messages) - len(ask.messages)  # what came in front
+        n += len(messages) - len(question.messages)  # what came in front
 
         def begin() -> History:
             with contextlib.suppress(ModelError):
@@ -186,9 +186,9 @@ class _Answer:
         """Take note of the prompt, or refuse it, before it is queued."""
         service, host = self._service, self._host
         service.check_fits(host, prompt)
-        wanted = len(prompt) + (self._ask.params.max_tokens or 0)
+        wanted = len(prompt) + (self._question.params.max_tokens or 0)
         service.pins.make_room(host, min(wanted, host.engine.cache.capacity))
-        if self._ask.form is None:  # a form leaves no room for a thought
+        if self._question.form is None:  # a form leaves no room for a thought
             self._is_in_thought = self._parser.is_in_thought = opens_thought(host, prompt)
         n_pinned = len(prompt)
         if self._pinned is not None:
@@ -249,7 +249,7 @@ class _Answer:
             said.append(TextEvent(rest))
         n_pinned = self._start.pinned_tokens if self._start else 0
         if n_pinned:
-            ttl_s = max(pin.ttl_s for pin in self._ask.pins)
+            ttl_s = max(pin.ttl_s for pin in self._question.pins)
             await self._service.pins.pin(self._host, self._turn.prompt.prefix(n_pinned), ttl_s)
         self._seat.has_answered = True
         return [*said, self._ended(event)]
@@ -259,7 +259,7 @@ class _Answer:
         assert finish is not None, "an answer that was stopped, or has no more room, says by what"
         is_called = bool(calls) and is_whole(calls[-1])
         held_notes = self._held.notes if self._held is not None else ()
-        notes = [*self._ask.tools.notes(), *held_notes, *self._guide_troubles]
+        notes = [*self._question.tools.notes(), *held_notes, *self._guide_troubles]
         return Ended(
             reason="tool_calls" if is_called and finish.reason == "stop" else finish.reason,
             cause=finish.cause,
@@ -269,7 +269,7 @@ class _Answer:
             usage=replace(event.usage, notes=(*event.usage.notes, *notes)),
             agent_id=event.agent_id,
             model=self._service.models.public(self._host.name),
-            params=self._ask.params.for_model(self._host.sampling),
+            params=self._question.params.for_model(self._host.sampling),
             pinned_tokens=start.pinned_tokens if start else 0,
             notice=start.notice if start else None,
             added=[*self._wording.lent, *self._seat.added],

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvcellar.server.dialogue import Ended, Started
-from kvcellar.server.schemas.base import AskBody
+from kvcellar.server.schemas.base import QuestionBody
 
 __all__ = [
     "agent_facts",
@@ -35,12 +35,12 @@ def answer_headers(event: Started | Ended) -> dict[str, str]:
     return {"x-agent-id": event.agent_id.encode("ascii", "replace").decode(), **notice}
 
 
-def ignored_of(body: AskBody) -> dict[str, str]:
+def ignored_of(body: QuestionBody) -> dict[str, str]:
     """Return the header of an answer that names the request's fields that nobody here knows."""
     return {"x-kvcellar-ignored": ", ".join(body.ignored)} if body.ignored else {}
 
 
-def extra_of(end: Ended, body: AskBody) -> dict[str, Any]:
+def extra_of(end: Ended, body: QuestionBody) -> dict[str, Any]:
     """Return what there is to know of an answer that its protocol has no field for."""
     return {
         **agent_facts(end),

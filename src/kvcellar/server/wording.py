@@ -29,7 +29,7 @@ class Wording:
     knows_calls: bool
 
 
-async def word(service: Service, host: ModelHost, ask: Question) -> tuple[Turn, Wording]:
+async def word(service: Service, host: ModelHost, question: Question) -> tuple[Turn, Wording]:
     """Put a question into a model's words, in a thread where that is much.
 
     Returns:
@@ -39,8 +39,8 @@ async def word(service: Service, host: ModelHost, ask: Question) -> tuple[Turn, 
     Raises:
         ContextError: it is longer than the model's context, as its bytes say.
     """
-    wording = Wording(await _lent(service, host, ask), knows_calls(host))
-    messages, tools = [*wording.lent, *ask.messages], ask.tools.given
+    wording = Wording(await _lent(service, host, question), knows_calls(host))
+    messages, tools = [*wording.lent, *question.messages], question.tools.given
     size = size_of(messages, tools)
     if host.tokenizer is not None:
         refuse_bytes(host.tokenizer, size.n_bytes, host.context)
@@ -62,14 +62,14 @@ def _worded(
     return plain, listed
 
 
-async def _lent(service: Service, host: ModelHost, ask: Question) -> list[dict[str, Any]]:
+async def _lent(service: Service, host: ModelHost, question: Question) -> list[dict[str, Any]]:
     """Return a named agent's system messages, where the request has tools and none of its own.
 
     A template that knows no tools is told of them in a system message, which would seem to be
     another one than the agent's.
     """
-    name, has_own = ask.whose.name, bool(n_system_of(ask.messages))
-    if name is None or has_own or not ask.tools.given or knows_calls(host):
+    name, has_own = question.whose.name, bool(n_system_of(question.messages))
+    if name is None or has_own or not question.tools.given or knows_calls(host):
         return []
     if not await service.agents.directory.has(name):
         return []

@@ -61,26 +61,26 @@ async def count(request: Request, body: CountRequest) -> dict[str, int]:
     """Count the tokens that a turn would have as its prompt, an agent's history with them."""
     service = service_of(request)
     messages, _ = _messages(body)
-    ask = Question(
+    question = Question(
         messages,
         SamplingParams(),
         model=body.model,
         tools=_tools(body),
         whose=whose_of(request, body.agent_id),
     )
-    return {"input_tokens": await count_tokens(service, ask)}
+    return {"input_tokens": await count_tokens(service, question)}
 
 
 @router.post("/v1/messages", response_model=None, dependencies=[READS_AGENT])
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answer in a conversation."""
     service = service_of(request)
-    ask = _ask(request, body)
+    question = _question(request, body)
     message_id = new_id("msg_")
     if body.stream:
         frames = MessageFrames(request, body, message_id)
-        return await sse(request, Stream.of(answer(service, ask)), frames, ignored_of(body))
-    ((end, _),) = await until_gone(request, whole(service, [ask]))
+        return await sse(request, Stream.of(answer(service, question)), frames, ignored_of(body))
+    ((end, _),) = await until_gone(request, whole(service, [question]))
     usage = _usage(end)
     note(request, agent=end.agent_id, **usage, **notes_of(end.usage))
     return JSONResponse(
@@ -102,7 +102,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 # What comes --------------------------------------------------------------------------------------
 
 
-def _ask(request: Request, body: MessagesRequest) -> Question:
+def _question(request: Request, body: MessagesRequest) -> Question:
     messages, pins = _messages(body)
     if body.cache_control is not None:
         pins.append(PinWish(len(messages), _TTL_S[body.cache_control.ttl]))

@@ -83,13 +83,13 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer in a conversation, ``n`` times; the answers share what came before."""
     service = service_of(request)
     path = service.models.resolve(body.model)
-    asks = [_ask(service, request, body, i) for i in range(body.n or 1)]
-    if asks[0].whose.name is not None and len(asks) > 1:
+    questions = [_question(service, request, body, i) for i in range(body.n or 1)]
+    if questions[0].whose.name is not None and len(questions) > 1:
         raise ApiError(
             400, "an agent gives one answer in a turn; leave n out, or fork the agent", param="n"
         )
-    if len(asks) + service.n_active > service.config.max_requests:
-        with service.admitted(len(asks)):  # all of them or none
+    if len(questions) + service.n_active > service.config.max_requests:
+        with service.admitted(len(questions)):  # all of them or none
             pass
     head = {
         "id": new_id("chatcmpl-"),
@@ -98,9 +98,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         "system_fingerprint": "kvcellar",
     }
     if body.stream:
-        events = Stream.of(*(answer(service, ask) for ask in asks))
+        events = Stream.of(*(answer(service, question) for question in questions))
         return await sse(request, events, ChatFrames(request, body, head), ignored_of(body))
-    found = await until_gone(request, whole(service, asks))
+    found = await until_gone(request, whole(service, questions))
     host = service.models.registry.host(path)
     choices = [
         {
@@ -120,7 +120,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     )
 
 
-def _ask(service: Service, request: Request, body: ChatRequest, index: int) -> Question:
+def _question(service: Service, request: Request, body: ChatRequest, index: int) -> Question:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400, "top_logprobs come with logprobs: true, which is not there", param="top_logprobs"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, AskBody, Body, Open, SessionId, Stops
+from kvcellar.server.schemas.base import AgentId, Body, Open, QuestionBody, SessionId, Stops
 
 __all__ = ["CacheControl", "CountRequest", "MessagesRequest"]
 
@@ -102,7 +102,7 @@ class Metadata(Open):
     user_id: SessionId | None = None
 
 
-class MessagesRequest(CountRequest, AskBody):
+class MessagesRequest(CountRequest, QuestionBody):
     """``POST /v1/messages``."""
 
     route: ClassVar[str] = "/v1/messages"

@@ -23,7 +23,7 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.fields import MOST_UNKNOWN, refuse_or_ignore
 from kvcellar.valid import valid_json
 
-__all__ = ["AgentId", "AskBody", "Body", "Open", "SessionId", "Stop", "Stops"]
+__all__ = ["AgentId", "Body", "Open", "QuestionBody", "SessionId", "Stop", "Stops"]
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 8192
@@ -77,7 +77,7 @@ class Body(Open):
         return value
 
 
-class AskBody(Body):
+class QuestionBody(Body):
     """A request for an answer: no field that would change it is ignored in silence.
 
     Attributes:
@@ -96,12 +96,12 @@ class AskBody(Body):
         return self._ignored
 
     @model_validator(mode="after")
-    def _fields_are_known(self) -> AskBody:
+    def _fields_are_known(self) -> QuestionBody:
         extra = self.__pydantic_extra__ or {}
         declared = set(_names_of(type(self)))
         elsewhere = {
             name: other.route
-            for other in _all_below(AskBody)
+            for other in _all_below(QuestionBody)
             if other.route
             for name in _names_of(other)
         }
@@ -154,12 +154,12 @@ def _refuse_flags(value: Any) -> None:
             _refuse_flags(one)
 
 
-def _names_of(kind: type[AskBody]) -> list[str]:
+def _names_of(kind: type[QuestionBody]) -> list[str]:
     """Return the fields of a request as clients call them."""
     return [field.alias or name for name, field in kind.model_fields.items()]
 
 
-def _all_below(kind: type[AskBody]) -> Iterator[type[AskBody]]:
+def _all_below(kind: type[QuestionBody]) -> Iterator[type[QuestionBody]]:
     for child in kind.__subclasses__():
         yield child
         yield from _all_below(child)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcellar.server.schemas.base import AgentId, AskBody, Open, SessionId, Stop, Stops
+from kvcellar.server.schemas.base import AgentId, Open, QuestionBody, SessionId, Stop, Stops
 
 __all__ = [
     "ChatMessage",
@@ -30,7 +30,7 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 """Lists by the hundred thousand, of which one wrong item says enough."""
 
 
-class SamplingFields(AskBody):
+class SamplingFields(QuestionBody):
     """Settings of sampling, as in OpenAI's requests, with what local servers add."""
 
     temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token.")

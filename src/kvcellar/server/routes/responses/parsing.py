@@ -20,13 +20,13 @@ from kvcellar.server.service import Service, service_of
 from kvcellar.server.stored import StoredResponse
 from kvcellar.server.tools import Toolbox, told
 
-__all__ = ["ask_of", "stored_response", "unknown_response"]
+__all__ = ["question_of", "stored_response", "unknown_response"]
 
 _INSTRUCTIONS = "instructions"
 """Marks the system message that belongs to one response alone."""
 
 
-async def ask_of(request: Request, value: ResponseValue) -> Question:
+async def question_of(request: Request, value: ResponseValue) -> Question:
     """Return what a response is to answer; ``value`` takes the conversation before it.
 
     Raises:
@@ -50,7 +50,7 @@ async def ask_of(request: Request, value: ResponseValue) -> Question:
     if body.store is not False and whose.name is None:
         after = None if previous is None else (previous.agent_id, previous.n_tokens)
         whose = replace(whose, own_id=value.response_id, after=after)
-    return _ask(service, body, before, whose)
+    return _question(service, body, before, whose)
 
 
 async def stored_response(service: Service, response_id: str) -> StoredResponse:
@@ -78,7 +78,7 @@ def unknown_response(response_id: str) -> ApiError:
     )
 
 
-def _ask(
+def _question(
     service: Service, body: ResponseRequest, before: list[dict[str, Any]], whose: Whose
 ) -> Question:
     if any("logprobs" in name for name in body.include or ()):

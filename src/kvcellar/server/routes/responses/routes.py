@@ -16,7 +16,7 @@ from kvcellar.server.chat import answer, whole
 from kvcellar.server.errors import ApiError
 from kvcellar.server.parsing import READS_AGENT
 from kvcellar.server.replies import sse
-from kvcellar.server.routes.responses.parsing import ask_of, stored_response, unknown_response
+from kvcellar.server.routes.responses.parsing import question_of, stored_response, unknown_response
 from kvcellar.server.routes.responses.value import PREFIX, ResponseValue, keep, sent_item
 from kvcellar.server.routes.responses.writing import ResponseFrames
 from kvcellar.server.schemas.responses import ResponseRequest
@@ -36,11 +36,11 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     service = service_of(request)
     path = service.models.resolve(body.model)
     value = ResponseValue(new_id(PREFIX), int(time.time()), body, service.models.public(path))
-    ask = await ask_of(request, value)
+    question = await question_of(request, value)
     if body.stream:
         frames = ResponseFrames(request, value)
-        return await sse(request, Stream.of(answer(service, ask)), frames, ignored_of(body))
-    ((end, _),) = await until_gone(request, whole(service, [ask]))
+        return await sse(request, Stream.of(answer(service, question)), frames, ignored_of(body))
+    ((end, _),) = await until_gone(request, whole(service, [question]))
     value.finish(end)
     value.note(request)
     headers = {**answer_headers(end), **ignored_of(body)}
