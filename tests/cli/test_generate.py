@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvcellar import registry
 from kvcellar.cli import app
+from kvcellar.registry import load_backend, register_backend
 from tests.models.tiny_checkpoints import make_checkpoint, make_tokenizer
 
 SAID = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
@@ -130,3 +132,17 @@ def test_a_setting_that_cannot_be_is_named_with_its_file(tmp_path: Path) -> None
     (folder / "generation_config.json").write_text('{"top_p": 7}')
     refused = run("generate", str(folder), "-p", "x")
     assert refused.exit_code == 2 and "generation_config.json has top_p=7" in refused.stderr
+
+
+def test_a_backend_that_is_registered_is_one_of_the_choices(tiny, monkeypatch):
+    """A name from outside loads, sizes and runs a model; one that is unknown is told all names."""
+    monkeypatch.setattr(registry, "_registered", {})
+    register_backend("elsewhere", lambda: load_backend("torch"))
+    asked = ("--prompt", "hello", "--temperature", "0")
+    own = generated(tiny, *asked)["token_ids"]
+    assert generated(tiny, *asked, "--backend", "elsewhere")["token_ids"] == own
+    bounded = generated(tiny, *asked, "--backend", "elsewhere", "--memory", "8GB")
+    assert bounded["token_ids"] == own
+    refused = run("generate", tiny, *asked, "--backend", "nowhere")
+    assert refused.exit_code == 2
+    assert "there are: elsewhere, executorch, mlx, reference, torch" in refused.stderr
