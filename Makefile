@@ -22,8 +22,9 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	@$(MAKE) --no-print-directory check
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 
-QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents tests/cli \
-	tests/server/test_openai.py tests/server/test_anthropic.py tests/backends/test_conformance.py::TestTorch
+QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents \
+	tests/cli/test_cli.py tests/cli/test_agents.py tests/server/test_openai.py tests/server/test_anthropic.py \
+	tests/backends/test_conformance.py::TestTorch
 
 quick: $(VENV)/.dev ## Lint, and the tests that matter most: no kernel, no runtime but torch, no random walks, nothing slow
 	@$(MAKE) --no-print-directory lint imports
