@@ -26,7 +26,7 @@ MODELS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 }
 """Classes of transformers: an embedding, decoder layers one behind the other, a norm, logits."""
 
-PAGE = 256
+STRETCH = 256
 """Positions whose rotations are worked out together."""
 
 FloatArray = NDArray[np.float32]
@@ -41,23 +41,23 @@ class Rotations:
         self._like = torch.empty(0, dtype=dtype)
         kind = module.rope_type
         self._is_fixed = "dynamic" not in kind and kind != "longrope"
-        self._pages: dict[int, Tensor] = {}
+        self._stretches: dict[int, Tensor] = {}
 
     def of(self, positions: IntArray) -> Tensor:
         """Return cosines and sines ``[2, T, head_dim]``."""
         if not self._is_fixed:  # they depend on the longest position of the forward
             return self._computed(torch.from_numpy(positions))
         if len(positions) == 1:
-            page, at = divmod(int(positions[0]), PAGE)
-            return self._page(page)[:, at : at + 1]
-        places = [divmod(position, PAGE) for position in positions.tolist()]
-        return torch.stack([self._page(page)[:, at] for page, at in places], 1)
+            stretch, at = divmod(int(positions[0]), STRETCH)
+            return self._stretch(stretch)[:, at : at + 1]
+        places = [divmod(position, STRETCH) for position in positions.tolist()]
+        return torch.stack([self._stretch(stretch)[:, at] for stretch, at in places], 1)
 
-    def _page(self, page: int) -> Tensor:
-        found = self._pages.get(page)
+    def _stretch(self, stretch: int) -> Tensor:
+        found = self._stretches.get(stretch)
         if found is None:
-            positions = torch.arange(page * PAGE, (page + 1) * PAGE)
-            found = self._pages[page] = self._computed(positions)
+            positions = torch.arange(stretch * STRETCH, (stretch + 1) * STRETCH)
+            found = self._stretches[stretch] = self._computed(positions)
         return found
 
     def _computed(self, positions: Tensor) -> Tensor:
