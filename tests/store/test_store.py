@@ -441,10 +441,10 @@ def test_ram_serves_what_was_saved_and_keeps_no_copy_of_what_was_read(tmp_path: 
     with Store(tmp_path) as store:
         save(store, "a", history)
         match = store.match(history.key, history.tokens)
-        assert (match.warm_tokens, match.cold_bytes) == (30, 0)
+        assert match.warm_bytes > 0 == match.cold_bytes
     with Store(tmp_path) as store:
         match = store.match(history.key, history.tokens)
-        assert match.warm_tokens == 0
+        assert match.warm_bytes == 0
         assert match.cold_bytes > 0
         load_all(store, history)
         assert store.stats().warm.size_bytes == 0  # the cache has it now

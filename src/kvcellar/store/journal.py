@@ -145,13 +145,6 @@ class Journal:
         with self._use, self._said(), self._changing() as db:
             db.execute("DELETE FROM entries WHERE name = ?", (name,))
 
-    def rename(self, name: str, new_name: str) -> None:
-        """Give the entries of a name to another one."""
-        if not self._path.exists():
-            return
-        with self._use, self._said(), self._changing() as db:
-            db.execute("UPDATE entries SET name = ? WHERE name = ?", (new_name, name))
-
     def tidy(self) -> None:
         """Copy the write-ahead log into the database where it is long. For the writer's thread."""
         if self._db is None:

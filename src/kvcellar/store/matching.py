@@ -89,11 +89,6 @@ class Match:
         return max((boundary.nearest(limit) for boundary in self.boundaries), default=0)
 
     @cached_property
-    def warm_tokens(self) -> int:
-        """Number of tokens whose rows are in RAM."""
-        return sum(step.stop - step.info.start for step in self.steps if step.tier == WARM)
-
-    @cached_property
     def cold_bytes(self) -> int:
         """Bytes of files to read for all of the rows, without window states."""
         return sum(step.info.size_bytes for step in self.steps if step.tier == COLD)
