@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.requests import Request
 
-from kvcellar.server.dialogue import Ended, Started
+from kvcellar.server.dialogue import ChatEvent, Ended, Started
+from kvcellar.server.replies import Frames
 from kvcellar.server.schemas.base import QuestionBody
 
 __all__ = [
+    "AnswerFrames",
     "agent_facts",
     "answer_headers",
     "extra_of",
@@ -33,6 +35,14 @@ def answer_headers(event: Started | Ended) -> dict[str, str]:
     facts = agent_facts(event)
     notice = {"x-agent-notice": facts["notice"]} if "notice" in facts else {}
     return {"x-agent-id": event.agent_id.encode("ascii", "replace").decode(), **notice}
+
+
+class AnswerFrames(Frames[ChatEvent]):
+    """Writer of one answer in a conversation; a protocol's own writes its events."""
+
+    def headers(self, first: ChatEvent | None) -> Mapping[str, str]:
+        """Say whose turn it is, where that is known."""
+        return answer_headers(first) if isinstance(first, Started) else {}
 
 
 def ignored_of(body: QuestionBody) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,7 +26,7 @@ from kvcellar.server.dialogue import (
 from kvcellar.server.errors import ApiError
 from kvcellar.server.forms import Form
 from kvcellar.server.parsing import READS_AGENT, unset_in, whose_of
-from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.replies import frame, sse
 from kvcellar.server.schemas.anthropic import (
     CacheControl,
     ContentBlock,
@@ -36,6 +36,7 @@ from kvcellar.server.schemas.anthropic import (
 from kvcellar.server.service import new_id, service_of
 from kvcellar.server.streams import Stream, until_gone
 from kvcellar.server.telling import (
+    AnswerFrames,
     agent_facts,
     answer_headers,
     extra_of,
@@ -287,7 +288,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class MessageFrames(Frames[ChatEvent]):
+class MessageFrames(AnswerFrames):
     """Events in the order that clients count on: start, blocks one after the other, delta, stop."""
 
     ping = frame({"type": "ping"}, "ping")
@@ -301,10 +302,6 @@ class MessageFrames(Frames[ChatEvent]):
         self._index = -1
         self._call: int | None = None
         """The call that the open block is of; None where it is of text."""
-
-    def headers(self, first: ChatEvent | None) -> Mapping[str, str]:
-        """Say whose turn it is, where that is known."""
-        return answer_headers(first) if isinstance(first, Started) else {}
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event."""

@@ -24,11 +24,12 @@ from kvcellar.server.parsing import (
     tool_choice_of,
     whose_of,
 )
-from kvcellar.server.replies import Frames, frame, sse
+from kvcellar.server.replies import frame, sse
 from kvcellar.server.schemas.openai import ChatRequest
 from kvcellar.server.service import Service, new_id, service_of
 from kvcellar.server.streams import Stream, until_gone
 from kvcellar.server.telling import (
+    AnswerFrames,
     agent_facts,
     answer_headers,
     extra_of,
@@ -207,7 +208,7 @@ def _facts(usage: dict[str, Any]) -> dict[str, Any]:
 # As a stream -------------------------------------------------------------------------------------
 
 
-class ChatFrames(Frames[ChatEvent]):
+class ChatFrames(AnswerFrames):
     """Chunks of chat completions; several choices may come by turns."""
 
     def __init__(self, request: Request, body: ChatRequest, head: Mapping[str, Any]) -> None:
@@ -219,10 +220,6 @@ class ChatFrames(Frames[ChatEvent]):
         self._more = {"usage": None} if self._has_usage else {}
         self._ends: dict[int, Ended] = {}
         self._logprobs: dict[int, ChatLogprobs] = {}
-
-    def headers(self, first: ChatEvent | None) -> Mapping[str, str]:
-        """Say whose turn it is, where that is known."""
-        return answer_headers(first) if isinstance(first, Started) else {}
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of a choice."""

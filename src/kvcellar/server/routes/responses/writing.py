@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from kvcellar.server.calls import is_whole
 from kvcellar.server.dialogue import CallEvent, ChatEvent, Ended, Started, TextEvent
 from kvcellar.server.errors import as_api_error
-from kvcellar.server.replies import Frames, frame
+from kvcellar.server.replies import frame
 from kvcellar.server.routes.responses.value import (
     ResponseValue,
     call_item,
@@ -19,12 +18,12 @@ from kvcellar.server.routes.responses.value import (
     text_part,
 )
 from kvcellar.server.service import service_of
-from kvcellar.server.telling import agent_facts, answer_headers
+from kvcellar.server.telling import AnswerFrames, agent_facts
 
 __all__ = ["ResponseFrames"]
 
 
-class ResponseFrames(Frames[ChatEvent]):
+class ResponseFrames(AnswerFrames):
     """Events of one response."""
 
     error_event = "error"
@@ -37,10 +36,6 @@ class ResponseFrames(Frames[ChatEvent]):
         self._items: list[dict[str, Any]] = []
         self._open: str | CallEvent | None = None
         """The open item: its text so far, or its call."""
-
-    def headers(self, first: ChatEvent | None) -> Mapping[str, str]:
-        """Say whose turn it is, where that is known."""
-        return answer_headers(first) if isinstance(first, Started) else {}
 
     async def of(self, number: int, item: ChatEvent) -> bytes:
         """Write the next event of the answer."""
