@@ -107,9 +107,10 @@ class Driver:
                 self.adapter.tolerance(self.case.in_dtype, self.case.kv_dtype),
                 self.adapter.tolerance(out_dtype, self.case.kv_dtype),
             )
-            np.testing.assert_allclose(
-                got, want, rtol=0, atol=tolerance, err_msg=f"layer {layer}, batch {batch}"
-            )
+            if not (np.abs(got - want) <= tolerance).all():  # quickly; NaN is never within it
+                np.testing.assert_allclose(
+                    got, want, rtol=0, atol=tolerance, err_msg=f"layer {layer}, batch {batch}"
+                )
             outputs.append(got)
         self.complete(ids, tokens)
         return outputs
