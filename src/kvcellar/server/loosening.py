@@ -43,12 +43,12 @@ def loosened(schema: Mapping[str, Any], trouble_of: TroubleFn) -> tuple[dict[str
         it lacks, such as ``properties.tags.uniqueItems``; those that mean nothing are not among
         them. No grammar may be possible even so.
     """
-    walk = _Walk(schema, trouble_of)
+    walk = _Loosening(schema, trouble_of)
     found = walk.of(schema, "", 0)
     return (found if isinstance(found, dict) else dict(ANYTHING)), walk.losses
 
 
-class _Walk:
+class _Loosening:
     def __init__(self, root: Mapping[str, Any], trouble_of: TroubleFn) -> None:
         self._root = root
         self._trouble_of = trouble_of

@@ -70,7 +70,7 @@ class _Continuation:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _Continuations:
     """All continuations of one request.
 
     Attributes:
@@ -117,7 +117,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         "model": service.models.public(path),
         "system_fingerprint": "kvcellar",
     }
-    batch = _Batch(body, path, whose_of(request, body.agent_id), head)
+    batch = _Continuations(body, path, whose_of(request, body.agent_id), head)
     stream = Stream(_continued(service, batch))
     if body.stream:
         return await sse(request, stream, CompletionFrames(request, batch), ignored_of(body))
@@ -154,7 +154,7 @@ def _finished(
 
 @asynccontextmanager
 async def _continued(
-    service: Service, batch: _Batch
+    service: Service, batch: _Continuations
 ) -> AsyncIterator[Sequence[AsyncGenerator[Pieces, None]]]:
     """Open the continuations of a request, once its prompts are read and it is admitted.
 
@@ -347,7 +347,7 @@ def _reason(choice: _Continuation) -> str | None:
     return choice.end.reason if choice.end is not None else None
 
 
-def _usage(batch: _Batch) -> dict[str, Any]:
+def _usage(batch: _Continuations) -> dict[str, Any]:
     """Count a request's tokens: each prompt once, what was sampled for each continuation."""
     choices, n = batch.choices, batch.n
     ends = [choice.end.usage for choice in choices if choice.end is not None]
@@ -366,7 +366,7 @@ def _usage(batch: _Batch) -> dict[str, Any]:
 class CompletionFrames(Frames[Pieces]):
     """Chunks of completions; several continuations may come by turns."""
 
-    def __init__(self, request: Request, batch: _Batch) -> None:
+    def __init__(self, request: Request, batch: _Continuations) -> None:
         """Write chunks of a request's continuations."""
         super().__init__(request)
         self._batch = batch
