@@ -95,3 +95,4 @@ def assert_blocks_go_whole(model, block_size):
     blocks = [states[i : i + block_size] for i in range(0, len(states), block_size)]
     assert any(set(block) == {0} for block in blocks)
     assert all(0 not in block or set(block) == {0} for block in blocks)
+    assert states.count(0) == model["free_cells"]
