@@ -433,12 +433,14 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
         tables = {}
         for seq in pool.seq_ids():
             cells = dict(zip(pool.seq_positions(seq), pool.seq_cells(seq), strict=True))
-            low = 0
             if window is not None and let_go:
                 length = cache.seq_len(seq) if cache.has_seq(seq) else 0  # of a tree alone
-                low = max(0, length - (window - 1) - self.slack)
-                low -= low % self.size
-            tables[seq] = {p: cell for p, cell in cells.items() if p >= low}
+                ranges = [(max(0, length - (window - 1) - self.slack), 10**9)]
+                ranges += [(max(0, at - window + 1), at) for at in self.points.get(seq, ())]
+                due = {p // self.size for p0, p1 in ranges for p in cells if p0 <= p < p1}
+                low = ranges[0][0] - ranges[0][0] % self.size
+                cells = {p: c for p, c in cells.items() if p >= low or p // self.size in due}
+            tables[seq] = cells
         return tables
 
     def holders(self, group):

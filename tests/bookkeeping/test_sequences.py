@@ -78,6 +78,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         self.want: dict[int, History] = {}
         self.held: list[Kept] = []
         self.saved: list[Kept] = []
+        self.points: dict[int, set[int]] = {}  # where sequences were asked to stay resumable
         self.undo = None  # what cancel_step goes back to
         self.n_ids = 0
 
@@ -110,13 +111,18 @@ class SeqCacheAgainstHistories(ActionMachine):
     def n_needed(self, group):
         """Cells that a group cannot do without: each token that some sequence may still see."""
         needed = set()
-        for history in self.want.values():
-            window = self.windows[group]
-            floor = 0 if window is None else history.length - (window - 1) - self.slack
-            needed |= {t for p, t in history.tokens.items() if p >= floor}
+        for seq, history in self.want.items():
+            needed |= {t for p, t in history.tokens.items() if self.is_due(group, seq, p)}
         for held in self.held:
             needed |= {held.history.tokens[p] for p in np.flatnonzero(held.tables[group] >= 0)}
         return len(needed)
+
+    def is_due(self, group, seq, p):
+        """Whether the group must keep a position: for the next token, the slack, or a point."""
+        window = self.windows[group]
+        if window is None or p >= self.want[seq].length - (window - 1) - self.slack:
+            return True
+        return any(at - window < p < at for at in self.points.get(seq, ()))
 
     def may_be_full(self, n):
         return any(self.n_needed(g) + n > self.capacity for g in range(len(self.windows)))
@@ -290,8 +296,36 @@ class SeqCacheAgainstHistories(ActionMachine):
         if p0 < history.length:
             history.tokens = {p: t for p, t in history.tokens.items() if p < p0}
             history.length = p0
+            self.points[seq] = {at for at in self.points.get(seq, ()) if at <= p0}
         self.drop_if_empty(seq)
         self.probe(seq)
+
+    @action(weight=2)
+    def let_windows_go(self):
+        """As when cells are short: at once, not by the run."""
+        self.cache.end_step()
+        self.undo = None
+        for layout in self.cache.layouts:
+            for seq in self.want:
+                layout.let_go(seq, batch=1)
+        for seq in self.want:
+            self.probe(seq)
+
+    @action(weight=2, pick=PICK, at=PLACE)
+    def keep_point(self, pick, at):
+        self.keep_point_of(self.picked(pick), at)
+
+    def keep_point_of(self, seq, at):
+        if seq not in self.want:
+            self.refused(UnknownSequenceError, self.cache.keep_point, seq, 0)
+            return
+        length = self.place(seq, at)
+        if length > self.want[seq].length or not self.may_resume(seq, length):
+            self.refused(RewindError, self.cache.keep_point, seq, length)
+            return
+        self.undo = None
+        self.cache.keep_point(seq, length)
+        self.points.setdefault(seq, set()).add(length)
 
     def may_resume(self, seq, length):
         """What the cache answers, once it is shown to be the truth."""
@@ -299,7 +333,11 @@ class SeqCacheAgainstHistories(ActionMachine):
         allowed = before.can_resume(seq, length)
         low = before.resumable_from(seq)
         history = self.want[seq]
-        assert allowed == (length == 0 or low <= length <= history.length)
+        points = self.points.get(seq, set())
+        assert allowed == (length in {0, *points} or low <= length <= history.length)
+        assert before.resume_at(seq, length) == max(
+            n for n in (0, *points, length if allowed else 0) if n <= length
+        )
         missing = False
         exact_low = 0
         for group, lost in self.lost(before, seq).items():
@@ -573,6 +611,7 @@ class SeqCacheAgainstHistories(ActionMachine):
     @invariant()
     def agrees(self):
         cache = self.cache
+        self.points = {seq: at for seq, at in self.points.items() if seq in self.want}
         self.check()
         assert sorted(cache.seq_ids()) == sorted(self.want)
         for seq in range(6):
