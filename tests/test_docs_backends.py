@@ -53,6 +53,7 @@ def test_it_refuses_what_it_does_not_store(toy):
         kv.make_seq_session("toy", kv.make_config(kv.ModelCacheParams(1, 1, 32), 16, "int8"))
 
 
+@pytest.mark.slow
 def test_it_passes_the_conformance_suite(toy):
     """Whoever writes a backend runs it so: pytest on the page's module."""
     done = subprocess.run(
