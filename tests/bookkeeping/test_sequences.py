@@ -118,7 +118,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         return len(needed)
 
     def is_due(self, group, seq, p):
-        """Whether the group must keep a position: for the next token, the slack, or a point."""
+        """True if the group must keep a position: for the next token, the slack, or a point."""
         window = self.windows[group]
         if window is None or p >= self.want[seq].length - (window - 1) - self.slack:
             return True
@@ -302,7 +302,7 @@ class SeqCacheAgainstHistories(ActionMachine):
 
     @action(weight=2)
     def let_windows_go(self):
-        """As when cells are short: at once, not by the run."""
+        """Let go at once, as when cells are short, and not by the run."""
         self.cache.end_step()
         self.undo = None
         for layout in self.cache.layouts:
