@@ -138,6 +138,11 @@ class Room:
                     f"{self._config.more_room}"
                 )
 
+    def check(self) -> None:
+        """Assert the invariants of what was granted."""
+        if self.growth is not None:
+            self.growth.check()
+
     def _grow(self, growth: Growth, demands: Sequence[Demand]) -> bool:
         """Have missing cells granted, and some to place new ones well; false: refused.
 

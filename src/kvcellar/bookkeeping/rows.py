@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvcellar.bookkeeping.frozen import FrozenSpans
+from kvcellar.bookkeeping.frozen import FrozenSpans, frozen_spans
+from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.holdings import Refs
 from kvcellar.bookkeeping.layout import Demand, Lengths, Stretch
 from kvcellar.bookkeeping.pool import MIN_RUN, Appends, BlockCopy, BlockPool, CellMove
@@ -14,10 +15,11 @@ from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.window import Window
 from kvcellar.checks import seen
-from kvcellar.errors import PositionError, RewindError
+from kvcellar.errors import ConfigError, PositionError, RewindError
 from kvcellar.types import (
     AttendSpec,
     BoolArray,
+    CacheConfig,
     GroupUsage,
     IntArray,
     StepPlan,
@@ -408,3 +410,39 @@ def lacks_of(layouts: Sequence[Rows], tables: Sequence[IntArray], who: str) -> l
             is_token &= table >= 0  # what a full group lacks was removed: a hole
     pairs = zip(layouts, tables, strict=True)
     return [layout.lacks(table, is_token, who) for layout, table in pairs]
+
+
+def make_rows(
+    config: CacheConfig,
+    lengths: Lengths,
+    growth: Growth | None,
+    block_size: int,
+    reads: ReadsOf,
+) -> list[Rows]:
+    """Create the layout of every layer group; arguments as in :class:`Rows`.
+
+    Raises:
+        ConfigError: the capacity holds no block.
+    """
+    if config.capacity < block_size:
+        raise ConfigError(
+            f"a capacity of {config.capacity} cells holds no block of {block_size}; "
+            f"raise capacity or lower block_size"
+        )
+    return [
+        Rows(
+            BlockPool(
+                config.capacity if growth is None else growth.limits[index],
+                block_size,
+                reuse_first=group.window is not None,
+                n_granted=None if growth is None else 0,
+            ),
+            lengths,
+            window=group.window,
+            slack=config.window_slack,
+            reads=reads,
+            origin=config.origin,
+            frozen=frozen_spans(config, index),
+        )
+        for index, group in enumerate(config.params.groups)
+    ]

@@ -10,27 +10,19 @@ from functools import partial
 
 import numpy as np
 
-from kvcellar.bookkeeping.begin import (
-    begin_tokens,
-    check_range,
-    check_seq_id,
-    refuse,
-    stretches_of,
-)
+from kvcellar.bookkeeping.begin import begin_tokens, check_range, check_seq_id, refuse, stretches_of
 from kvcellar.bookkeeping.compaction import Compacted, compact
 from kvcellar.bookkeeping.face import StepFace
-from kvcellar.bookkeeping.frozen import first_needed, frozen_spans
+from kvcellar.bookkeeping.frozen import first_needed
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, NoBytes
-from kvcellar.bookkeeping.pool import BlockPool
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.room import Room
-from kvcellar.bookkeeping.rows import Rows, appends_of, check_tables, lacks_of
+from kvcellar.bookkeeping.rows import appends_of, check_tables, lacks_of, make_rows
 from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import (
-    ConfigError,
     PositionError,
     RewindError,
     SequenceConflictError,
@@ -70,31 +62,10 @@ class Sequences(StepFace):
         Raises:
             ConfigError: the capacity holds no block, or the budget no token.
         """
-        if config.capacity < block_size:
-            raise ConfigError(
-                f"a capacity of {config.capacity} cells holds no block of {block_size}; "
-                f"raise capacity or lower block_size"
-            )
         budget = config.budget
         growth = None if budget is None else Growth(config, budget, block_size=block_size)
         lengths: dict[int, int] = {}
-        self.layouts = [
-            Rows(
-                BlockPool(
-                    config.capacity if growth is None else growth.limits[index],
-                    block_size,
-                    reuse_first=group.window is not None,
-                    n_granted=None if growth is None else 0,
-                ),
-                lengths,
-                window=group.window,
-                slack=config.window_slack,
-                reads=reads,
-                origin=config.origin,
-                frozen=frozen_spans(config, index),
-            )
-            for index, group in enumerate(config.params.groups)
-        ]
+        self.layouts = make_rows(config, lengths, growth, block_size, reads)
         self.room = Room(config, self.layouts, lengths, growth)
         super().__init__(
             Steps(
@@ -526,5 +497,4 @@ class Sequences(StepFace):
             layout.check(held[index] if held else ())
             strangers = set(layout.pool.seq_ids()) - known
             assert not strangers, f"sequences {strangers} own cells and have no length"
-        if self.room.growth is not None:
-            self.room.growth.check()
+        self.room.check()
