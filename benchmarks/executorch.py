@@ -23,10 +23,11 @@ from random_models import LLAMA_1B, random_llama
 import kvcellar as kv
 
 sys.path.remove(str(Path(__file__).parent))  # there, "executorch" is this file
+sys.path.append(str(Path(__file__).parent.parent))  # the tests call the op alone, too
 
 from kvcellar.backends.executorch import export_program
-from kvcellar.backends.executorch.single import SingleOp
 from kvcellar.models import LoadedModel, load_model
+from tests.backends.executorch.single_op import SingleOp
 
 QUICK = LLAMA_1B | {
     "hidden_size": 512,

@@ -47,12 +47,9 @@ def test_two_models_are_in_memory_together_where_the_budget_allows(tmp_path):
     async def main() -> None:
         async with registry.use("one") as one, registry.use("two"):
             assert sorted(registry.names) == ["one", "two"]
-            assert not await registry.unload("two"), "it is in use"
         async with registry.use("three"):
             assert sorted(registry.names) == ["one", "three"], "the least recently used went"
             assert registry.host("one") is one
-        assert await registry.unload("one")
-        assert not await registry.unload("one")
 
     run(main())
     registry.close()

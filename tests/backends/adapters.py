@@ -231,7 +231,7 @@ class ExecutorchAdapter(BackendAdapter):
         return out.double().numpy()
 
     def _op_of(self, cache: Any) -> Any:
-        from kvcellar.backends.executorch.single import SingleOp
+        from tests.backends.executorch.single_op import SingleOp
 
         if getattr(cache, "_single_op", None) is None:
             cache._single_op = SingleOp(cache)

@@ -32,6 +32,7 @@ from tests.bookkeeping.byte_simulator import (
     settled,
     snapshot,
 )
+from tests.bookkeeping.held import block_table, seq_cells, seq_positions
 from tests.bookkeeping.test_sequences import (
     BOOL,
     END,
@@ -206,7 +207,7 @@ class BlocksAgainstDicts(ActionMachine):
         if new:
             mine = self.want.setdefault(dst, {})
             tokens = {p: token for p, (_, token) in (mine | new).items()}
-            found = dict(zip(self.pool.seq_positions(dst), self.pool.seq_cells(dst), strict=True))
+            found = dict(zip(seq_positions(self.pool, dst), seq_cells(self.pool, dst), strict=True))
             assert set(found) == set(tokens)
             for p, cell in found.items():
                 if p // self.size not in joints:
@@ -289,15 +290,15 @@ class BlocksAgainstDicts(ActionMachine):
         assert self.pool.n_cells == (max(owners, default=-1) + 1) * self.size
         for seq in range(6):
             cells = self.cells(seq)
-            assert self.pool.seq_positions(seq) == sorted(cells)
-            assert self.pool.seq_cells(seq) == [cells[p] for p in sorted(cells)]
+            assert seq_positions(self.pool, seq) == sorted(cells)
+            assert seq_cells(self.pool, seq) == [cells[p] for p in sorted(cells)]
             for cell, token in self.want.get(seq, {}).values():
                 assert self.bytes[cell] == token
             table = [-1] * (max(cells, default=-1) // self.size + 1)
             for p, cell in cells.items():
                 assert table[p // self.size] in (-1, cell // self.size)
                 table[p // self.size] = cell // self.size
-            assert self.pool.block_table(seq) == table
+            assert block_table(self.pool, seq) == table
 
 
 TestBlocksAgainstDicts = BlocksAgainstDicts.TestCase
@@ -309,14 +310,14 @@ def test_blocks_that_follow_each_other_are_one_run():
     pool.claim(0, 0, 6)
     pool.claim(0, 6, 7)
     assert pool.runs(0) == (Run(0, 13),)
-    assert pool.block_table(0) == [0, 1, 2, 3]
+    assert block_table(pool, 0) == [0, 1, 2, 3]
 
 
 def test_sequences_that_decode_side_by_side_stay_in_long_runs():
     pool = BlockPool(4096, 16)
     for _ in range(200):
         for seq in range(4):
-            pool.claim(seq, len(pool.seq_cells(seq)), 1)
+            pool.claim(seq, len(seq_cells(pool, seq)), 1)
     assert all(len(pool.runs(seq)) <= 3 for seq in range(4))
 
 
@@ -332,7 +333,7 @@ def test_a_new_sequence_leaves_room_behind_the_one_before():
     pool = BlockPool(4096, 16)
     pool.claim(0, 0, 500)
     pool.claim(1, 0, 10)
-    assert pool.block_table(1) == [32 + 500 // 2 // 16]
+    assert block_table(pool, 1) == [32 + 500 // 2 // 16]
     pool.claim(0, 500, 12 + 15 * 16)
     assert pool.runs(0) == (Run(0, 752),)
 
@@ -356,18 +357,18 @@ def test_a_part_that_joins_a_sequence_s_own_block_takes_no_other():
     assert pool.n_free_blocks == 0
     ((base, src_cells),) = cp(pool, 0, 1, 5)
     assert (base, src_cells.tolist()) == (9, [5])
-    assert pool.block_table(1) == [-1, 2]
+    assert block_table(pool, 1) == [-1, 2]
 
 
 def test_a_fork_shares_the_partial_block_until_one_of_the_two_appends():
     pool = BlockPool(32, 4)
     pool.claim(0, 0, 6)
     assert cp(pool, 0, 1) == []
-    assert pool.block_table(1) == pool.block_table(0) == [0, 1]
+    assert block_table(pool, 1) == block_table(pool, 0) == [0, 1]
     made = pool.unshare(1, 6)
     assert made is not None and made.src_block == 1 and made.dst_block not in (0, 1)
     assert made.move.base == 4 * made.dst_block and made.move.src_cells.tolist() == [4, 5]
-    assert pool.block_table(1) == [0, made.dst_block]
+    assert block_table(pool, 1) == [0, made.dst_block]
     assert pool.unshare(0, 6) is None, "the last one keeps the block"
     assert pool.unshare(1, 6) is None
     assert pool.unshare(0, 8) is None, "no block is there yet"
@@ -386,9 +387,9 @@ def test_copies_of_one_token_are_no_conflict_and_other_tokens_are():
     pool.claim(0, 0, 6)
     cp(pool, 0, 1)
     pool.unshare(1, 6)
-    before = pool.seq_cells(1)
+    before = seq_cells(pool, 1)
     assert cp(pool, 0, 1) == []
-    assert pool.seq_cells(1) == before
+    assert seq_cells(pool, 1) == before
     pool.claim(0, 6, 1)
     pool.claim(1, 6, 1)
     with pytest.raises(SequenceConflictError, match=r"positions \[4, 7\)"):
@@ -432,7 +433,7 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
         pool, window = cache.cells[group], self.windows[group]
         tables = {}
         for seq in pool.seq_ids():
-            cells = dict(zip(pool.seq_positions(seq), pool.seq_cells(seq), strict=True))
+            cells = dict(zip(seq_positions(pool, seq), seq_cells(pool, seq), strict=True))
             if window is not None and let_go:
                 length = cache.seq_len(seq) if cache.has_seq(seq) else 0  # of a tree alone
                 ranges = [(max(0, length - (window - 1) - self.slack), 10**9)]
@@ -785,12 +786,12 @@ def test_a_cancelled_step_gives_the_copied_block_back():
     run(cache, (0, 6))
     cache.seq_cp(0, 1)
     cache.seq_cp(0, 2)
-    before = [pool.block_table(seq) for pool in cache.cells for seq in range(3)]
+    before = [block_table(pool, seq) for pool in cache.cells for seq in range(3)]
     usage = cache.usage()
     run(cache, (2, 1), (0, 2), (1, 4))
-    assert [pool.block_table(seq) for pool in cache.cells for seq in range(3)] != before
+    assert [block_table(pool, seq) for pool in cache.cells for seq in range(3)] != before
     cache.cancel_step()
-    assert [pool.block_table(seq) for pool in cache.cells for seq in range(3)] == before
+    assert [block_table(pool, seq) for pool in cache.cells for seq in range(3)] == before
     assert cache.usage() == usage
 
 
@@ -823,10 +824,10 @@ def test_an_accepted_copy_is_not_taken_back_with_a_later_step():
     cache.seq_cp(0, 1)
     run(cache, (1, 1))
     cache.end_step()
-    before = cache.cells[0].block_table(1)
+    before = block_table(cache.cells[0], 1)
     run(cache, (1, 1))
     cache.cancel_step()
-    assert cache.cells[0].block_table(1) == before
+    assert block_table(cache.cells[0], 1) == before
     cache.check()
 
 
@@ -835,11 +836,11 @@ def test_a_step_whose_copy_failed_has_claimed_nothing():
     run(cache, (0, 6))
     cache.seq_cp(0, 1)
     cache.end_step()
-    before = cache.usage(), cache.cells[0].block_table(1)
+    before = cache.usage(), block_table(cache.cells[0], 1)
     cache.ids.fails_after = 0
     with pytest.raises(MemoryError):
         cache.begin_step([2, 2, 1, 0])
-    assert (cache.usage(), cache.cells[0].block_table(1)) == before
+    assert (cache.usage(), block_table(cache.cells[0], 1)) == before
     assert cache.seq_ids() == [0, 1] and not cache.is_step_open
     cache.check()
 
@@ -854,10 +855,10 @@ def test_a_copy_that_only_a_passed_window_asks_for_is_not_counted():
     cache.end_step()
     cache.retain_cells(cache.seq_table(7))
     pool = cache.cells[0]
-    assert pool.n_free_blocks == 0 and pool.block_table(0)[:2] == pool.block_table(1)
+    assert pool.n_free_blocks == 0 and block_table(pool, 0)[:2] == block_table(pool, 1)
     assert cache.can_begin_step([1]) and not cache.can_begin_step([1] * 3)
     run(cache, (1, 1))
-    assert pool.block_table(0)[:2] == [-1, -1]
+    assert block_table(pool, 0)[:2] == [-1, -1]
 
 
 def test_a_history_that_comes_back_with_holes_is_counted_in_blocks():
@@ -877,7 +878,7 @@ def test_a_window_keeps_the_block_that_it_begins_in():
     cache.end_step()
     pool = cache.cells[0]
     cache.layouts[0].let_go(0, batch=1)
-    assert pool.seq_positions(0)[0] == 16, "23 - 4 = 19 is in the block that begins at 16"
+    assert seq_positions(pool, 0)[0] == 16, "23 - 4 = 19 is in the block that begins at 16"
     assert cache.resumable_from(0) == 20
     cache.seq_rm(0, 20)
     run(cache, (0, 1))
@@ -889,7 +890,7 @@ def test_a_window_lets_go_of_a_block_when_every_owner_has_passed_it():
     cache.seq_cp(0, 1)
     run(cache, (0, 80))
     cache.end_step()
-    assert cache.cells[0].block_table(0) == [-1] * 29 + cache.cells[0].block_table(0)[29:]
+    assert block_table(cache.cells[0], 0) == [-1] * 29 + block_table(cache.cells[0], 0)[29:]
     assert cache.cells[0].n_free_blocks == 64 - 10 - 1, "sequence 1 still holds its 10"
     run(cache, (1, 80))
     cache.end_step()
@@ -905,12 +906,12 @@ def test_a_history_out_of_two_copies_of_one_block_is_joined_in_a_third():
     assert table[5] // 4 != table[6] // 4
     cache.retain_cells([np.asarray(table)])
     cache.seq_map(2, [np.asarray(table)])
-    blocks = cache.cells[0].block_table(2)
+    blocks = block_table(cache.cells[0], 2)
     assert blocks[0] == table[0] // 4 and blocks[1] not in {c // 4 for c in table}
     stored = cache.stored[0]
     assert stored[cache.seq_table(2)[0]].tolist() == [*range(6), 0, 1]
     cache.seq_cp(1, 2)
-    assert cache.cells[0].block_table(2) == blocks, "it has these tokens, if in copies"
+    assert block_table(cache.cells[0], 2) == blocks, "it has these tokens, if in copies"
     cache.seq_rm(2)
     while cache.can_begin_step([7] * 4):
         run(cache, (7, 4))

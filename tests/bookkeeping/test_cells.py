@@ -17,6 +17,7 @@ from kvcellar.errors import CacheFullError, PositionError, SequenceConflictError
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import cp, snapshot
+from tests.bookkeeping.held import seq_cells, seq_positions
 
 
 class FreeRunsAgainstASet(RuleBasedStateMachine):
@@ -183,7 +184,7 @@ class CellPoolAgainstDicts(ActionMachine):
         seq = self.picked(pick)
         p0, p1, end = self.range_of(seq, a, b, to_end)
         part = {p: c for p, c in self.want.get(seq, {}).items() if p0 <= p < end}
-        assert self.pool.seq_positions(seq, p0, p1) == sorted(part)
+        assert seq_positions(self.pool, seq, p0, p1) == sorted(part)
         assert cells_of(self.pool.runs(seq, p0, p1)).tolist() == [part[p] for p in sorted(part)]
 
     @invariant()
@@ -194,7 +195,7 @@ class CellPoolAgainstDicts(ActionMachine):
         owners = list(held)
         for seq in range(4):
             want = self.want.get(seq, {})
-            assert self.pool.seq_cells(seq) == [want[p] for p in sorted(want)]
+            assert seq_cells(self.pool, seq) == [want[p] for p in sorted(want)]
             owners += want.values()
             top = max(want, default=-1)
             hole = max((p for p in range(top) if p not in want), default=-1)
@@ -266,7 +267,7 @@ def test_a_pool_gathers_what_fits():
     pool.claim(0, 0, 60)
     for p in range(1, 60, 3):
         pool.seq_rm(0, p, p + 1)
-    cells = np.array(pool.seq_cells(0))
+    cells = np.array(seq_cells(pool, 0))
     assert len(cells) == 40 and pool.place_for(cells[:1]) is None, "one run is not gathered"
     whole = pool.place_for(cells)
     assert (whole.base, len(whole.src_cells)) == (60, 40)
@@ -282,7 +283,7 @@ def test_a_full_pool_hands_out_the_gaps_behind_tails_too():
     pool.claim(0, 0, 20)
     pool.claim(1, 0, 80)
     assert pool.n_free == 0
-    assert sorted(pool.seq_cells(0) + pool.seq_cells(1)) == list(range(100))
+    assert sorted(seq_cells(pool, 0) + seq_cells(pool, 1)) == list(range(100))
 
 
 def test_eight_sequences_that_decode_side_by_side_stay_in_few_runs():
@@ -358,7 +359,7 @@ def test_more_sequences_than_64_share_one_trunk():
     for seq in range(1, 200):
         cp(pool, 0, seq)
     pool.seq_rm(0)
-    assert pool.seq_cells(199) == list(range(10))
+    assert seq_cells(pool, 199) == list(range(10))
     for seq in range(1, 199):
         pool.seq_rm(seq)
     assert pool.n_free == 6

@@ -31,6 +31,7 @@ from tests.bookkeeping.byte_simulator import (
     snapshot,
     visible,
 )
+from tests.bookkeeping.held import seq_cells, seq_positions
 
 SEQ = st.integers(0, 5)
 PICK = st.integers(0, 11)
@@ -134,7 +135,7 @@ class SeqCacheAgainstHistories(ActionMachine):
     def lost(self, cache, seq):
         """Per window group, the positions of the history that are gone from its cells."""
         return {
-            group: set(self.want[seq].tokens) - set(pool.seq_positions(seq))
+            group: set(self.want[seq].tokens) - set(seq_positions(pool, seq))
             for group, pool in enumerate(cache.cells)
             if self.windows[group] is not None
         }
@@ -626,7 +627,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         """Each token is where its sequence says, in every layer; none is missing that is due."""
         for group, pool in enumerate(self.cache.cells):
             window = self.windows[group]
-            cells = dict(zip(pool.seq_positions(seq), pool.seq_cells(seq), strict=True))
+            cells = dict(zip(seq_positions(pool, seq), seq_cells(pool, seq), strict=True))
             held = {p: c for p, c in cells.items() if p < history.length}
             nodes = self.nodes_of(seq)
             assert set(cells) - set(held) == set(nodes) or self.cache.is_step_open

@@ -20,6 +20,7 @@ from tests.bookkeeping.byte_simulator import (
     config_of,
     snapshot,
 )
+from tests.bookkeeping.held import seq_cells
 
 MIXED = (None, 4)
 """Layers 0 and 2 keep all of the history, layer 1 a window of 4."""
@@ -236,7 +237,7 @@ def test_a_chain_in_scattered_cells_is_brought_into_order():
     cache.commit([1, 2, 3, 4])
     cache.begin_step([0])
     assert cache.forward([5])[0] == [[1, 2, 3, 4, 5]]
-    assert cache.stored[0][cache.cells[0].seq_cells(0)].tolist() == [1, 2, 3, 4, 5]
+    assert cache.stored[0][seq_cells(cache.cells[0], 0)].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_several_sequences_need_begin_step_in_a_tree_cache_too():

@@ -14,6 +14,7 @@ from tests.bookkeeping.byte_simulator import (
     snapshot,
     visible,
 )
+from tests.bookkeeping.held import seq_positions
 
 WINDOW = 4
 MIXED = (None, WINDOW)
@@ -156,7 +157,7 @@ def test_a_copy_gives_back_a_part_of_what_a_window_let_go_of_and_no_more_is_prom
     cache.seq_cp(0, 1)
     bring(cache, 0, list(range(60, 160)))
     cache.seq_cp(1, 0)
-    assert cache.cells[1].seq_positions(0) == [*range(60), 157, 158, 159]
+    assert seq_positions(cache.cells[1], 0) == [*range(60), 157, 158, 159]
     assert cache.resumable_from(0) == 160, "60 to 156 are gone for good"
 
 
@@ -168,7 +169,7 @@ def test_a_copy_does_not_make_a_sequence_forget_what_its_own_window_let_go_of():
     assert cache.resumable_from(1) == 200
     cache.seq_cp(0, 1)
     assert cache.resumable_from(1) == 200
-    assert cache.cells[1].seq_positions(1) == [*range(10), 197, 198, 199]
+    assert seq_positions(cache.cells[1], 1) == [*range(10), 197, 198, 199]
 
 
 def test_letting_go_of_what_a_copy_gave_back_does_not_forget_what_came_after_it():
@@ -185,10 +186,10 @@ def test_letting_go_of_what_a_copy_gave_back_does_not_forget_what_came_after_it(
         bring(cache, 1, [token])
     fill()
     cache.seq_cp(0, 1)
-    assert cache.cells[0].seq_positions(1) == [7, 8, 9, 97, 98, 99]
+    assert seq_positions(cache.cells[0], 1) == [7, 8, 9, 97, 98, 99]
     cache.seq_rm(0)
     fill()
-    assert cache.cells[0].seq_positions(1) == [97, 98, 99]
+    assert seq_positions(cache.cells[0], 1) == [97, 98, 99]
     assert cache.resumable_from(1) == 100
 
 
@@ -213,7 +214,7 @@ def test_a_window_lets_go_of_tokens_and_not_of_the_hole_behind_them():
     bring(cache, 0, list(range(80)))
     cache.seq_rm(0, 64, 79)
     bring(cache, 0, list(range(80, 88)))
-    assert cache.cells[1].seq_positions(0) == list(range(79, 88))
+    assert seq_positions(cache.cells[1], 0) == list(range(79, 88))
     assert cache.resumable_from(0) == 64 + WINDOW - 1
     cache.seq_rm(0, 67)
     sees(cache, 0, numbered(*range(64)))
@@ -291,7 +292,7 @@ def test_new_cells_keep_the_holes_and_the_order_of_a_table():
     for group in range(2):
         assert ((new[group] >= 0) == (old[group] >= 0)).all()
         assert not set(new[group].tolist()) & set(old[group][old[group] >= 0].tolist())
-        assert cache.cells[group].seq_positions(1) == cache.cells[group].seq_positions(0)
+        assert seq_positions(cache.cells[group], 1) == seq_positions(cache.cells[group], 0)
     cache.check()
 
 
@@ -380,7 +381,7 @@ def test_a_point_that_was_kept_is_resumed_at_when_the_window_has_moved_on(make):
     assert not cache.can_resume(0, 17) and not cache.can_resume(0, 19)
     assert [cache.resume_at(0, n) for n in (17, 18, 19, 100)] == [0, 18, 18, 18]
     assert cache.resume_at(0, 1000) == cache.seq_len(0), "no further than it is long"
-    held = cache.cells[1].seq_positions(0)
+    held = seq_positions(cache.cells[1], 0)
     assert held[:3] == [15, 16, 17] and len(held) < 90, "a window, not all that came since"
     cache.seq_cp(0, 1, 0, 18)
     cache.seq_rm(0, 18)
@@ -399,7 +400,7 @@ def test_a_point_is_forgotten_when_its_sequence_is_cut_back_below_it():
     cache.seq_rm(0, 37)
     feed(cache, 0, 200)
     assert cache.resume_at(0, 40) == 0
-    assert cache.cells[0].seq_positions(0) == list(range(234, 237))
+    assert seq_positions(cache.cells[0], 0) == list(range(234, 237))
 
 
 def test_a_point_that_cannot_be_had_any_more_is_refused():

@@ -11,6 +11,7 @@ from kvcellar.engine import DEFAULTABLE, SamplingParams, encode_chat
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.generation import sampling_defaults
+from tests.models.fingerprints import differences
 from tests.models.tiny_checkpoints import CHAT_TEMPLATE, make_checkpoint
 
 
@@ -93,6 +94,6 @@ def test_another_chat_template_is_another_fingerprint_and_its_own_is_not(checkpo
     own, same = loaded(None), loaded(CHAT_TEMPLATE)
     other = loaded("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert own.fingerprint() == same.fingerprint()
-    assert other.fingerprint().differences(own.fingerprint().value) == ["chat_template"]
+    assert differences(other.fingerprint(), own.fingerprint()) == ["chat_template"]
     said = [{"role": "user", "content": "hi"}]
     assert len(encode_chat(other.tokenizer, said)) == 2 < len(encode_chat(own.tokenizer, said))

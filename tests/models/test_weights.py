@@ -19,6 +19,7 @@ from kvcellar.errors import BackendError, ConfigError
 from kvcellar.kernel import levels, linear
 from kvcellar.models import load_model
 from kvcellar.models.sizing import size_model
+from tests.models.fingerprints import differences
 from tests.models.tiny_checkpoints import COMMON, randomize, save
 
 needs_kernel = pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
@@ -204,7 +205,7 @@ def test_the_store_tells_packed_weights_apart():
     found = [
         load_model("demo", weights=weights).fingerprint() for weights in (None, "int8", "int4")
     ]
-    assert found[0].differences(found[1].value) == ["dtype"]
+    assert differences(found[0], found[1]) == ["dtype"]
     assert len({one.value for one in found}) == 3
     in_bfloat16 = load_model("demo", dtype="bfloat16").fingerprint()
     assert load_model("demo", weights="bf16").fingerprint() == in_bfloat16

@@ -13,6 +13,7 @@ from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix import HashedIndex, RadixIndex, make_index
 from kvcellar.types import Run
+from tests.bookkeeping.held import seq_cells
 
 
 def cells(first, n, missing=0):
@@ -455,7 +456,7 @@ def test_a_running_sequence_can_be_matched_and_in_the_end_every_cell_is_free(kin
     prompt = list(range(20))
 
     def publish(seq, tokens):
-        table = np.array(pool.seq_cells(seq))
+        table = np.array(seq_cells(pool, seq))
         inserted = index.insert_prefix(tokens, [table])
         pool.retain(runs(inserted.adopted[0]))
         index.lock_handle(inserted.handle)

@@ -112,11 +112,6 @@ class ModelRegistry:
                 entry.n_users -= 1
                 entry.used_s = self._clock()
 
-    async def unload(self, name: str) -> bool:
-        """Let go of a model; false where it is not in memory or somebody uses it."""
-        async with self._gate:
-            return await asyncio.to_thread(self._unload, name)
-
     def close(self) -> None:
         """Let go of all models, used or not, and of the thread that looks for idle ones."""
         self._stop.set()

@@ -76,14 +76,6 @@ class Holdings:
         """Return the cells of positions ``[p0, p1)`` in position order, as runs."""
         return as_runs(self.spans(seq_id, p0, p1))
 
-    def seq_cells(self, seq_id: int) -> list[int]:
-        """Return the cells of a sequence in position order."""
-        return [c for s in self.spans(seq_id) for c in range(s.cell, s.cell + s.length)]
-
-    def seq_positions(self, seq_id: int, p0: int = 0, p1: int | None = None) -> list[int]:
-        """Return the positions that a sequence holds inside ``[p0, p1)``, ascending."""
-        return [p for s in self.spans(seq_id, p0, p1) for p in range(s.pos, s.stop)]
-
     def retained_from(self, seq_id: int, stop: int | None = None) -> int:
         """Return where a sequence begins to have no hole up to ``stop``, or to its end."""
         spans = self.spans(seq_id, 0, stop)
@@ -109,16 +101,6 @@ class Holdings:
         """
         mine = self._spans.get(seq_id, [])
         return [new for part in parts for new in _missing(seq_id, part, mine, is_same)]
-
-    def block_table(self, seq_id: int) -> list[int]:
-        """Return the block of each ``block_size`` positions from 0 on, -1 where there is none."""
-        table: list[int] = []
-        for span in self.spans(seq_id):
-            first, last = span.pos // self.block_size, (span.stop - 1) // self.block_size
-            table.extend([-1] * (first - len(table)))
-            block = span.cell // self.block_size
-            table.extend(range(block + len(table) - first, block + last - first + 1))
-        return table
 
     def _own_part(self, seq_id: int, pos: int) -> list[Span]:
         """Return what a sequence holds of the block that ``pos`` lives in."""

@@ -64,17 +64,6 @@ class Fingerprint:
         parts = {name: digest for name, digest in self.parts.items() if name != "chat_template"}
         return Fingerprint(parts).value
 
-    def differences(self, other: str) -> list[str]:
-        """Name the parts in which another fingerprint's value differs."""
-        try:
-            theirs = json.loads(other)
-        except ValueError:
-            theirs = None
-        if not isinstance(theirs, dict):
-            return sorted(self.parts)
-        names = self.parts.keys() | theirs.keys()
-        return sorted(name for name in names if self.parts.get(name) != theirs.get(name))
-
 
 def fingerprint_of(**parts: str | bytes) -> Fingerprint:
     """Make a fingerprint of parts that the caller knows: for models that are in no folder."""

@@ -127,11 +127,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvc_n_methods": (ctypes.c_int64, (ctypes.c_void_p,)),
     "kvc_method_name": (ctypes.c_char_p, (ctypes.c_void_p, ctypes.c_int64)),
     "kvc_load": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)),
-    "kvc_n_inputs": (ctypes.c_int64, (ctypes.c_void_p, ctypes.c_char_p)),
-    "kvc_input": (
-        ctypes.c_int,
-        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.POINTER(Value)),
-    ),
     "kvc_call_op": (
         ctypes.c_int,
         (

@@ -120,19 +120,6 @@ class Program:
                 raise native.fail(self._lib, f"{self.path} cannot be used")
         return Method(self, name, cache)
 
-    def input_shapes(self, name: str) -> list[tuple[int, ...]]:
-        """Return the largest shape of each input of a method."""
-        with self._lock:
-            self._check_open()
-            n = self._lib.kvc_n_inputs(self._handle, name.encode())
-            shapes = []
-            for index in range(n):
-                value = native.Value()
-                if self._lib.kvc_input(self._handle, name.encode(), index, ctypes.byref(value)):
-                    raise native.fail(self._lib, f"{self.path} cannot be used")
-                shapes.append(tuple(value.sizes[: value.n_dims]))
-            return shapes
-
     def run(
         self, name: str, inputs: Sequence[Any], forward: int | None = None
     ) -> tuple[list[Any], native.Times]:

@@ -76,8 +76,6 @@ void kvc_close(void* program);
 int64_t kvc_n_methods(void* program);
 const char* kvc_method_name(void* program, int64_t index);
 int kvc_load(void* program, const char* method);
-int64_t kvc_n_inputs(void* program, const char* method);  // -1: failed
-int kvc_input(void* program, const char* method, int64_t index, struct KvcValue* to);
 int kvc_backends(void* program, const char* method, const char** names, int64_t n);  // how many
 
 // Runs a loaded method. Outputs point into the program and are valid until its next run; returns how

@@ -243,37 +243,6 @@ int kvc_load(void* raw, const char* method) {
   return is_ok ? 0 : 1;
 }
 
-int64_t kvc_n_inputs(void* program, const char* method) {
-  int64_t n = -1;
-  Call call;
-  guarded(call, "reading what the method takes", [&] {
-    const auto meta = opened(program).module->method_meta(method);
-    if (!meta.ok()) return meta.error();
-    n = static_cast<int64_t>(meta->num_inputs());
-    return Error::Ok;
-  });
-  return n;
-}
-
-int kvc_input(void* program, const char* method, int64_t index, KvcValue* to) {
-  Call call;
-  return guarded(call, "reading what the method takes",
-                 [&] {
-                   *to = KvcValue{};
-                   const auto meta = opened(program).module->method_meta(method);
-                   if (!meta.ok()) return meta.error();
-                   const auto input = meta->input_tensor_meta(static_cast<size_t>(index));
-                   if (!input.ok()) return input.error();
-                   to->tag = kvc_tensor;
-                   to->dtype = static_cast<int32_t>(input->scalar_type());
-                   to->n_dims = static_cast<int32_t>(input->sizes().size());
-                   for (size_t i = 0; i < input->sizes().size() && i < 8; ++i) to->sizes[i] = input->sizes()[i];
-                   return Error::Ok;
-                 })
-             ? 0
-             : 1;
-}
-
 int kvc_backends(void* program, const char* method, const char** names, int64_t n) {
   int found = -1;
   Call call;

@@ -20,7 +20,7 @@ class SingleOp:
     """Calls the op on one cache, a layer at a time."""
 
     def __init__(self, cache: Any) -> None:
-        """For a cache as :meth:`Program.load_method` takes it."""
+        """Take a cache as :meth:`Program.load_method` does."""
         self._lib = native.library()
         self._cache = cache
         self._forwards = Forwards(cache) if Forwards.can_run(cache) else None
