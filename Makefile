@@ -23,7 +23,7 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 
 QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents \
-	tests/cli/test_cli.py tests/cli/test_agents.py tests/server/test_openai.py tests/server/test_anthropic.py \
+	tests/cli/test_cli.py tests/server/test_openai.py tests/server/test_anthropic.py \
 	tests/backends/test_conformance.py::TestTorch
 
 quick: $(VENV)/.dev ## Lint, and the tests that matter most: no kernel, no runtime but torch, no random walks, nothing slow

@@ -37,6 +37,7 @@ def home(tmp_path, monkeypatch):
     ("family", "block_size"),
     [(family, 1) for family in sorted(FAMILIES)] + [("llama", 16), ("gpt_oss", 16)],
 )
+@pytest.mark.slow
 def test_greedy_tokens_after_a_restore_are_those_of_an_agent_that_never_left(
     family, block_size, tmp_path
 ):
