@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.errors import PromptError, StepError
+from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray, ModelCacheParams
 
-__all__ = ["FeatureRunner", "FloatArray", "Runner", "checked_batch", "step_limit"]
+__all__ = ["BoundRunner", "FeatureRunner", "FloatArray", "Runner", "step_limit"]
 
 FloatArray = NDArray[np.float32]
 
@@ -80,13 +82,91 @@ class FeatureRunner(Runner, Protocol):
         ...
 
 
+class BoundRunner(ABC):
+    """A :class:`FeatureRunner` of any backend: how a forward is checked, and undone if it fails.
+
+    Many runners may share one model, also from several threads, as long as each session is used by
+    one thread at a time. Use :meth:`kvcellar.models.LoadedModel.bind`, which checks that model and
+    session fit.
+    """
+
+    def __init__(
+        self,
+        session: CacheSession[Any],
+        params: ModelCacheParams,
+        vocab_size: int,
+        n_features: int,
+        max_tokens_per_step: int | None = None,
+    ) -> None:
+        """Bind to a session; the others are attributes of a runner."""
+        self.params = params
+        self.vocab_size = vocab_size
+        self.n_features = n_features
+        self.max_tokens_per_step = max_tokens_per_step
+        self._session = session
+
+    def forward(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+    ) -> FloatArray:
+        """See :meth:`Runner.forward`."""
+        return self._forward(token_ids, positions, rows, has_features=False)[0]
+
+    def forward_with_features(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """See :meth:`FeatureRunner.forward_with_features`."""
+        return self._forward(token_ids, positions, rows, has_features=True)
+
+    def _forward(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        rows: Sequence[int] | IntArray | None,
+        *,
+        has_features: bool,
+    ) -> tuple[FloatArray, FloatArray]:
+        cache: Any = self._session.cache
+        if not cache.is_step_open:
+            cache.end_step()  # from here on cancel_step can only mean this forward's step
+        try:
+            batch = _checked_batch(token_ids, positions, rows, self.vocab_size)
+            return self._run(cache, *batch, has_features=has_features)
+        except BaseException:
+            cache.cancel_step()
+            self._after_failure(cache)
+            raise
+
+    @abstractmethod
+    def _run(
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run a checked batch; return its logits, and the features, which are not read if unwanted.
+
+        Args:
+            cache: the session's.
+            ids: ``[T]``.
+            at: ``[T]`` positions.
+            rows: ``[R]`` tokens whose logits are wanted; None: the last one.
+            has_features: features ``[T, n_features]`` are wanted.
+        """
+
+    def _after_failure(self, cache: Any) -> None:  # noqa: B027
+        """Let go of what a forward that raised has left, once its step is taken back."""
+
+
 def step_limit(runner: Runner, wanted: int) -> int:
     """Return the tokens of one forward: as many as wanted, or what the runner takes at most."""
     most = runner.max_tokens_per_step
     return wanted if most is None else min(wanted, most)
 
 
-def checked_batch(
+def _checked_batch(
     token_ids: Sequence[int] | IntArray,
     positions: Sequence[int] | IntArray,
     rows: Sequence[int] | IntArray | None,

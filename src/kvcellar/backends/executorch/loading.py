@@ -31,11 +31,11 @@ from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
-from kvcellar.models.runner import FloatArray, Runner, checked_batch
+from kvcellar.models.runner import BoundRunner, FloatArray, Runner
 from kvcellar.models.sizing import size_checkpoint
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec, config_from_dict
-from kvcellar.types import IntArray, ModelCacheParams
+from kvcellar.types import IntArray
 
 _SIZED_AS = {"8da4w": "int4", "8da8w": "int8"}
 """Scheme of the weights -> a format that takes about as much."""
@@ -95,70 +95,38 @@ class ExecutorchModel(LoadedModel):
         return ExecutorchRunner(self, session)
 
 
-class ExecutorchRunner:
+class ExecutorchRunner(BoundRunner):
     """One program bound to one session; a :class:`~kvcellar.models.runner.Runner`."""
 
     def __init__(self, model: ExecutorchModel, session: CacheSession[Any]) -> None:
-        """Bind; use :meth:`kvcellar.models.LoadedModel.bind`, which checks that they fit."""
-        self.params: ModelCacheParams = model.params
-        self.vocab_size = model.vocab_size
-        self.max_tokens_per_step: int | None = model.max_tokens_per_step
-        self.n_features = len(model.feature_layers) * int(model.config.hidden_size)
-        self._session = session
+        """Bind a program, whose method is loaded."""
+        n_features = len(model.feature_layers) * int(model.config.hidden_size)
+        super().__init__(
+            session, model.params, model.vocab_size, n_features, model.max_tokens_per_step
+        )
         self.method = model.program.load_method(model.method, cache=session.cache)
 
-    def forward(
-        self,
-        token_ids: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
-        rows: Sequence[int] | IntArray | None = None,
-    ) -> FloatArray:
-        """See :meth:`kvcellar.models.runner.Runner.forward`."""
-        return self._run(token_ids, positions, rows)[0]
-
-    def forward_with_features(
-        self,
-        token_ids: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
-        rows: Sequence[int] | IntArray | None = None,
-    ) -> tuple[FloatArray, FloatArray]:
-        """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
-        logits, features = self._run(token_ids, positions, rows)
-        return logits, features[0].float().numpy()
-
     def _run(
-        self,
-        token_ids: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
-        rows: Sequence[int] | IntArray | None,
-    ) -> tuple[FloatArray, torch.Tensor]:
-        """Run the tokens; return logits, and the last output of the program."""
-        cache = self._session.cache
-        try:
-            ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
-            n_tokens = ids.size
-            if self.max_tokens_per_step is not None and n_tokens > self.max_tokens_per_step:
-                raise StepError(
-                    f"the program takes at most {self.max_tokens_per_step} tokens per step, got "
-                    f"{n_tokens}; feed them in pieces, or export it with a larger "
-                    f"--max-tokens-per-step"
-                )
-            if wanted is None:
-                wanted = np.array([n_tokens - 1])
-            keep = wanted if wanted.size else np.zeros(1, np.int64)  # a graph has no empty axes
-            logits, *others = self.method(
-                torch.from_numpy(ids[None]),
-                torch.from_numpy(at[None]),
-                torch.from_numpy(keep),
-                n_tokens=n_tokens,
-                positions=at.tolist(),
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        n_tokens = ids.size
+        if self.max_tokens_per_step is not None and n_tokens > self.max_tokens_per_step:
+            raise StepError(
+                f"the program takes at most {self.max_tokens_per_step} tokens per step, got "
+                f"{n_tokens}; feed them in pieces, or export it with a larger "
+                f"--max-tokens-per-step"
             )
-        except BaseException:
-            if cache.is_step_open:
-                cache.cancel_step()
-            raise
+        wanted = np.array([n_tokens - 1]) if rows is None else rows
+        keep = wanted if wanted.size else np.zeros(1, np.int64)  # a graph has no empty axes
+        logits, *others = self.method(
+            torch.from_numpy(ids[None]),
+            torch.from_numpy(at[None]),
+            torch.from_numpy(keep),
+            n_tokens=n_tokens,
+            positions=at.tolist(),
+        )
         out: FloatArray = logits[0, : wanted.size].float().numpy()
-        return out, others[0] if others else logits
+        return out, others[0][0].float().numpy() if has_features else out
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> ExecutorchModel:

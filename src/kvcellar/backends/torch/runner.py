@@ -11,18 +11,13 @@ import numpy as np
 import torch
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.cache import Cache
-from kvcellar.models.runner import FloatArray, checked_batch
+from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
 
 
-class TorchRunner:
-    """One model bound to one session; a :class:`~kvcellar.models.runner.Runner`.
-
-    It holds nothing of its own: many runners may share one model, also from several threads, as
-    long as each session is used by one thread at a time.
-    """
+class TorchRunner(BoundRunner):
+    """One model bound to one session; a :class:`~kvcellar.models.runner.Runner`."""
 
     def __init__(
         self,
@@ -33,62 +28,26 @@ class TorchRunner:
         session: CacheSession[Any],
         feature_layers: Sequence[int] = (),
     ) -> None:
-        """Bind; use :meth:`kvcellar.models.LoadedModel.bind`, which checks that they fit."""
-        self.params = params
-        self.vocab_size = vocab_size
-        self.max_tokens_per_step: int | None = None
-        self.n_features = len(feature_layers) * int(model.config.hidden_size)
+        """Bind a model, and what runs a few tokens of it at once where there is such a thing."""
+        n_features = len(feature_layers) * int(model.config.hidden_size)
+        super().__init__(session, params, vocab_size, n_features)
         self._network = model
         self._feature_layers = tuple(feature_layers)
         self._feature_modules = modules_given(model, feature_layers)
         self._decoder = decoder
-        self._session = session
         self._device: torch.device = model.device
 
-    def forward(
-        self,
-        token_ids: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
-        rows: Sequence[int] | IntArray | None = None,
-    ) -> FloatArray:
-        """See :meth:`kvcellar.models.runner.Runner.forward`."""
-        return self._run(token_ids, positions, rows, has_features=False)[0]
-
-    def forward_with_features(
-        self,
-        token_ids: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
-        rows: Sequence[int] | IntArray | None = None,
-    ) -> tuple[FloatArray, FloatArray]:
-        """See :meth:`kvcellar.models.runner.FeatureRunner.forward_with_features`."""
-        return self._run(token_ids, positions, rows, has_features=True)
-
     def _run(
-        self,
-        token_ids: Sequence[int] | IntArray,
-        positions: Sequence[int] | IntArray,
-        rows: Sequence[int] | IntArray | None,
-        *,
-        has_features: bool,
+        self, cache: Any, ids: IntArray, at: IntArray, rows: IntArray | None, *, has_features: bool
     ) -> tuple[FloatArray, FloatArray]:
-        """Run the tokens; return logits, and the features, if they are wanted."""
-        cache: Cache = self._session.cache
-        if not cache.is_step_open:
-            cache.end_step()  # from here on cancel_step can only mean this forward's step
-        try:
-            ids, at, wanted = checked_batch(token_ids, positions, rows, self.vocab_size)
-            if self._decoder is not None:
-                last = np.array([len(ids) - 1], np.int64) if wanted is None else wanted
-                layers = self._feature_layers if has_features else ()
-                whole = self._decoder.forward(cache, ids, at, last, layers)
-                if whole is not None:
-                    return whole
-            with use_cache(cache), torch.inference_mode():
-                modules = self._feature_modules if has_features else []
-                return self._by_modules(ids, at, wanted, modules)
-        except BaseException:
-            cache.cancel_step()
-            raise
+        if self._decoder is not None:
+            last = np.array([len(ids) - 1], np.int64) if rows is None else rows
+            layers = self._feature_layers if has_features else ()
+            whole = self._decoder.forward(cache, ids, at, last, layers)
+            if whole is not None:
+                return whole
+        with use_cache(cache), torch.inference_mode():
+            return self._by_modules(ids, at, rows, self._feature_modules if has_features else [])
 
     def _by_modules(
         self,
