@@ -7,11 +7,14 @@ biases of a quantised one.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.bookkeeping import Steps
+from kvcellar.bookkeeping.exact import ExactCells
 from kvcellar.errors import ShapeError
 from kvcellar.kv_dtype import KvDtype, SideDtype
 from kvcellar.types import IntArray, LayerGroup
@@ -21,6 +24,65 @@ GroupParts = tuple[SideArrays, SideArrays]
 """K and V of some tokens in the layers of one group."""
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+class RowPools(Protocol):
+    """The pools of all layers, as far as rows leave them and return."""
+
+    groups: tuple[LayerGroup, ...]
+    exact: list[ExactCells | None]
+
+    def frozen_rows(self, layer: int, group: LayerGroup, cells: IntArray) -> Any:
+        """Copy a layer's rows of some cells into a pool that nobody writes to."""
+        ...
+
+    def read_rows(self, group: LayerGroup, cells: IntArray) -> GroupParts:
+        """Return copies of the rows of ``cells [n]`` in the group's layers."""
+        ...
+
+    def write_rows(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
+        """Store rows in ``cells [n]``, which are not empty.
+
+        Raises:
+            ShapeError: not as many rows as cells; nothing was written.
+        """
+        ...
+
+
+class RowMoves:
+    """The verbs of a cache that move rows out and in."""
+
+    steps: Steps
+    pools: RowPools
+
+    def freeze_rows(self, cells: Sequence[IntArray]) -> list[Any]:
+        """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
+        indices = [self.steps.group_of(layer) for layer in range(self.steps.n_layers)]
+        return [
+            self.pools.frozen_rows(layer, self.pools.groups[index], cells[index])
+            for layer, index in enumerate(indices)
+        ]
+
+    def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
+        """Return copies in host memory of the K and V of some cells, per layer group.
+
+        Args:
+            tables: per layer group, cells; none for a group that is not wanted.
+
+        Returns:
+            Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``.
+        """
+        pairs = zip(self.pools.groups, tables, strict=True)
+        return [self.pools.read_rows(group, table) for group, table in pairs]
+
+    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
+        """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
+        pools = self.pools
+        for group, exact, cells, given in zip(pools.groups, pools.exact, tables, rows, strict=True):
+            if len(cells):
+                if exact is not None:
+                    exact.drop(cells)  # their rows were quantised before
+                pools.write_rows(group, cells, given)
 
 
 def empty_rows(group: LayerGroup, n: int, kv: KvDtype) -> GroupParts:

@@ -7,18 +7,19 @@ writes are evaluated where they are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvcellar.backends.host_rows import GroupParts
+from kvcellar.backends.host_rows import GroupParts, RowMoves
 from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
 from kvcellar.backends.mlx.codecs import rotate
 from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
+from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
@@ -70,7 +71,7 @@ class Prepared:
     write_cells: mx.array | None
     reads: tuple[Read, ...]
     exact_writes: tuple[Write, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
     """Shapes of k, v and q: checked once, equal in all layers of the group."""
     one_run: tuple[int, Run, str | None] | None
     """(first cell to write, run to read, mask) where that is all: the hot path."""
@@ -100,6 +101,19 @@ class MlxPools:
         """Bytes that the pools have allocated."""
         return sum(pool.size_bytes for pool in self.of_layer)
 
+    def frozen_rows(self, layer: int, group: LayerGroup, cells: IntArray) -> Pool:
+        """Copy a layer's rows of some cells into a pool that nobody writes to."""
+        return frozen_rows(self.of_layer[layer], mx.array(cells), group, self.config)
+
+    def read_rows(self, group: LayerGroup, cells: IntArray) -> GroupParts:
+        """Return copies of the rows of ``cells [n]`` in the group's layers."""
+        pools = [self.of_layer[layer] for layer in group.layers]
+        return host_rows.read(pools, cells, group, self.config.kv)
+
+    def write_rows(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
+        """Store rows in ``cells [n]`` of the group's layers."""
+        host_rows.write([self.of_layer[layer] for layer in group.layers], cells, given)
+
     def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
         exact = self.exact[group]
@@ -116,7 +130,7 @@ class MlxPools:
             mx.eval(pool.parts)
 
 
-class MlxCache:
+class MlxCache(RowMoves):
     """What models and whoever moves bytes ask of a cache of MLX arrays: writes, reads, attention.
 
     A cache is this and a face of the bookkeeping, whose steps say what to write and read.
@@ -198,13 +212,13 @@ class MlxCache:
         """Check the shapes, ask for the plan, put it in arrays once per forward and group."""
         index = self.steps.group_of(layer)
         prepared = self._prepared[index]
-        shapes = (k.shape, v.shape) if q is None else (k.shape, v.shape, q.shape)
+        shapes = (k.shape, v.shape, None if q is None else q.shape)
         if (
             prepared is None
             or shapes != prepared.shapes
             or not self.steps.take_plan(layer, prepared.plan)
         ):
-            _check_shapes(layer, self.steps.groups[index], shapes)
+            check_shapes(layer, self.steps.groups[index], *shapes)
             positions = _flat(position) if self.steps.needs_positions() else None
             plan = self.steps.plan(layer, k.shape[2], positions)
             exact = self.pools.exact[index]
@@ -241,74 +255,6 @@ class MlxCache:
             assert isinstance(pool, ExactPool)
             _write_runs(pool.exact, prepared.exact_writes, k, v)
         self.steps.wrote(layer)
-
-    # Bytes out and in ----------------------------------------------------------------------------
-
-    def freeze_rows(self, cells: Sequence[IntArray]) -> list[Pool]:
-        """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
-        pairs = ((layer, self.steps.group_of(layer)) for layer in range(self.steps.n_layers))
-        return [
-            frozen_rows(
-                self.pools.of_layer[layer],
-                mx.array(cells[index]),
-                self.steps.groups[index],
-                self.pools.config,
-            )
-            for layer, index in pairs
-        ]
-
-    def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
-        """Copies of the K and V of some cells, as NumPy arrays, per layer group.
-
-        Args:
-            tables: per layer group, cells; none for a group that is not wanted.
-
-        Returns:
-            Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
-            see ``backends.host_rows``.
-        """
-        return [
-            host_rows.read(pools, table, group, self.pools.config.kv)
-            for group, table, pools in self._by_group(tables)
-        ]
-
-    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
-        """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
-        for (group, table, pools), given in zip(self._by_group(tables), rows, strict=True):
-            if len(table):
-                self._drop_exact(group.layers[0], table)
-                host_rows.write(pools, table, given)
-
-    def _by_group(
-        self, tables: Sequence[IntArray]
-    ) -> Iterator[tuple[LayerGroup, IntArray, list[Pool]]]:
-        for group, table in zip(self.steps.groups, tables, strict=True):
-            yield group, table, [self.pools.of_layer[layer] for layer in group.layers]
-
-    def _drop_exact(self, layer: int, cells: IntArray) -> None:
-        """Once per group: cells get rows that were quantised before."""
-        index = self.steps.group_of(layer)
-        exact = self.pools.exact[index]
-        if exact is not None and layer == self.steps.groups[index].layers[0]:
-            exact.drop(cells)
-
-
-def _check_shapes(layer: int, group: LayerGroup, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Refuse what does not fit the layer's group: of k, v and, where it is there, q."""
-    k, v = shapes[:2]
-    n_tok, n_kv = k[2] if len(k) == 4 else 0, group.n_kv_heads
-    if k != (1, n_kv, n_tok, group.head_dim) or v != (1, n_kv, n_tok, group.v_head_dim):
-        raise ShapeError(
-            f"layer {layer} brings k {k} and v {v}; this cache holds "
-            f"[1, {n_kv}, T, {group.head_dim}] and [1, {n_kv}, T, {group.v_head_dim}]"
-        )
-    for q in shapes[2:]:
-        n_heads = q[1] if len(q) == 4 else 0
-        if not n_heads or n_heads % n_kv or q != (1, n_heads, n_tok, group.head_dim):
-            raise ShapeError(
-                f"layer {layer} attends with q {q}; this cache has {n_kv} KV heads of head_dim "
-                f"{group.head_dim}, so q is [1, a multiple of {n_kv}, {n_tok}, {group.head_dim}]"
-            )
 
 
 def _flat(position: Positions) -> list[int] | None:

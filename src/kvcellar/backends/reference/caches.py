@@ -19,6 +19,7 @@ from kvcellar.backends.reference.pools import (
     from_bfloat16_bits,
     to_bfloat16_bits,
 )
+from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.errors import ConfigError, ShapeError
@@ -147,7 +148,9 @@ class ReferenceCache:
             StepError, PositionError, CacheFullError: as ``plan`` raises them; nothing was written.
         """
         group = self._layer_group(layer_id)
-        _check_queries(q, k, group, sinks)
+        check_shapes(layer_id, group, k.shape, v.shape, q.shape)
+        if sinks is not None and sinks.shape != q.shape[1:2]:
+            raise ShapeError(f"sinks are {list(sinks.shape)}; {q.shape[1]} heads need as many")
         segments = self.update_and_fetch(layer_id, position, k, v)
         out = np.empty((*q.shape[1:3], group.v_head_dim), dtype=np.float64)
         for s in segments:
@@ -172,12 +175,8 @@ class ReferenceCache:
         Raises:
             ShapeError, StepError, PositionError, CacheFullError: see ``update_and_attend``.
         """
-        group = self._layer_group(layer)
-        _check_rows("k", k, group.n_kv_heads, group.head_dim)
-        _check_rows("v", v, group.n_kv_heads, group.v_head_dim)
+        check_shapes(layer, self._layer_group(layer), k.shape, v.shape, None)
         n_tokens = k.shape[2]
-        if v.shape[2] != n_tokens:
-            raise ShapeError(f"k brings {n_tokens} tokens and v {v.shape[2]}; they must be equal")
         plan = self.steps.plan(layer, n_tokens, _flat_positions(position, n_tokens))
         pool = self.pools.of_layer[layer]
         pool.ensure(plan.n_cells)
@@ -279,30 +278,3 @@ def _flat_positions(position: ArrayLike, n_tokens: int) -> IntArray:
             f"[{n_tokens}, 1]"
         )
     return given.reshape(n_tokens).astype(np.int64)
-
-
-def _check_rows(name: str, rows: FloatArray, n_kv_heads: int, dim: int) -> None:
-    if rows.ndim != 4 or rows.shape[:2] != (1, n_kv_heads) or rows.shape[3] != dim:
-        raise ShapeError(
-            f"{name} is {list(rows.shape)}; this layer keeps [1, {n_kv_heads}, n_tok, {dim}]"
-        )
-
-
-def _check_queries(
-    q: FloatArray, k: FloatArray, group: LayerGroup, sinks: FloatArray | None
-) -> None:
-    _check_rows("k", k, group.n_kv_heads, group.head_dim)
-    n_tokens = k.shape[2]
-    if q.ndim != 4 or (q.shape[0], q.shape[2], q.shape[3]) != (1, n_tokens, group.head_dim):
-        raise ShapeError(
-            f"q is {list(q.shape)}; k brings {n_tokens} tokens, so q must be "
-            f"[1, n_q_heads, {n_tokens}, {group.head_dim}]"
-        )
-    n_q_heads = q.shape[1]
-    if not n_q_heads or n_q_heads % group.n_kv_heads:
-        raise ShapeError(
-            f"q has {n_q_heads} heads, which the layer's {group.n_kv_heads} KV heads do not "
-            f"divide; n_q_heads must be a multiple of n_kv_heads"
-        )
-    if sinks is not None and sinks.shape != (n_q_heads,):
-        raise ShapeError(f"sinks are {list(sinks.shape)}; {n_q_heads} heads need [{n_q_heads}]")

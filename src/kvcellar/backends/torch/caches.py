@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcellar.backends.host_rows import GroupParts
-from kvcellar.backends.torch import host_rows, kernel
+from kvcellar.backends.host_rows import RowMoves
+from kvcellar.backends.shapes import check_shapes
+from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import rotate
-from kvcellar.backends.torch.exact import ExactPool, frozen_rows
-from kvcellar.backends.torch.pools import LayerPool, Pool
+from kvcellar.backends.torch.exact import ExactPool
+from kvcellar.backends.torch.pools import LayerPool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
-from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import (
     FROZEN,
     AttendKind,
     AttendSpec,
     CacheConfig,
-    IntArray,
-    LayerGroup,
     Run,
     StepPlan,
     Write,
@@ -73,7 +71,7 @@ class Prepared:
     """Plan for the kernel."""
 
 
-class TorchCache:
+class TorchCache(RowMoves):
     """What the op and whoever moves bytes ask of a cache of tensors: writes, reads, attention.
 
     A cache is this and a face of the bookkeeping, whose steps say what to write and read.
@@ -107,24 +105,7 @@ class TorchCache:
         out_dtype: torch.dtype,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store this forward's K and V of one layer, then attend.
-
-        Args:
-            q: ``[1, n_heads, T, head_dim]``, rotated.
-            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
-            v: ``[1, n_kv_heads, T, v_head_dim]``.
-            position: ``[T]`` or ``[T, 1]``, one int per token.
-            layer_id: which layer.
-            scale: factor on the logits.
-            out_dtype: type of the result, whatever the pools store.
-            sinks: ``[n_heads]``, see ``attention.attend``.
-
-        Returns:
-            ``[1, n_heads, T, v_head_dim]``.
-
-        Raises:
-            ShapeError, StepError, PositionError, CacheFullError: nothing was written.
-        """
+        """Store K and V and attend; see :func:`kvcellar.op.eager_update_and_attend`."""
         index = self.steps.group_of(layer_id)
         group = self.steps.groups[index]
         if self.is_rotated:
@@ -171,27 +152,8 @@ class TorchCache:
         ):
             self.pools.of_layer[layer].ensure(prepared.plan.n_cells, k.device)
             return prepared
-        group = self.steps.groups[index]
+        check_shapes(layer, self.steps.groups[index], *shapes)
         n_tok = k.shape[2]
-        if k.shape != (1, group.n_kv_heads, n_tok, group.head_dim) or v.shape != (
-            1,
-            group.n_kv_heads,
-            n_tok,
-            group.v_head_dim,
-        ):
-            raise ShapeError(
-                f"layer {layer} brings k {tuple(k.shape)} and v {tuple(v.shape)}; this cache "
-                f"holds [1, {group.n_kv_heads}, T, {group.head_dim}] and "
-                f"[1, {group.n_kv_heads}, T, {group.v_head_dim}]"
-            )
-        if q is not None:
-            n_heads = q.shape[1]
-            if n_heads % group.n_kv_heads or q.shape != (1, n_heads, n_tok, group.head_dim):
-                raise ShapeError(
-                    f"layer {layer} attends with q {tuple(q.shape)}; this cache has "
-                    f"{group.n_kv_heads} KV heads of head_dim {group.head_dim}, so q is "
-                    f"[1, a multiple of {group.n_kv_heads}, {n_tok}, {group.head_dim}]"
-                )
         positions = self._positions(position) if self.steps.needs_positions() else None
         plan = self.steps.plan(layer, n_tok, positions)
         exact = self.pools.exact[index]
@@ -285,54 +247,6 @@ class TorchCache:
         keys, values = pool.read(run.start, run.length)
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "the pool's type is float"
         return attend_one(q, keys, values, scale)
-
-    # Bytes out and in ----------------------------------------------------------------------------
-
-    def freeze_rows(self, cells: Sequence[IntArray]) -> list[Pool]:
-        """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
-        pairs = ((layer, self.steps.group_of(layer)) for layer in range(self.steps.n_layers))
-        return [
-            frozen_rows(
-                self.pools.of_layer[layer], cells[index], self.steps.groups[index], self.config
-            )
-            for layer, index in pairs
-        ]
-
-    def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
-        """Copies in host memory of the K and V of some cells, as NumPy arrays, per layer group.
-
-        Args:
-            tables: per layer group, cells; none for a group that is not wanted.
-
-        Returns:
-            Per layer group the arrays of K and of V, each ``[n_layers, n_kv_heads, n, width]``;
-            see ``backends.host_rows``.
-        """
-        return [
-            host_rows.read([self.pools.of_layer[layer] for layer in group.layers], table, group, kv)
-            for group, table, kv in self._by_group(tables)
-        ]
-
-    def write_rows(self, tables: Sequence[IntArray], rows: Sequence[GroupParts]) -> None:
-        """Put arrays as ``read_rows`` gives them in cells of the same order; they are copied."""
-        for (group, table, _), given in zip(self._by_group(tables), rows, strict=True):
-            if len(table):
-                pools = [self.pools.of_layer[layer] for layer in group.layers]
-                self._drop_exact(group.layers[0], torch.as_tensor(table))
-                host_rows.write(pools, table, given, self.pools.home)
-
-    def _by_group(
-        self, tables: Sequence[IntArray]
-    ) -> Iterator[tuple[LayerGroup, IntArray, KvDtype]]:
-        for group, table in zip(self.steps.groups, tables, strict=True):
-            yield group, table, self.config.kv
-
-    def _drop_exact(self, layer: int, cells: Tensor) -> None:
-        """Once per group: cells get rows that were quantised before."""
-        index = self.steps.group_of(layer)
-        exact = self.pools.exact[index]
-        if exact is not None and layer == self.steps.groups[index].layers[0]:
-            exact.drop(cells.cpu().numpy())
 
     def _positions(self, position: Tensor | Sequence[int] | None) -> Sequence[int] | None:
         if isinstance(position, Tensor):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kvcellar.backends.torch import kernel
-from kvcellar.backends.torch.exact import ExactPool, beside_frozen
+from kvcellar.backends.host_rows import GroupParts
+from kvcellar.backends.torch import host_rows, kernel
+from kvcellar.backends.torch.exact import ExactPool, beside_frozen, frozen_rows
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, LayerPool, Pool
 from kvcellar.bookkeeping.exact import exact_cells
-from kvcellar.types import CacheConfig, IntArray
+from kvcellar.types import CacheConfig, IntArray, LayerGroup
 
 
 class TorchPools:
@@ -50,6 +51,20 @@ class TorchPools:
         """The device of the pools; the CPU before the first K came."""
         found = (pool.device for pool in self.of_layer)
         return next((device for device in found if device is not None), torch.device("cpu"))
+
+    def frozen_rows(self, layer: int, group: LayerGroup, cells: IntArray) -> Pool:
+        """Copy a layer's rows of some cells into a pool that nobody writes to."""
+        return frozen_rows(self.of_layer[layer], cells, group, self.config)
+
+    def read_rows(self, group: LayerGroup, cells: IntArray) -> GroupParts:
+        """Return copies of the rows of ``cells [n]`` in the group's layers, in host memory."""
+        pools = [self.of_layer[layer] for layer in group.layers]
+        return host_rows.read(pools, cells, group, self.config.kv)
+
+    def write_rows(self, group: LayerGroup, cells: IntArray, given: GroupParts) -> None:
+        """Store rows in ``cells [n]`` of the group's layers."""
+        pools = [self.of_layer[layer] for layer in group.layers]
+        host_rows.write(pools, cells, given, self.home)
 
     def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
