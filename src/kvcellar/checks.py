@@ -84,11 +84,11 @@ def wholes(values: Any, what: str, error: type[KVCellarError] = ConfigError) -> 
     raise error(f"{what} must be a sequence of whole numbers, got {seen(values)}")
 
 
-def number(value: Any, what: str, error: type[KVCellarError] = ConfigError) -> float:
+def number(value: Any, what: str) -> float:
     """Return a finite real number as it was given.
 
     Raises:
-        KVCellarError: ``error``: it is none, is a bool, or is infinite or NaN.
+        ConfigError: it is none, is a bool, or is infinite or NaN.
     """
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         try:
@@ -96,17 +96,17 @@ def number(value: Any, what: str, error: type[KVCellarError] = ConfigError) -> f
                 return cast(float, value)
         except OverflowError:  # a whole number beyond all floats
             pass
-    raise error(f"{what} must be a number, got {seen(value)}")
+    raise ConfigError(f"{what} must be a number, got {seen(value)}")
 
 
-def flag(value: Any, what: str, error: type[KVCellarError] = ConfigError) -> bool:
+def flag(value: Any, what: str) -> bool:
     """Return true or false.
 
     Raises:
-        KVCellarError: ``error``: it is neither.
+        ConfigError: it is neither.
     """
     if not isinstance(value, bool | np.bool_):
-        raise error(f"{what} must be True or False, got {seen(value)}")
+        raise ConfigError(f"{what} must be True or False, got {seen(value)}")
     return bool(value)
 
 

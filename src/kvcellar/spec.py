@@ -14,7 +14,7 @@ from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
 from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kv_dtype import KvDtype
-from kvcellar.types import MIN_CHUNK, LayerGroup, ModelCacheParams
+from kvcellar.types import MIN_CHUNK, WINDOW_SLACK, LayerGroup, ModelCacheParams
 
 _ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
@@ -296,36 +296,30 @@ class ModelCacheSpec:
         """Return the bytes of one token in all layers."""
         return sum(self.group_bytes(kv))
 
-    def agent_cells(self, context: int, window_slack: int = 64) -> tuple[int, ...]:
+    def agent_cells(self, context: int) -> tuple[int, ...]:
         """Return the tokens that a sequence of ``context`` holds in each group.
 
         A window lets go of what is behind it.
-
-        Args:
-            context: its length.
-            window_slack: tokens kept behind each window.
         """
         return tuple(
-            context if group.window is None else min(context, group.window + window_slack)
+            context if group.window is None else min(context, group.window + WINDOW_SLACK)
             for group in self.params.groups
         )
 
-    def agent_bytes(self, context: int, kv: KvDtype, window_slack: int = 64) -> int:
+    def agent_bytes(self, context: int, kv: KvDtype) -> int:
         """Return the bytes of a sequence of ``context`` tokens, shared with nobody."""
-        cells = self.agent_cells(context, window_slack)
+        cells = self.agent_cells(context)
         return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
 
-    def growth_bytes(self, context: int, kv: KvDtype, window_slack: int = 64) -> int:
+    def growth_bytes(self, context: int, kv: KvDtype) -> int:
         """Return the bytes that growing adds: one layer's old copy stands beside the new one."""
-        cells = self.agent_cells(context, window_slack)
+        cells = self.agent_cells(context)
         return max(
             n * size // len(group.layers)
             for n, size, group in zip(cells, self.group_bytes(kv), self.params.groups, strict=True)
         )
 
-    def pool_cells(
-        self, context: int, n_agents: int = 1, window_slack: int = 64
-    ) -> tuple[int, ...]:
+    def pool_cells(self, context: int, n_agents: int = 1) -> tuple[int, ...]:
         """Return the cells that pools allocate in each group where no budget is set: they double.
 
         Exact for one agent whose history came in steps of ``STEP_TOKENS``. Of several it is what
@@ -334,13 +328,12 @@ class ModelCacheSpec:
         Args:
             context: tokens of each agent.
             n_agents: agents in one cache, sharing nothing.
-            window_slack: tokens kept behind each window.
         """
         cells = []
         for group in self.params.groups:
             one = context
             if group.window is not None:  # a step's tokens come before older ones go
-                keep = group.window - 1 + window_slack
+                keep = group.window - 1 + WINDOW_SLACK
                 one = max(
                     min(keep, at) + min(STEP_TOKENS, context - at)
                     for at in range(0, context, STEP_TOKENS)

@@ -21,6 +21,9 @@ IntArray = NDArray[np.int64]
 MIN_CHUNK = 512
 """Cells that a pool allocates at first, where nothing else is asked for."""
 
+WINDOW_SLACK = 64
+"""Positions kept behind each sliding window, where nothing else is said."""
+
 MOST_CELLS = 2**31 - 1
 """Of one layer group; kernels count in 32 bits."""
 
@@ -328,7 +331,7 @@ class CacheConfig:
     capacity: int
     kv_dtype: str = "float32"
     min_chunk: int = MIN_CHUNK
-    window_slack: int = 64
+    window_slack: int = WINDOW_SLACK
     block_size: int = 16
     layout: str = "layer_first"
     budget: MemoryBudget | None = None
@@ -402,7 +405,7 @@ def make_config(
     kv_dtype: str = "float32",
     min_chunk: int = MIN_CHUNK,
     *,
-    window_slack: int = 64,
+    window_slack: int = WINDOW_SLACK,
     block_size: int = 16,
     layout: str = "layer_first",
     budget: MemoryBudget | None = None,

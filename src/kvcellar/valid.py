@@ -51,18 +51,17 @@ def read_json(text: str) -> Any:
     return json.loads(text)
 
 
-def valid_json(value: T, name: str = "") -> T:
+def valid_json(value: T) -> T:
     """Return ``value`` with all its texts and keys made valid, or itself where they are.
 
     Args:
         value: mappings, lists, tuples, texts, numbers, booleans and None.
-        name: what the value is called in an error.
 
     Raises:
         PromptError: a number that is not finite, or more than ``MOST_DEPTH`` levels; the message
             says where.
     """
-    found: T = _valid(value, (name,) if name else ())
+    found: T = _valid(value, ())
     return found
 
 

@@ -74,14 +74,14 @@ class Directory:
             await self.refresh()
         return self.known(agent_id) is not None
 
-    async def describe(self, agent_id: str, model: str | None = None) -> AgentInfo:
+    async def describe(self, agent_id: str) -> AgentInfo:
         """Describe one agent, and how much of it is in the cache.
 
         Raises:
             UnknownAgentError: there is none of that name.
         """
         await self.refresh()
-        agent = await self.find(agent_id, model)
+        agent = await self.find(agent_id)
         host = self.host_of(agent)
         if host is None:
             return self.info_of(agent, 0)
@@ -108,29 +108,29 @@ class Directory:
         """
         return self.agent(agent_id, model).messages
 
-    def turns(self, agent_id: str, model: str | None = None) -> Sequence[TurnRecord]:
+    def turns(self, agent_id: str) -> Sequence[TurnRecord]:
         """Return the turns of an agent, oldest first.
 
         Raises:
             UnknownAgentError: none of that name is known here.
         """
-        return self.agent(agent_id, model).turns
+        return self.agent(agent_id).turns
 
-    def why(self, agent_id: str, model: str | None = None) -> Miss | None:
+    def why(self, agent_id: str) -> Miss | None:
         """Return what the last turn had to compute again, and why; None where nothing was lost.
 
         Raises:
             UnknownAgentError: none of that name is known here.
         """
-        return self.agent(agent_id, model).miss
+        return self.agent(agent_id).miss
 
-    def why_not(self, agent_id: str, model: str | None = None) -> str:
+    def why_not(self, agent_id: str) -> str:
         """Say in a sentence what there is to say where ``why`` is None.
 
         Raises:
             UnknownAgentError: none of that name is known here.
         """
-        agent = self.agent(agent_id, model)
+        agent = self.agent(agent_id)
         n = len(agent.turns)
         if agent.is_rewound:
             left = f"it has {n} turn{'s' * (n > 1)} left" if n else "it has no turn left"

@@ -168,7 +168,6 @@ class Lifecycle:
         *,
         position: int | None = None,
         turn: int | None = None,
-        model: str | None = None,
     ) -> AgentInfo:
         """Go back to a place in the history; ``undo`` brings back what came behind it.
 
@@ -176,14 +175,13 @@ class Lifecycle:
             agent_id: whose.
             position: tokens that stay.
             turn: or turns that stay, from the beginning, or from the end where negative.
-            model: of the agent, where several have that name.
 
         Raises:
             UnknownAgentError: there is none of that name.
             AgentError: there is no such place; nothing was changed.
             StoreError: what is dropped cannot be saved; nothing was changed.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         async with agent.gate:
             await self.publisher.refresh(agent)
             before = agent.tokens
@@ -200,9 +198,7 @@ class Lifecycle:
 
     # Going -------------------------------------------------------------------------------------
 
-    async def delete(
-        self, agent_id: str, model: str | None = None, *, is_final: bool = False
-    ) -> None:
+    async def delete(self, agent_id: str, *, is_final: bool = False) -> None:
         """Forget an agent: its cells and its reference; what others share stays.
 
         ``undo`` brings it back until the store needs the room, unless it is final, or the store
@@ -211,7 +207,7 @@ class Lifecycle:
         Raises:
             UnknownAgentError: there is none of that name.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         await self._delete(agent, "delete", agent_id, uuid.uuid4().hex, is_final=is_final)
 
     async def _delete(
@@ -225,13 +221,13 @@ class Lifecycle:
             await free_cells(self.directory, agent)
             await self._remove(agent)
 
-    async def forget(self, agent_id: str, model: str | None = None) -> None:
+    async def forget(self, agent_id: str) -> None:
         """Delete an agent and leave what it computed to the cache, for whoever begins alike.
 
         Raises:
             UnknownAgentError: there is none of that name.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         async with agent.gate:
             await self._remove(agent)
 
@@ -243,7 +239,7 @@ class Lifecycle:
             with contextlib.suppress(UnknownReferenceError):
                 await asyncio.to_thread(self.store.delete, agent.name)
 
-    async def keep(self, agent_id: str, model: str | None = None) -> Sequence[str]:
+    async def keep(self, agent_id: str) -> Sequence[str]:
         """Keep this branch and delete its siblings, with all that was forked from them.
 
         ``undo`` of this one brings back all that it has deleted.
@@ -255,7 +251,7 @@ class Lifecycle:
             UnknownAgentError: there is none of that name.
             AgentError: one of them is generating; nothing was deleted.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         doomed = _beside(agent, self.directory.agents())
         busy = [other.agent_id for other in doomed if other.gate.is_taken]
         if busy:
@@ -268,13 +264,13 @@ class Lifecycle:
             await self._delete(other, "keep", agent_id, act)
         return [other.agent_id for other in doomed]
 
-    async def finish(self, agent_id: str, model: str | None = None) -> AgentInfo:
+    async def finish(self, agent_id: str) -> AgentInfo:
         """End a sub-agent: its private cells are free at once; its history stays stored.
 
         Raises:
             UnknownAgentError: there is none of that name.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         async with agent.gate:
             agent.is_finished, agent.is_waiting = True, False
             await self.publisher.save(agent, self.directory.host_of(agent))

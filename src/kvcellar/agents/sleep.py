@@ -43,16 +43,14 @@ class Sleep:
     publisher: Publisher
     is_verified: bool
 
-    async def pause(
-        self, agent_id: str, model: str | None = None, *, progress: ProgressFn | None = None
-    ) -> AgentInfo:
+    async def pause(self, agent_id: str, *, progress: ProgressFn | None = None) -> AgentInfo:
         """Write all of an agent to disk, then free the cells that only it needs.
 
         Raises:
             UnknownAgentError: there is none of that name.
             StoreError: it could not be written; its cells are still there.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         async with agent.gate:
             agent.is_paused, agent.is_waiting = True, False
             if progress is not None:
@@ -68,9 +66,7 @@ class Sleep:
                 progress(1.0, "saved")
         return agent.info(0)
 
-    async def resume(
-        self, agent_id: str, model: str | None = None, *, progress: ProgressFn | None = None
-    ) -> BroughtBack:
+    async def resume(self, agent_id: str, *, progress: ProgressFn | None = None) -> BroughtBack:
         """Bring an agent's KV back into cells now, before its next turn asks for it.
 
         Returns:
@@ -81,7 +77,7 @@ class Sleep:
             AgentError: it was saved with another version of its model; nothing was changed.
             ModelError: its model cannot be loaded.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         async with agent.gate, self.models.use(agent.model) as host:
             await self.publisher.refresh(agent)
             if agent.key != host.key:
@@ -105,7 +101,7 @@ class Sleep:
             await self.publisher.save(agent, host)
         return back
 
-    async def wait(self, agent_id: str, model: str | None = None) -> AgentInfo:
+    async def wait(self, agent_id: str) -> AgentInfo:
         """Have an agent wait for a tool: its cells are the first to go where memory is short.
 
         Its next turn ends the wait and brings back what went.
@@ -114,7 +110,7 @@ class Sleep:
             UnknownAgentError: there is none of that name.
             AgentError: it is generating.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         if agent.request_id is not None:
             raise AgentError(
                 f"agent {agent_id!r} is generating, so it cannot wait for a tool; end its turn"
@@ -129,7 +125,6 @@ class Sleep:
         self,
         agent_id: str,
         file: str | Path,
-        model: str | None = None,
         *,
         progress: ProgressFn | None = None,
     ) -> int:
@@ -139,7 +134,7 @@ class Sleep:
             UnknownAgentError: there is none of that name.
             StoreError: it cannot be saved, or the file cannot be written.
         """
-        agent = await self.directory.find(agent_id, model)
+        agent = await self.directory.find(agent_id)
         async with agent.gate:
             await self.publisher.publish(agent, self.directory.host_of(agent))
             await self.publisher.settled(agent)

@@ -40,17 +40,16 @@ def relocated(tables: Sequence[IntArray], moved: Relocation) -> tuple[IntArray, 
     )
 
 
-def crumbs(cells: IntArray, min_run: int = MIN_RUN) -> list[tuple[int, int]]:
+def crumbs(cells: IntArray) -> list[tuple[int, int]]:
     """Return the stretches ``[first, stop)`` of a history where short runs follow each other.
 
     Args:
         cells: ``[n]`` in the order of their positions, without -1.
-        min_run: shorter runs are short.
     """
     found: list[tuple[int, int]] = []
     first = at = n_short = 0
     for run in runs_of(cells):
-        if run.length >= min_run:
+        if run.length >= MIN_RUN:
             if n_short > 1:
                 found.append((first, at))
             first, n_short = at + run.length, 0

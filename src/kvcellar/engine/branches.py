@@ -13,7 +13,6 @@ from kvcellar.cache import SeqCache
 from kvcellar.checks import whole
 from kvcellar.engine.generate import (
     Finish,
-    PrefillFn,
     check_prompt,
     prefill,
     told,
@@ -102,8 +101,6 @@ def branch(
     n_branches: int,
     *,
     eos_token_ids: Collection[int] = (),
-    prefill_chunk: int = 512,
-    on_prefill: PrefillFn | None = None,
     on_step: StepFn | None = None,
 ) -> BranchReport:
     """Continue a prompt in several ways and keep the likeliest.
@@ -119,8 +116,6 @@ def branch(
         params: how to sample; ``max_tokens`` is needed.
         n_branches: how many continuations.
         eos_token_ids: tokens with which the model ends a text.
-        prefill_chunk: tokens of the prompt in one forward.
-        on_prefill: called before the first chunk of the prompt and after each.
         on_step: called after each token of the branches.
 
     Raises:
@@ -147,7 +142,7 @@ def branch(
         for index in range(n_branches)
     ]
     started = time.perf_counter()
-    logits = prefill(runner, trunk, prompt, prefill_chunk, on_prefill)
+    logits = prefill(runner, trunk, prompt)
     prefilled = time.perf_counter()
     for one in growing:
         cache.seq_cp(trunk.seq_id, one.branch.seq_id)

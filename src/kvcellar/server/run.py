@@ -194,7 +194,6 @@ def serve(
     make_models: Callable[[], ServedModels],
     *,
     on_ready: Callable[[str, Service], None] | None = None,
-    preload: bool = True,
 ) -> None:
     """Serve until a signal says stop.
 
@@ -203,7 +202,6 @@ def serve(
         store: of the agents; the caller's to close.
         make_models: opens what is offered.
         on_ready: called with the address when requests are taken.
-        preload: load the first model before anybody asks.
 
     Raises:
         ConfigError: the port is taken.
@@ -216,7 +214,7 @@ def serve(
         url = f"http://{name}:{port}"
         runner = asyncio.Runner(loop_factory=_loop_factory())
         with held_store(store.path, url), runner:
-            runner.run(_serve(config, store, make_models(), listener, url, on_ready, preload))
+            runner.run(_serve(config, store, make_models(), listener, url, on_ready))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -235,19 +233,17 @@ async def _serve(
     listener: socket.socket,
     url: str,
     on_ready: Callable[[str, Service], None] | None,
-    preload: bool,
 ) -> None:
     service = Service(config, store, models)
     server = Server(service)
-    loading = asyncio.create_task(_preload(service)) if preload else None
+    loading = asyncio.create_task(_preload(service))
     if on_ready is not None:
         on_ready(url, service)
     try:
         await server.run_in_loop(listener)
     finally:
-        if loading is not None:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
 
 
 async def _preload(service: Service) -> None:
@@ -287,10 +283,10 @@ _HANDLER = _ToStderr()
 _OTHERS = ("uvicorn", "kvcellar.engine", "kvcellar.agents", "kvcellar.store")
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
+def log_to_stderr() -> None:
     """Log a line of JSON per request, and for what else there is to say. May be called twice."""
     others = (logging.getLogger(name) for name in _OTHERS)
-    for logger, least in ((log, level), *((other, logging.WARNING) for other in others)):
+    for logger, least in ((log, logging.INFO), *((other, logging.WARNING) for other in others)):
         logger.addHandler(_HANDLER)
         logger.setLevel(least)
         logger.propagate = False
