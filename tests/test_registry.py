@@ -114,15 +114,13 @@ def test_a_cache_that_nobody_holds_any_more_is_freed():
     assert gone() is None
 
 
-def test_an_entry_is_replaced_unless_it_must_not_be():
+def test_an_entry_of_another_cache_is_refused_and_kept():
     caches, first, second = CacheRegistry(), make_cache(), make_cache()
     caches.install("a", first)
     with pytest.raises(ConfigError, match="has the cache_key 'a'; end it first, or leave"):
-        caches.install("a", second, replace=False)
+        caches.install("a", second)
     assert caches.get("a") is first
-    caches.install("a", first, replace=False)
-    caches.install("a", second)
-    assert caches.get("a") is second
+    caches.install("a", first)
 
 
 def in_threads(n, work):

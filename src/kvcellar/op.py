@@ -126,10 +126,6 @@ def _fake(
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
 
 
-def _is_defined(name: str) -> bool:
-    return bool(torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name}"))
-
-
 def _keep_the_object(name: str) -> None:
     """Let ``torch.ops`` give the same object for an op after ExecuTorch has defined it again.
 
@@ -142,7 +138,7 @@ def _keep_the_object(name: str) -> None:
 
 def _register() -> list[torch.library.Library]:
     """Define what is missing and register our kernels; the libraries must stay alive."""
-    if not _is_defined("update_and_attend"):
+    if not torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::update_and_attend"):
         torch.library.custom_op(
             f"{NAMESPACE}::update_and_attend",
             eager_update_and_attend,

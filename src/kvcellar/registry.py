@@ -72,15 +72,15 @@ class CacheRegistry:
         """Return the registry of this process."""
         return cls._global
 
-    def install(self, cache_key: str, cache: Cache, *, replace: bool = True) -> None:
+    def install(self, cache_key: str, cache: Cache) -> None:
         """Make ``cache`` known under a key.
 
         Raises:
-            ConfigError: another cache has that key and may not be replaced; nothing was changed.
+            ConfigError: another cache has that key; nothing was changed.
         """
         text(cache_key, "cache_key")
         with self._lock:
-            if not replace and self._caches.get(cache_key, cache) is not cache:
+            if self._caches.get(cache_key, cache) is not cache:
                 raise ConfigError(
                     f"another session has the cache_key {cache_key!r}; end it first, or leave "
                     f"cache_key out and get one that no other session has"
@@ -235,7 +235,7 @@ class CacheSession(Generic[Face]):
         Raises:
             ConfigError: another session has the ``cache_key``.
         """
-        CacheRegistry.instance().install(self.cache_key, self._cache, replace=False)
+        CacheRegistry.instance().install(self.cache_key, self._cache)
         self._n_open += 1
         return self
 

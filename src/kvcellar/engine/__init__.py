@@ -19,7 +19,6 @@ from kvcellar.engine.sampling import (
     TokenLogprob,
     sample,
 )
-from kvcellar.engine.sequence import OneSequence
 from kvcellar.engine.service import EngineService, EventStream
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.text import Detokenizer, StopMatcher, TextStream
@@ -45,7 +44,6 @@ __all__ = [
     "Generation",
     "Guide",
     "HeldPrefix",
-    "OneSequence",
     "PromptEvent",
     "Request",
     "Restore",

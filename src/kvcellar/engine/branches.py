@@ -18,7 +18,7 @@ from kvcellar.engine.generate import (
     told,
 )
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, sample
-from kvcellar.engine.sequence import OneSequence
+from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import ConfigError
 from kvcellar.types import CacheConfig, CacheUsage
@@ -128,7 +128,7 @@ def branch(
         raise ConfigError(
             "branches need max_tokens above 0, so that their cells can be counted before"
         )
-    trunk = OneSequence(cache)
+    trunk = SequenceView(cache)
     prompt = check_prompt(
         prompt_ids, runner.vocab_size, trunk, n_reserved=n_branches * (params.max_tokens - 1)
     )

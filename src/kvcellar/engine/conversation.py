@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvcellar.cache import Cache
 from kvcellar.engine.generate import GeneratedToken, Generation, PrefillFn, generate
 from kvcellar.engine.sampling import SamplingParams
-from kvcellar.engine.sequence import OneSequence
+from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import Tokenizer
 from kvcellar.errors import ModelError, RewindError
 from kvcellar.history import History
@@ -93,7 +93,7 @@ class Conversation:
                 "load a model that is tuned for chat"
             )
         self._runner = runner
-        self._sequence = OneSequence(cache, seq_id)
+        self._sequence = SequenceView(cache, seq_id)
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prefill_chunk = prefill_chunk

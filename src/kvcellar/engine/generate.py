@@ -15,7 +15,7 @@ import numpy as np
 from kvcellar.cache import Cache
 from kvcellar.checks import whole
 from kvcellar.engine.sampling import SamplingParams, SamplingState, TokenLogprob, sample
-from kvcellar.engine.sequence import OneSequence
+from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import PromptError
 from kvcellar.history import History
@@ -163,7 +163,7 @@ def generate(
         ConfigError: a ``prefill_chunk`` below 1, or a ``logit_bias`` of an unknown token.
     """
     whole(prefill_chunk, "prefill_chunk", least=1)
-    sequence = OneSequence(cache, seq_id)
+    sequence = SequenceView(cache, seq_id)
     prompt = check_prompt(prompt_ids, runner.vocab_size, sequence)
     state = SamplingState(params, runner.vocab_size, prompt, eos_token_ids)
     stream = TextStream(tokenizer, params.stop, context=prompt)
@@ -174,7 +174,7 @@ def generate(
 
 def _generate(
     runner: Runner,
-    sequence: OneSequence,
+    sequence: SequenceView,
     prompt: History,
     state: SamplingState,
     stream: TextStream,
@@ -226,7 +226,7 @@ def last(events: Iterable[GeneratedToken | Generation]) -> Generation:
 
 
 def check_prompt(
-    prompt_ids: Iterable[int], vocab_size: int, sequence: OneSequence, n_reserved: int = 0
+    prompt_ids: Iterable[int], vocab_size: int, sequence: SequenceView, n_reserved: int = 0
 ) -> History:
     """Return the prompt, if it can go on from what the sequence holds, and fits.
 
@@ -280,7 +280,7 @@ def check_tokens(prompt: History, vocab_size: int) -> None:
 
 def prefill(
     runner: Runner,
-    sequence: OneSequence,
+    sequence: SequenceView,
     prompt: History,
     chunk: int = 512,
     on_prefill: PrefillFn | None = None,

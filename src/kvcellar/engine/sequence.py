@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvcellar.cache import Cache, DecodeCache, SeqCache
 from kvcellar.errors import UnknownCacheError
 
-__all__ = ["OneSequence"]
+__all__ = ["SequenceView"]
 
 
-class OneSequence:
+class SequenceView:
     """One sequence of a cache, which may be a contiguous, sequence or tree cache."""
 
     def __init__(self, cache: Cache, seq_id: int = 0) -> None:

@@ -108,7 +108,7 @@ def _download_bar(name: str, report: ProgressFn) -> Any:
     """Make a class of bars that draw nothing and report what they would show."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class DownloadBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
 
@@ -118,4 +118,4 @@ def _download_bar(name: str, report: ProgressFn) -> Any:
                 report(min(1.0, self.n / self.total), f"downloading {name}")
             return shown
 
-    return Bar
+    return DownloadBar

@@ -54,7 +54,7 @@ def opening_tokens(tokenizer: Any) -> list[int]:
 def quiet(progress: Callable[[float], None]) -> Iterator[None]:
     """Let transformers neither log nor draw bars; tell ``progress`` how far the weights are."""
 
-    class Bar(hf_logging.EmptyTqdm):
+    class LoadingBar(hf_logging.EmptyTqdm):
         def __iter__(self) -> Iterator[Any]:
             items: list[Any] = list(self._iterator or ())
             for done, item in enumerate(items):
@@ -63,7 +63,7 @@ def quiet(progress: Callable[[float], None]) -> Iterator[None]:
 
     def make_bar(factory: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         is_ours = kwargs.get("desc") == "Loading weights"
-        make: Any = Bar if is_ours else hf_logging.EmptyTqdm
+        make: Any = LoadingBar if is_ours else hf_logging.EmptyTqdm
         return make(*args, **kwargs)
 
     with _lock:

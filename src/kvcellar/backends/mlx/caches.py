@@ -164,23 +164,9 @@ class MlxCache(RowMoves):
         out_dtype: mx.Dtype,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Store this forward's K and V of one layer, then attend. Nothing is evaluated.
+        """Store K and V and attend, as ``kvcellar.op.eager_update_and_attend``; evaluate nothing.
 
-        Args:
-            q: ``[1, n_heads, T, head_dim]``, rotated.
-            k: ``[1, n_kv_heads, T, head_dim]``, rotated.
-            v: ``[1, n_kv_heads, T, v_head_dim]``.
-            position: ``[T]`` or ``[T, 1]``, one int per token; None: those that the step claimed.
-            layer_id: which layer.
-            scale: factor on the logits.
-            out_dtype: type of the result, whatever the pools store.
-            sinks: ``[n_heads]``, see ``attention.attend``.
-
-        Returns:
-            ``[1, n_heads, T, v_head_dim]``.
-
-        Raises:
-            ShapeError, StepError, PositionError, CacheFullError: nothing was written.
+        ``position`` may be None: those that the step claimed.
         """
         if self.is_rotated:
             q, k = rotate(q), rotate(k)

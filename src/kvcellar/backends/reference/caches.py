@@ -128,24 +128,9 @@ class ReferenceCache:
         out_dtype: DTypeLike | str,
         sinks: FloatArray | None = None,
     ) -> NDArray[Any]:
-        """Store one layer's K and V, then attend: the op, in float64.
+        """Store K and V and attend, as ``kvcellar.op.eager_update_and_attend``, in float64.
 
-        Args:
-            q: ``[1, n_q_heads, n_tok, head_dim]``.
-            k: ``[1, n_kv_heads, n_tok, head_dim]``.
-            v: ``[1, n_kv_heads, n_tok, v_head_dim]``.
-            position: one int per token, ``[n_tok]`` or ``[n_tok, 1]``.
-            layer_id: whose bytes they are.
-            scale: factor of the logits.
-            out_dtype: a NumPy dtype, or "bfloat16": float32 that holds rounded values.
-            sinks: ``[n_q_heads]`` logits that take a share of each softmax and give no value.
-
-        Returns:
-            ``[1, n_q_heads, n_tok, v_head_dim]`` of ``out_dtype``.
-
-        Raises:
-            ShapeError: a tensor does not fit the layer's group; nothing was changed.
-            StepError, PositionError, CacheFullError: as ``plan`` raises them; nothing was written.
+        ``out_dtype`` is a NumPy dtype, or "bfloat16": float32 that holds rounded values.
         """
         group = self._layer_group(layer_id)
         check_shapes(layer_id, group, k.shape, v.shape, q.shape)
