@@ -120,6 +120,20 @@ def test_an_agent_whose_write_fails_later_is_not_made_either(tmp_path, monkeypat
         run(agents.lifecycle.create("poet"))
 
 
+def test_an_agent_whose_end_cannot_be_written_is_not_said_to_have_ended(tmp_path, monkeypatch):
+    with manager(tmp_path) as agents:
+        run(agents.lifecycle.create("poet"))
+        run(turn(agents, "poet", tokens=range(5)))
+        with monkeypatch.context() as patch:
+            patch.setattr(agents.store._cold, "put_reference", broken)
+            with pytest.raises(StoreError, match=r"'poet' could not be saved: .*the disk is gone"):
+                run(agents.lifecycle.finish("poet"))
+            assert run(agents.directory.describe("poet")).state == "idle"
+        assert run(agents.lifecycle.finish("poet")).state == "finished"
+    with manager(tmp_path) as agents:
+        assert run(agents.directory.describe("poet")).state == "finished"
+
+
 def test_an_import_that_cannot_be_published_is_not_known(tmp_path, monkeypatch):
     with manager(tmp_path / "a") as agents:
         run(agents.lifecycle.create("poet"))

@@ -247,6 +247,15 @@ def test_a_full_store_deletes_without_keeping_and_does_not_rewind_without(poet, 
     assert ids(poet) == [] and poet.dropped.listed() == []
 
 
+def test_a_rewind_that_a_full_disk_refuses_says_whose_state_found_no_room(poet, monkeypatch):
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(poet.store._cold, "put_reference", full)
+    with pytest.raises(StoreError, match="what rewind drops of agent 'poet' could not be saved"):
+        run(poet.lifecycle.rewind("poet", turn=1))
+
+
 def test_dropped_states_are_no_agents(poet, tmp_path):
     run(poet.lifecycle.delete("poet"))
     assert poet.directory.infos() == [] and run(poet.directory.listed()) == []

@@ -265,15 +265,21 @@ class Lifecycle:
         return [other.agent_id for other in doomed]
 
     async def finish(self, agent_id: str) -> AgentInfo:
-        """End a sub-agent: its private cells are free at once; its history stays stored.
+        """End a sub-agent: its private cells are free; its history stays stored.
 
         Raises:
             UnknownAgentError: there is none of that name.
+            StoreError: it could not be written; nothing was changed.
         """
         agent = await self.directory.find(agent_id)
         async with agent.gate:
+            before = agent.is_finished, agent.is_waiting
             agent.is_finished, agent.is_waiting = True, False
-            await self.publisher.save(agent, self.directory.host_of(agent))
+            try:
+                await self.publisher.publish(agent, self.directory.host_of(agent))
+            except BaseException:
+                agent.is_finished, agent.is_waiting = before
+                raise
             await free_cells(self.directory, agent)
         return agent.info()
 

@@ -77,6 +77,13 @@ class Agent:
         return reference_name(self.agent_id, model_tag(self.key))
 
     @property
+    def title(self) -> str:
+        """What an error calls it: the name of a dropped state would say nothing to anybody."""
+        if self.dropped is None:
+            return f"agent {self.agent_id!r}"
+        return f"what {self.dropped['verb']} drops of agent {self.dropped['id']!r}"
+
+    @property
     def is_conversation(self) -> bool:
         """True if its messages say all of its history: no tokens were put behind them."""
         return not self.turns or self.turns[-1].stop in self.stops
