@@ -59,7 +59,6 @@ class ModelRegistry:
             raise ConfigError(f"idle_ttl_s must be above 0 seconds, got {idle_ttl_s}")
         self._load = load
         self._budget_bytes = budget_bytes
-        self._idle_ttl_s = idle_ttl_s
         self._size_of = size_of
         self._clock = clock
         self._loaded: dict[str, _HostEntry] = {}

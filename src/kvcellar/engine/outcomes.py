@@ -50,7 +50,6 @@ class RequestCounts:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
-    queue_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -194,7 +194,6 @@ class Scheduler:
                 return
             if sequence.admitted_s is None:
                 sequence.admitted_s = now
-                self.outcomes.counts.queue_s += now - sequence.arrived_s
             try:
                 self.residency.enter(sequence)
             except KVCellarError as error:  # raised on purpose: nothing else was changed

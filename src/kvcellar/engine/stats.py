@@ -56,7 +56,6 @@ class EngineStats:
         evicted_tokens: tokens whose cells were taken back from the prefix index.
         preemptions: times that a running sequence gave way.
         gathered_cells: cells that were copied out of crumbs, at rest.
-        queue_s: time that all requests together have waited.
         n_steps: steps that ran a batch.
         step_median_s: the middle one of the last steps.
         steps_s: time in all steps.
@@ -81,7 +80,6 @@ class EngineStats:
     evicted_tokens: int
     preemptions: int
     gathered_cells: int
-    queue_s: float
     n_steps: int
     step_median_s: float
     steps_s: float

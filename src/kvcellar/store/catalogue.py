@@ -64,7 +64,6 @@ class RefRow:
         is_evicted: whether its KV was given up.
         revision: of its latest state.
         size_bytes: of its file, without blocks.
-        last_used: when it was last saved or loaded, seconds since 1970.
     """
 
     name: str
@@ -75,7 +74,6 @@ class RefRow:
     is_evicted: bool
     revision: int
     size_bytes: int
-    last_used: float
 
 
 class Catalogue:
@@ -194,7 +192,7 @@ class Catalogue:
         """Return all references, least recently used first."""
         rows = self._select(
             "SELECT name, n_tokens, n_stored, parent, parent_position, is_evicted, "
-            "revision, size_bytes, last_used FROM refs ORDER BY last_used, name"
+            "revision, size_bytes FROM refs ORDER BY last_used, name"
         )
         return [
             RefRow(name, n, n_stored, parent, at, bool(is_evicted), *rest)

@@ -146,7 +146,6 @@ class Saver:
                 if source is None or size > room:
                     break
                 item = unsealed_block(key, link, part, source.read_rows(link.start, link.stop))
-                ticket.new_bytes += item.size_bytes
             else:
                 ticket.n_shared += len(part)
             if item is not True:
@@ -175,7 +174,6 @@ class Saver:
                 return
             windows = source.read_window(len(tokens))
             item = unsealed_window(key, link, tokens[link.start :], windows)
-            ticket.new_bytes += item.size_bytes
         if item is not True:
             if item.size_bytes > room:
                 ticket.lacks_window = True

@@ -80,7 +80,6 @@ class SaveTicket:
         n_stored: of these, leading ones that the save covers.
         n_shared: of these, tokens that were stored already.
         lacks_window: whether a window state at its end is missing: it can be resumed before it.
-        new_bytes: bytes that had to be taken from the cache.
         state: see :class:`SaveState`.
         reason: why it was skipped or has failed.
         reference: what was published.
@@ -91,7 +90,6 @@ class SaveTicket:
     n_stored: int = 0
     n_shared: int = 0
     lacks_window: bool = False
-    new_bytes: int = 0
     state: SaveState = SaveState.QUEUED
     reason: str = ""
     reference: Reference | None = None

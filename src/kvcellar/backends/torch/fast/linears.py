@@ -183,10 +183,6 @@ class KernelLinear(nn.Module):
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return out if self.bias is None else out.add_(self.bias)
 
-    def extra_repr(self) -> str:
-        """Sizes, for whoever prints the model."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
-
 
 def code(weight: Tensor, arena: Arena | None = None) -> tuple[Tensor, Tensor]:
     """Code bfloat16 weights ``[n_out, n_in]`` in 12 bits: bytes, and those of what does not fit."""
