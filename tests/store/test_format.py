@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from kvcellar.history import History as TokenHistory
 from kvcellar.store.blocks import Kind, Link, read_sealed, unsealed_block
 from kvcellar.store.blocks import address_of as address
 from kvcellar.store.format import DamagedError, Tensor, pack, read_file, read_header
+from kvcellar.store.references import Reference
 from tests.store.fakes import History, make_key
+
+FACTS_OF_VERSION_1 = {
+    "name",
+    "n_stored",
+    "parent",
+    "parent_position",
+    "is_pinned",
+    "is_evicted",
+    "revision",
+    "saved_at",
+}
+"""Facts of a reference that every program which knows version 1 may look for."""
 
 
 def small_block(path: Path) -> tuple[Path, bytes]:
@@ -90,3 +105,8 @@ def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(pack({}, {"version": "2"}).data.tobytes())
     with pytest.raises(DamagedError, match="format version '2', 1 is known"):
         read_header(path)
+
+
+def test_a_reference_has_every_fact_that_older_programs_of_this_version_look_for() -> None:
+    facts = json.loads(Reference("a", "model", "{}", TokenHistory([1])).pack().metadata["facts"])
+    assert set(facts) >= FACTS_OF_VERSION_1

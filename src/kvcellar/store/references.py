@@ -104,6 +104,7 @@ class Reference:
             "is_evicted": self.is_evicted,
             "revision": self.revision,
             "saved_at": self.saved_at,
+            "is_pinned": False,  # says nothing, but a file of version 1 without it cannot be read
         }
         return pack(
             {
