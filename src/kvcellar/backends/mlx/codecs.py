@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -93,22 +92,6 @@ Stored = mx.array | Quantised
 """Rows as attention gets them."""
 
 
-class Codec(Protocol):
-    """Storage of the rows of one side, K or V, of ``dim`` numbers each."""
-
-    dim: int
-    widths: tuple[tuple[mx.Dtype, int], ...]
-    """Per part: its type, and the length of its last axis."""
-
-    def encode(self, rows: mx.array) -> Parts:
-        """Rows ``[..., dim]`` as parts."""
-        ...
-
-    def view(self, parts: Parts) -> Stored:
-        """Return what attention reads: parts ``[1, n_kv_heads, L, ...]``."""
-        ...
-
-
 class FloatCodec:
     """One part of a float type."""
 
@@ -153,6 +136,10 @@ class AffineCodec:
     def view(self, parts: Parts) -> Quantised:
         """Return all parts."""
         return Quantised(parts[0], parts[1], parts[2], self.dim, self.bits)
+
+
+Codec = FloatCodec | AffineCodec
+"""Storage of the rows of one side, K or V; ``widths`` has the type and last axis of each part."""
 
 
 def make_codec(side: SideDtype, dim: int) -> Codec:

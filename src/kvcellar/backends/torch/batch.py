@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcellar.backends.torch.caches import TorchCache
 from kvcellar.backends.torch.codecs import rotate
-from kvcellar.backends.torch.pools import LayerPool
+from kvcellar.backends.torch.exact import LayerPool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import Sequences
 from kvcellar.bookkeeping.reads import whole_reads

@@ -14,8 +14,7 @@ from kvcellar.backends.shapes import check_shapes
 from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import rotate
-from kvcellar.backends.torch.exact import ExactPool
-from kvcellar.backends.torch.pools import LayerPool
+from kvcellar.backends.torch.exact import ExactPool, LayerPool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.errors import ShapeError

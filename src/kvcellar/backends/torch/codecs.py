@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,22 +65,6 @@ Stored = Tensor | Quantised
 """Rows as attention gets them: ``shape``, ``dtype``, ``narrow`` and ``to`` work on both."""
 
 
-class Codec(Protocol):
-    """Storage of the rows of one side, K or V, of ``dim`` numbers each."""
-
-    dim: int
-    widths: tuple[tuple[torch.dtype, int], ...]
-    """Per part: its type, and the length of its last axis."""
-
-    def encode(self, rows: Tensor) -> Parts:
-        """Rows ``[..., dim]`` as parts."""
-        ...
-
-    def view(self, parts: Parts) -> Stored:
-        """Return what attention reads, without a copy: parts ``[1, n_kv_heads, L, ...]``."""
-        ...
-
-
 class FloatCodec:
     """One part of a float type."""
 
@@ -121,6 +104,10 @@ class AffineCodec:
     def view(self, parts: Parts) -> Quantised:
         """Both parts."""
         return Quantised(parts[0], parts[1], self.dim, self.bits)
+
+
+Codec = FloatCodec | AffineCodec
+"""Storage of the rows of one side, K or V; ``widths`` has the type and last axis of each part."""
 
 
 def make_codec(side: SideDtype, dim: int) -> Codec:

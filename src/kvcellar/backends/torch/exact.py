@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.codecs import Parts, Stored
-from kvcellar.backends.torch.pools import LayerPool, Pool
+from kvcellar.backends.torch.pools import BlockFirstPool, Pool
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import attend
@@ -26,7 +26,7 @@ class PoolBeside:
         """Put ``beside`` next to the pool ``cells``; its first cell has the index ``base``."""
         self.cells = cells
         self.beside = beside
-        self.dtype = cells.dtype if cells.dtype == beside.dtype else None
+        self.dtype: torch.dtype | None = cells.dtype if cells.dtype == beside.dtype else None
         self._base = base
 
     @property
@@ -126,6 +126,10 @@ class ExactPool(PoolBeside):
         """Copy exact cells to others; all are read before any is written."""
         src_cells, dst_cells = (torch.as_tensor(c, device=self.device) for c in (src, dst))
         self.exact.put(dst_cells, *self.exact.take(src_cells))
+
+
+LayerPool = Pool | BlockFirstPool | PoolBeside
+"""One layer's K and V bytes, however they lie: what :class:`Pool` does with the same shapes."""
 
 
 def frozen_rows(pool: LayerPool, cells: IntArray, group: LayerGroup, config: CacheConfig) -> Pool:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvcellar.backends.host_rows import GroupParts, SideArrays, check_rows, empty_rows
 from kvcellar.backends.torch.codecs import Parts
-from kvcellar.backends.torch.pools import LayerPool, Pool
+from kvcellar.backends.torch.exact import LayerPool
+from kvcellar.backends.torch.pools import Pool
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.types import IntArray, LayerGroup, runs_of
 

@@ -5,8 +5,6 @@ Float and quantised rows differ in their codec alone; where they lie is the same
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -174,36 +172,6 @@ class Pool:
 def float_dtype(kv: KvDtype) -> torch.dtype | None:
     """Return the float type that K and V both have; None where they differ or are quantised."""
     return FLOAT_DTYPES.get(kv.k.name) if kv.k.name == kv.v.name else None
-
-
-class LayerPool(Protocol):
-    """One layer's K and V bytes, however they lie: what :class:`Pool` does with the same shapes."""
-
-    dtype: torch.dtype | None
-
-    @property
-    def device(self) -> torch.device | None: ...  # noqa: D102 - as in Pool, like all that follows
-
-    @property
-    def size_bytes(self) -> int: ...  # noqa: D102
-
-    def ensure(self, n_cells: int, device: torch.device) -> None: ...  # noqa: D102
-
-    def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool: ...  # noqa: D102
-
-    def write_run(self, start: int, k: Tensor, v: Tensor) -> None: ...  # noqa: D102
-
-    def scatter_rows(self, cells: Tensor, k: Tensor, v: Tensor) -> None: ...  # noqa: D102
-
-    def put(self, cells: Tensor, k: Parts, v: Parts) -> None: ...  # noqa: D102
-
-    def take(self, cells: Tensor) -> tuple[Parts, Parts]: ...  # noqa: D102
-
-    def gather_into(self, base: int, src_cells: Tensor) -> None: ...  # noqa: D102
-
-    def read(self, start: int, length: int) -> tuple[Stored, Stored]: ...  # noqa: D102
-
-    def gather(self, cells: Tensor) -> tuple[Stored, Stored]: ...  # noqa: D102
 
 
 class GroupBlocks:

@@ -6,8 +6,8 @@ import torch
 
 from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
-from kvcellar.backends.torch.exact import ExactPool, beside_frozen, frozen_rows
-from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, LayerPool, Pool
+from kvcellar.backends.torch.exact import ExactPool, LayerPool, beside_frozen, frozen_rows
+from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, Pool
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.types import CacheConfig, IntArray, LayerGroup
 
