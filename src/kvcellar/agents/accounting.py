@@ -16,8 +16,6 @@ from kvcellar.agents.volatile import RuleChange, match_key
 from kvcellar.engine import FinishEvent
 from kvcellar.store import SaveTicket
 
-__all__ = ["AgentUsage", "TurnEnd", "miss_of", "usage_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class AgentUsage:

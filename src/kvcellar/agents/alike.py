@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["n_alike"]
-
 
 def n_alike(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Return how many items two sequences begin with in common."""

@@ -18,8 +18,6 @@ from kvcellar.store import GroupRows, Loaded, RowLayout, Side, WindowState
 from kvcellar.store.precision import as_floats
 from kvcellar.types import IntArray
 
-__all__ = ["MAX_ROWS", "Finding", "check_restored"]
-
 MAX_ROWS = 8
 """Rows that are computed again, in one forward."""
 

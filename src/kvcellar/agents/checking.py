@@ -23,8 +23,6 @@ from kvcellar.store.facts import (
 from kvcellar.store.references import SERIAL
 from kvcellar.types import LayerGroup
 
-__all__ = ["KIND", "VERSION", "check_agent", "check_said", "checked_facts", "is_agent", "key_of"]
-
 KIND = "kvcellar_agent"
 VERSION = 1
 

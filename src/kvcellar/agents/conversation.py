@@ -18,15 +18,6 @@ from kvcellar.errors import ModelError, PromptError
 from kvcellar.history import History
 from kvcellar.models.prompts import PromptTokenizer, encode, render
 
-__all__ = [
-    "AgentTokenizer",
-    "Message",
-    "Prefixes",
-    "Spoken",
-    "plan_messages",
-    "what_changed",
-]
-
 Message = dict[str, Any]
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from kvcellar.store import Match
 
-__all__ = ["Costs", "Estimate"]
-
 START_S_PER_BYTE = {"warm": 1 / 1.0e9, "cold": 1 / 0.3e9}
 """Seconds per byte that a tier is believed to take before anything was measured: a slow machine."""
 

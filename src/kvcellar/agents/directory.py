@@ -24,8 +24,6 @@ from kvcellar.errors import AgentError, NameTakenError, UnknownAgentError
 from kvcellar.history import History
 from kvcellar.store import Store
 
-__all__ = ["Directory", "name_taken"]
-
 
 class Directory:
     """All agents of one store. For any event loop and thread.

@@ -22,8 +22,6 @@ from kvcellar.agents.records import Agent
 from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Store
 
-__all__ = ["MAX_AGE_S", "MOST", "Dropped", "DroppedStates"]
-
 MOST = 100
 """States that are kept in one store; the oldest go."""
 

@@ -26,8 +26,6 @@ from kvcellar.store.facts import BadFactError, items, object_of, parse_json, pla
 from kvcellar.store.format import VERSION, DamagedError, Tensor, pack, read_from
 from kvcellar.types import IntArray
 
-__all__ = ["entry_of", "stored_state"]
-
 
 def entry_of(agent: Agent, before: Mark | None) -> tuple[bytes, Mark]:
     """Return what the journal takes of an agent's state, and the mark of that state.

@@ -9,8 +9,6 @@ from kvcellar.agents.records import Agent
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
 
-__all__ = ["demote_cells", "free_cells"]
-
 
 async def free_cells(
     directory: Directory, agent: Agent, tokens: History | None = None, keep: int = 0

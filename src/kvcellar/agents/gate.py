@@ -7,8 +7,6 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 
-__all__ = ["Gate"]
-
 
 class Gate:
     """``async with gate``: the next comes in when the one before has left."""

@@ -34,8 +34,6 @@ from kvcellar.registry import make_tree_session
 from kvcellar.store import ModelKey, RowLayout
 from kvcellar.types import CacheConfig, make_config
 
-__all__ = ["ModelHost", "check_host", "open_host"]
-
 T = TypeVar("T")
 
 

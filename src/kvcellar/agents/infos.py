@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvcellar.agents.misses import Miss
 
-__all__ = ["AgentInfo", "TurnRecord", "damaged_info"]
-
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:

@@ -14,8 +14,6 @@ from kvcellar.agents.conversation import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 
-__all__ = ["Joined", "continues", "join", "n_system_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from kvcellar.agents.work import check_wanted
 from kvcellar.errors import ContextError
 
-__all__ = ["Size", "longest_token", "refuse_bytes", "refuse_text", "size_of"]
-
 PIECE_CHARACTERS = 32 << 10
 
 USUAL_CHARACTERS = 8

@@ -25,8 +25,6 @@ from kvcellar.errors import AgentError, NameTakenError, StoreError, UnknownRefer
 from kvcellar.store import Store
 from kvcellar.valid import valid_json
 
-__all__ = ["Lifecycle"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lifecycle:

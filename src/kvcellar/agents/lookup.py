@@ -13,8 +13,6 @@ from kvcellar.agents.places import MOST_NEAR, Place, Places, nearest
 from kvcellar.agents.records import Agent
 from kvcellar.agents.work import Work
 
-__all__ = ["Lookup"]
-
 
 class Lookup:
     """Compares conversations with the histories of agents. Changes neither."""

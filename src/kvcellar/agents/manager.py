@@ -17,8 +17,6 @@ from kvcellar.agents.work import Work
 from kvcellar.errors import AgentError
 from kvcellar.store import Store
 
-__all__ = ["AgentManager"]
-
 VERIFY = ("checksum", "canary")
 """What is asked of stored KV before it is used."""
 

@@ -10,8 +10,6 @@ from kvcellar.agents.conversation import Message
 from kvcellar.agents.infos import TurnRecord
 from kvcellar.history import History
 
-__all__ = ["Mark", "next_serial"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:

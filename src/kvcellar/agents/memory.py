@@ -20,18 +20,6 @@ from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
 from kvcellar.types import MIN_CHUNK
 
-__all__ = [
-    "EAGLE3",
-    "NGRAM",
-    "NGRAM_BYTES",
-    "Capacity",
-    "MemoryPlan",
-    "budgets_of_host",
-    "choose_capacity",
-    "head_of",
-    "planned_context",
-]
-
 NGRAM = "ngram"
 """As a drafter: what followed before, without a model."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from kvcellar.agents.conversation import AgentTokenizer
 from kvcellar.history import History, common_prefix
 
-__all__ = ["CAUSES", "Miss", "explain", "miss_beside"]
-
 CAUSES = {
     "system": "the system message changed; keep it constant, and put what changes behind it",
     "tools": "the tool definitions changed; keep them, and their order, for the whole conversation",

@@ -16,8 +16,6 @@ from kvcellar.agents.host import ModelHost, open_host
 from kvcellar.budget import format_size
 from kvcellar.errors import ConfigError
 
-__all__ = ["ModelRegistry", "model_notes"]
-
 log = logging.getLogger("kvcellar.agents")
 
 

@@ -8,16 +8,6 @@ import uuid
 from kvcellar.errors import AgentNameError
 from kvcellar.store import ModelKey
 
-__all__ = [
-    "checked_id",
-    "derived_id",
-    "is_made_up",
-    "is_unnamed",
-    "model_tag",
-    "reference_name",
-    "unnamed_id",
-]
-
 MAX_ID_CHARS = 128
 _ID = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 _UNNAMED = "chat-"

@@ -11,8 +11,6 @@ from kvcellar.agents.records import Agent
 from kvcellar.errors import StoreError, UnknownReferenceError
 from kvcellar.store import DROPPED, Reference, Store
 
-__all__ = ["News", "NewsReader"]
-
 
 @dataclass(slots=True)
 class News:

@@ -13,8 +13,6 @@ from kvcellar.agents.conversation import Message
 from kvcellar.agents.records import Agent
 from kvcellar.agents.volatile import apply_rules, match_key
 
-__all__ = ["MOST_NEAR", "Place", "Places", "nearest"]
-
 MOST_NEAR = 16
 """Agents among which a conversation's nearest is looked for."""
 

@@ -18,8 +18,6 @@ from kvcellar.engine import DEFAULTABLE, FinishEvent, SamplingParams
 from kvcellar.errors import PromptError
 from kvcellar.history import History
 
-__all__ = ["AnswerFn", "StartFn", "Turn", "plan_turn", "record_turn"]
-
 AnswerFn = Callable[[str], Message]
 """From the text of an answer to the message that clients will send back for it."""
 

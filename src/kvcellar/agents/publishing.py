@@ -17,8 +17,6 @@ from kvcellar.engine import Engine
 from kvcellar.errors import EngineClosedError, StoreError, UnknownReferenceError
 from kvcellar.store import Reference, SaveState, SaveTicket, Store
 
-__all__ = ["Publisher"]
-
 REST_EVERY_S = 5.0
 """How long the KV of short turns may wait for the engine to rest."""
 

@@ -17,8 +17,6 @@ from kvcellar.history import History
 from kvcellar.store import Loaded, Match, Store
 from kvcellar.types import IntArray
 
-__all__ = ["Ahead", "Front"]
-
 
 class Front:
     """The beginning of a history, computed by the engine while its end is loaded."""

@@ -18,8 +18,6 @@ from kvcellar.history import History
 from kvcellar.store import ModelKey, Reference
 from kvcellar.store.references import SERIAL
 
-__all__ = ["Agent"]
-
 
 @dataclass(slots=True, eq=False)
 class Agent:

@@ -34,8 +34,6 @@ from kvcellar.history import History
 from kvcellar.store import Loaded, Match, SaveTicket, Store, WindowState
 from kvcellar.types import IntArray
 
-__all__ = ["BroughtBack", "ProgressFn", "bring_back", "save_history"]
-
 ProgressFn = Callable[[float, str], None]
 T = TypeVar("T")
 

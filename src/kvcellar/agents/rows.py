@@ -11,8 +11,6 @@ from kvcellar.engine import HeldPrefix, Restore, RowCache
 from kvcellar.store import GroupRows, Loaded, RowLayout, Rows, Side, WindowRows, WindowState
 from kvcellar.types import IntArray
 
-__all__ = ["CellRows", "window_positions", "write_loaded", "write_window"]
-
 _NONE: IntArray = np.empty(0, dtype=np.int64)
 
 

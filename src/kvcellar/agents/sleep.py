@@ -20,8 +20,6 @@ from kvcellar.agents.residence import BroughtBack, ProgressFn, bring_back
 from kvcellar.errors import AgentError, StoreError
 from kvcellar.store import Reference, Store
 
-__all__ = ["Sleep"]
-
 log = logging.getLogger("kvcellar.agents")
 
 

@@ -10,8 +10,6 @@ from kvcellar.agents.conversation import AgentTokenizer, Message
 from kvcellar.errors import ModelError, TemplateLimitError
 from kvcellar.models.prompts import render
 
-__all__ = ["TemplateReport", "check_template"]
-
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:

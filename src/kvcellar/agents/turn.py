@@ -36,8 +36,6 @@ from kvcellar.models.prompts import encode, render
 from kvcellar.store import SaveTicket, Store
 from kvcellar.valid import valid_json
 
-__all__ = ["RunningTurn", "Turns"]
-
 MOST_COUNTED = 4
 """A conversation of so many contexts is counted to its end where somebody asks how long it is."""
 

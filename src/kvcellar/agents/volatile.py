@@ -15,8 +15,6 @@ from typing import Any
 
 from kvcellar.valid import read_json
 
-__all__ = ["DEFAULT_RULES", "RULES", "RuleChange", "Ruled", "apply_rules", "match_key"]
-
 RULES = {
     "billing-header": "the line `x-anthropic-billing-header: ...` with which Claude Code begins a "
     "system message is left out",

@@ -16,8 +16,6 @@ from typing import ParamSpec, TypeVar
 
 from kvcellar.errors import EngineClosedError
 
-__all__ = ["Work", "check_wanted"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

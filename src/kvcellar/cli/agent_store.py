@@ -20,18 +20,6 @@ from kvcellar.models.options import LoadOptions
 if TYPE_CHECKING:
     from kvcellar.agents import AgentInfo, AgentManager, Miss
 
-__all__ = [
-    "AgentId",
-    "ModelName",
-    "agent_object",
-    "full_path",
-    "miss_object",
-    "opened_agents",
-    "parent_of",
-    "show_agent",
-]
-
-
 AgentId = Annotated[str, typer.Argument(metavar="ID", help="The agent's name.")]
 ModelName = Annotated[
     str | None,

@@ -23,8 +23,6 @@ from kvcellar.errors import PromptError
 if TYPE_CHECKING:
     from kvcellar.agents import AgentManager, TurnEnd
 
-__all__ = ["chat_command", "generate_command"]
-
 
 def generate_command(
     agent_id: AgentId,

@@ -9,8 +9,6 @@ from typing import Any, get_type_hints
 
 import typer
 
-__all__ = ["add_command", "examples", "option"]
-
 
 def add_command(app: typer.Typer, name: str, command: Callable[..., None], *shown: str) -> None:
     """Add a function as a command that takes one by one what the function takes in groups.

@@ -10,8 +10,6 @@ from kvcellar.cli import options
 from kvcellar.engine import DEFAULTABLE, SamplingParams
 from kvcellar.models.options import DEMO, LoadOptions
 
-__all__ = ["AnyCacheOptions", "CacheOptions", "ChatSampling", "ModelOptions", "SamplingOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:

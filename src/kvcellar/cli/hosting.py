@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvcellar.models import LoadOptions
     from kvcellar.store import StoreConfig
 
-__all__ = ["Hosting"]
-
 
 @dataclass(slots=True)
 class Hosting:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvcellar.engine import EngineConfig
     from kvcellar.server.config import ServerConfig
 
-__all__ = ["EngineOptions", "LimitOptions", "PlaceOptions", "TrustOptions", "server_config"]
-
 _in_trust = partial(option, panel="Trust")
 _in_limits = partial(option, panel="Limits")
 _in_engine = partial(option, panel="Engine")

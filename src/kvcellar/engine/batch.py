@@ -15,8 +15,6 @@ from kvcellar.types import IntArray
 if TYPE_CHECKING:
     from kvcellar.engine.request import Sequence
 
-__all__ = ["Batch", "BatchPart", "Verdict"]
-
 
 @dataclass(slots=True, eq=False)
 class BatchPart:

@@ -26,8 +26,6 @@ from kvcellar.types import CacheConfig, CacheUsage
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
 
-__all__ = ["Branch", "BranchReport", "branch", "bytes_per_cell"]
-
 StepFn = Callable[[int, int], None]
 """Called with how many tokens each branch has, and how many it may have."""
 

@@ -14,8 +14,6 @@ from kvcellar.types import IntArray
 if TYPE_CHECKING:
     from kvcellar.engine.scheduler import Scheduler
 
-__all__ = ["CellMap", "CellState", "map_cells"]
-
 
 class CellState(enum.IntEnum):
     """Holders of a cell: nobody, the prefix index alone, a lock on it, or a running request."""

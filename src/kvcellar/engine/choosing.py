@@ -12,8 +12,6 @@ from kvcellar.errors import ModelError
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["choose"]
-
 
 def choose(batch: Batch, logits: FloatArray) -> list[Verdict]:
     """Choose tokens for every part that has caught up; verify guesses on the way.

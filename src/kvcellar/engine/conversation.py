@@ -24,8 +24,6 @@ from kvcellar.valid import valid_json, valid_text
 if TYPE_CHECKING:
     from kvcellar.models.runner import Runner
 
-__all__ = ["ChatTokenizer", "Conversation", "encode_chat"]
-
 Message = dict[str, str]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LATER", "NO_DRAFT", "Draft"]
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:

@@ -36,8 +36,6 @@ from kvcellar.types import IntArray
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
 
-__all__ = ["Engine", "EngineConfig"]
-
 log = logging.getLogger("kvcellar.engine")
 
 HASHED_BLOCK = 16

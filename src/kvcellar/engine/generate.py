@@ -24,22 +24,6 @@ from kvcellar.models.runner import step_limit
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner
 
-__all__ = [
-    "Finish",
-    "GeneratedToken",
-    "Generation",
-    "PrefillFn",
-    "Usage",
-    "cache_full",
-    "check_prompt",
-    "check_tokens",
-    "generate",
-    "last",
-    "out_of_tokens",
-    "prefill",
-    "told",
-]
-
 PrefillFn = Callable[[int, int], None]
 """Called with how many of the prompt's new tokens are done, and how many there are."""
 

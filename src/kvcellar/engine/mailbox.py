@@ -10,8 +10,6 @@ import asyncio
 from collections import deque
 from typing import Generic, TypeVar
 
-__all__ = ["Mailbox"]
-
 T = TypeVar("T")
 
 

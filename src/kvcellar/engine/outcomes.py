@@ -32,8 +32,6 @@ from kvcellar.errors import CacheFullError
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["Outcomes", "RequestCounts"]
-
 MAX_LATE = 8
 """Steps in a row that may find their room taken before their requests end with the error."""
 

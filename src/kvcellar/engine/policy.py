@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 from kvcellar.engine.request import Sequence
 from kvcellar.errors import ConfigError
 
-__all__ = ["POLICIES", "Allotment", "Mixed", "Policy", "PrefillFirst", "make_policy"]
-
 
 class Allotment(NamedTuple):
     """Tokens of a sequence that the next step computes."""

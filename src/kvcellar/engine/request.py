@@ -19,16 +19,6 @@ from kvcellar.types import IntArray
 if TYPE_CHECKING:
     from kvcellar.prefix import PrefixHandle
 
-__all__ = [
-    "EndReason",
-    "Event",
-    "FinishEvent",
-    "PromptEvent",
-    "Request",
-    "Sequence",
-    "TokenEvent",
-]
-
 _GREEDY = SamplingParams()
 _NONE: IntArray = np.empty(0, dtype=np.int64)
 

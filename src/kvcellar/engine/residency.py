@@ -20,8 +20,6 @@ from kvcellar.engine.request import Sequence
 from kvcellar.prefix import PrefixIndex
 from kvcellar.types import IntArray
 
-__all__ = ["Residency", "ResidencyCounts"]
-
 AHEAD_SHARE, MAX_AHEAD = 32, 2048
 """Eviction frees one in so many cells of the cache at a time, and at most so many: what is freed
 one by one comes back as single cells, and a sequence in crumbs is slow to plan and to read."""

@@ -19,8 +19,6 @@ from kvcellar.models import Runner
 from kvcellar.prefix import PrefixHandle
 from kvcellar.types import IntArray
 
-__all__ = ["HeldPrefix", "Restore", "RowCache", "hold"]
-
 
 @runtime_checkable
 class RowCache(SeqCache, Protocol):

@@ -20,17 +20,6 @@ from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.history import History
 
-__all__ = [
-    "DEFAULTABLE",
-    "Choice",
-    "Guide",
-    "SamplingParams",
-    "SamplingState",
-    "TokenLogprob",
-    "sample",
-    "score",
-]
-
 FloatArray = NDArray[np.float32]
 
 _NUMBERS = (

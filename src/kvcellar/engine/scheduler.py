@@ -21,8 +21,6 @@ from kvcellar.history import History
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["Limits", "Scheduler"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvcellar.cache import Cache, DecodeCache, SeqCache
 from kvcellar.errors import UnknownCacheError
 
-__all__ = ["SequenceView"]
-
 
 class SequenceView:
     """One sequence of a cache, which may be a contiguous, sequence or tree cache."""

@@ -18,8 +18,6 @@ from kvcellar.engine.request import Event, FinishEvent, Request
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import EngineClosedError, EngineFailedError
 
-__all__ = ["EngineService", "EventStream"]
-
 T = TypeVar("T")
 
 log = logging.getLogger("kvcellar.engine")

@@ -11,8 +11,6 @@ from kvcellar.types import CacheUsage
 if TYPE_CHECKING:
     from kvcellar.engine.scheduler import Scheduler
 
-__all__ = ["EngineStats", "StepTimes", "take_stats"]
-
 RECENT = 256
 """Steps over which times are given."""
 

@@ -11,8 +11,6 @@ from typing import Protocol
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 
-__all__ = ["Detokenizer", "StopMatcher", "TextStream", "Tokenizer"]
-
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet."""
 

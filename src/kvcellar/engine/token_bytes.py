@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["TokenBytes", "token_bytes"]
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 

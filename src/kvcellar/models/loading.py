@@ -15,8 +15,6 @@ from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.registry import backend_names, load_backend, needed_packages
 from kvcellar.spec import ModelCacheSpec
 
-__all__ = ["ModelLoader", "accelerator_bytes", "check_model", "load_model", "loader_of"]
-
 
 class ModelLoader(Protocol):
     """What loads the models of one backend; a module with these functions is one."""

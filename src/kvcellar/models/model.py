@@ -17,8 +17,6 @@ from kvcellar.models.weights import PACKINGS
 from kvcellar.registry import CacheSession
 from kvcellar.types import ModelCacheParams
 
-__all__ = ["LoadedModel", "check_feature_layers"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel(ABC):

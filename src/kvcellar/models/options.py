@@ -19,8 +19,6 @@ from kvcellar.registry import (
 )
 from kvcellar.types import CacheConfig, ModelCacheParams, make_config
 
-__all__ = ["CACHES", "DEMO", "LoadOptions", "ProgressFn", "no_progress"]
-
 CACHES: Mapping[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
     "contiguous": make_decode_session,
     "cells": make_seq_session,

@@ -20,8 +20,6 @@ from typing import Any, Protocol
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
 from kvcellar.models.rendering import ask_renderer
 
-__all__ = ["PromptTokenizer", "Rendered", "encode", "render"]
-
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDEE)]
 """Put before a control token that a message spells. Noncharacters: no text should have them, one
 that a text has is not taken, and no template trims them."""

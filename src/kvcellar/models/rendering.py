@@ -23,8 +23,6 @@ from typing import Any
 
 from kvcellar.errors import ModelError, TemplateLimitError
 
-__all__ = ["ask_renderer", "prepare_renderer"]
-
 CPU_S = 3.0
 """CPU time that one rendering may take. A conversation of a megabyte takes a few hundredths."""
 

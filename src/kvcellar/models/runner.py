@@ -13,8 +13,6 @@ from kvcellar.errors import PromptError, StepError
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray, ModelCacheParams
 
-__all__ = ["BoundRunner", "FeatureRunner", "FloatArray", "Runner", "step_limit"]
-
 FloatArray = NDArray[np.float32]
 
 

@@ -28,8 +28,6 @@ from kvcellar.server.routes import (
 )
 from kvcellar.server.service import Service
 
-__all__ = ["create_api", "create_app"]
-
 _STATUSES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed"}
 
 

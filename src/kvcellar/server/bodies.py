@@ -27,8 +27,6 @@ from kvcellar.errors import KVCellarError
 from kvcellar.server.errors import ApiError, ContextExceeded, as_api_error
 from kvcellar.server.service import Service, service_of
 
-__all__ = ["Bodies", "BodyRoute", "IncomingBody", "what_is_wrong"]
-
 BODY_S = 60.0
 """Longest silence of a client in the middle of its body, and the time that any body has."""
 

@@ -14,22 +14,6 @@ from typing import Any
 from kvcellar.errors import PromptError
 from kvcellar.valid import read_json, valid_json
 
-__all__ = [
-    "CALL_BEGIN",
-    "CALL_END",
-    "THOUGHT_BEGIN",
-    "THOUGHT_END",
-    "Call",
-    "CallParser",
-    "CallPart",
-    "TextPart",
-    "as_message",
-    "call_head",
-    "say_calls",
-    "say_tools",
-    "without_tools",
-]
-
 CALL_BEGIN = "<tool_call>"
 CALL_END = "\n</tool_call>"
 

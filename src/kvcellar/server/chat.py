@@ -27,8 +27,6 @@ from kvcellar.server.streams import Stream
 from kvcellar.server.tools import chosen
 from kvcellar.server.wording import Wording, opens_thought, word
 
-__all__ = ["answer", "count_tokens", "whole"]
-
 
 async def answer(service: Service, question: Question) -> AsyncGenerator[ChatEvent, None]:
     """Answer a question. Leaving the iteration ends the answer, and frees what it held.

@@ -8,8 +8,6 @@ from kvcellar.agents import DEFAULT_RULES, RULES
 from kvcellar.errors import ConfigError
 from kvcellar.server.origins import checked_origin
 
-__all__ = ["DEFAULT_PORT", "ServerConfig"]
-
 DEFAULT_PORT = 8642
 
 MOST_SECONDS = 1e8

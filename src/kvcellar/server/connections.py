@@ -12,8 +12,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcellar.server.config import ServerConfig
 
-__all__ = ["Connection", "Connections", "ConnectionsConfig"]
-
 _MOST_REFUSED = 64
 """Connections that wait to be told that there are too many; more are closed without a word."""
 

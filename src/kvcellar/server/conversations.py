@@ -12,8 +12,6 @@ from typing import Any
 from kvcellar.agents import AgentManager, Gate, Joined, Turn, checked_id, is_unnamed, unnamed_id
 from kvcellar.errors import AgentError, KVCellarError, UnknownAgentError
 
-__all__ = ["Conversations", "Seat", "Whose"]
-
 MAX_SESSIONS = 4096
 """Session ids of clients whose last agent is remembered."""
 

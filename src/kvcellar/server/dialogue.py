@@ -14,8 +14,6 @@ from kvcellar.server.conversations import Whose
 from kvcellar.server.forms import Form
 from kvcellar.server.tools import Toolbox, ToolChoice
 
-__all__ = ["CallEvent", "ChatEvent", "Ended", "PinWish", "Question", "Started", "TextEvent"]
-
 
 @dataclass(frozen=True, slots=True)
 class PinWish:

@@ -27,15 +27,6 @@ from kvcellar.errors import (
     UnknownReferenceError,
 )
 
-__all__ = [
-    "ApiError",
-    "ClientGone",
-    "ContextExceeded",
-    "as_api_error",
-    "error_body",
-    "error_response",
-]
-
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -12,8 +12,6 @@ from kvcellar.server.replies import Frames, frame
 from kvcellar.server.service import Service
 from kvcellar.server.snapshot import take_snapshot
 
-__all__ = ["SnapshotFrames", "Watch"]
-
 PERIOD_S = 0.4
 """Between two looks."""
 

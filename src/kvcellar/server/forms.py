@@ -11,8 +11,6 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import FormFields, JsonFormat
 from kvcellar.valid import read_json, valid_json
 
-__all__ = ["Form", "form_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Form:

@@ -34,8 +34,6 @@ from kvcellar.server.holding import (
 )
 from kvcellar.server.loosening import ANYTHING
 
-__all__ = ["MOST_CALLS", "Constraint", "Grammars"]
-
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000)
 """So that no token of one answer holds up those of others for more than some 50 ms."""
 

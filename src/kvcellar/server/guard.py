@@ -27,8 +27,6 @@ from kvcellar.server.errors import ApiError, as_api_error, error_response
 from kvcellar.server.metrics import Metrics
 from kvcellar.server.origins import Origins
 
-__all__ = ["MOST_HEADER_BYTES", "Guard"]
-
 log = logging.getLogger("kvcellar.server")
 
 MOST_HEADER_BYTES = 32 << 10

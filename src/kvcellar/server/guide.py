@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from kvcellar.errors import PromptError
 
-__all__ = ["GuideFn", "TokenGuide", "one_line"]
-
 
 class TokenGuide:
     """A grammar's state along one sequence."""

@@ -13,16 +13,6 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.guide import one_line
 from kvcellar.server.loosening import ANYTHING, loosened
 
-__all__ = [
-    "HeldArguments",
-    "KeywordChecks",
-    "answer_schema",
-    "check_promise",
-    "few",
-    "held_arguments",
-    "schema_json",
-]
-
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python writes it: one way to write a value, so that every answer ends."""
 

@@ -10,8 +10,6 @@ from kvcellar.engine import Choice, Detokenizer
 from kvcellar.engine.generate import GeneratedToken
 from kvcellar.engine.token_bytes import token_bytes
 
-__all__ = ["ChatLogprobs", "LegacyLogprobs", "pieces_of"]
-
 LEAST = -9999.0
 """What stands for a log probability that no number of JSON's is."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["ANYTHING", "TroubleFn", "loosened"]
-
 TroubleFn = Callable[[Mapping[str, Any]], str]
 """What keeps a grammar from being made of a schema; nothing where one can be made."""
 

@@ -10,8 +10,6 @@ from prometheus_client.registry import Collector
 
 from kvcellar.engine import EngineStats
 
-__all__ = ["Metrics"]
-
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 _COUNTERS = {

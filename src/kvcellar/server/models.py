@@ -15,8 +15,6 @@ from kvcellar.agents.lengths import longest_token
 from kvcellar.errors import KVCellarError
 from kvcellar.server.errors import ApiError, as_api_error
 
-__all__ = ["ModelState", "ServedModels"]
-
 LoadFn = Callable[[str, Callable[[float, str], None]], ModelHost]
 """From a path, and whom to tell how far it is, to a running host."""
 

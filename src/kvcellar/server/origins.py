@@ -10,8 +10,6 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from kvcellar.errors import ConfigError
 
-__all__ = ["Origins", "checked_origin"]
-
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(\d{1,5}))?/?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")

@@ -17,16 +17,6 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.openai import ChatMessage, NamedTool, SamplingFields, ToolCall
 from kvcellar.server.tools import ToolChoice, told
 
-__all__ = [
-    "READS_AGENT",
-    "plain_messages",
-    "sampling_of",
-    "text_of",
-    "tool_choice_of",
-    "unset_in",
-    "whose_of",
-]
-
 _SEEDS = 1 << 63
 
 _SESSION_HEADERS = (

@@ -18,8 +18,6 @@ from kvcellar.engine import Engine, HeldPrefix
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
 
-__all__ = ["Pins"]
-
 SHARE = 0.5
 """Of a cache, the most that pins may hold."""
 

@@ -17,8 +17,6 @@ from kvcellar.server.errors import as_api_error, error_body
 from kvcellar.server.service import service_of
 from kvcellar.server.streams import Stream, disconnected, ended, until_gone
 
-__all__ = ["Frames", "SseResponse", "frame", "sse"]
-
 T = TypeVar("T")
 
 

@@ -34,8 +34,6 @@ from kvcellar.server.service import Service
 from kvcellar.store import Store
 from kvcellar.store.folder import SERVER_LOCK
 
-__all__ = ["Server", "held_store", "listen", "serve"]
-
 log = logging.getLogger("kvcellar.server")
 
 _BACKLOG = 512

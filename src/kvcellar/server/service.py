@@ -24,8 +24,6 @@ from kvcellar.server.pins import Pins
 from kvcellar.server.stored import StoredResponses
 from kvcellar.store import Store
 
-__all__ = ["Service", "as_mapping", "new_id", "service_of"]
-
 
 class Service:
     """One server's state. Everything here runs on the server's event loop.

@@ -22,8 +22,6 @@ from kvcellar.history import History
 from kvcellar.server.service import Service
 from kvcellar.types import IntArray
 
-__all__ = ["STATES", "agent_as_json", "take_snapshot"]
-
 STATES = tuple(state.name.lower() for state in CellState)
 """Nobody's; only the prefix index holds it; somebody wants it kept; a request stands on it now."""
 

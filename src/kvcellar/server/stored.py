@@ -10,8 +10,6 @@ from typing import Any
 from kvcellar.store import Store
 from kvcellar.store.facts import BadFactError, items, object_of, parse_json, text, whole
 
-__all__ = ["StoredResponse", "StoredResponses"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:

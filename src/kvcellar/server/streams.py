@@ -18,8 +18,6 @@ from kvcellar.engine.mailbox import Mailbox
 from kvcellar.errors import EngineClosedError
 from kvcellar.server.errors import ClientGone
 
-__all__ = ["Stream", "disconnected", "ended", "until_gone"]
-
 T = TypeVar("T")
 
 _AHEAD = 256

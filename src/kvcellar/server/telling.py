@@ -11,18 +11,6 @@ from kvcellar.server.dialogue import ChatEvent, Ended, Started
 from kvcellar.server.replies import Frames
 from kvcellar.server.schemas.base import QuestionBody
 
-__all__ = [
-    "AnswerFrames",
-    "agent_facts",
-    "answer_headers",
-    "extra_of",
-    "ignored_of",
-    "note",
-    "notes_of",
-    "predictions",
-    "usage_extra",
-]
-
 
 def agent_facts(event: Started | Ended) -> dict[str, str]:
     """Say whose turn it is, and what is to be known of that, for ``kvcellar`` in an answer."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from kvcellar.server.errors import ApiError
 
-__all__ = ["ToolChoice", "Toolbox", "chosen", "told"]
-
 _SAYS_NOTHING = ("id", "type", "status", "role", "encrypted_content", "signature", "cache_control")
 _MOST_TOLD = 20_000
 """Characters of one item that is told as text."""

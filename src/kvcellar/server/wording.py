@@ -13,8 +13,6 @@ from kvcellar.server.calls import THOUGHT_BEGIN, THOUGHT_END, say_calls, say_too
 from kvcellar.server.dialogue import Question
 from kvcellar.server.service import Service
 
-__all__ = ["Wording", "knows_calls", "opens_thought", "word"]
-
 
 @dataclass(frozen=True, slots=True)
 class Wording:

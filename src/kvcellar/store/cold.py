@@ -23,8 +23,6 @@ from kvcellar.store.reference_files import ReferenceFiles
 from kvcellar.store.references import DROPPED, Reference
 from kvcellar.store.reports import EventKind, EventLog
 
-__all__ = ["ColdTier"]
-
 T = TypeVar("T")
 
 MAX_SEEN = 1 << 18

@@ -10,19 +10,6 @@ import json
 import math
 from typing import Any, NoReturn
 
-__all__ = [
-    "MOST_INT",
-    "BadFactError",
-    "flag",
-    "items",
-    "number",
-    "object_of",
-    "parse_json",
-    "plain",
-    "text",
-    "whole",
-]
-
 MOST_INT = (1 << 62) - 1
 """The largest integer that a file may say: SQLite and NumPy hold it, and one more still fits."""
 

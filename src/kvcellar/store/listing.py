@@ -19,8 +19,6 @@ from kvcellar.store.reference_files import ReferenceFiles
 from kvcellar.store.references import Reference
 from kvcellar.store.reports import EventKind, EventLog
 
-__all__ = ["Listing", "root_of"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from kvcellar.store.format import DamagedError, FileBytes, read_file, read_heade
 from kvcellar.store.references import Reference, file_stem, unpack_reference
 from kvcellar.store.reports import EventKind, EventLog
 
-__all__ = ["ReferenceFiles"]
-
 
 class ReferenceFiles:
     """Reads references for any thread; writes them for whoever holds the folder's lock."""

@@ -27,8 +27,6 @@ from kvcellar.store.tickets import HistoryState, RowSource, SaveState, SaveTicke
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.store.writer import Writer
 
-__all__ = ["Saver", "beginning_of"]
-
 
 @dataclass(slots=True, eq=False)
 class _Taken:

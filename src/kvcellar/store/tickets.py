@@ -12,8 +12,6 @@ from kvcellar.history import History
 from kvcellar.store.layout import ModelKey, Rows, WindowRows
 from kvcellar.store.references import Reference
 
-__all__ = ["HistoryState", "RowSource", "SaveState", "SaveTicket"]
-
 
 @dataclass(frozen=True, slots=True)
 class HistoryState:

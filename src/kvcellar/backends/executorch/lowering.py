@@ -24,8 +24,6 @@ from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torchao.quantization import quant_primitives
 
-__all__ = ["lower"]
-
 
 def lower(graph: ExportedProgram, method: str, constants: dict[str, Any]) -> Any:
     """Lower a traced graph to XNNPACK.

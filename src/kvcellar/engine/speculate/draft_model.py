@@ -22,8 +22,6 @@ from kvcellar.models import Runner
 from kvcellar.models.runner import FloatArray, step_limit
 from kvcellar.types import IntArray
 
-__all__ = ["DraftModel"]
-
 MAX_TOKENS = 512
 """Tokens of one forward of the draft model, and tokens of texts that it reads in one step."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from kvcellar.backends.torch.eagle3.head import Eagle3Runner, Guesses
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["Eagle3Drafter"]
-
 MAX_PAIRS = 512
 """Pairs that the head takes in one step; what is more waits for the next."""
 

@@ -15,8 +15,6 @@ from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.models.runner import FloatArray
 from kvcellar.types import IntArray
 
-__all__ = ["GrowingTree", "drop_trees", "make_room", "propose_levels"]
-
 MIN_PATH = 0.01
 """Nothing is guessed behind paths that are held to be less likely, but for a level's likeliest."""
 

@@ -19,8 +19,6 @@ from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.types import IntArray
 
-__all__ = ["NgramDrafter"]
-
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _OFFSET_BITS = 40

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from kvcellar.engine.draft import Draft
 
-__all__ = ["HitRate", "Rates"]
-
 _DECAY = 0.97
 _PRIOR = 4.0
 _UNKNOWN = (0.6, 0.15)

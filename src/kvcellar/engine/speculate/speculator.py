@@ -26,8 +26,6 @@ from kvcellar.engine.speculate.step_costs import StepCosts, blend
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["Speculator"]
-
 log = logging.getLogger("kvcellar.engine")
 
 MARGIN = 1.02

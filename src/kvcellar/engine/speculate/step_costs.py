@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-__all__ = ["StepCosts", "blend"]
-
 _WEIGHTS = (0.2, 0.4)
 """Of one more step that took longer than believed, and of one that took less: what holds a step up
 is no part of what it costs."""

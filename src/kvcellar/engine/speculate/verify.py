@@ -11,8 +11,6 @@ from kvcellar.engine.sampling import Choice, SamplingState, sample
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
 
-__all__ = ["verify"]
-
 
 def verify(logits: FloatArray, draft: Draft, state: SamplingState) -> Verdict:
     """Sample on for as long as some guess says what comes; one token more than guesses are right.

@@ -10,8 +10,6 @@ from typing import Any
 from kvcellar.errors import ModelError
 from kvcellar.models.architecture import check_rope
 
-__all__ = ["MOST_HELD_TWICE", "Eagle3Config", "default_feature_layers", "read_eagle3_config"]
-
 MOST_HELD_TWICE = 1 << 24
 """Numbers of a float32 head whose matrices are held for the CPU kernel too, in 8 bits."""
 

@@ -9,8 +9,6 @@ from pydantic import ConfigDict, Field, model_validator
 from kvcellar.server.schemas.base import Body
 from kvcellar.server.schemas.openai import SamplingFields
 
-__all__ = ["CreateRequest", "ForkRequest", "GenerateRequest", "RewindRequest"]
-
 
 class CreateRequest(Body):
     """``POST /v1/agents``."""

@@ -8,8 +8,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import AgentId, Body, Open, QuestionBody, SessionId, Stops
 
-__all__ = ["CacheControl", "CountRequest", "MessagesRequest"]
-
 
 class CacheControl(Open):
     """A wish to keep what comes up to here."""

@@ -23,8 +23,6 @@ from kvcellar.server.errors import ApiError
 from kvcellar.server.schemas.fields import MOST_UNKNOWN, refuse_or_ignore
 from kvcellar.valid import valid_json
 
-__all__ = ["AgentId", "Body", "Open", "QuestionBody", "SessionId", "Stop", "Stops"]
-
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 8192
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from kvcellar.server.errors import ApiError
 
-__all__ = ["HARMLESS", "MOST_UNKNOWN", "REFUSED", "refuse_or_ignore"]
-
 MOST_UNKNOWN = 20
 """Fields in one request that nobody knows."""
 

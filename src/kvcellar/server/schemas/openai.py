@@ -8,15 +8,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvcellar.server.schemas.base import AgentId, Open, QuestionBody, SessionId, Stop, Stops
 
-__all__ = [
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "FunctionTool",
-    "JsonFormat",
-    "SamplingFields",
-]
-
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]

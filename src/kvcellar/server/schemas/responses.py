@@ -10,8 +10,6 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_v
 from kvcellar.server.schemas.base import AgentId, Open, SessionId
 from kvcellar.server.schemas.openai import NamedTool, SamplingFields
 
-__all__ = ["Item", "OtherItem", "ResponseRequest", "read_items"]
-
 
 class ItemPart(Open):
     """A piece of an item's content."""

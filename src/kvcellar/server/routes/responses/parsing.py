@@ -20,8 +20,6 @@ from kvcellar.server.service import Service, service_of
 from kvcellar.server.stored import StoredResponse
 from kvcellar.server.tools import Toolbox, told
 
-__all__ = ["question_of", "stored_response", "unknown_response"]
-
 _INSTRUCTIONS = "instructions"
 """Marks the system message that belongs to one response alone."""
 

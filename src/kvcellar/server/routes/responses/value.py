@@ -16,8 +16,6 @@ from kvcellar.server.service import Service, as_mapping
 from kvcellar.server.stored import StoredResponse
 from kvcellar.server.telling import extra_of, note, notes_of, predictions
 
-__all__ = ["PREFIX", "ResponseValue", "call_item", "keep", "sent_item", "status_of", "text_part"]
-
 PREFIX = "resp_"
 
 

@@ -20,8 +20,6 @@ from kvcellar.server.routes.responses.value import (
 from kvcellar.server.service import service_of
 from kvcellar.server.telling import AnswerFrames, agent_facts
 
-__all__ = ["ResponseFrames"]
-
 
 class ResponseFrames(AnswerFrames):
     """Events of one response."""
