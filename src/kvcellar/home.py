@@ -30,6 +30,11 @@ def default_home() -> Path:
     return Path.home() / ".local" / "share" / "kvcellar"
 
 
+def default_store() -> Path:
+    """Return the folder of the store when nobody says: ``store`` in :func:`default_home`."""
+    return default_home() / "store"
+
+
 def open_own(path: Path, flags: int) -> int:
     """Open a file in a folder of our own, and never what a link in its place points to.
 

@@ -3,10 +3,10 @@
 Knows tokens, NumPy arrays and files; no tensors, no engine.
 """
 
+from kvcellar.home import default_home, default_store
 from kvcellar.models.fingerprint import Fingerprint, fingerprint_checkpoint, fingerprint_of
 from kvcellar.store.catalogue import RefRow
 from kvcellar.store.config import StoreConfig
-from kvcellar.store.home import default_home, default_store
 from kvcellar.store.layout import (
     BLOCK_TOKENS,
     GroupRows,

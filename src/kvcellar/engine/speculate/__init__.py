@@ -3,8 +3,9 @@
 Start in ``speculator.py``.
 """
 
+from kvcellar.engine.draft import Draft
 from kvcellar.engine.speculate.draft_model import DraftModel
-from kvcellar.engine.speculate.drafter import Draft, Drafter, DraftRequest, FeatureReader
+from kvcellar.engine.speculate.drafter import Drafter, DraftRequest, FeatureReader
 from kvcellar.engine.speculate.eagle3 import Eagle3Drafter
 from kvcellar.engine.speculate.ngram import NgramDrafter
 from kvcellar.engine.speculate.speculator import Speculator

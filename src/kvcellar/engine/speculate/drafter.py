@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvcellar.engine.draft import LATER, NO_DRAFT, Draft
+from kvcellar.engine.draft import Draft
 from kvcellar.history import History
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray
-
-__all__ = ["LATER", "NO_DRAFT", "Draft", "DraftRequest", "Drafter", "FeatureReader"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.engine.speculate.drafter import NO_DRAFT, Draft, DraftRequest
+from kvcellar.engine.draft import NO_DRAFT, Draft
+from kvcellar.engine.speculate.drafter import DraftRequest
 from kvcellar.errors import ConfigError
 from kvcellar.history import History
 from kvcellar.types import IntArray
