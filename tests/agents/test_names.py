@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import pytest
@@ -132,6 +133,27 @@ def test_an_agent_whose_end_cannot_be_written_is_not_said_to_have_ended(tmp_path
         assert run(agents.lifecycle.finish("poet")).state == "finished"
     with manager(tmp_path) as agents:
         assert run(agents.directory.describe("poet")).state == "finished"
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_an_agent_whose_file_cannot_be_removed_is_still_there_and_the_error_says_so(
+    tmp_path, monkeypatch, is_final
+):
+    def read_only(*_: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with manager(tmp_path) as agents:
+        run(agents.lifecycle.create("poet"))
+        run(turn(agents, "poet", tokens=range(5)))
+        before = tokens_of(agents, "poet")
+        with monkeypatch.context() as patch:
+            patch.setattr(agents.store._cold, "remove_reference", read_only)
+            with pytest.raises(StoreError, match="could not be deleted"):
+                run(agents.lifecycle.delete("poet", is_final=is_final))
+        assert [info.agent_id for info in run(agents.directory.listed())] == ["poet"]
+        assert tokens_of(agents, "poet") == before
+        run(agents.lifecycle.delete("poet"))
+        assert run(agents.directory.listed()) == []
 
 
 def test_an_import_that_cannot_be_published_is_not_known(tmp_path, monkeypatch):

@@ -337,12 +337,17 @@ class Store:
 
         Raises:
             UnknownReferenceError: there is none of that name.
+            StoreError: its file cannot be removed; it is still there.
         """
 
         def work() -> None:
-            with self._cold.locked():
-                if not self._cold.remove_reference(name):
-                    raise self._unknown(name)
+            try:
+                with self._cold.locked():
+                    is_gone = self._cold.remove_reference(name)
+            except OSError as error:
+                raise StoreError(f"history {name!r} could not be deleted: {error}") from error
+            if not is_gone:
+                raise self._unknown(name)
 
         checked_name(name)
         self._writer.call(work)
