@@ -29,7 +29,7 @@ of another token, differ by more than their length."""
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the comparison said.
+    """Restored rows beside those that were computed again.
 
     Attributes:
         n_checked: rows that were computed again; 0 where none could be.

@@ -37,7 +37,7 @@ _FORGIVEN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What bringing KV back would take.
+    """Expected time of loading KV from the store, and of computing it instead.
 
     Attributes:
         load_s: seconds to load it.

@@ -20,7 +20,7 @@ cell stays none; None where nothing has moved."""
 
 
 class Compacted(NamedTuple):
-    """What was gathered.
+    """Result of gathering scattered cells.
 
     Attributes:
         moved: where everything is now.

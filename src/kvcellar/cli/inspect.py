@@ -150,7 +150,7 @@ def _spec(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is asked of a spec."""
+    """A model's cache facts, and the memory, context and agents to size it for."""
 
     spec: ModelCacheSpec
     limit_bytes: int

@@ -99,7 +99,7 @@ class Batch:
 
 
 class Verdict(NamedTuple):
-    """What the sequence of one part goes on with.
+    """Tokens that the sequence of one part of a batch goes on with.
 
     Attributes:
         choices: the tokens: none where it has not caught up; one, or one more than guesses were

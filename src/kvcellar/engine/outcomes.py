@@ -38,7 +38,7 @@ MAX_LATE = 8
 
 @dataclass(slots=True)
 class RequestCounts:
-    """What has happened so far."""
+    """Counts of requests and of their tokens since the engine was made."""
 
     requests: int = 0
     finished: int = 0

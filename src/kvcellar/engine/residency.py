@@ -38,7 +38,7 @@ class Holder(Protocol):
 
 @dataclass(slots=True)
 class ResidencyCounts:
-    """What has happened so far."""
+    """Counts of tokens reused and evicted, and of cells moved, since the engine was made."""
 
     reused_tokens: int = 0
     evicted_tokens: int = 0

@@ -26,7 +26,7 @@ class PrefixHandle:
 
 
 class PrefixMatch(NamedTuple):
-    """What of a prompt can be reused.
+    """The longest beginning of a prompt that can be reused.
 
     Attributes:
         length: tokens whose KV is there, and from which *every* layer group can go on.
@@ -45,7 +45,7 @@ class PrefixMatch(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What an index took in.
+    """Result of an insertion into an index.
 
     Attributes:
         n_present: tokens that were there before.
@@ -61,7 +61,7 @@ class Inserted(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """What an index gave up.
+    """Result of an eviction from an index.
 
     Attributes:
         n_tokens: how many tokens; at least what was asked.
@@ -74,7 +74,7 @@ class Evicted(NamedTuple):
 
 
 class SizeInfo(NamedTuple):
-    """What an index holds.
+    """Size of an index at one moment.
 
     Attributes:
         evictable: tokens that ``evict`` could give up now.

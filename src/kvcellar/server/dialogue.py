@@ -30,7 +30,7 @@ class PinWish:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """A request for answers, in no protocol's words.
 
     Attributes:
         messages: the whole conversation, as chat templates take it.

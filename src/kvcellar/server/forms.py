@@ -14,7 +14,7 @@ from kvcellar.valid import read_json, valid_json
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an answer has to be.
+    """The form that a request wants its answer in.
 
     Attributes:
         kind: ``schema``: JSON of that schema; ``regex``: a text that it matches; ``choice``: one of

@@ -47,7 +47,7 @@ class NoGrammarError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer is held to.
+    """A grammar that answers are held to, if any.
 
     Attributes:
         begin: makes the guide of one answer; None where it is held to nothing.

@@ -202,7 +202,7 @@ class ServedModels:
             self._states[path] = ModelState(name, state, since, detail, fraction)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """For ``/health``."""
+        """Return each model's state as ``/health`` tells it."""
         return [
             {
                 "name": state.name,

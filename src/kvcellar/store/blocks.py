@@ -45,7 +45,7 @@ ADDRESS_BYTES = 16
 
 
 class Kind(enum.StrEnum):
-    """What an address names.
+    """Kinds of files that an address names.
 
     BLOCK: K and V of consecutive tokens in the full-history groups.
     WINDOW: what the sliding-window groups hold at the end of a history.

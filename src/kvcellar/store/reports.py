@@ -13,7 +13,7 @@ MAX_EVENTS = 10_000
 
 
 class EventKind(enum.StrEnum):
-    """What happened.
+    """Kinds of events that a store tells of.
 
     DAMAGED: a file's bytes are not what was written, or belong elsewhere; it is in quarantine.
     MISSING: a file that the catalogue lists is not there.

@@ -41,7 +41,7 @@ RARELY = st.integers(0, 9).map(lambda n: n == 7)
 
 
 class Walk(RuleBasedStateMachine):
-    """What both walks share."""
+    """Base of the walks: an open driver, closed again when a walk has ended."""
 
     def __init__(self, adapter: BackendAdapter, case: Case, kind: str, **settings: Any) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class Forwards:
     """Plans each forward of a cache and says when it is done. One forward at a time."""
 
     def __init__(self, cache: Any) -> None:
-        """For a cache that ``can_run``."""
+        """Create a planner of a cache's forwards; the cache has to satisfy ``can_run``."""
         self._cache = cache
         self._layers = np.zeros(cache.steps.n_layers, native.LAYER)
         groups = cache.steps.groups

@@ -74,7 +74,7 @@ class QuantisedEmbedding(nn.Module):
     """An embedding in int8 with a float scale per group of a row; gathers before it expands."""
 
     def __init__(self, embedding: Any) -> None:
-        """From an ``nn.Embedding``; one that scales its rows (Gemma) still does."""
+        """Quantise an ``nn.Embedding``; one that scales its rows (Gemma) still does."""
         super().__init__()
         weight = embedding.weight.detach()
         n_rows, dim = weight.shape

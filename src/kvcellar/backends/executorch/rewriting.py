@@ -58,7 +58,7 @@ class RmsNorm(nn.Module):
     """The norm of a model of transformers, with its mean as a product."""
 
     def __init__(self, norm: Any) -> None:
-        """In place of ``norm``, whose weights it shares."""
+        """Take the place of ``norm``, whose weights it shares."""
         super().__init__()
         self.weight = norm.weight
         self.is_gemma = type(norm).__name__.startswith("Gemma")
@@ -83,7 +83,7 @@ class DenseExperts(nn.Module):
     """The experts of gpt-oss as linear layers, all of which run for every token."""
 
     def __init__(self, experts: Any) -> None:
-        """In place of ``experts``; gate and up are parted, which there take turns."""
+        """Take the place of ``experts``, with gate and up apart, whose columns alternate there."""
         super().__init__()
         self.alpha, self.limit = experts.alpha, experts.limit
         inside, bias = experts.gate_up_proj.detach(), experts.gate_up_proj_bias.detach()

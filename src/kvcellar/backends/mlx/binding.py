@@ -134,11 +134,11 @@ class Running:
         self._forward = forward
 
     def __enter__(self) -> None:
-        """From here on."""
+        """Make this the forward that the layers of this thread run in."""
         _running.forward = self._forward
 
     def __exit__(self, *error: object) -> None:
-        """Until here."""
+        """Leave the forward."""
         _running.forward = None
 
 

@@ -96,7 +96,7 @@ class FloatCodec:
     """One part of a float type."""
 
     def __init__(self, dtype: mx.Dtype, dim: int) -> None:
-        """For rows of ``dim`` numbers."""
+        """Create a codec for rows of ``dim`` numbers."""
         self.dim = dim
         self.dtype = dtype
         self.widths: tuple[tuple[mx.Dtype, int], ...] = ((dtype, dim),)
@@ -114,7 +114,7 @@ class AffineCodec:
     """Packed integers, scales and biases."""
 
     def __init__(self, side: SideDtype, dim: int) -> None:
-        """For rows of ``dim`` numbers."""
+        """Create a codec for rows of ``dim`` numbers."""
         self.dim = dim
         self.bits = side.bits
         self.group_size = side.group_of(dim)

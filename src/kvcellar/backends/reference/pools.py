@@ -42,7 +42,7 @@ class Codec:
     """Bytes of the rows of one side, K or V: arrays that share all axes but the last."""
 
     def __init__(self, side: SideDtype, dim: int) -> None:
-        """For rows of ``dim`` numbers."""
+        """Create a codec for rows of ``dim`` numbers."""
         self.side = side
         self.dim = dim
 

@@ -69,7 +69,7 @@ class FloatCodec:
     """One part of a float type."""
 
     def __init__(self, dtype: torch.dtype, dim: int) -> None:
-        """For rows of ``dim`` numbers."""
+        """Create a codec for rows of ``dim`` numbers."""
         self.dim = dim
         self.dtype = dtype
         self.widths: tuple[tuple[torch.dtype, int], ...] = ((dtype, dim),)
@@ -87,7 +87,7 @@ class AffineCodec:
     """Packed integers, scales and biases, as :mod:`kvcellar.kv_dtype` defines them."""
 
     def __init__(self, side: SideDtype, dim: int) -> None:
-        """For rows of ``dim`` numbers."""
+        """Create a codec for rows of ``dim`` numbers."""
         self.dim = dim
         self.bits = side.bits
         self.group_size = side.group_of(dim)

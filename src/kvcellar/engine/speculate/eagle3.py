@@ -31,7 +31,7 @@ MANY_FEATURES = 64
 
 @dataclass(slots=True, eq=False)
 class _Pairs:
-    """What is known of one sequence.
+    """Features of one sequence: those in the head's cache, and those that wait to go there.
 
     Attributes:
         first: position of the first token whose features are known.

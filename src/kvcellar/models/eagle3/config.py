@@ -104,7 +104,7 @@ class Eagle3Config:
 
 
 def read_eagle3_config(raw: Mapping[str, Any], where: Path) -> Eagle3Config:
-    """From a ``config.json`` of a head.
+    """Read the ``config.json`` of an EAGLE-3 head.
 
     Args:
         raw: the file.

@@ -53,7 +53,7 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Write all counts and gauges in the text format of Prometheus."""
     service = service_of(request)
     engines = []
     for host in service.models.hosts():

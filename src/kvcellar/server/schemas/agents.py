@@ -60,7 +60,7 @@ class GenerateRequest(SamplingFields):
 
     @model_validator(mode="after")
     def one_of_both(self) -> GenerateRequest:
-        """Either text or tokens."""
+        """Refuse a turn with both text and tokens, or neither."""
         if (self.text is None) == (self.tokens is None):
             raise ValueError("give either text or tokens")
         return self

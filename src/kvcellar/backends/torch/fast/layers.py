@@ -236,7 +236,7 @@ class KernelLayer(nn.Module):
         )
 
     def native(self) -> native.DecoderLayer:
-        """For a whole model, once it has taken addresses."""
+        """Return the compiled layer, for a decoder of the whole model; addresses were taken."""
         assert self._native is not None, "weights lie where they stay"
         return self._native
 
