@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+
+from kvcellar.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/README.md")]
@@ -68,3 +72,22 @@ def test_every_class_and_method_of_ours_that_is_named_exists(page: Path):
     assert [
         n for n in named if not n.startswith(THEIRS) and not words.issuperset(n.split("."))
     ] == []
+
+
+SHOWN = [page for page in PAGES if re.search(r"^kvcellar ", page.read_text(), flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
+def test_every_command_that_is_shown_has_the_options_that_it_is_shown_with(page: Path):
+    wrong = []
+    for line in re.findall(r"^(kvcellar .*)$", page.read_text(), flags=re.MULTILINE):
+        command = typer.main.get_command(app)
+        _, *words = shlex.split(line.split(" | ")[0], comments=True)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {option for param in command.params for option in (*param.opts, "--help")}
+        is_group = hasattr(command, "commands") and not (words and words[0] in known)
+        named = [word for word in words if re.match(r"-[^\d]", word)]
+        if is_group or not known.issuperset(named):
+            wrong.append(line)
+    assert wrong == []
