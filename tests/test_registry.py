@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvcellar import registry
@@ -17,6 +20,7 @@ from kvcellar.registry import (
     CacheSession,
     active_cache,
     backend_names,
+    freeze_prefix,
     make_decode_session,
     make_seq_session,
     make_tree_session,
@@ -50,14 +54,14 @@ def fake_backend(monkeypatch):
 def installed(monkeypatch, tmp_path):
     """Install a package that brings a backend, as pip would: a module and its metadata."""
 
-    def install(name: str, source: str) -> None:
+    def install(name: str, source: str, brings: str | None = None) -> None:
         (tmp_path / f"{name}_package.py").write_text(source)
         info = tmp_path / f"{name}_package-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 1.0\n"
         )
-        point = f"[kvcellar.backends]\n{name} = {name}_package:BACKEND\n"
+        point = f"[kvcellar.backends]\n{brings or name} = {name}_package:BACKEND\n"
         (info / "entry_points.txt").write_text(point)
         monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -310,6 +314,44 @@ def test_what_is_no_backend_is_refused(installed):
     installed("wrong", "BACKEND = 3")
     with pytest.raises(BackendError, match="'wrong' must be a Backend, got 3"):
         make_seq_session("wrong", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "source, says",
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("backend = 3", "AttributeError: .* no attribute 'BACKEND'"),
+        (None, "ModuleNotFoundError: No module named 'kvcellar_lost_package'"),
+    ],
+)
+def test_an_installed_backend_that_cannot_be_imported_says_from_where(installed, source, says):
+    name = "kvcellar_lost" if source is None else "failing"
+    installed(name, source or "")
+    if source is None:
+        (Path(sys.path[0]) / f"{name}_package.py").unlink()
+    sys.modules.pop(f"{name}_package", None)
+    with pytest.raises(BackendError, match=f"'{name}' cannot be imported from {name}_.*: {says};"):
+        registry.load_backend(name)
+
+
+def test_two_installed_packages_that_bring_one_name_are_refused(installed):
+    installed("left", "BACKEND = 3", "twin")
+    installed("right", "BACKEND = 3", "twin")
+    with pytest.raises(BackendError, match="several packages: left_.*, right_.*; uninstall all"):
+        registry.load_backend("twin")
+
+
+def test_a_frozen_prefix_is_refused_where_a_cache_cannot_read_it(fake_backend):
+    with make_seq_session("reference", CONFIG) as session:
+        cache = session.cache
+        cache.begin_step([0, 0])
+        x = np.ones((1, 1, 2, 1), np.float32)
+        cache.update_and_attend(x, x, x, np.arange(2), 0, 1.0, "float32")
+        frozen = freeze_prefix(cache)
+    config = make_config(CONFIG.params, 8, prefix=frozen)
+    for make in (make_decode_session, make_seq_session, make_tree_session):
+        with pytest.raises(ConfigError, match="'fake' built .*, which reads no frozen prefix"):
+            make("fake", config)
 
 
 def test_a_bug_inside_of_a_backend_is_not_taken_for_a_missing_package(fake_backend):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from pkgutil import iter_modules
 from types import TracebackType
@@ -148,7 +148,8 @@ def load_backend(name: str) -> Backend:
     """Return a backend by its name; its runtime is imported.
 
     Raises:
-        BackendError: it is unknown, or a package that it needs is not installed.
+        BackendError: it is unknown or cannot be imported, or a package that it needs is not
+            installed.
     """
     text(name, "backend", BackendError)
     with needed_packages(name, f"backend {name!r}"):
@@ -157,7 +158,7 @@ def load_backend(name: str) -> Backend:
         elif name in _own_names():
             found = importlib.import_module(f"{_OWN}.{name}").BACKEND
         elif points := entry_points(group=ENTRY_POINTS, name=name):
-            found = next(iter(points)).load()
+            found = _load_installed(name, points)
         else:
             raise BackendError(
                 f"backend {name!r} is unknown; there are: {', '.join(backend_names())}"
@@ -165,6 +166,33 @@ def load_backend(name: str) -> Backend:
     if not isinstance(found, Backend):
         raise BackendError(f"backend {name!r} must be a Backend, got {seen(found)}")
     return found
+
+
+def _load_installed(name: str, points: EntryPoints) -> Any:
+    """Return what the entry point of a name stands for.
+
+    Raises:
+        BackendError: several packages bring that name, or the import fails.
+    """
+    values = sorted({point.value for point in points})
+    if len(values) > 1:
+        raise BackendError(
+            f"backend {name!r} is brought by several packages: {', '.join(values)}; uninstall all "
+            f"but one"
+        )
+    try:
+        return next(iter(points)).load()
+    except ModuleNotFoundError as error:
+        module = values[0].partition(":")[0]
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
+            raise  # of a package that it needs
+        reason: Exception = error
+    except Exception as error:
+        reason = error
+    raise BackendError(
+        f"backend {name!r} cannot be imported from {values[0]}: {type(reason).__name__}: {reason}; "
+        f"update or uninstall the package that brings it"
+    ) from reason
 
 
 @contextmanager
@@ -177,7 +205,7 @@ def needed_packages(backend: str, who: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if not error.name or error.name.startswith("kvcellar"):
+        if not error.name or error.name.partition(".")[0] == "kvcellar":
             raise
         way = f"pip install 'kvcellar[{backend}]'" if backend in _own_names() else error.name
         raise BackendError(
@@ -298,12 +326,18 @@ def _make_session(
             f"backend {backend!r} built {type(made).__name__} for {kind!r}, which lacks verbs of "
             f"{face.__name__}"
         )
+    if config.prefix is not None and not isinstance(made, FreezableCache):
+        raise ConfigError(
+            f"backend {backend!r} built {type(made).__name__}, which reads no frozen prefix, and "
+            f"config.prefix has {config.prefix.length} tokens; leave prefix out, or use one of the "
+            f"backends reference, torch or mlx"
+        )
     return CacheSession(made, backend=backend)
 
 
 @runtime_checkable
 class FreezableCache(Cache, Protocol):
-    """A cache whose rows can be frozen for others."""
+    """A cache whose rows can be frozen for others, and that reads what was frozen."""
 
     def rows_to_freeze(self, seq_id: int, length: int | None) -> tuple[int, list[IntArray]]:
         """Return how many first tokens of a sequence to freeze, and their cells by layer group."""
