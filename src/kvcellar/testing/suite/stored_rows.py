@@ -36,6 +36,21 @@ class StoredRows(Scenarios):
                 for n in (400, 1, 900, 30, 1):
                     d.forward((0, n))
 
+    def test_cells_move_as_if_all_were_read_before_any_is_written(
+        self, case: Case, kind: str
+    ) -> None:
+        """What reads all of a history does not mind where in it the tokens lie."""
+        with open_driver(self.adapter, case, kind) as d:
+            d.forward((0, 9))
+            d.cache.end_step()
+            for index, (group, cells) in enumerate(
+                zip(case.groups, d.cache.seq_table(0), strict=True)
+            ):
+                for shift in (1, -3):
+                    if group.window is None:
+                        d.cache.steps.move(index, [(int(cells[0]), np.roll(cells, shift))])
+            d.forward((0, 1))
+
     def test_stored_values_are_rounded_to_the_storage_type_and_no_more(self, case: Case) -> None:
         with open_driver(self.adapter, case, "decode") as d:
             inputs = d.random_inputs(1)
