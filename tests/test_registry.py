@@ -337,7 +337,7 @@ def test_an_installed_backend_that_cannot_be_imported_says_from_where(installed,
 def test_two_installed_packages_that_bring_one_name_are_refused(installed):
     installed("left", "BACKEND = 3", "twin")
     installed("right", "BACKEND = 3", "twin")
-    with pytest.raises(BackendError, match="several packages: left_.*, right_.*; uninstall all"):
+    with pytest.raises(BackendError, match=r"several packages: left_.*, right_.*; uninstall all"):
         registry.load_backend("twin")
 
 
@@ -350,7 +350,7 @@ def test_a_frozen_prefix_is_refused_where_a_cache_cannot_read_it(fake_backend):
         frozen = freeze_prefix(cache)
     config = make_config(CONFIG.params, 8, prefix=frozen)
     for make in (make_decode_session, make_seq_session, make_tree_session):
-        with pytest.raises(ConfigError, match="'fake' built .*, which reads no frozen prefix"):
+        with pytest.raises(ConfigError, match=r"'fake' built .*, which reads no frozen prefix"):
             make("fake", config)
 
 

@@ -2,7 +2,7 @@
 
 from kvcellar.bookkeeping.contiguous import OneSequence
 from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.layout import Bytes, Layout, NoBytes
+from kvcellar.bookkeeping.layout import Bytes, Layout, NoBytes, SharedLayout
 from kvcellar.bookkeeping.pool import BlockPool
 from kvcellar.bookkeeping.sequences import Sequences
 from kvcellar.bookkeeping.spans import Span
@@ -17,6 +17,7 @@ __all__ = [
     "NoBytes",
     "OneSequence",
     "Sequences",
+    "SharedLayout",
     "Span",
     "Steps",
     "TreeSequences",

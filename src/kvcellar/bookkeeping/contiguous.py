@@ -135,8 +135,8 @@ class OneSequence(StepFace):
         if self.steps.resume_at(0, length) != length:
             raise RewindError(
                 f"{verb} to {length}: a sliding window has let go of the tokens before; this "
-                f"history resumes from 0 or from {self.resumable_from()} to {self.length}; raise "
-                f"window_slack ({self.config.window_slack}) to keep more"
+                f"history resumes from {self.steps.origin} or from {self.resumable_from()} to "
+                f"{self.length}; raise window_slack ({self.config.window_slack}) to keep more"
             )
         return length
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvcellar.bookkeeping.drafts import DraftTree
-from kvcellar.bookkeeping.pool import CellMove
+from kvcellar.bookkeeping.pool import Appends, CellMove
 from kvcellar.types import GroupUsage, IntArray, StepPlan
 
 
@@ -99,6 +99,59 @@ class Layout(Protocol):
 
     def usage(self) -> GroupUsage:
         """Return the cells taken and shared."""
+        ...
+
+
+class SharedLayout(Layout, Protocol):
+    """A layout for many sequences: besides, it says what it takes to grow them.
+
+    Its *cells* are what it takes and frees: a group of rows counts one per token, a group of states
+    one per state, of which a sequence has a few however long it is.
+    """
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that one sequence may have in it."""
+        ...
+
+    @property
+    def unit(self) -> int:
+        """Cells that are taken at once."""
+        ...
+
+    def demand(self, appends: Appends) -> Demand:
+        """Return what it takes to grow sequences, all of them together."""
+        ...
+
+    def n_missing(self, n: int, promised: Appends) -> int:
+        """Return the cells that are missing so that any one sequence could grow by ``n`` tokens.
+
+        0 or less: it could, whether it is there or new, besides what is promised.
+        """
+        ...
+
+    def n_fitting(self, promised: Appends) -> int:
+        """Return the most tokens that fit for any one sequence, whether it is there or new."""
+        ...
+
+    def n_sure(self, promised: Appends) -> int:
+        """Return the tokens that any one sequence could get for certain; may be negative."""
+        ...
+
+    def let_go(self, seq_id: int, batch: int) -> None:
+        """Let go of what no query sees any more, once that is at least ``batch`` cells."""
+        ...
+
+    def n_to_place(self, demand: Demand) -> int:
+        """Return the cells to ask a memory budget for besides, so that a demand's lie well."""
+        ...
+
+    def grant(self, n_cells: int) -> None:
+        """Have so many cells, which the memory budget has granted."""
+        ...
+
+    def in_words(self, n_units: int) -> str:
+        """Return a number of what is taken at once, as messages say it."""
         ...
 
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Demand
-from kvcellar.bookkeeping.pool import MAX_GAP, Appends
-from kvcellar.bookkeeping.rows import Rows
-from kvcellar.bookkeeping.spans import Span
+from kvcellar.bookkeeping.layout import Demand, SharedLayout
+from kvcellar.bookkeeping.pool import Appends
 from kvcellar.errors import CacheFullError
 from kvcellar.types import CacheConfig
 
@@ -26,7 +24,7 @@ class Room:
     def __init__(
         self,
         config: CacheConfig,
-        layouts: Sequence[Rows],
+        layouts: Sequence[SharedLayout],
         lengths: Mapping[int, int],
         growth: Growth | None,
     ) -> None:
@@ -48,7 +46,7 @@ class Room:
         """The most tokens that one sequence may have: cells, or what a memory budget holds."""
         if self.growth is not None:
             return self.growth.n_fitting
-        return min(layout.pool.capacity for layout in self._layouts)
+        return min(layout.capacity for layout in self._layouts)
 
     def n_held(self, group: int) -> int | None:
         """Return the cells that a group's pools must hold by a grant; None where none is needed."""
@@ -109,32 +107,27 @@ class Room:
                 for seq_id in self._lengths:
                     layout.let_go(seq_id, batch=1)
 
-    def join(self, seq_id: int, parts: Sequence[list[Span]]) -> None:
+    def join(self, seq_id: int, demands: Sequence[Demand]) -> None:
         """Have room for the copies that join parts of blocks, where a sequence is to hold them.
 
         Args:
             seq_id: the sequence.
-            parts: what it lacks, per layer group.
+            demands: what the copies take, per layer group.
 
         Raises:
             CacheFullError: too few blocks are free; nothing was changed.
         """
-        n_cells = [
-            layout.pool.block_size * layout.pool.n_joints(seq_id, part)
-            for layout, part in zip(self._layouts, parts, strict=True)
-        ]
-        if not any(n_cells):
+        if not any(demand.n_needed for demand in demands):
             return
-        free = [layout.pool.n_free for layout in self._layouts]
-        if self.growth is not None:
-            self._grow(self.growth, list(map(Demand, n_cells, free)))
-        for layout, n in zip(self._layouts, n_cells, strict=True):
-            pool = layout.pool
-            if n > pool.n_free:
+        if self.growth is not None and self._grow(self.growth, demands):
+            return
+        for layout, demand in zip(self._layouts, demands, strict=True):
+            if _missing(demand) > 0:
+                needed, free = demand.n_needed // layout.unit, demand.n_free // layout.unit
                 raise CacheFullError(
                     f"sequence {seq_id} would hold parts of different blocks at the same block of "
-                    f"its table, which takes {n // pool.block_size} blocks to join, "
-                    f"{pool.n_free_blocks} free of {pool.n_blocks}; release a sequence or "
+                    f"its table, which takes {needed} blocks to join, {free} free of "
+                    f"{layout.usage().capacity // layout.unit}; release a sequence or "
                     f"{self._config.more_room}"
                 )
 
@@ -148,33 +141,28 @@ class Room:
 
         Where sequences share a pool, each wants room behind it to grow in place.
         """
-        missing = [_missing(demand) for demand in demands]
-        pools = [layout.pool for layout in self._layouts]
-        wishes = [0] * len(missing)
+        pairs = list(zip(self._layouts, demands, strict=True))
+        wishes = [0] * len(demands)
         if len(self._lengths) > 1:
-            wishes = [
-                max(0, demand.n_needed + min(pool.n_taken // 2, MAX_GAP) - pool.n_free - max(0, n))
-                for demand, pool, n in zip(demands, pools, missing, strict=True)
-            ]
-        if not growth.add(missing, wishes):
+            wishes = [layout.n_to_place(demand) for layout, demand in pairs]
+        if not growth.add(list(map(_missing, demands)), wishes):
             return False
-        for pool, size in zip(pools, growth.sizes, strict=True):
-            pool.grant(size)
+        for layout, size in zip(self._layouts, growth.sizes, strict=True):
+            layout.grant(size)
         return True
 
     def _refuse(self, who: str, demands: Sequence[Demand], promised: Appends) -> NoReturn:
         """Raise CacheFullError for the group that lacks most."""
         group = max(range(len(demands)), key=lambda index: _missing(demands[index]))
         layout, demand = self._layouts[group], demands[group]
-        pool = layout.pool
+        unit, most, more = layout.unit, layout.usage().capacity, "free"
         others = layout.demand(promised).n_needed if promised else 0
-        needed, free = ((n - others) // pool.block_size for n in (demand.n_needed, demand.n_free))
-        more = "free"
+        needed, free = ((n - others) // unit for n in (demand.n_needed, demand.n_free))
         if self.growth is not None:
-            free, more = self.n_free(promised) // pool.block_size, "free or to be had"
+            free, most, more = self.n_free(promised) // unit, self.capacity, "free or to be had"
         raise CacheFullError(
-            f"{who} needs {pool.in_words(needed)}, {max(0, free)} {more} of "
-            f"{self.capacity // pool.block_size}; release a sequence or {self._config.more_room}"
+            f"{who} needs {layout.in_words(needed)}, {max(0, free)} {more} of {most // unit}; "
+            f"release a sequence or {self._config.more_room}"
         )
 
 

@@ -10,7 +10,7 @@ from kvcellar.bookkeeping.frozen import FrozenSpans, frozen_spans
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.holdings import Refs
 from kvcellar.bookkeeping.layout import Demand, Lengths, Stretch
-from kvcellar.bookkeeping.pool import MIN_RUN, Appends, BlockCopy, BlockPool, CellMove
+from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN, Appends, BlockCopy, BlockPool, CellMove
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.window import Window
@@ -31,7 +31,7 @@ from kvcellar.types import (
 class Rows:
     """The cells of one layer group, by blocks, for many sequences.
 
-    A layout, see :class:`kvcellar.bookkeeping.layout.Layout`, with what sharing needs besides.
+    A layout, see :class:`kvcellar.bookkeeping.layout.SharedLayout`, with what tables need besides.
     Where the group has a window, it lets go of whole blocks that every query has passed, some time
     after, and knows where sequences cannot resume any more.
     """
@@ -125,6 +125,30 @@ class Rows:
 
     # Room --------------------------------------------------------------------------------------
 
+    @property
+    def capacity(self) -> int:
+        """The most tokens that one sequence may have: one per cell."""
+        return self.pool.capacity
+
+    @property
+    def unit(self) -> int:
+        """Cells that are taken at once: a block."""
+        return self.pool.block_size
+
+    def in_words(self, n_units: int) -> str:
+        """Return a number of blocks as messages say it."""
+        return self.pool.in_words(n_units)
+
+    def n_to_place(self, demand: Demand) -> int:
+        """Return the cells that leave room behind the sequences, so that they grow in place."""
+        n_missing = max(0, demand.n_needed - demand.n_free)
+        gap = min(self.pool.n_taken // 2, MAX_GAP)
+        return max(0, demand.n_needed + gap - self.pool.n_free - n_missing)
+
+    def grant(self, n_cells: int) -> None:
+        """Have so many cells, which the memory budget has granted."""
+        self.pool.grant(n_cells)
+
     def demand(self, appends: Appends) -> Demand:
         """Return what it takes to grow sequences; where there is plenty, a bound of it."""
         pool = self.pool
@@ -146,6 +170,10 @@ class Rows:
         if needed > n_free and self.window is not None:
             n_free, must_let_go = self.n_free_later() - taken, True
         return Demand(needed, n_free, must_let_go)
+
+    def demand_to_join(self, seq_id: int, part: list[Span]) -> Demand:
+        """Return what it takes to copy parts of blocks together that a sequence is to hold."""
+        return Demand(self.unit * self.pool.n_joints(seq_id, part), self.pool.n_free)
 
     def n_missing(self, n: int, promised: Appends) -> int:
         """Return the cells that are missing so that any one sequence could grow by ``n`` tokens.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
@@ -194,11 +195,7 @@ class Sequences(StepFace):
             RewindError: it cannot; ``verb`` names who asks.
         """
         if 0 < length < self.steps.origin:
-            raise RewindError(
-                f"{verb} of sequence {seq_id} at {length}: its first {self.steps.origin} tokens "
-                f"are frozen and shared with other caches; it resumes from 0, where it starts "
-                f"again behind them, or from {self.resumable_from(seq_id)} on"
-            )
+            self._refuse_frozen(seq_id, length, verb)
         if not self.can_resume(seq_id, length):
             raise RewindError(
                 f"{verb} of sequence {seq_id} at {length}: a sliding window has let go of the "
@@ -206,6 +203,14 @@ class Sequences(StepFace):
                 f"{self.seq_len(seq_id)}; raise window_slack ({self.config.window_slack}) to keep "
                 f"more"
             )
+
+    def _refuse_frozen(self, seq_id: int, position: int, verb: str) -> NoReturn:
+        """Raise RewindError: a verb would change a history within its frozen prefix."""
+        raise RewindError(
+            f"{verb} of sequence {seq_id} at {position}: its first {self.steps.origin} tokens "
+            f"are frozen and shared with other caches; it resumes from 0, where it starts "
+            f"again behind them, or from {self.resumable_from(seq_id)} on"
+        )
 
     # Sequences ---------------------------------------------------------------------------------
 
@@ -257,11 +262,12 @@ class Sequences(StepFace):
         if stop <= p0 or src == dst:
             return
         self.check_resume(src, stop, "seq_cp")
-        if not self._has_tokens(src, p0, stop):
+        if stop <= self.steps.origin or not self._has_tokens(src, p0, stop):
             return
         parts = [layout.pool.shareable(src, dst, p0, stop) for layout in self.layouts]
-        self.room.join(dst, parts)
-        for group, (layout, part) in enumerate(zip(self.layouts, parts, strict=True)):
+        pairs = list(zip(self.layouts, parts, strict=True))
+        self.room.join(dst, [layout.demand_to_join(dst, part) for layout, part in pairs])
+        for group, (layout, part) in enumerate(pairs):
             self.steps.move(group, layout.share(src, dst, p0, stop, part))
         self.steps.lengths[dst] = max(self.steps.lengths.get(dst, 0), stop)
 
@@ -301,11 +307,12 @@ class Sequences(StepFace):
         to_end = p1 is None or p1 >= length
         if to_end and p0 >= length:
             return
-        if p0 and (to_end or p0 < self.steps.origin):
-            self.check_resume(seq_id, p0, "seq_rm")
-        elif not to_end and p1 is not None and p0 < self.steps.origin:
-            self.check_resume(seq_id, min(p1, self.steps.origin - 1), "seq_rm")
         end = length if p1 is None or to_end else p1
+        if p0 and to_end:
+            self.check_resume(seq_id, p0, "seq_rm")
+            p0 = 0 if p0 == self.steps.origin else p0  # nothing of its own is left
+        elif not to_end and p0 < min(end, self.steps.origin):
+            self._refuse_frozen(seq_id, p0, "seq_rm")
         for layout in self.layouts:
             layout.cut(seq_id, p0, end)
         if not self._has_tokens(seq_id):
@@ -403,8 +410,9 @@ class Sequences(StepFace):
         self.steps.settle()
         lacks = self._lacks("seq_map", seq_id, tables)
         parts = [spans_of(table) for table in tables]
-        self.room.join(seq_id, parts)
-        for group, (layout, part) in enumerate(zip(self.layouts, parts, strict=True)):
+        pairs = list(zip(self.layouts, parts, strict=True))
+        self.room.join(seq_id, [layout.demand_to_join(seq_id, part) for layout, part in pairs])
+        for group, (layout, part) in enumerate(pairs):
             self.steps.move(group, layout.pool.share(seq_id, part))
         self._start(seq_id, len(tables[0]), lacks)
 

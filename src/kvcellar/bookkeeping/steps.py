@@ -197,14 +197,16 @@ class Steps:
         return CacheUsage(groups, self._pools.size_bytes)
 
     def resume_at(self, seq_id: int, length: int) -> int:
-        """Return the greatest length up to ``length`` that all layer groups can resume at."""
-        while True:
+        """Return the greatest length up to ``length`` that all layer groups can resume at.
+
+        Behind a frozen prefix, where sequences begin, they always can.
+        """
+        while length > self.origin:
             low = min(layout.resume_at(seq_id, length) for layout in self.layouts)
-            if low < self.origin:
-                return 0
             if low == length:
                 return length
-            length = low
+            length = max(low, self.origin)
+        return length if length == self.origin else 0
 
     # For the layers of a forward ---------------------------------------------------------------
 

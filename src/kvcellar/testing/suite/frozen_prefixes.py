@@ -50,6 +50,9 @@ class FrozenPrefixes(Scenarios):
                 d.forward((0, 1))
             with d.refuses(RewindError):
                 d.rewind(LENGTH - 1)
+            d.forward((0, 40))
+            d.rewind(LENGTH)  # wherever windows are: it begins behind the prefix again
+            d.forward((0, 3))
             d.clear()
             d.forward((0, 3))
 
@@ -72,6 +75,22 @@ class FrozenPrefixes(Scenarios):
             d.forward((1, 4), (0, 1))  # it begins behind the prefix again
             d.rm(0, LENGTH)
             d.forward((0, 2))
+            for _ in range(40):
+                d.forward((0, 1), (1, 1))
+            d.rm(0, LENGTH)  # wherever windows are
+            assert not d.cache.has_seq(0)
+            d.forward((0, 2), (1, 1))
+
+    def test_no_cut_goes_through_a_prefix_of_one_token(self, case: Case, kind: str) -> None:
+        with (
+            self.frozen(case, kind, 1) as (prefix, source),
+            self.sharing(source, prefix) as d,
+        ):
+            d.forward((0, 6))
+            with d.refuses(RewindError):
+                d.rm(0, 0, 3)
+            d.rm(0, 1, 3)
+            d.forward((0, 1))
 
     def test_trees_hang_off_a_prefix(self, case: Case) -> None:
         with (
@@ -126,7 +145,9 @@ class FrozenPrefixes(Scenarios):
             pass
 
     @contextmanager
-    def frozen(self, case: Case, kind: str) -> Iterator[tuple[SharedPrefix, Driver]]:
+    def frozen(
+        self, case: Case, kind: str, length: int = LENGTH
+    ) -> Iterator[tuple[SharedPrefix, Driver]]:
         """Compute a history, freeze its first tokens, and yield them with its driver."""
         with open_driver(self.adapter, case, kind, "prefix", window_slack=30) as d:
             if not isinstance(d.cache, FreezableCache):
@@ -134,7 +155,7 @@ class FrozenPrefixes(Scenarios):
             d.forward((0, LENGTH - 4))
             for _ in range(6):
                 d.forward((0, 1))
-            yield freeze_prefix(d.cache, LENGTH), d
+            yield freeze_prefix(d.cache, length), d
 
     @contextmanager
     def sharing(self, source: Driver, prefix: SharedPrefix, **settings: Any) -> Iterator[Driver]:
