@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
@@ -148,6 +149,7 @@ class Walk:
             self.trace.is_recording = False
 
     def _looked_at(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
         def look(engine: Engine, batch: Any, positions: Any) -> Any:
             sequence = batch.parts[0].sequence
             if not self.holders:
@@ -194,6 +196,14 @@ def test_a_request_takes_the_steps_of_the_page_in_their_order(walk: Walk) -> Non
 def test_steps_are_numbered_one_after_the_other() -> None:
     numbers = re.findall(r"^(\d+)\. `", section("In") + section("Out"), re.MULTILINE)
     assert numbers == [str(i + 1) for i in range(len(numbers))]
+
+
+def test_each_step_is_in_the_file_that_the_page_names() -> None:
+    found = [*steps("In"), *steps("Out")]
+    elsewhere = [
+        step for step, code in found if not code.co_filename.endswith(f"/{step.split(': ')[0]}.py")
+    ]
+    assert elsewhere == []
 
 
 def test_what_carries_a_request_is_named_and_no_more_than_six(walk: Walk) -> None:
