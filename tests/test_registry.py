@@ -272,6 +272,19 @@ def test_the_last_backend_of_a_name_counts(fake_backend):
         assert type(session.cache) is TreeSequences
 
 
+@pytest.mark.parametrize("backend", [None, {"seq": TreeSequences}, "torch"])
+def test_what_is_no_backend_is_not_registered(fake_backend, backend):
+    with pytest.raises(BackendError, match="'wrong' must be a Backend, or a function that makes"):
+        register_backend("wrong", backend)
+    assert "wrong" not in backend_names()
+
+
+@pytest.mark.parametrize("caches", [None, {"seq": 3}, {3: TreeSequences}])
+def test_a_backend_without_builders_is_refused(caches):
+    with pytest.raises(BackendError, match="caches must be functions by kind of cache"):
+        Backend(caches)
+
+
 def test_a_backend_may_be_made_when_it_is_asked_for(fake_backend):
     made = []
 

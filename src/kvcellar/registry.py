@@ -49,6 +49,14 @@ class Backend:
     caches: Mapping[str, CacheBuilder]
     loader: Callable[[], Any] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.caches, Mapping) or not all(
+            isinstance(kind, str) and callable(build) for kind, build in self.caches.items()
+        ):
+            raise BackendError(
+                f"caches must be functions by kind of cache, got {seen(self.caches)}"
+            )
+
 
 ENTRY_POINTS = "kvcellar.backends"
 """Group of packaging entry points whose names are backends and whose objects are ``Backend``."""
@@ -130,8 +138,15 @@ def register_backend(name: str, backend: Backend | Callable[[], Backend]) -> Non
     Args:
         name: what callers ask for.
         backend: the backend, or what makes it, called whenever it is asked for.
+
+    Raises:
+        BackendError: the name is no text, or ``backend`` is neither; nothing was registered.
     """
     text(name, "backend", BackendError)
+    if not isinstance(backend, Backend) and not callable(backend):
+        raise BackendError(
+            f"backend {name!r} must be a Backend, or a function that makes one, got {seen(backend)}"
+        )
     _registered[name] = (lambda: backend) if isinstance(backend, Backend) else backend
 
 

@@ -99,6 +99,7 @@ def test_chat_refuses_the_same(arguments, said):
         (("--policy", "last-first"), "policy 'last-first' is unknown; there are: mixed, prefill"),
         (("--delay", 2), "delay_factor 2.0 is for the policy prefill-first, not mixed"),
         (("--index", "guessing"), "prefix index 'guessing' is not known; choose radix, hashed"),
+        (("--index", "naive", "--index-block", 4), "a naive index finds nothing, so it has no"),
         (("--cache", "paged", "--index-block", 24), "block_size 24 cannot be used over blocks of"),
         (("--allow-origin", "*"), "'*' is no origin"),
         (("--api-key-file", "/nope"), "the API key in /nope cannot be read"),

@@ -193,6 +193,8 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
         drafter = GuessAgain() if kind == "chain" else GuessTrees(params, VOCAB)
     if config.pop("is_delayed") and config["policy"] == "prefill-first":
         config["delay_factor"] = 2.0
+    if config["index"] == "naive":
+        del config["block_size"]
     engine = make_engine(cache=cache, drafter=drafter, **config)
     heard = Heard()
     asked: dict[int, Request] = {}

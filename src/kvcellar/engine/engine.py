@@ -89,6 +89,11 @@ class EngineConfig:
         text(self.policy, "policy")
         text(self.index, "index")
         flag(self.verify_all_drafts, "verify_all_drafts")
+        if self.index == "naive" and self.block_size is not None:
+            raise ConfigError(
+                f"a naive index finds nothing, so it has no blocks, got block_size "
+                f"{self.block_size}; leave block_size out, or choose radix or hashed"
+            )
         self.make_policy()
         self.make_index((None,), self.block_size or 1)
 

@@ -39,7 +39,7 @@ class StoredRows(Scenarios):
     def test_cells_move_as_if_all_were_read_before_any_is_written(
         self, case: Case, kind: str
     ) -> None:
-        """What reads all of a history does not mind where in it the tokens lie."""
+        """Cells may overlap; what reads all of a history does not mind where its tokens lie."""
         with open_driver(self.adapter, case, kind) as d:
             d.forward((0, 9))
             d.cache.end_step()
