@@ -740,6 +740,14 @@ def test_a_cache_says_what_its_cells_come_by():
     assert SimulatedSeq(config_of()).block_size == 1
 
 
+def test_a_window_of_one_token_keeps_no_block_for_a_point():
+    cache = cache_of(64, 4, windows=(1,))
+    run(cache, (0, 9))
+    cache.keep_point(0, 9)
+    run(cache, (0, 30))
+    assert cache.n_free == 64 - 4, "all but the block that the sequence ends in"
+
+
 def test_a_capacity_without_a_block_is_refused():
     with pytest.raises(ConfigError, match="15 cells holds no block of 16"):
         cache_of(15, 16)

@@ -41,6 +41,8 @@ class Window:
         at, ranges = 0, []
         for point in self._points[seq_id]:
             low = max(0, point - (self.size - 1))
+            if low == point:  # a query that sees itself alone needs nothing
+                continue
             ranges.append((at, min(low - low % size, floor)))
             at = -(-point // size) * size
         ranges.append((at, floor))
