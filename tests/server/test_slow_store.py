@@ -286,7 +286,8 @@ def test_nobody_but_who_asks_waits_for_a_store_whose_every_access_is_slow(
     assert not callers.get(LOOP), f"on the event loop: {sorted(callers[LOOP])}"
     in_engine = {name: did & on_disk for name, did in callers.items() if "engine" in name}
     assert not any(in_engine.values()), in_engine
-    assert {name for did in callers.values() for name in did} >= on_disk - {"read_header"}
+    behind = {"write", "_writing"}  # by the store's own thread, at times after the last answer
+    assert {name for did in callers.values() for name in did} >= on_disk - behind - {"read_header"}
     assert longest[0] < SLOW_S, f"the event loop was held for {longest[0]:.2f} s"
     assert max(between) < SLOW_S, f"a token took {max(between):.2f} s"
 
