@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,13 +125,22 @@ def test_an_error_in_the_books_ends_every_request_with_it_and_the_engine_takes_n
         assert want[: len(tokens)] == tuple(tokens)
 
 
-def test_all_listeners_hear_of_an_error_in_the_books_and_later_callers_are_refused_at_once(broken):
+def test_all_listeners_hear_of_an_error_in_the_books_and_later_callers_are_refused_at_once(
+    broken, monkeypatch
+):
     engine = make_engine(
         cache=make_cache("tree", 300, FULL_PARAMS),
         drafter=GuessTrees(FULL_PARAMS, ByteTokenizer.vocab_size),
         max_num_seqs=2,
     )
     told: list[FinishEvent] = []
+    step = engine.step
+
+    def unhurried():
+        time.sleep(0.05)  # nobody ends before something is broken
+        return step()
+
+    monkeypatch.setattr(engine, "step", unhurried)
 
     async def main(service: EngineService) -> None:
         streams = [
