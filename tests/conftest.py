@@ -35,6 +35,11 @@ def pytest_configure() -> None:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than processors: a third of the time tests wait for something."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a test with each runtime that its file, class, name or parameters name."""
     words = item.nodeid.lower()

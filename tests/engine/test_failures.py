@@ -137,7 +137,7 @@ def test_all_listeners_hear_of_an_error_in_the_books_and_later_callers_are_refus
     step = engine.step
 
     def unhurried():
-        time.sleep(0.05)  # nobody ends before something is broken
+        time.sleep(0.02)  # nobody ends before something is broken
         return step()
 
     monkeypatch.setattr(engine, "step", unhurried)
