@@ -50,7 +50,7 @@ class Ideal:
 
 @dataclass
 class Totals:
-    """What a run of the trace did."""
+    """Counts and seconds of one run of the trace."""
 
     seconds: float = 0.0
     ideal: int = 0

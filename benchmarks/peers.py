@@ -123,7 +123,7 @@ def turns(
 
 
 class Table:
-    """What was measured, as lines to print and keys of the JSON object."""
+    """Measurements, as lines to print and keys of the JSON object."""
 
     def __init__(self, bits: str, results: dict[str, Any]) -> None:
         """Create the table of one size of weights."""

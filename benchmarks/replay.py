@@ -21,7 +21,7 @@ Post = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class Reuse:
-    """What a replay has reused.
+    """Tokens that a replay has reused.
 
     Attributes:
         ideal: tokens that were computed before, and could all be reused.

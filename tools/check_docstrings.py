@@ -5,8 +5,8 @@ python tools/check_docstrings.py [PATH ...]     by default src, tools, benchmark
 
 A function's docstring begins with a verb: "Return the cache that is installed under a key." That of
 a class, a property or a module may be a noun phrase: "Options of a streamed response." This tool
-knows words with which neither begins. Tests tell what happens in them, and modules may say how
-something is done, so for those it refuses only what it refuses everywhere.
+knows words with which neither begins. Tests tell what happens in them, so for those it refuses only
+what it refuses everywhere.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 RIDDLES = ("As", "Of", "The same", "Whether")
 """What no docstring begins with: half of a sentence whose other half stands elsewhere."""
 
-QUESTIONS = ("How", "Nobody", "Where", "Who")
-"""What no docstring of a class, a property or a function begins with."""
+QUESTIONS = ("How", "Nobody", "What", "Where", "Which", "Who", "Whoever", "Whose")
+"""What no docstring begins with outside of tests: it asks, and does not name its subject."""
 
 NOUNS = (
     *("A", "An", "The", "This", "That", "Those", "These", "It", "If"),
     *("All", "Every", "Each", "One", "No", "Nothing", "Some", "Something"),
-    *("What", "When", "Which", "Whose", "Whatever", "Whoever"),
+    *("When", "Whatever"),
 )
 """What no docstring of a function begins with, since it says what the function does."""
 
@@ -53,11 +53,9 @@ def opener(docstring: str, words: Iterable[str]) -> str | None:
 
 def refused_for(node: Documented) -> tuple[str, ...]:
     """Return the words with which the docstring of a node may not begin."""
-    if isinstance(node, ast.Module):
-        return RIDDLES
     decorators = getattr(node, "decorator_list", [])
     is_property = any("property" in ast.unparse(decorator) for decorator in decorators)
-    if isinstance(node, ast.ClassDef) or is_property:
+    if isinstance(node, ast.ClassDef | ast.Module) or is_property:
         return RIDDLES + QUESTIONS
     return RIDDLES + QUESTIONS + NOUNS
 

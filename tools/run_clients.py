@@ -302,7 +302,7 @@ class Turn:
 
     @property
     def reuse(self) -> float:
-        """Which part of that prompt was read from the cache."""
+        """Part of that prompt that was read from the cache."""
         return _cached_tokens(self.main) / max(1, _prompt_tokens(self.main))
 
     def problems(self, output: str) -> list[str]:

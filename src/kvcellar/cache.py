@@ -25,7 +25,7 @@ __all__ = [
 
 @runtime_checkable
 class Cache(Protocol):
-    """What every cache answers. ``can_extend`` never changes state."""
+    """Verbs that every cache answers. ``can_extend`` never changes state."""
 
     config: CacheConfig
 

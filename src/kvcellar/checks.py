@@ -1,4 +1,4 @@
-"""What callers give, as the plain values that the rest works with: one rule per kind of value.
+"""Checks of arguments: callers' values as plain ones, one rule per kind of value.
 
 A float, a bool, a text or None where a whole number belongs is refused with an error of ours, also
 where Python could make a number of it: ``1.5`` cut to 1 is another token's cell.

@@ -34,7 +34,7 @@ _ET_MODULE = "executorch.extension.llm.cache.update_and_attend"
 
 @runtime_checkable
 class OpCache(Protocol):
-    """What the op asks of a cache that attends torch's tensors.
+    """Protocol of a cache that the op can call: one that attends torch's tensors.
 
     Attributes:
         config: the cache's.

@@ -38,7 +38,7 @@ CacheBuilder = Callable[[CacheConfig], Cache]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a runtime brings.
+    """Backend: the builders of its caches, and the loader of its models.
 
     Attributes:
         caches: kind of cache (``contiguous``, ``seq``, ``paged`` or ``tree``) -> how it is built.

@@ -258,7 +258,7 @@ PLAIN_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ModelCacheSpec:
-    """What a model's KV and weights cost.
+    """Costs of a model's KV and weights in bytes.
 
     Attributes:
         name: what was asked for.

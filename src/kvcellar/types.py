@@ -91,7 +91,7 @@ class Write(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What one forward writes and reads in the layers of one layer group. Integers only.
+    """Plan of one forward's writes and reads in the layers of one layer group. Integers only.
 
     Attributes:
         n_tokens: tokens in the flat batch.
@@ -217,7 +217,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelCacheParams:
-    """What a cache must know of a model: facts of its architecture, nothing of a session.
+    """Facts of a model's architecture that a cache must know; nothing of a session.
 
     Attributes:
         n_layers: attention layers.
@@ -384,7 +384,7 @@ class CacheConfig:
 
     @property
     def pool_chunk(self) -> int:
-        """What a pool gives ``grown_size`` as ``min_chunk``: 0 where a budget grants its cells."""
+        """``min_chunk`` of ``grown_size`` for a pool: 0 where a budget grants its cells."""
         return self.min_chunk if self.budget is None else 0
 
     @property
@@ -447,7 +447,7 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """What a cache holds at one moment.
+    """Contents of a cache at one moment, in cells and bytes.
 
     Attributes:
         groups: cells by layer group.

@@ -1,4 +1,4 @@
-r"""What comes from outside, made valid: text that is Unicode, values that JSON can hold.
+r"""Makes values from outside valid: text that is Unicode, values that JSON can hold.
 
 JSON and Python both let half a surrogate pair into a string (``"\ud83d"``, an emoji cut in two).
 No tokenizer, file or answer can hold that, so it becomes U+FFFD at the entrance, as browsers do.

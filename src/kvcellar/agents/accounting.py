@@ -1,4 +1,4 @@
-"""What a turn took, and what it lost."""
+"""Accounts of a turn: tokens read, reused, restored and sampled, and why reuse was lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcellar.store import SaveTicket
 
 @dataclass(frozen=True, slots=True)
 class AgentUsage:
-    """What a turn took. Tokens are tokens of the prompt unless said otherwise.
+    """Costs of one turn. Tokens are tokens of the prompt unless said otherwise.
 
     Attributes:
         prompt_tokens: all of them: the history and what is new.

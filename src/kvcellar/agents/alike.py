@@ -1,4 +1,4 @@
-"""How far texts, messages or digests are alike; for tokens see ``kvcellar.history``."""
+"""Common prefixes of texts, messages and digests; for tokens see ``kvcellar.history``."""
 
 from __future__ import annotations
 

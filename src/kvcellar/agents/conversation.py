@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 class AgentTokenizer(PromptTokenizer, Protocol):
-    """What agents need of a tokenizer; those of transformers have it."""
+    """Protocol of a tokenizer for agents; those of transformers have it."""
 
     def decode(
         self,

@@ -49,7 +49,7 @@ class Estimate:
 
     @property
     def gain_s(self) -> float:
-        """What loading saves; 0 where it saves nothing, or nobody knows."""
+        """Seconds that loading saves over computing; 0 where it saves nothing or is not known."""
         return max(0.0, (self.prefill_s or 0.0) - self.load_s)
 
     def n_to_compute(self, n_tokens: int, step: int) -> int:

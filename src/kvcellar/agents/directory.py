@@ -1,4 +1,4 @@
-"""Who there is: all agents by name, those of other processes included."""
+"""The directory of agents by name, those of other processes included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a client's messages meet a named agent's history: they continue it, follow it, or branch off.
+"""Joins a client's messages to a named agent's history: they continue it, follow it, or branch off.
 
 A name that a person gave to an agent is a promise: its history is never replaced by a request.
 """

@@ -1,4 +1,4 @@
-"""How long a text is at least, in tokens, before it is encoded as a whole.
+"""Lower bounds of a text's length in tokens, before it is encoded as a whole.
 
 Encoding a text takes some two hundred times its bytes for a moment, and seconds for megabytes. So a
 text that cannot fit into a model's context is refused by its bytes, and one that hardly can is

@@ -1,4 +1,4 @@
-"""How agents come, branch off, go back and go."""
+"""The life of an agent: create, fork, keep, rewind, finish and delete."""
 
 from __future__ import annotations
 

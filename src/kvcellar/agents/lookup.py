@@ -1,4 +1,4 @@
-"""Which agent does a conversation belong to: the one that is named, a branch of it, or another."""
+"""Finds the agent of a conversation: the one that is named, a branch of it, or another."""
 
 from __future__ import annotations
 

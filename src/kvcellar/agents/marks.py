@@ -1,4 +1,4 @@
-"""Where an agent's next entry in the journal begins: at the last state that is durable."""
+"""Marks of the last durable state of an agent, where its next entry in the journal begins."""
 
 from __future__ import annotations
 

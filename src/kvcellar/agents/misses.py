@@ -57,7 +57,7 @@ class Miss:
 
     @property
     def advice(self) -> str:
-        """What the cause means and what helps."""
+        """The cause in a sentence, and the way out."""
         return CAUSES[self.cause]
 
     def as_json(self) -> dict[str, Any]:

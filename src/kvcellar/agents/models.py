@@ -27,7 +27,7 @@ class _HostEntry:
 
 
 class ModelRegistry:
-    """Which models are in memory. For callers on any event loop and thread.
+    """Registry of the models that are in memory. For callers on any event loop and thread.
 
     A model is loaded when somebody uses it. Where a budget has no room for it, idle models go, the
     least recently used first; where none is idle, it waits for one. Before a model goes, whoever

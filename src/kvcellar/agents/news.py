@@ -1,4 +1,4 @@
-"""What other processes have published of agents, or deleted, as far as it is not known here."""
+"""Changes to agents that other processes made and this one has not read yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcellar.store import DROPPED, Reference, Store
 
 @dataclass(slots=True)
 class News:
-    """What the store has of agents that is not known here yet.
+    """Differences between the store's agents and those that this process knows.
 
     Attributes:
         found: agents that were not known.

@@ -1,4 +1,4 @@
-"""Whose conversation is this? The longest history whose beginning a client has sent as text."""
+"""Finds the agent with the longest history whose beginning a client has sent as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes on at once in a restore: blocks that are read ahead, a beginning that is computed."""
+"""A restore's parallel parts: blocks are read ahead while the beginning is computed."""
 
 from __future__ import annotations
 

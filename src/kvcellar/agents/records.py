@@ -1,4 +1,4 @@
-"""What is known of an agent, in memory and as the metadata of its history in the store."""
+"""Records of an agent, in memory and as the metadata of its history in the store."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Agent:
 
     @property
     def title(self) -> str:
-        """What an error calls it: the name of a dropped state would say nothing to anybody."""
+        """Name of the agent for errors; a dropped state is named by the agent that it came from."""
         if self.dropped is None:
             return f"agent {self.agent_id!r}"
         return f"what {self.dropped['verb']} drops of agent {self.dropped['id']!r}"

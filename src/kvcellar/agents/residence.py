@@ -50,7 +50,7 @@ ROOM_POLL_S = 0.01
 
 @dataclass(slots=True, eq=False)
 class BroughtBack:
-    """What the cache holds of a history now, protected until ``release``.
+    """Cells of a history that are in the cache now, protected until ``release``.
 
     Attributes:
         n_cached: tokens that were in the cache.

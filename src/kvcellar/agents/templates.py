@@ -1,4 +1,4 @@
-"""What a chat template does to old turns."""
+"""Tests whether a chat template changes old turns when new ones follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcellar.models.prompts import render
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What a chat template does to old turns.
+    """Report on a chat template: whether it changes old turns when new ones follow.
 
     Attributes:
         findings: what it changes, in words, with both texts; empty where it changes nothing.

@@ -49,7 +49,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    """What a rule changed in a turn.
+    """Change that a rule made to the messages of a turn.
 
     Attributes:
         rule: one of ``RULES``.

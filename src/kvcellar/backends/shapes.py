@@ -1,4 +1,4 @@
-"""Which shapes of q, k and v a layer takes: the same in all backends."""
+"""Checks of the shapes of q, k and v, for all backends."""
 
 from __future__ import annotations
 

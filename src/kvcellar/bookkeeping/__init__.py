@@ -1,4 +1,4 @@
-"""Which cells hold which tokens: integers, written once, shared by every backend."""
+"""Bookkeeping of cells and tokens: integers, written once, shared by every backend."""
 
 from kvcellar.bookkeeping.contiguous import OneSequence
 from kvcellar.bookkeeping.drafts import DraftTree

@@ -1,4 +1,4 @@
-"""What lies in crumbs, and where everything is once it was gathered. Integers only.
+"""Compaction: finds histories in short runs and gathers them into long ones. Integers only.
 
 A sequence that grew while the pool was full has its tokens in many short runs, which cost every
 step that reads them. When nothing else is to be done they are copied together.

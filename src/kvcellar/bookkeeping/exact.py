@@ -1,4 +1,4 @@
-"""Which cells of a quantised pool are kept in full precision too: both ends of every history.
+"""Cells of a quantised pool that are also kept in full precision: both ends of every history.
 
 Beside the quantised cells a pool has a few *exact* ones. A token that is near an end of a history
 when it is written goes to both; a read takes the exact copy while the token is still near an end of

@@ -1,4 +1,4 @@
-"""What the faces of every cache share: the verbs that its steps answer."""
+"""Verbs that the faces of every cache share: those that its steps answer."""
 
 from __future__ import annotations
 

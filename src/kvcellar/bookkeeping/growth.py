@@ -1,4 +1,4 @@
-"""How many cells the pools of each layer group hold: doubling, and what a memory budget grants.
+"""Sizes of the pools of each layer group: doubled up to capacity, or granted by a memory budget.
 
 Without a budget pools grow as they please, up to the capacity. With one the bookkeeping hands out
 only cells whose bytes were granted, so a step that has its cells has room for its bytes.
@@ -250,7 +250,7 @@ class Growth:
 
 
 class _Held:
-    """What one cache holds of a budget, whole until it is given back."""
+    """Bytes that one cache holds of a budget, until they are given back as a whole."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget

@@ -1,4 +1,4 @@
-"""Which sequence holds which positions in which cells, and how many owners each cell has.
+"""Holdings of sequences: positions in cells, and the number of owners of each cell.
 
 A sequence is a short list of spans, each mapping consecutive positions to consecutive cells, so a
 fork copies a few tuples and bumps a few slices of reference counts, whatever its length.

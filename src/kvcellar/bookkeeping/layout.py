@@ -1,4 +1,4 @@
-"""What a step asks of its parts: one layout per layer group, and a port to the bytes.
+"""Protocols of the parts of a step: one layout per layer group, and a port to the bytes.
 
 Nothing here assumes that a group keeps a row per token. A layout answers where a sequence can
 resume, and keeps what is needed to resume somewhere; a group of rows answers with all positions, or
@@ -36,7 +36,7 @@ class Stretch:
 
 
 class Demand(NamedTuple):
-    """What a step asks of one layer group, in cells.
+    """Cells that a step needs of one layer group.
 
     Attributes:
         n_needed: cells that it takes; whole blocks.
@@ -156,7 +156,7 @@ class SharedLayout(Layout, Protocol):
 
 
 class Bytes(Protocol):
-    """What a backend provides: the pools of bytes behind the cells.
+    """Port to a backend: the pools of bytes behind the cells.
 
     Pools grow when a plan says that they must hold more cells (``StepPlan.n_cells``).
     """

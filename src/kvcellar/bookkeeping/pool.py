@@ -54,7 +54,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPool(Holdings):
-    """Which cells are taken, by which sequences, and where the next ones go. No tensors.
+    """Blocks of cells: which are taken, by which sequences, and where the next ones go. No tensors.
 
     Cells keep their index for as long as they are taken; a block is taken for as long as any of its
     cells has an owner. New blocks follow a sequence's last one while they can; a new run starts at

@@ -15,7 +15,7 @@ NOTHING: Appends = {}
 
 
 class Room:
-    """What is free in the layouts of a cache, for all of its sequences together.
+    """Admission: room in the layouts of a cache, for all of its sequences together.
 
     Cells are given by all layer groups or by none. Tokens that were *promised* cells, the proposed
     nodes that await their forward, find them: nobody else is given those.

@@ -34,7 +34,7 @@ from kvcellar.types import MOST_CELLS, CacheConfig, IntArray, runs_of
 
 
 class Sequences(StepFace):
-    """Which sequence holds which positions in which cells, for every layer group.
+    """Many sequences over shared cells: positions to cells, for every layer group.
 
     ``begin_step`` says whose tokens the next forward brings and claims their cells; the sequences'
     lengths grow when every layer has written. A sequence exists while it holds at least one token,

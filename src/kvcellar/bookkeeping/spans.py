@@ -1,4 +1,4 @@
-"""Where consecutive positions of a sequence live: spans, and what can be said of a few of them."""
+"""Spans, consecutive positions of a sequence in consecutive cells, and functions over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sliding window has let go of, and what it must keep, by sequence."""
+"""Sliding windows: positions that each sequence has let go of, and those that it must keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands that run agents load models, and what each of them may hold."""
+"""Loads the models of commands that run agents, within the memory of each."""
 
 from __future__ import annotations
 

@@ -160,12 +160,12 @@ class View:
 
     @property
     def scratch_bytes(self) -> int:
-        """What forwards take and give back."""
+        """Bytes that forwards take and give back."""
         return self.spec.scratch_bytes(self.context)
 
     @property
     def kv_bytes(self) -> int:
-        """What is left for KV; 0 or less where the model itself does not fit."""
+        """Bytes left for KV; 0 or less where the model itself does not fit."""
         return self.limit_bytes - self.spec.weight_bytes - PROCESS_BYTES - self.scratch_bytes
 
     @property

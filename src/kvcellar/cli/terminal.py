@@ -1,4 +1,4 @@
-"""What a person at a terminal sees on stderr: progress, notes, errors.
+"""Output for a person at a terminal, on stderr: progress, notes, errors.
 
 A pipe sees errors, and of what takes long a line now and then.
 

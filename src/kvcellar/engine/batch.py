@@ -1,4 +1,4 @@
-"""What one step runs, and what came out of it. Nothing changes these once they are made."""
+"""The batch that one step runs, and its outcome. Nothing changes these once they are made."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class BranchReport:
-    """What ``branch`` did.
+    """Report of ``branch``: the branches, the seconds that they took, and their cells.
 
     Attributes:
         prompt_tokens: tokens of the prompt, computed once for all branches.

@@ -1,4 +1,4 @@
-"""Whose every cell is at one moment, for those who want to see it."""
+"""Map of the owners of every cell at one moment, for those who want to see it."""
 
 from __future__ import annotations
 

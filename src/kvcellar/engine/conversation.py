@@ -28,7 +28,7 @@ Message = dict[str, str]
 
 
 class ChatTokenizer(Tokenizer, PromptTokenizer, Protocol):
-    """What a conversation needs of a tokenizer; those of transformers have it."""
+    """Protocol of a tokenizer for a conversation; those of transformers have it."""
 
 
 def encode_chat(

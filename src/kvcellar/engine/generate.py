@@ -51,7 +51,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a generation took.
+    """Tokens and seconds that a generation took.
 
     Attributes:
         prompt_tokens: tokens of the prompt, cached ones among them.

@@ -1,4 +1,4 @@
-"""What a step's tokens mean for each sequence, how requests end, and what is told of both."""
+"""Outcomes of a step: tokens added to sequences, requests ended, events told of both."""
 
 from __future__ import annotations
 

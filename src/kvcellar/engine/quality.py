@@ -1,4 +1,4 @@
-"""What a storage type of K and V, or a format of weights, costs in quality, measured on text.
+"""Measures on text the quality that a storage type of K and V, or a format of weights, costs.
 
 The same text is read several times side by side, and what is expected next is compared at every
 token. The base of comparisons is a cache that stores K and V in float32, or the model in float32.

@@ -1,4 +1,4 @@
-"""Whose KV is in the cache: reuse on the way in, the prefix index on the way out, room in between.
+"""Residency of KV in the cache: reuse on the way in, the index on the way out, room in between.
 
 Cells of ended sequences stay where they are, owned by the prefix index alone, until somebody needs
 them: ``available = free + evictable``. A sequence locks the indexed prefix that it stands on for as

@@ -39,7 +39,7 @@ class RowCache(SeqCache, Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class HeldPrefix:
-    """What the cache holds of a history, protected until ``release``.
+    """Cells of a history that the cache holds, protected until ``release``.
 
     Attributes:
         n_tokens: leading tokens from which the history can go on.

@@ -45,7 +45,7 @@ _NEUTRAL: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeti
 
 
 class Guide(Protocol):
-    """What one sequence may say next, such as a grammar that it has to follow."""
+    """Constraint on the next token of one sequence, such as a grammar that it has to follow."""
 
     @property
     def is_complete(self) -> bool:
@@ -215,7 +215,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What ``sample`` chose for one row.
+    """Token that ``sample`` chose for one row.
 
     Attributes:
         token_id: the token.
@@ -229,7 +229,7 @@ class Choice(NamedTuple):
 
 
 class SamplingState:
-    """What one sequence remembers between its tokens: random draws, and tokens to penalise.
+    """Sampling state of one sequence between its tokens: random draws, and tokens to penalise.
 
     The n-th token of a sequence uses the n-th draw of its seed, however the sequence was batched,
     cut back or run again.

@@ -1,4 +1,4 @@
-"""Who runs next: queues, admission, room, and the batch of the next step."""
+"""Schedules requests: queues, admission, room, and the batch of the next step."""
 
 from __future__ import annotations
 

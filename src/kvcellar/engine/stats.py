@@ -1,4 +1,4 @@
-"""What the engine has done and holds, as one value that the CLI, the server and tests read."""
+"""Counts of the engine's work and contents, as one value that CLI, server and tests read."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LONGEST_HELD = 64
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer; those of transformers have it."""
+    """Protocol of a tokenizer for the engine; those of transformers have it."""
 
     def decode(
         self,

@@ -1,4 +1,4 @@
-"""What lies around linear layers: passes over rows, decoder layers, whole models, EAGLE-3 heads."""
+"""Operations around linear layers: rows, decoder layers, whole models, EAGLE-3 heads."""
 
 from __future__ import annotations
 

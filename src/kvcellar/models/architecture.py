@@ -1,4 +1,4 @@
-"""Which architectures are run, and what of a checkpoint's config would run wrongly."""
+"""Architectures that are run, and checks of a config for what would run wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose KV is it? A text that differs wherever the same tokens may give other K and V.
+"""Fingerprint of a model: a text that differs wherever the same tokens may give other K and V.
 
 Weights are hashed in full: a fine-tune may differ in a few numbers, and samples would miss them.
 That costs a read of the checkpoint once; afterwards the hash is known by the file's identity (path,

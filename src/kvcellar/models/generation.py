@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be sampled: its ``generation_config.json``, as far as it says."""
+"""Sampling defaults of a checkpoint: its ``generation_config.json``, as far as it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: bundled, in a folder, or on the Hugging Face hub."""
+"""Finds a checkpoint: bundled, in a folder, or on the Hugging Face hub."""
 
 from __future__ import annotations
 

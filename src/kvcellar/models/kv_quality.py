@@ -1,4 +1,4 @@
-"""What is known of a model's quality with K and V, or weights, in each type: figures once measured.
+"""Measured quality of models with K and V, or weights, in each type.
 
 They lie in the user's own folder, where ``kvcellar bench`` has measured them here; those of K and V
 also beside the weights (``kv_quality.json``), where whoever made the checkpoint has put them.

@@ -17,7 +17,7 @@ from kvcellar.spec import ModelCacheSpec
 
 
 class ModelLoader(Protocol):
-    """What loads the models of one backend; a module with these functions is one."""
+    """Protocol of a backend's loader of models; a module with these functions is one."""
 
     def load_model(self, options: LoadOptions, report: ProgressFn) -> LoadedModel:
         """Load a model and its tokenizer; chat templates are replaced by :func:`load_model`."""

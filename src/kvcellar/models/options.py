@@ -1,4 +1,4 @@
-"""How a model is asked for: one value, from a command's options to the runtime that loads it."""
+"""Options of a model: one value, from a command's options to the runtime that loads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ProgressFn = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Which model is loaded, how, and what cache it gets. None: the default.
+    """Options of the model to load, and of the cache that it gets. None: the default.
 
     Attributes:
         model: ``demo`` for the bundled model; a folder with a Hugging Face checkpoint in

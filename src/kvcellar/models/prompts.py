@@ -32,7 +32,7 @@ _SAID = ("content", "reasoning", "reasoning_content", "thinking")
 
 
 class PromptTokenizer(Protocol):
-    """What a prompt needs of a tokenizer; those of transformers have it."""
+    """Protocol of a tokenizer for prompts; those of transformers have it."""
 
     chat_template: Any
 

@@ -1,4 +1,4 @@
-"""What an engine calls: one model bound to one session, whatever the backend."""
+"""Protocol of a runner: one model bound to one session, whatever the backend."""
 
 from __future__ import annotations
 

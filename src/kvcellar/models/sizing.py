@@ -1,4 +1,4 @@
-"""What a model costs, from its config alone: nothing is loaded, and its weights need not be there.
+"""Sizes a model by its config alone: nothing is loaded, and its weights need not be there.
 
 Parameters are counted on the model that transformers would build, on torch's meta device, where
 tensors have shapes and no bytes. Where the weights lie beside the config, their files are asked;

@@ -1,4 +1,4 @@
-"""What a model costs where no config says enough of it: a file of fields that people write."""
+"""Sizes a model by a file of fields that people write, where no config says enough of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of transformers whoever runs the model: a tokenizer, and to be quiet.
+"""Loads a tokenizer by transformers, whoever runs the model, and keeps that library quiet.
 
 Needs no tensor library.
 """

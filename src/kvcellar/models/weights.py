@@ -1,4 +1,4 @@
-"""How linear layers hold their weights, by name, and how many bytes that takes."""
+"""Formats of the weights of linear layers, by name, and the bytes that each takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every prefix index promises: the protocol, and the values that it takes and returns."""
+"""Protocol of every prefix index, and the values that it takes and returns."""
 
 from __future__ import annotations
 

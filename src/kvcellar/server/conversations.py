@@ -1,4 +1,4 @@
-"""Whose turn is it: an agent that was named, one whose history is continued, or a new one."""
+"""Finds the agent of a request: a named one, one whose history is continued, or a new one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Whose:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """Whose turn a request is.
+    """Agent of a request, and how it was found.
 
     Attributes:
         agent_id: an agent that nobody else uses meanwhile, or a named one, which takes turns.

@@ -1,4 +1,4 @@
-"""What is asked and what is answered, in no protocol's words: each has a parser and a writer."""
+"""Questions and answers in no protocol's words: each protocol has a parser and a writer."""
 
 from __future__ import annotations
 

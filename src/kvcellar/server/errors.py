@@ -1,4 +1,4 @@
-"""What went wrong, as HTTP: a status, and a body in the words of the protocol that was spoken."""
+"""Errors as HTTP: a status, and a body in the words of the protocol that was spoken."""
 
 from __future__ import annotations
 

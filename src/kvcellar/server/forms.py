@@ -1,4 +1,4 @@
-"""What an answer has to be like, in whichever field a client says it: a schema, or a grammar."""
+"""Constraints on an answer, in whichever field a client says them: a schema, or a grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: who calls, from where, and how much.
+"""Guard that every request passes before a route sees it: who calls, from where, and how much.
 
 A server on this machine is within reach of every web page that is open in a browser here. So a
 request has to name this server as its host, and must not come from a page of another origin.

@@ -1,4 +1,4 @@
-"""What of a JSON schema an answer can be held to: all of it, a part, or nothing."""
+"""Finds the part of a JSON schema that an answer can be held to: all of it, some, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a JSON schema without the keywords that no grammar can hold. Knows no library."""
+"""Loosens a JSON schema: drops the keywords that no grammar can hold. Knows no library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted for Prometheus, in a registry of each server's own."""
+"""Metrics for Prometheus, in a registry of each server's own."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Metrics:
 
 
 class _Now(Collector):
-    """What the engines say at this moment."""
+    """Metrics that are read from the engines when they are asked for."""
 
     def __init__(
         self, engines: list[tuple[str, EngineStats]], gauges: list[tuple[str, str, float]]

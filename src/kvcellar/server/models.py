@@ -1,4 +1,4 @@
-"""Which models a server offers, and what becomes of each: loading, ready, leaving."""
+"""Models that a server offers, and the state of each: loading, ready, leaving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which web pages may call the server, and what their browsers are told (CORS)."""
+"""CORS: the web pages that may call the server, and the headers that their browsers get."""
 
 from __future__ import annotations
 

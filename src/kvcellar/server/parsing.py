@@ -1,4 +1,4 @@
-"""How all protocols read what requests have in common: whom, how to sample, messages, tools."""
+"""Parses the fields that the protocols have in common: agent, sampling, messages, tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes share: the agents, the models, who is being served, and when to refuse."""
+"""State that the routes share: the agents, the models, who is being served, and when to refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache holds at one moment and whose it is, as JSON. To look changes nothing.
+"""Snapshot of the cache as JSON: every cell and its owners. To look changes nothing.
 
 A cell map is runs of cells: ``[length, owners, state]``, in the order of the cells, where
 ``owners`` is the number of a set of agents and ``state`` one of ``STATES``.

@@ -1,4 +1,4 @@
-"""What answers say, on its way to clients that may leave at any moment or stop reading.
+"""Streams of answers to clients that may leave at any moment or stop reading.
 
 Time limits are ``asyncio.timeout``: ``wait_for`` of Python 3.11 can lose a cancellation.
 """
@@ -27,7 +27,7 @@ Sources = Sequence[AsyncGenerator[T, None]]
 
 
 class Stream(Generic[T]):
-    """What several asynchronous generators yield, as it comes, with the number of each.
+    """Merges several asynchronous generators: items as they come, with the number of each.
 
     They run in tasks of their own until all have ended, one has failed or the stream is closed;
     then all end together. Iterate it inside of ``async with``, which closes it.

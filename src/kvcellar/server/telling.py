@@ -1,4 +1,4 @@
-"""What all protocols tell of an answer: whose it is, what it took, and what a log line says."""
+"""Facts of an answer that all protocols tell: its agent, its costs, and the line of the log."""
 
 from __future__ import annotations
 

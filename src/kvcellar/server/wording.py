@@ -16,7 +16,7 @@ from kvcellar.server.service import Service
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What was done to a question to have it in a model's words.
+    """Changes that were made to a question to have it in a model's words.
 
     Attributes:
         lent: leading messages that are the named agent's, and not the client's.

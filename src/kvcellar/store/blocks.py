@@ -102,7 +102,7 @@ def boundary_link(key: ModelKey, tokens: History) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What is known of a block or window state without its rows.
+    """Facts of a block or window state, without its rows.
 
     Attributes:
         kind: block or window state.

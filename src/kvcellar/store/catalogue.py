@@ -53,7 +53,7 @@ _UNHELD = "NOT EXISTS (SELECT 1 FROM holds WHERE holds.address = blocks.address)
 
 @dataclass(frozen=True, slots=True)
 class RefRow:
-    """What the catalogue says of a reference.
+    """Row of the catalogue: one reference.
 
     Attributes:
         name: of the history.

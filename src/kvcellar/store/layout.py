@@ -1,4 +1,4 @@
-"""What a block's rows look like: NumPy arrays in one canonical order, whatever the backend.
+"""Layout of a block's rows: NumPy arrays in one canonical order, whatever the backend.
 
 Rows of some tokens are, per layer group, K and V as ``[n_layers, n_kv_heads, n_tok, width]``: the
 group's layers in ascending order, then heads, then tokens, then the numbers of a row. A float side
@@ -61,7 +61,7 @@ Rows = tuple[GroupRows, ...]
 
 
 class WindowRows(NamedTuple):
-    """What one sliding-window group holds at the end of a history.
+    """Rows of one sliding-window group at the end of a history.
 
     Attributes:
         positions: ``[n]`` int64, consecutive, ascending; the last is the history's last.
@@ -212,7 +212,7 @@ def _shapes(parts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ModelKey:
-    """Whose KV it is: blocks are shared exactly where two keys have the same root.
+    """Key of the model whose KV it is: blocks are shared exactly where two keys have the same root.
 
     Such keys are equal, whatever else their layer groups say of how they are attended.
 

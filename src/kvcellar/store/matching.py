@@ -135,7 +135,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowState:
-    """What the sliding-window groups need to go on after ``n_tokens``.
+    """Rows that the sliding-window groups need to go on after ``n_tokens``.
 
     Attributes:
         n_tokens: tokens after which the history goes on.

@@ -1,4 +1,4 @@
-"""What a store tells its owner: trouble as events, work as reports. Nothing is ever printed."""
+"""Events and reports of a store for its owner. Nothing is ever printed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What reading every byte has shown.
+    """Report of ``verify``: findings from reading every byte.
 
     Attributes:
         n_blocks: blocks and window states that are good.
@@ -160,7 +160,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What a collection has removed.
+    """Report of ``gc``: files and bytes that were removed.
 
     Attributes:
         n_blocks: blocks and window states that no reference needs, removed.

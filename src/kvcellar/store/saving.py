@@ -30,7 +30,7 @@ from kvcellar.store.writer import Writer
 
 @dataclass(slots=True, eq=False)
 class _Taken:
-    """What one save has taken from the cache, and what it needs of the store.
+    """Rows that one save has taken from the cache, and the blocks that it needs of the store.
 
     Attributes:
         state: what is to be published.

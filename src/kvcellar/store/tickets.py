@@ -1,4 +1,4 @@
-"""What a save is given, and what becomes of it."""
+"""Tickets of saves: the request, and its state until it is written or failed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RowSource(Protocol):
 
 
 class SaveState(enum.StrEnum):
-    """What became of a save.
+    """State of a save.
 
     QUEUED: it waits to be written.
     PUBLISHED: it is on disk.

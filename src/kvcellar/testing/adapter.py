@@ -1,4 +1,4 @@
-"""How the conformance suite speaks to a backend: NumPy in, NumPy out."""
+"""Adapters between the conformance suite and a backend: NumPy in, NumPy out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every backend must prove: the same numbers as dense attention, whatever is asked of it."""
+"""Conformance suite: a backend gives the numbers of dense attention, whatever is asked of it."""
 
 from __future__ import annotations
 

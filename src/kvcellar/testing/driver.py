@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model's forward brings: per layer q, k and v, ``[heads, n_tok, dim]`` float32."""
+    """Inputs of a forward: per layer q, k and v, ``[heads, n_tok, dim]`` float32."""
 
     q: list[Array]
     k: list[Array]

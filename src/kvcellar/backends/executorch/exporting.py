@@ -39,7 +39,7 @@ CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES, *TEMPLATE_
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was exported, and who runs what.
+    """Report on an export: files, sizes, and which operators which library runs.
 
     Attributes:
         path: the file.
@@ -171,7 +171,7 @@ def export_program(
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What is exported, and to where; fields as ``export_program`` takes them."""
+    """Settings of an export; fields as ``export_program`` takes them."""
 
     path: Path
     quantize: str

@@ -173,7 +173,7 @@ _lock = threading.Lock()
 
 
 class _Kept(threading.local):
-    """What the op's Python side keeps of one thread."""
+    """State of the op's Python side for one thread."""
 
     error: BaseException | None = None
     plan: Planner | None = None

@@ -27,7 +27,7 @@ from kvcellar.types import IntArray
 
 
 class Forward:
-    """What the wrapped modules and the layers' caches tell each other in a forward.
+    """State that wrapped modules and the layers' caches share during a forward.
 
     Attributes:
         positions: ``[T]``, of the flat batch.
@@ -68,7 +68,7 @@ class Forward:
 
 
 class LayerCache:
-    """What a model sees as the cache of one layer: mlx-lm's protocol, for a flat batch."""
+    """Cache of one layer as a model sees it: mlx-lm's protocol, for a flat batch."""
 
     __slots__ = ("_cache", "_forward", "_layer", "_queries", "_scale", "_sinks")
 
@@ -83,7 +83,7 @@ class LayerCache:
 
     @property
     def offset(self) -> LayerCache:
-        """What the model hands its rope: this, which knows each token's position."""
+        """Offset for the model's rope: this object, which knows each token's position."""
         return self
 
     def rotate(self, rope: Any, x: mx.array) -> mx.array:

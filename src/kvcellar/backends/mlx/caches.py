@@ -131,7 +131,7 @@ class MlxPools:
 
 
 class MlxCache(RowMoves):
-    """What models and whoever moves bytes ask of a cache of MLX arrays: writes, reads, attention.
+    """Cache of MLX arrays, without a kind of bookkeeping: writes, reads and attention.
 
     A cache is this and a face of the bookkeeping, whose steps say what to write and read.
     """

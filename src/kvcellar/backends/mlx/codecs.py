@@ -1,4 +1,4 @@
-"""How rows of K or V become MLX arrays of bytes and numbers again.
+"""Codecs: rows of K or V to MLX arrays of bytes, and back.
 
 A side of a pool is a list of *parts*: arrays that share all axes but the last. The float types have
 one; the quantised ones have three, as ``mx.quantize`` lays them out: the packed numbers in words of

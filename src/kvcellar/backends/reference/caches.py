@@ -109,7 +109,7 @@ class ReferencePools:
 
 
 class ReferenceCache:
-    """What the op asks of a cache: writes, reads and attention, as the steps plan them.
+    """Cache of NumPy arrays: writes, reads and attention, as the steps plan them.
 
     Always holds: a call that raises one of kvcellar's errors has written nothing.
     """

@@ -71,7 +71,7 @@ class Prepared:
 
 
 class TorchCache(RowMoves):
-    """What the op and whoever moves bytes ask of a cache of tensors: writes, reads, attention.
+    """Cache of tensors, without a kind of bookkeeping: writes, reads and attention.
 
     A cache is this and a face of the bookkeeping, whose steps say what to write and read.
     """

@@ -1,4 +1,4 @@
-"""How rows of K or V become tensors of bytes and numbers again.
+"""Codecs: rows of K or V to tensors of bytes, and back.
 
 A side of a pool is a tuple of *parts*: tensors that share all axes but the last. The float types
 have one; the quantised ones have two, the packed numbers and their scales and biases. Addressing,
@@ -47,7 +47,7 @@ class Quantised:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is stored: never a type that attention computes in."""
+        """Type of the stored bytes; attention never computes in it."""
         return self.packed.dtype
 
     def narrow(self, dim: int, start: int, length: int) -> Quantised:

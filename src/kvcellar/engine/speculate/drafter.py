@@ -1,4 +1,4 @@
-"""What a drafter is asked and what it answers."""
+"""Protocol of a drafter: the requests that it is given and the guesses that it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a drafter is asked for: guesses of what one sequence says next.
+    """Request to a drafter: guesses of the next tokens of one sequence.
 
     Attributes:
         request_id: whose.

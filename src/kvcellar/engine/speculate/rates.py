@@ -1,4 +1,4 @@
-"""How often guesses are right, by how they were made."""
+"""Hit rates of guesses, by how they were made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many guesses pay: a drafter asked for guesses, and as many verified as save time.
+"""Speculation: asks a drafter for guesses, and verifies as many as save time.
 
 A forward of a few tokens takes little more than one of a single token, for as long as it is the
 weights that have to be read. How much more is measured here, step by step; so is how often guesses

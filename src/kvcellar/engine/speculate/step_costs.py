@@ -1,4 +1,4 @@
-"""What a step takes by the number of its tokens, learnt from the steps that ran."""
+"""Seconds that a step takes by the number of its tokens, learnt from the steps that ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which guesses are right: those that sampling chooses, walked from the root downwards."""
+"""Verifies guesses: right are those that sampling chooses, walked from the root downwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head's ``config.json`` says, in the format of its authors and what grew of it."""
+"""Reads an EAGLE-3 head's ``config.json``, in the format of its authors and its later variants."""
 
 from __future__ import annotations
 

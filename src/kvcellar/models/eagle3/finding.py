@@ -1,4 +1,4 @@
-"""Where a head is, and what it takes; nothing is loaded."""
+"""Finds a head and computes its costs; nothing is loaded."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _Continuations:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the protocol has no field for."""
+        """Facts that the protocol has no field for."""
         return {"ignored": list(self.body.ignored), "notes": self.notes}
 
 

@@ -1,4 +1,4 @@
-"""How the server is: health, readiness, metrics, and what is in the cache."""
+"""Routes that observe the server: health, readiness, metrics, and what is in the cache."""
 
 from __future__ import annotations
 

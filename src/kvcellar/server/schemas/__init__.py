@@ -1,1 +1,1 @@
-"""What clients send, as pydantic models: one module per protocol."""
+"""Schemas of requests, as pydantic models: one module per protocol."""

@@ -63,7 +63,7 @@ class Tool(Open):
 
 
 class ToolChoiceField(Open):
-    """Which tool."""
+    """Choice of a tool, by kind or name."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -71,7 +71,7 @@ class ToolChoiceField(Open):
 
 
 class OutputFormat(Open):
-    """What an answer has to be."""
+    """Format of an answer: a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
@@ -95,7 +95,7 @@ class CountRequest(Body):
 
 
 class Metadata(Open):
-    """What a client says of itself; Claude Code names its session in it."""
+    """Metadata of a client; Claude Code names its session in it."""
 
     user_id: SessionId | None = None
 

@@ -1,4 +1,4 @@
-"""What the requests of all protocols have in common."""
+"""Fields that the requests of all protocols have in common."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class JsonSchema(Open):
 
 
 class JsonFormat(Open):
-    """What an answer has to be."""
+    """Format of an answer: text, JSON, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -184,7 +184,7 @@ class JsonFormat(Open):
 
 
 class StructuredOutputs(Open):
-    """What an answer has to be, as vLLM's requests say it: one of these."""
+    """Format of an answer as vLLM's requests say it: one of these fields."""
 
     model_config = ConfigDict(extra="forbid")
 

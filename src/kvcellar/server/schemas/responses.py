@@ -87,7 +87,7 @@ class FlatTool(Open):
 
 
 class TextFormat(Open):
-    """What an answer has to be."""
+    """Format of an answer: text, JSON, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -1,4 +1,4 @@
-"""What all scenarios share: the adapter, and the cases that each of them runs in."""
+"""Base of all scenarios: the adapter, and the cases that each of them runs in."""
 
 from __future__ import annotations
 

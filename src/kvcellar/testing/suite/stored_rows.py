@@ -1,4 +1,4 @@
-"""What pools hold: long reads, rounding to the storage type, bytes."""
+"""Scenarios of stored rows: long reads, rounding to the storage type, bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcellar.testing.suite.scenarios import Scenarios
 
 
 class StoredRows(Scenarios):
-    """What pools hold: long reads, rounding to the storage type, bytes."""
+    """Scenarios of stored rows: long reads, rounding to the storage type, bytes."""
 
     def test_long_histories_in_long_runs_are_read_whole(self) -> None:
         case = next(c for c in CASES if c.name == "mixed-shapes-sinks")

@@ -76,7 +76,7 @@ def _check(model: Any, weights: str) -> None:
 
 
 class _Holder:
-    """What each linear layer of a model becomes."""
+    """Replaces each linear layer of a model by one of the CPU kernel."""
 
     def __init__(self, model: Any, weights: str) -> None:
         """Choose for a model on the CPU; it stays as it is."""

@@ -1,4 +1,4 @@
-"""What lies around a decoder's linear layers, as few calls of the CPU kernel.
+"""Norms, rotations and gates around a decoder's linear layers, in few calls of the CPU kernel.
 
 Between two reads of weights a model of transformers runs some forty small operations a layer, each
 with its own pass over memory and, from Python, some microseconds: of a step of a 1B model that was

@@ -53,7 +53,7 @@ class ResponseValue:
 
     @property
     def key(self) -> str:
-        """What the ids of its items have in common."""
+        """Part that the ids of its items have in common."""
         return self.response_id[len(PREFIX) :]
 
     def sampled(self, name: str, asked: float | None) -> float | None:
