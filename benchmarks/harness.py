@@ -1,4 +1,4 @@
-"""Parts that every benchmark shares: its two flags, its header, fair timing, one JSON line at the end.
+"""Parts that every benchmark shares: two flags, a header, fair timing, one JSON line at the end.
 
 A benchmark answers one question. It compares what it compares in one run, alternating, and reports
 medians and ratios: machines are noisy, and a number alone says little.
