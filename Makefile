@@ -23,12 +23,11 @@ test: $(VENV)/.dev ## Set up, then lint, types, imports and all tests
 	KVCELLAR_ARTEFACTS=build/viewer $(PYTEST) --durations=25
 
 QUICK := $(wildcard tests/test_*.py) tests/bookkeeping tests/prefix tests/engine tests/store tests/agents \
-	tests/cli/test_cli.py tests/server/test_openai.py tests/server/test_anthropic.py \
-	tests/backends/test_conformance.py::TestTorch
+	tests/cli/test_cli.py tests/server/test_openai.py tests/server/test_anthropic.py
 
 quick: $(VENV)/.dev ## Lint, and the tests that matter most: no kernel, no runtime but torch, no random walks, nothing slow
 	@$(MAKE) --no-print-directory lint imports
-	HYPOTHESIS_PROFILE=quick $(PYTEST) $(QUICK) -k "not no_sequence_of_verbs" \
+	HYPOTHESIS_PROFILE=quick $(PYTEST) $(QUICK) -k "not no_sequence_of_verbs and not runTest" \
 		-m "not slow and not kernel and not mlx and not executorch and not browser"
 
 check: lint types imports docs ## What needs no test run

@@ -249,9 +249,8 @@ class ModelCacheParams:
         ):
             raise ConfigError(f"groups must be a tuple of LayerGroup, got {seen(self.groups)}")
         if not self.groups:
-            full = LayerGroup(
-                tuple(range(self.n_layers)), self.n_kv_heads, self.head_dim, self.v_head_dim
-            )
+            layers, shape = tuple(range(self.n_layers)), (self.head_dim, self.v_head_dim)
+            full = LayerGroup(layers, self.n_kv_heads, *shape)
             object.__setattr__(self, "groups", (full,))
         claimed = sorted(layer for group in self.groups for layer in group.layers)
         if claimed != list(range(self.n_layers)):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcellar.bookkeeping.spans import Span
-from kvcellar.types import FROZEN, CacheConfig
+from kvcellar.errors import RewindError
+from kvcellar.types import FROZEN, CacheConfig, IntArray, LayerGroup
 
 FrozenSpans = Callable[[int, int], list[Span]]
 """(p0, p1) -> the span of those of positions [p0, p1) that lie in the frozen prefix, if any."""
@@ -28,3 +29,28 @@ def frozen_spans(config: CacheConfig, group: int) -> FrozenSpans | None:
 def first_needed(length: int, window: int | None) -> int:
     """Return the first of ``length`` positions that a token behind them may see."""
     return 0 if window is None else max(0, length - (window - 1))
+
+
+def cells_to_freeze(
+    seq_id: int, tables: Sequence[IntArray], groups: Sequence[LayerGroup]
+) -> list[IntArray]:
+    """Return per layer group the cells that a frozen history needs; a window's last ones alone.
+
+    Args:
+        seq_id: whose history it is, for the message.
+        tables: per layer group, the cell of each of its positions; -1 for none.
+        groups: the layer groups.
+
+    Raises:
+        RewindError: it is empty, or some of those tokens have no cell.
+    """
+    found = [
+        table[first_needed(len(table), group.window) :]
+        for table, group in zip(tables, groups, strict=True)
+    ]
+    if not len(tables[0]) or any((table < 0).any() for table in found):
+        raise RewindError(
+            f"freeze_prefix of {len(tables[0])} tokens of sequence {seq_id}: some of them are not "
+            f"in this cache's own cells; freeze a history that was computed here, without holes"
+        )
+    return found

@@ -218,14 +218,8 @@ class Growth:
 
     def _most_tokens(self, n_bytes: int, windows: Sequence[int | None]) -> int:
         """Return the longest sequence that fits alone: whole blocks."""
-        low, high = (
-            0,
-            min(
-                (n for n, window in zip(self.limits, windows, strict=True) if window is None),
-                default=max(self.limits),
-            )
-            // self._block_size,
-        )
+        full = [n for n, window in zip(self.limits, windows, strict=True) if window is None]
+        low, high = 0, min(full, default=max(self.limits)) // self._block_size
         while low < high:
             blocks = (low + high + 1) // 2
             cells = [

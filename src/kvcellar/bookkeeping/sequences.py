@@ -14,7 +14,7 @@ import numpy as np
 from kvcellar.bookkeeping.begin import begin_tokens, check_range, check_seq_id, refuse, stretches_of
 from kvcellar.bookkeeping.compaction import Compacted, compact
 from kvcellar.bookkeeping.face import StepFace
-from kvcellar.bookkeeping.frozen import first_needed
+from kvcellar.bookkeeping.frozen import cells_to_freeze
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, NoBytes
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
@@ -363,17 +363,7 @@ class Sequences(StepFace):
         self.steps.settle()
         n = self.seq_len(seq_id) if length is None else whole(length, "length", RewindError)
         self.check_resume(seq_id, n, "freeze_prefix")
-        tables = self.seq_table(seq_id, n)
-        found = [
-            table[first_needed(n, group.window) :]
-            for table, group in zip(tables, self.config.params.groups, strict=True)
-        ]
-        if not n or any((table < 0).any() for table in found):
-            raise RewindError(
-                f"freeze_prefix of {n} tokens of sequence {seq_id}: some of them are not in this "
-                f"cache's own cells; freeze a history that was computed here, without holes"
-            )
-        return n, found
+        return n, cells_to_freeze(seq_id, self.seq_table(seq_id, n), self.config.params.groups)
 
     # Cells for a prefix index, and for what moves bytes out and in ----------------------------
 

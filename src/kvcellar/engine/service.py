@@ -280,12 +280,8 @@ class EngineService:
             self._tell(self._engine.outcomes.events())
         except Exception as error:
             log.error("requests could not be ended in order", exc_info=error)
-        self._tell(
-            [
-                FinishEvent(request_id, "error", error=self._refusal())
-                for request_id in {*self._listeners, *self._hooks}
-            ]
-        )
+        left = {*self._listeners, *self._hooks}
+        self._tell([FinishEvent(one, "error", error=self._refusal()) for one in left])
 
     def _tidy(self) -> None:
         """Copy crumbs together; as much as there is, but who asks meanwhile goes first."""

@@ -141,10 +141,8 @@ def _params(file: _SpecFile, base: ModelCacheSpec | None) -> ModelCacheParams:
     if "groups" in file.raw:
         groups = _groups(file, n_kv_heads, head_dim, v_head_dim)
     elif own is not None and "n_layers" not in file.raw:
-        groups = tuple(
-            LayerGroup(g.layers, n_kv_heads, head_dim, v_head_dim, g.window, g.softcap)
-            for g in own.groups
-        )
+        shape = n_kv_heads, head_dim, v_head_dim
+        groups = tuple(LayerGroup(g.layers, *shape, g.window, g.softcap) for g in own.groups)
     try:
         return ModelCacheParams(n_layers, n_kv_heads, head_dim, v_head_dim, groups)
     except ConfigError as error:

@@ -191,15 +191,8 @@ def error_body(error: ApiError, request: Request) -> dict[str, Any]:
     if isinstance(error, ContextExceeded) and request.url.path in _PROMPT_FIELDS:
         param = _PROMPT_FIELDS[request.url.path]
         message = error.of_field(param)
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": param,
-            "code": error.code,
-            **error.details,
-        }
-    }
+    said = {"message": message, "type": kind, "param": param, "code": error.code}
+    return {"error": {**said, **error.details}}
 
 
 def error_response(error: ApiError, request: Request) -> JSONResponse:

@@ -77,13 +77,9 @@ async def sse(
     except BaseException:
         await items.close()
         raise
-    return SseResponse(
-        items,
-        frames,
-        ping_s=config.ping_s,
-        send_timeout_s=config.send_timeout_s,
-        headers={**(headers or {}), **frames.headers(first)},
-    )
+    headers = {**(headers or {}), **frames.headers(first)}
+    ping_s, send_timeout_s = config.ping_s, config.send_timeout_s
+    return SseResponse(items, frames, ping_s=ping_s, send_timeout_s=send_timeout_s, headers=headers)
 
 
 class SseResponse(Response, Generic[T]):

@@ -40,14 +40,12 @@ def export_reference(
             raw.flush()
             os.fsync(raw.fileno())
         partial.replace(file)
-    except OSError as error:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
-        raise StoreError(
-            f"{file} cannot be written ({error.strerror or error}); choose another place"
-        ) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or error
+        raise StoreError(f"{file} cannot be written ({reason}); choose another place") from error
     if on_progress is not None:
         on_progress(1.0, "exported")
     return file.stat().st_size
