@@ -84,6 +84,40 @@ def test_without_groups_all_layers_keep_all_of_the_history():
 def test_v_rows_are_as_long_as_k_rows_unless_they_are_not():
     assert PARAMS.v_head_dim == 8
     assert ModelCacheParams(1, 2, 8, v_head_dim=16).groups[0].v_head_dim == 16
+    assert ModelCacheParams(1, 2, 8, v_head_dim=0).groups[0].v_head_dim == 8
+
+
+def test_the_shapes_of_a_model_follow_from_its_groups_and_are_none_where_layers_differ():
+    mixed = ModelCacheParams(2, 9, 8, groups=(group(), group((1,), 1, v_head_dim=16)))
+    assert (mixed.n_kv_heads, mixed.head_dim, mixed.v_head_dim) == (None, 8, None)
+    assert mixed == ModelCacheParams(2, groups=mixed.groups)
+    alike = ModelCacheParams(2, groups=(group((0,), window=3), group((1,))))
+    assert (alike.n_kv_heads, alike.head_dim, alike.v_head_dim) == (2, 8, 8)
+
+
+@pytest.mark.parametrize("pos", [0, 1, 3, 4, 5, 7, 8, 100])
+def test_a_group_says_what_a_query_sees_first(pos):
+    assert group().first_seen(pos) == 0
+    assert group(window=3).first_seen(pos) == min(p for p in range(pos + 1) if p > pos - 3)
+    assert group(chunk=4).first_seen(pos) == min(p for p in range(pos + 1) if p // 4 == pos // 4)
+    assert [group().is_full, group(window=3).is_full, group(chunk=4).is_full] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_layers_that_share_rows_name_an_earlier_layer_that_stores_some():
+    own = (group((0, 2)), group((1,), window=4))
+    params = ModelCacheParams(5, groups=own, shared=((4, 2), (3, 1)))
+    assert params.shared == ((3, 1), (4, 2))
+    assert params.sources == (0, 1, 2, 1, 2)
+    assert params.group_of == (0, 1, 0, 1, 0)
+    assert ModelCacheParams(2, 2, 8, shared=((1, 0),)).groups[0].layers == (0,)
+    assert str(params) == (
+        "5 layers (2 of 2 KV heads, K rows of 8, V rows of 8; 1 of 2 KV heads, K rows of 8, V rows "
+        "of 8, window 4; 2 share those of others)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,6 +130,18 @@ def test_v_rows_are_as_long_as_k_rows_unless_they_are_not():
         (lambda: ModelCacheParams(1, 2, 8, -1, groups=(group(),)), "v_head_dim >= 1, got -1"),
         (lambda: ModelCacheParams(2, 2, 8, groups=(group(),)), r"each of the 2 layers once.*\[0\]"),
         (lambda: ModelCacheParams(1, 2, 8, groups=(group(), group())), r"once, got \[0, 0\]"),
+        (lambda: ModelCacheParams(2, 2, 8, shared=((0, 1),)), "layer 0 cannot share .* layer 1"),
+        (lambda: ModelCacheParams(3, 2, 8, shared=((1, 0), (2, 1))), "layer 2 .* of layer 1: it"),
+        (lambda: ModelCacheParams(2, 2, 8, shared=((1, 0), (1, 0))), r"once, got \[0, 1, 1\]"),
+        (lambda: ModelCacheParams(2, groups=(group(),), shared=((0, 0),)), "layer 0 cannot share"),
+        (lambda: ModelCacheParams(2, 2, 8, shared=5), "tuple of .layer, source., got 5"),
+        (lambda: ModelCacheParams(2, 2, 8, shared=((1, 0, 0),)), "tuple of .layer, source."),
+        (lambda: ModelCacheParams(2, 2, 8, shared=((1, "a"),)), "must be a whole number, got 'a'"),
+        (lambda: ModelCacheParams(2), "n_kv_heads of a model must be a whole number, got None"),
+        (lambda: group(chunk=0), "at least its own token, got chunk=0"),
+        (lambda: group(chunk=4, window=4), "a window or a chunk, got window=4 and chunk=4"),
+        (lambda: group(is_latent=1), "is_latent must be True or False, got 1"),
+        (lambda: group(is_latent=True), "latent rows are one KV head, got n_kv_heads=2"),
         (lambda: group(window=0), "at least its own token, got window=0"),
         (lambda: group(window=-3), "got window=-3"),
         (lambda: group(softcap=0.0), "above 0, or None for no cap; got 0.0"),

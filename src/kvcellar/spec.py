@@ -72,7 +72,7 @@ def params_from_config(config: Any) -> ModelCacheParams:
             LayerGroup(tuple(layers), n_kv_heads, head_dim, v_head_dim, window, softcap)
             for window, layers in layers_by_window.items()
         )
-        return ModelCacheParams(n_layers, n_kv_heads, head_dim, v_head_dim, groups)
+        return ModelCacheParams(n_layers, groups=groups)
     except ConfigError as error:
         raise ModelError(f"the {family} config cannot work: {error}; check the file") from error
 
@@ -391,10 +391,12 @@ class ModelCacheSpec:
             n_tokens: tokens that go through the model.
             n_rows: of these, tokens whose logits are wanted.
         """
-        n_heads, dim = self.n_heads, self.params.head_dim
+        n_heads, groups = self.n_heads, self.params.groups
+        dim = max(max(group.head_dim, group.v_head_dim) for group in groups)
         inside = 8 * self.hidden_size + 4 * n_heads * dim + 4 * self.inner_size
         logits = min(PLAIN_LOGITS, n_tokens * n_heads * context)
-        gathered = 2 * 4 * context * self.params.n_kv_heads * (dim + self.params.v_head_dim)
+        row = max(group.n_kv_heads * (group.head_dim + group.v_head_dim) for group in groups)
+        gathered = 2 * 4 * context * row
         return (
             ALLOCATOR_BYTES
             + 4 * n_tokens * inside

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcellar.budget import MemoryBudget, format_size
-from kvcellar.checks import number, seen, text, whole, wholes
+from kvcellar.checks import flag, number, seen, text, whole, wholes
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
 
@@ -175,13 +175,18 @@ class LayerGroup:
     """The layers that keep the same history.
 
     Attributes:
-        layers: layer ids, ascending.
+        layers: ids of the layers that store rows, ascending.
         n_kv_heads: KV heads per layer (not query heads).
         head_dim: length of a K row.
         v_head_dim: length of a V row.
-        window: None for all of the history, else w: a query at position p sees positions
-            ``(p - w, p]``, itself included.
+        window: w, where a query at position p sees positions ``(p - w, p]``, itself included.
         softcap: attention logits become ``softcap * tanh(logits / softcap)``; None for no cap.
+        chunk: c, where a query at position p sees positions ``[p - p % c, p]``.
+        is_latent: true for latent attention (MLA): the V row of the one KV head is the latent, the
+            K row its rotary part; a query row is as long as both together, latent part first, and
+            a logit is its product with the V row and the K row behind each other.
+
+    With neither window nor chunk, a query sees all of the history.
     """
 
     layers: tuple[int, ...]
@@ -190,6 +195,8 @@ class LayerGroup:
     v_head_dim: int
     window: int | None = None
     softcap: float | None = None
+    chunk: int | None = None
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "head_dim", "v_head_dim"):
@@ -198,16 +205,47 @@ class LayerGroup:
             if getattr(self, name) < 1:
                 raise ConfigError(f"a layer group needs {name} >= 1, got {getattr(self, name)}")
         object.__setattr__(self, "layers", tuple(wholes(self.layers, "layers")))
-        if self.window is not None:
-            object.__setattr__(self, "window", whole(self.window, "window"))
-        if self.softcap is not None:
-            number(self.softcap, "softcap")
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"a window sees at least its own token, got window={self.window}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ConfigError(f"a softcap is above 0, or None for no cap; got {self.softcap}")
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"layers of a group ascend without repeats, got {self.layers}")
+        for name in ("window", "chunk"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(getattr(self, name), name))
+                if getattr(self, name) < 1:
+                    raise ConfigError(
+                        f"a {name} sees at least its own token, got {name}={getattr(self, name)}"
+                    )
+        if self.window is not None and self.chunk is not None:
+            raise ConfigError(
+                f"a layer group has a window or a chunk, got window={self.window} and "
+                f"chunk={self.chunk}"
+            )
+        if self.softcap is not None:
+            number(self.softcap, "softcap")
+            if not self.softcap > 0:
+                raise ConfigError(f"a softcap is above 0, or None for no cap; got {self.softcap}")
+        object.__setattr__(self, "is_latent", flag(self.is_latent, "is_latent"))
+        if self.is_latent and self.n_kv_heads != 1:
+            raise ConfigError(f"latent rows are one KV head, got n_kv_heads={self.n_kv_heads}")
+
+    @property
+    def is_full(self) -> bool:
+        """True if a query sees all of the history."""
+        return self.window is None and self.chunk is None
+
+    def first_seen(self, pos: int) -> int:
+        """Return the first position that a query at ``pos`` sees."""
+        if self.window is not None:
+            return max(0, pos - self.window + 1)
+        return 0 if self.chunk is None else pos - pos % self.chunk
+
+    def __str__(self) -> str:
+        """Return the group in words, for messages."""
+        kinds = {"window": self.window, "chunk": self.chunk, "softcap": self.softcap}
+        more = [f", {name} {value}" for name, value in kinds.items() if value is not None]
+        return (
+            f"{len(self.layers)} of {self.n_kv_heads} KV heads, K rows of {self.head_dim}, V rows "
+            f"of {self.v_head_dim}{''.join(more)}{', latent' if self.is_latent else ''}"
+        )
 
     def cell_bytes(self, kv: KvDtype) -> int:
         """Bytes of one token's K and V in all layers of the group, scales and biases included."""
@@ -219,44 +257,112 @@ class LayerGroup:
 class ModelCacheParams:
     """Facts of a model's architecture that a cache must know; nothing of a session.
 
+    ``ModelCacheParams(n_layers, n_kv_heads, head_dim)`` is a model whose layers are all alike and
+    see all of the history. Where ``groups`` are given, the shapes of rows are theirs, and those of
+    the model follow from them.
+
     Attributes:
-        n_layers: attention layers.
-        n_kv_heads: KV heads per layer.
-        head_dim: length of a K row; its own field, not hidden size over heads.
-        v_head_dim: length of a V row; ``head_dim`` where it is not given.
-        groups: the layer groups; one full group of all layers where they are not given.
+        n_layers: attention layers, those that share another's rows included.
+        n_kv_heads: KV heads of every layer; None where layers differ.
+        head_dim: length of every layer's K rows, not hidden size over heads; None where they
+            differ.
+        v_head_dim: length of every layer's V rows; None where they differ. Given as 0: as long as
+            K rows.
+        groups: the layer groups; each layer that stores rows is in one of them.
+        shared: ``(layer, source)`` for each layer that stores no rows and attends over those of an
+            earlier one, as that one sees them.
     """
 
     n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    v_head_dim: int = 0
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = 0
     groups: tuple[LayerGroup, ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.v_head_dim) is int and not self.v_head_dim:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
-        for name in ("n_layers", "n_kv_heads", "head_dim", "v_head_dim"):
-            value = whole(getattr(self, name), f"{name} of a model", most=MOST_CELLS)
-            object.__setattr__(self, name, value)
-        if self.n_layers < 1:
-            raise ConfigError(f"a model has at least one layer, got n_layers={self.n_layers}")
-        for name in ("n_kv_heads", "head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"a model needs {name} >= 1, got {getattr(self, name)}")
+        n_layers = whole(self.n_layers, "n_layers of a model", most=MOST_CELLS)
+        object.__setattr__(self, "n_layers", n_layers)
+        if n_layers < 1:
+            raise ConfigError(f"a model has at least one layer, got n_layers={n_layers}")
         if not isinstance(self.groups, tuple) or not all(
             isinstance(group, LayerGroup) for group in self.groups
         ):
             raise ConfigError(f"groups must be a tuple of LayerGroup, got {seen(self.groups)}")
+        self._check_shape()
+        object.__setattr__(self, "shared", _layer_pairs(self.shared))
         if not self.groups:
-            layers, shape = tuple(range(self.n_layers)), (self.head_dim, self.v_head_dim)
-            full = LayerGroup(layers, self.n_kv_heads, *shape)
-            object.__setattr__(self, "groups", (full,))
-        claimed = sorted(layer for group in self.groups for layer in group.layers)
+            object.__setattr__(self, "groups", (self._full_group(),))
+        for name in ("n_kv_heads", "head_dim", "v_head_dim"):
+            found = {getattr(group, name) for group in self.groups}
+            object.__setattr__(self, name, found.pop() if len(found) == 1 else None)
+        self._check_layers()
+
+    def _check_shape(self) -> None:
+        """Raise ConfigError unless the shapes that were given for all layers can be ones."""
+        if type(self.v_head_dim) is int and not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("n_kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if value is None and self.groups:
+                continue
+            if whole(value, f"{name} of a model", most=MOST_CELLS) < 1:
+                raise ConfigError(f"a model needs {name} >= 1, got {value}")
+
+    def _full_group(self) -> LayerGroup:
+        """Return the group of a model whose layers are all alike."""
+        shares = {layer for layer, _ in self.shared}
+        layers = tuple(layer for layer in range(self.n_layers) if layer not in shares)
+        heads, k, v = self.n_kv_heads, self.head_dim, self.v_head_dim
+        assert heads is not None and k is not None and v is not None, "checked before"
+        return LayerGroup(layers, heads, k, v)
+
+    def _check_layers(self) -> None:
+        """Raise ConfigError unless each layer stores rows, or attends over those of one before."""
+        stored = {layer for group in self.groups for layer in group.layers}
+        for layer, source in self.shared:
+            if source not in stored or source >= layer:
+                raise ConfigError(
+                    f"layer {layer} cannot share the rows of layer {source}: it takes an earlier "
+                    f"layer of a layer group"
+                )
+        names = [layer for group in self.groups for layer in group.layers]
+        claimed = sorted(names + [layer for layer, _ in self.shared])
         if claimed != list(range(self.n_layers)):
             raise ConfigError(
                 f"layer groups must name each of the {self.n_layers} layers once, got {claimed}"
             )
+
+    def __str__(self) -> str:
+        """Return the model's layers in words, for messages."""
+        shared = f"; {len(self.shared)} share those of others" if self.shared else ""
+        return f"{self.n_layers} layers ({'; '.join(map(str, self.groups))}{shared})"
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Per layer the one whose rows it attends over: itself, but for shared layers."""
+        of_shared = dict(self.shared)
+        return tuple(of_shared.get(layer, layer) for layer in range(self.n_layers))
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """Per layer the index of the group whose rows it attends over."""
+        of_stored = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(of_stored[source] for source in self.sources)
+
+
+def _layer_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
+    """Return pairs of layers as plain tuples, ascending.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(pairs, tuple | list) or not all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+    ):
+        raise ConfigError(f"shared must be a tuple of (layer, source), got {seen(pairs)}")
+    found = [wholes(pair, "shared layers") for pair in pairs]
+    return tuple(sorted((layer, source) for layer, source in found))
 
 
 FROZEN = 1 << 41

@@ -15,6 +15,7 @@ from kvcellar.models.loading import load_model
 from kvcellar.models.sizing import size_model
 from kvcellar.models.spec_file import SPEC_FIELDS, spec_from_file
 from kvcellar.spec import ModelCacheSpec, params_from_config
+from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.models.tiny_checkpoints import FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -313,6 +314,22 @@ def test_a_spec_file_alone_describes_a_model_that_no_config_here_can(tmp_path):
     assert spec.agent_cells(1000) == (164, 1000)
 
 
+def test_a_spec_file_describes_groups_of_every_kind_and_layers_that_share(tmp_path):
+    latent = {"layers": 1, "n_kv_heads": 1, "head_dim": 8, "v_head_dim": 32, "is_latent": True}
+    chunked = {"layers": 2, "n_kv_heads": 2, "head_dim": 16, "chunk": 64}
+    fields = {key: WHOLE[key] for key in ("max_positions", "weight_bytes")}
+    fields |= {"n_layers": 4, "groups": [chunked, latent], "shared": [[3, 1]]}
+    spec = spec_from_file(spec_file(tmp_path, fields))
+    assert spec.params == ModelCacheParams(
+        4,
+        groups=(
+            LayerGroup((0, 1), 2, 16, 16, chunk=64),
+            LayerGroup((2,), 1, 8, 32, is_latent=True),
+        ),
+        shared=((3, 1),),
+    )
+
+
 def test_a_spec_file_replaces_fields_of_a_models_config(tmp_path):
     base = published("gemma-3-12b-it")
     fields = {"weight_bytes": 8_000_000_000, "v_head_dim": 128}
@@ -344,6 +361,10 @@ def test_a_spec_file_replaces_fields_of_a_models_config(tmp_path):
         (WHOLE | {"groups": [{"layers": ["a"]}]}, "groups[0].layers=['a']"),
         (WHOLE | {"groups": [{"layers": 6, "window": 0}]}, "groups[0].window=0"),
         (WHOLE | {"groups": [{"layers": [1, 0]}]}, "groups[0] that cannot work"),
+        (WHOLE | {"groups": [{"layers": 6, "window": 9, "chunk": 9}]}, "a window or a chunk"),
+        (WHOLE | {"groups": [{"layers": 6, "is_latent": 1}]}, "is_latent must be True or False"),
+        (WHOLE | {"shared": [[5, 6]]}, "layer 5 cannot share the rows of layer 6"),
+        (WHOLE | {"shared": 5}, "shared must be a tuple of (layer, source), got 5"),
     ],
 )
 def test_a_spec_file_that_cannot_work_names_itself_and_the_field(value, words, tmp_path):

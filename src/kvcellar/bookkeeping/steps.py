@@ -110,10 +110,7 @@ class Steps:
         self.growth = growth
         self._pools = pools
         self._unasked = unasked
-        self._group_of = [0] * self.n_layers
-        for index, group in enumerate(self.groups):
-            for layer in group.layers:
-                self._group_of[layer] = index
+        self._group_of = config.params.group_of
         self._open: OpenStep | None = None
 
     # For whoever begins steps ------------------------------------------------------------------

@@ -79,8 +79,7 @@ def make_prompt_cache(
     for index, (window, (k, v)) in enumerate(zip(windows, shapes, strict=True)):
         layers.setdefault((k[1], k[3], v[3], window), []).append(index)
     groups = tuple(LayerGroup(tuple(found), *facts) for facts, found in layers.items())
-    first = groups[0]
-    params = ModelCacheParams(len(made), first.n_kv_heads, first.head_dim, first.v_head_dim, groups)
+    params = ModelCacheParams(len(made), groups=groups)
     capacity = max_kv_size or getattr(getattr(model, "args", None), "max_position_embeddings", None)
     config = make_config(
         params, capacity or DEFAULT_MAX_KV_SIZE, kv_dtype or stored, window_slack=rollback

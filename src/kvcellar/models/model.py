@@ -103,8 +103,8 @@ class LoadedModel(ABC):
             )
         if params != self.params:
             raise ConfigError(
-                f"the cache of session {session.cache_key} was made for {_shape(params)}; "
-                f"{self.name!r} has {_shape(self.params)}; make the session with the model's params"
+                f"the cache of session {session.cache_key} was made for {params}; "
+                f"{self.name!r} has {self.params}; make the session with the model's params"
             )
 
     @property
@@ -164,12 +164,3 @@ def check_feature_layers(layers: Sequence[int], n_layers: int) -> None:
             f"features of the layers {list(layers)} were asked for; name some of 0 to {n_layers}, "
             f"each once, ascending"
         )
-
-
-def _shape(params: ModelCacheParams) -> str:
-    """Describe what a cache was made for, for messages."""
-    windows = ", ".join(str(group.window or "all") for group in params.groups)
-    return (
-        f"{params.n_layers} layers of {params.n_kv_heads} KV heads and head_dim "
-        f"{params.head_dim} (windows: {windows})"
-    )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
@@ -18,8 +18,9 @@ SPEC_FIELDS: dict[str, str] = {
     "n_kv_heads": "KV heads per layer",
     "head_dim": "length of a K row",
     "v_head_dim": "length of a V row; as head_dim where it is left out",
-    "groups": "layer groups: objects of layers (a list of ids, or how many), window (or null), "
-    "n_kv_heads, head_dim, v_head_dim",
+    "groups": "layer groups: objects of layers (a list of ids, or how many), window or chunk (or "
+    "null), is_latent, n_kv_heads, head_dim, v_head_dim (the model's where they are left out)",
+    "shared": "pairs [layer, source]: a layer without rows of its own, and the one whose it reads",
     "max_positions": "the longest sequence",
     "weight_bytes": "weights in memory",
     "stored_bytes": "weights in files; as weight_bytes where it is left out",
@@ -32,8 +33,9 @@ SPEC_FIELDS: dict[str, str] = {
 """Fields of a spec file and what they mean."""
 
 _NEEDED = ("n_layers", "n_kv_heads", "head_dim", "max_positions", "weight_bytes")
-_SHAPE = {"n_layers", "n_kv_heads", "head_dim", "v_head_dim", "groups"}
-_GROUP_FIELDS = ("layers", "window", "n_kv_heads", "head_dim", "v_head_dim")
+_ROWS = ("n_kv_heads", "head_dim", "v_head_dim")
+_SHAPE = {"n_layers", *_ROWS, "groups", "shared"}
+_GROUP_FIELDS = ("layers", "window", "chunk", "is_latent", *_ROWS)
 
 
 def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCacheSpec:
@@ -51,13 +53,16 @@ def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCache
         raise ConfigError(f"{path} has dtype={dtype!r}; choose one of {', '.join(FLOAT_KV_DTYPES)}")
     weight_bytes = file.number("weight_bytes", base.weight_bytes if base else 0)
     stored = base.stored_bytes if base and "weight_bytes" not in raw else weight_bytes
-    n_heads = file.number("n_heads", base.n_heads if base else params.n_kv_heads)
-    if n_heads % params.n_kv_heads:
+    kv_heads = sorted({group.n_kv_heads for group in params.groups})
+    n_heads = file.number("n_heads", base.n_heads if base else kv_heads[-1])
+    uneven = [n for n in kv_heads if n_heads % n]
+    if uneven:
         raise ConfigError(
-            f"{path}: {n_heads} query heads (n_heads) are no multiple of {params.n_kv_heads} KV "
-            f"heads (n_kv_heads)"
+            f"{path}: {n_heads} query heads (n_heads) are no multiple of {uneven[0]} KV heads "
+            f"(n_kv_heads)"
         )
-    hidden = file.number("hidden_size", base.hidden_size if base else n_heads * params.head_dim)
+    head_dim = max(group.head_dim for group in params.groups)
+    hidden = file.number("hidden_size", base.hidden_size if base else n_heads * head_dim)
     from_base = f"{base.counted}; " if base and "weight_bytes" not in raw else ""
     return ModelCacheSpec(
         name=base.name if base else str(path),
@@ -75,6 +80,14 @@ def spec_from_file(path: Path, base: ModelCacheSpec | None = None) -> ModelCache
     )
 
 
+class _Rows(NamedTuple):
+    """Shapes of rows as far as they are given for the whole model."""
+
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _SpecFile:
     """A spec file, or one of its groups: fields, and where they are for messages."""
@@ -83,7 +96,7 @@ class _SpecFile:
     raw: Mapping[str, Any]
     where: str = ""
 
-    def number(self, name: str, other: int) -> int:
+    def number(self, name: str, other: int | None = None) -> int:
         """Return a field, or ``other`` where it is left out.
 
         Raises:
@@ -95,6 +108,26 @@ class _SpecFile:
                 f"{self.path} has {self.where}{name}={value!r}; it must be a whole number >= 1"
             )
         return value
+
+    def optional_rows(self, other: _Rows | ModelCacheParams) -> _Rows:
+        """Return the shapes of rows that this file gives, over those of ``other``."""
+        found = {name: self.number(name) for name in _ROWS if name in self.raw}
+        given = {name: getattr(other, name) for name in _ROWS if getattr(other, name) is not None}
+        return _Rows(**(given | found))
+
+    def rows(self, other: _Rows | ModelCacheParams | LayerGroup) -> tuple[int, int, int]:
+        """Return the shapes of rows, those of ``other`` where this file gives none.
+
+        Raises:
+            ConfigError: neither gives one.
+        """
+        head_dim = self.number("head_dim", other.head_dim)
+        v_head_dim = head_dim if other.v_head_dim is None else other.v_head_dim
+        return (
+            self.number("n_kv_heads", other.n_kv_heads),
+            head_dim,
+            self.number("v_head_dim", v_head_dim),
+        )
 
 
 def _read_fields(path: Path, *, has_base: bool) -> dict[str, Any]:
@@ -115,13 +148,21 @@ def _read_fields(path: Path, *, has_base: bool) -> dict[str, Any]:
             f"{path} has the field {unknown[0]!r}, which a spec does not have; there are: "
             f"{', '.join(SPEC_FIELDS)}"
         )
-    missing = [name for name in _NEEDED if name not in raw and not has_base]
+    missing = [name for name in _NEEDED if not has_base and not _is_given(raw, name)]
     if missing:
         raise ConfigError(
             f"{path} has no {missing[0]} ({SPEC_FIELDS[missing[0]]}) and there is no model's "
             f"config to take it from; add it, or name a model"
         )
     return raw
+
+
+def _is_given(raw: Mapping[str, Any], name: str) -> bool:
+    """Return true if a file has a field, or all of its groups have."""
+    groups = raw.get("groups")
+    parts = groups if isinstance(groups, list) and name in _ROWS else []
+    of_groups = [isinstance(part, dict) and name in part for part in parts]
+    return name in raw or (bool(of_groups) and all(of_groups))
 
 
 def _params(file: _SpecFile, base: ModelCacheSpec | None) -> ModelCacheParams:
@@ -131,28 +172,33 @@ def _params(file: _SpecFile, base: ModelCacheSpec | None) -> ModelCacheParams:
         ConfigError: they cannot work together.
     """
     own = base.params if base else None
-    n_kv_heads = file.number("n_kv_heads", own.n_kv_heads if own else 0)
-    n_layers = file.number("n_layers", own.n_layers if own else 0)
-    head_dim = file.number("head_dim", own.head_dim if own else 0)
-    v_head_dim = file.number("v_head_dim", own.v_head_dim if own else head_dim)
     if own is not None and not _SHAPE & set(file.raw):
         return own
+    n_layers = file.number("n_layers", own.n_layers if own else None)
+    other = own or _Rows()
     groups: tuple[LayerGroup, ...] = ()
     if "groups" in file.raw:
-        groups = _groups(file, n_kv_heads, head_dim, v_head_dim)
+        groups = _groups(file, file.optional_rows(other))
     elif own is not None and "n_layers" not in file.raw:
-        shape = n_kv_heads, head_dim, v_head_dim
-        groups = tuple(LayerGroup(g.layers, *shape, g.window, g.softcap) for g in own.groups)
+        groups = tuple(
+            LayerGroup(g.layers, *file.rows(g), g.window, g.softcap, g.chunk, g.is_latent)
+            for g in own.groups
+        )
+    shared = file.raw.get("shared", own.shared if own and groups else ())
     try:
-        return ModelCacheParams(n_layers, n_kv_heads, head_dim, v_head_dim, groups)
+        if groups:
+            return ModelCacheParams(n_layers, groups=groups, shared=shared)
+        return ModelCacheParams(n_layers, *file.rows(other), shared=shared)
     except ConfigError as error:
         raise ConfigError(f"{file.path} cannot work: {error}") from error
 
 
-def _groups(
-    file: _SpecFile, n_kv_heads: int, head_dim: int, v_head_dim: int
-) -> tuple[LayerGroup, ...]:
+def _groups(file: _SpecFile, rows: _Rows) -> tuple[LayerGroup, ...]:
     """Return the ``groups`` of a file; layers that are counted follow those of the group before.
+
+    Args:
+        file: the spec file.
+        rows: shapes of rows where a group has none of its own.
 
     Raises:
         ConfigError: they are no list of objects with known fields that can work.
@@ -166,17 +212,12 @@ def _groups(
         part = _SpecFile(path, fields, f"groups[{index}].")
         layers = _layers(part, start)
         start = max([start, *(layer + 1 for layer in layers)])
-        window = None if fields.get("window") is None else part.number("window", 0)
+        window, chunk = (
+            None if fields.get(name) is None else part.number(name) for name in ("window", "chunk")
+        )
+        shape, is_latent = part.rows(rows), fields.get("is_latent", False)
         try:
-            groups.append(
-                LayerGroup(
-                    tuple(layers),
-                    part.number("n_kv_heads", n_kv_heads),
-                    part.number("head_dim", head_dim),
-                    part.number("v_head_dim", v_head_dim),
-                    window,
-                )
-            )
+            groups.append(LayerGroup(tuple(layers), *shape, window, None, chunk, is_latent))
         except ConfigError as error:
             raise ConfigError(f"{path} has {part.where[:-1]} that cannot work: {error}") from error
     return tuple(groups)

@@ -35,14 +35,7 @@ class Case:
     @property
     def params(self) -> ModelCacheParams:
         """Parameters of the model's cache."""
-        first = self.groups[0]
-        return ModelCacheParams(
-            sum(len(g.layers) for g in self.groups),
-            first.n_kv_heads,
-            first.head_dim,
-            first.v_head_dim,
-            self.groups,
-        )
+        return ModelCacheParams(sum(len(g.layers) for g in self.groups), groups=self.groups)
 
     @property
     def has_window(self) -> bool:

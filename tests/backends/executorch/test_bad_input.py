@@ -170,13 +170,13 @@ def test_a_session_of_another_layer_count_is_refused(exported, loaded):
     model = loaded("llama")
     group = model.params.groups[0]
     params = ModelCacheParams(
-        3, 2, 24, 24, (LayerGroup((0, 1, 2), group.n_kv_heads, group.head_dim, group.head_dim),)
+        3, groups=(LayerGroup((0, 1, 2), group.n_kv_heads, group.head_dim, group.head_dim),)
     )
     config = kv.make_config(params, 64)
     with kv.make_seq_session("executorch", config) as session:
         with pytest.raises(ConfigError, match="3 layers"):
             model.bind(session)
-        with pytest.raises(ConfigError, match=r"3 layers of 2.*llama.* has 2 layers"):
+        with pytest.raises(ConfigError, match=r"made for 3 layers .*llama.* has 2 layers"):
             Program(exported("llama")).load_method(cache_key=session.cache_key)
 
 

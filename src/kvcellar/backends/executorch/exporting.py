@@ -268,10 +268,8 @@ def _constants(loaded: TorchModel, fingerprint: str, asked: _Settings) -> dict[s
     write_kv_cache_metadata(
         facts,
         n_layers=params.n_layers,
-        n_kv_heads=params.n_kv_heads,
-        head_dim=params.head_dim,
-        v_head_dim=params.v_head_dim,
         groups=params.groups,
+        shared=params.shared,
         vocab_size=loaded.vocab_size,
     )
     files = {

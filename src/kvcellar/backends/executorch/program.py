@@ -174,11 +174,9 @@ class Program:
                 f"program; make the session with backend 'executorch' or 'torch'"
             )
         if PREFIX + "schema_version" in self.metadata and cache.config.params != self.params:
-            theirs, ours = cache.config.params, self.params
             raise ConfigError(
-                f"{what} was made for {theirs.n_layers} layers of {theirs.n_kv_heads} KV heads and "
-                f"head_dim {theirs.head_dim}; {self.path.name} has {ours.n_layers} layers of "
-                f"{ours.n_kv_heads} and {ours.head_dim}; make the session with the program's params"
+                f"{what} was made for {cache.config.params}; {self.path.name} has {self.params}; "
+                f"make the session with the program's params"
             )
 
 
