@@ -15,7 +15,6 @@ from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.architecture import (
-    CLASSES,
     MULTIMODAL,
     check_architecture,
     is_quantised_for_mlx,
@@ -61,7 +60,9 @@ _NOT_TEXT = (
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
+"""Name of the last layer's weights, from features to logits."""
+
 _EMBEDDING = ".embed_tokens.weight"
 
 
@@ -169,7 +170,7 @@ def _spec_of(
         stored = check_weights(path.parent)
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     files = path.parent if files_bytes is not None and not is_mxfp4 else None
-    sizes, linears = _parameters(CLASSES[config.model_type], config, files, group_size)
+    sizes, linears = _parameters(raw, config, files, group_size)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, is_for_mlx)
     if is_mxfp4:
@@ -265,27 +266,27 @@ def _held_weights(
     """
     if is_packed(weights):
         held = {
-            name: packed_bytes(*shape, bits_of(weights, is_head=name == _HEAD))
+            name: packed_bytes(*shape, bits_of(weights, is_head=name == HEAD))
             for name, shape in linears.items()
             if can_pack(shape[1])
         }
     else:
         held = {name: coded_bytes(*shape) for name, shape in linears.items() if can_code(shape[1])}
     others = sizes.keys() - held.keys()
-    if _HEAD in held and _HEAD not in sizes:
+    if HEAD in held and HEAD not in sizes:
         others = {name for name in others if not name.endswith(_EMBEDDING)}
     rest = sum(sizes[name] * itemsize for name in others)
     return rest + sum(held.values())
 
 
 def _parameters(
-    class_name: str, config: Any, files: Path | None, group_size: int
+    raw: Mapping[str, Any], config: Any, files: Path | None, group_size: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
     """Count the numbers of every parameter, a tied one once; and outputs and inputs of linears.
 
     Args:
-        class_name: of transformers.
-        config: its config.
+        raw: the model's ``config.json``.
+        config: of its text part.
         files: the folder of a checkpoint that has as many, asked where there is no torch; it says
             nothing of layers.
         group_size: of its tensors that are quantised.
@@ -304,5 +305,5 @@ def _parameters(
             f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
     found: tuple[dict[str, int], dict[str, tuple[int, int]]]
-    found = counter.count_parameters(class_name, config)
+    found = counter.count_parameters(raw)
     return found

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import hold_weights
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
+from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
-from kvcellar.backends.torch.weights import DTYPES, load_weights, touch_weights
-from kvcellar.errors import ConfigError, ModelError
-from kvcellar.models.architecture import CLASSES, check_architecture
+from kvcellar.backends.torch.weights import DTYPES, touch_weights
+from kvcellar.errors import ConfigError
+from kvcellar.models.architecture import check_architecture
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -31,7 +31,7 @@ from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
-from kvcellar.models.sizing import size_checkpoint
+from kvcellar.models.sizing import HEAD, size_checkpoint
 from kvcellar.models.tokenizer import (
     check_vocabulary,
     find_eos_token_ids,
@@ -123,7 +123,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
-        network, decoder, n_parameters = _read_network(found, config, reading)
+        network, decoder, n_parameters = _read_network(found, reading)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
     report(1.0, "ready")
@@ -147,22 +147,13 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
     )
 
 
-def _read_network(
-    found: _Found, config: Any, report: ProgressFn
-) -> tuple[Any, KernelDecoder | None, int]:
+def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, KernelDecoder | None, int]:
     """Read the weights; return the module, its decoder if it has one, and how many numbers it has.
 
     Raises:
         ModelError: weights that are missing, or not this architecture's.
     """
-    network = load_weights(
-        found.folder,
-        config,
-        CLASSES[config.model_type],
-        quantization=found.raw.get("quantization_config"),
-        dtype=found.dtype,
-        device=found.device,
-    )
+    network = load_network(found.folder, found.raw, dtype=found.dtype, device=found.device)
     n_parameters = sum(parameter.numel() for parameter in network.parameters())
     if found.weights is None:
         return network, None, n_parameters
@@ -248,31 +239,29 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
 
 
 def count_parameters(
-    class_name: str, config: Any
+    raw: Mapping[str, Any],
 ) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
     """Count the numbers of every parameter, a tied one once; and outputs and inputs of linears.
 
-    Counted on the model that transformers builds on the meta device, where tensors have shapes and
-    no bytes.
+    Counted on the network that transformers builds on the meta device, where tensors have shapes
+    and no bytes. The last layer has the same name in every model.
 
     Args:
-        class_name: of transformers.
-        config: its config.
+        raw: a checkpoint's ``config.json``.
 
     Raises:
         ModelError: the config's fields do not make a model.
     """
-    classes: Any = transformers
-    with quiet(lambda part: None), torch.device("meta"):
-        try:
-            model = getattr(classes, class_name)(config)
-        except Exception as error:  # whatever its layers do not like
-            raise ModelError(
-                f"the {config.model_type} config makes no model: {error}; check the file"
-            ) from error
+    with quiet(lambda part: None):
+        network = empty_network(raw)
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     linears = {
-        f"{name}.weight": (module.out_features, module.in_features)
-        for name, module in model.named_modules()
+        HEAD if module is head else f"{name}.weight": (module.out_features, module.in_features)
+        for name, module in network.named_modules()
         if type(module) is torch.nn.Linear
     }
-    return {key: int(weight.numel()) for key, weight in model.named_parameters()}, linears
+    sizes = {
+        HEAD if weight is head.weight is not embedding.weight else name: int(weight.numel())
+        for name, weight in network.named_parameters()
+    }
+    return sizes, linears

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-_TEXT_KEYS = {
-    r"^language_model\.model\.": "model.",
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-}
-"""Where a multimodal checkpoint keeps its text model -> where a text model keeps it."""
-
-_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
 _MOST_TURNED = 1 << 24
 """Numbers of a model whose matrices are turned."""
 
@@ -39,39 +29,39 @@ _PAGE = 4096
 def load_weights(
     folder: Path,
     config: Any,
-    class_name: str,
+    reader: type[Any],
+    finish: Callable[[Any], Any],
     *,
     quantization: Mapping[str, Any] | None,
     dtype: torch.dtype,
     device: torch.device,
+    attention: str,
 ) -> Any:
-    """Read a model's weights; return it in evaluation mode, with its attention on the op.
+    """Read a model's weights; return its network in evaluation mode.
 
     Args:
         folder: the checkpoint.
-        config: the config object of its text part.
-        class_name: the class of transformers.
+        config: its config object.
+        reader: the class of transformers that reads it.
+        finish: makes the network of what was read.
         quantization: the checkpoint's quantization_config; MXFP4 is expanded.
         dtype: type of the weights in memory.
         device: where to put them.
+        attention: name of an attention that is registered with transformers.
 
     Raises:
         ModelError: weights that are missing, or not this architecture's.
     """
-    # Imported here, inside of quiet(): it is what makes transformers import all that it can find.
-    from kvcellar.backends.torch.model_attention import NAME
-
     classes: Any = transformers
     options: dict[str, Any] = {}
     if quantization:
         options["quantization_config"] = classes.Mxfp4Config(dequantize=True)
     try:
-        model, info = getattr(classes, class_name).from_pretrained(
+        whole, info = reader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
-            key_mapping=_TEXT_KEYS,
+            attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
@@ -79,33 +69,36 @@ def load_weights(
         )
     except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
         raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
-    _check_keys(info, class_name, folder, config.num_hidden_layers)
-    model = model.to(device).eval()
+    _check_keys(info, whole, folder)
+    network = finish(whole).to(device).eval()
     if device.type == "cpu":
-        turn_small(model)
-    return model
+        turn_small(network)
+    return network
 
 
-def _check_keys(info: Mapping[str, Any], class_name: str, folder: Path, n_layers: int) -> None:
+def _check_keys(info: Mapping[str, Any], whole: Any, folder: Path) -> None:
     """Refuse a checkpoint whose tensors are not those of the class.
 
     Raises:
         ModelError: some are missing, or some of its layers are not known.
     """
+    name = type(whole).__name__
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} tensors that a {class_name} has: {few(missing)}; the "
+            f"{folder} lacks {len(missing)} tensors that a {name} has: {few(missing)}; the "
             f"checkpoint is half copied or of another architecture"
         )
-    strangers = sorted(
-        key
-        for key in info["unexpected_keys"]
-        if (found := _OF_A_LAYER.match(key)) and int(found[1]) < n_layers
+    layers = tuple(
+        f"{path}.{i}."
+        for path, module in whole.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        for i in range(len(module))
     )
+    strangers = sorted(key for key in info["unexpected_keys"] if key.startswith(layers))
     if strangers:
         raise ModelError(
-            f"{folder} has {len(strangers)} tensors that a {class_name} does not know: "
+            f"{folder} has {len(strangers)} tensors that a {name} does not know: "
             f"{few(strangers)}; its config.json is of another architecture"
         )
 
