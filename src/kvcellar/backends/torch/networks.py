@@ -334,28 +334,28 @@ class WrappedText(nn.Module):
 
     @property
     def model(self) -> Any:
-        """The language model without its head."""
+        """Language model without its head."""
         return self.whole.get_submodule(self._path)
 
     @property
     def base_model(self) -> Any:
-        """The language model without its head, by transformers' name."""
+        """Language model without its head, by transformers' name."""
         return self.model
 
     @property
     def config(self) -> Any:
-        """The language model's config."""
+        """Config of the language model."""
         return self.model.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """Type of the weights."""
         found: torch.dtype = self.whole.dtype
         return found
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         found: torch.device = self.whole.device
         return found
 
