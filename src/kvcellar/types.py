@@ -228,6 +228,11 @@ class LayerGroup:
             raise ConfigError(f"latent rows are one KV head, got n_kv_heads={self.n_kv_heads}")
 
     @property
+    def q_dim(self) -> int:
+        """Length of a query row: of latent rows, as long as V's and K's together."""
+        return self.head_dim + (self.v_head_dim if self.is_latent else 0)
+
+    @property
     def is_full(self) -> bool:
         """True if a query sees all of the history."""
         return self.window is None and self.chunk is None

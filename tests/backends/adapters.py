@@ -30,11 +30,20 @@ SPLITTABLE = (
     "int4-window-sinks",
     "k8v4-odd-rows-softcap",
     "int4-rotated",
+    "latent",
+    "latent-window-sinks-softcap",
+    "latent-int8-rotated",
 )
 """Cases in which every way to cut a read is met."""
 
 
-FEW = ("mixed-three-groups", "bf16-gqa", "int4-window-sinks", "k8v4-odd-rows-softcap")
+FEW = (
+    "mixed-three-groups",
+    "bf16-gqa",
+    "int4-window-sinks",
+    "k8v4-odd-rows-softcap",
+    "latent-window-sinks-softcap",
+)
 """Cases for what differs in the choice of a path alone."""
 
 

@@ -24,9 +24,10 @@ def check_shapes(
         )
     if q is not None:
         n_heads = q[1] if len(q) == 4 else 0
-        if not n_heads or n_heads % n_kv or (*q,) != (1, n_heads, n_tok, group.head_dim):
+        if not n_heads or n_heads % n_kv or (*q,) != (1, n_heads, n_tok, group.q_dim):
+            kind = "latent rows" if group.is_latent else f"{n_kv} KV heads"
             raise ShapeError(
-                f"layer {layer} attends with q {list(q)}; this cache has {n_kv} KV heads of "
-                f"head_dim {group.head_dim}, so q is "
-                f"[1, a multiple of {n_kv}, {n_tok}, {group.head_dim}]"
+                f"layer {layer} attends with q {list(q)}; this cache has {kind} of head_dim "
+                f"{group.head_dim} and v_head_dim {group.v_head_dim}, so q is "
+                f"[1, a multiple of {n_kv}, {n_tok}, {group.q_dim}]"
             )

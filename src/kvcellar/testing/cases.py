@@ -59,6 +59,17 @@ def group(
     return LayerGroup(layers, n_kv_heads, head_dim, v_head_dim or head_dim, window, softcap)
 
 
+def latent_group(
+    layers: tuple[int, ...],
+    head_dim: int,
+    v_head_dim: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> LayerGroup:
+    """Return a layer group with latent rows of ``v_head_dim`` and rotary ones of ``head_dim``."""
+    return LayerGroup(layers, 1, head_dim, v_head_dim, window, softcap, is_latent=True)
+
+
 CASES = (
     Case("mha", 4, (group((0, 1), 4),)),
     Case("gqa-sinks-short-v", 4, (group((0,), 2, 8, 6),), has_sinks=True),
@@ -106,6 +117,13 @@ CASES = (
          kv_dtype="int4:g32:rot", window_slack=4),
     Case("k32v8-mha", 2, (group((0,), 2, 128),), kv_dtype="k32v8:g64", window_slack=4),
     Case("k4v16-bf16-model", 4, (group((0, 1), 2, 32),), kv_dtype="k4v16", in_dtype="bfloat16"),
+    Case("latent", 4, (latent_group((0,), 4, 16),)),
+    Case("latent-window-sinks-softcap", 3,
+         (latent_group((0,), 6, 10, window=6), latent_group((1,), 8, 8, softcap=2.0)),
+         has_sinks=True, window_slack=5),
+    Case("latent-beside-heads", 4, (latent_group((1,), 8, 32), group((0,), 2, 8, window=5)),
+         kv_dtype="bfloat16", in_dtype="bfloat16", window_slack=4),
+    Case("latent-int8-rotated", 6, (latent_group((0,), 32, 64),), kv_dtype="int8:rot"),
 )  # fmt: skip
 
 

@@ -137,6 +137,8 @@ def attend_dense(
 ) -> Array:
     """Attention of ``q [n_q_heads, n, head_dim]`` over all of ``keys``, in float64.
 
+    Queries that are longer than a K row attend over rows of V followed by K: latent ones.
+
     A query that sees a token of NaN gets NaN, one that does not is none the worse.
 
     Args:
@@ -155,6 +157,8 @@ def attend_dense(
     v = np.stack([t.v[layer] for t in keys], axis=1).astype(np.float64)
     is_nan = np.isnan(k).any(axis=(0, 2)) | np.isnan(v).any(axis=(0, 2))
     k[:, is_nan], v[:, is_nan] = 0.0, 0.0
+    if q.shape[2] > k.shape[2]:
+        k = np.concatenate([v, k], axis=2)
     repeats = q.shape[0] // k.shape[0]
     k, v = np.repeat(k, repeats, axis=0), np.repeat(v, repeats, axis=0)
     logits = (q.astype(np.float64) @ k.swapaxes(1, 2)) * scale

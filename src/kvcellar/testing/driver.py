@@ -156,14 +156,14 @@ class Driver:
 
     def scale(self, layer: int) -> float:
         """Return a layer's factor of the logits, larger than usual, so that single tokens weigh."""
-        return float(1.5 * self.case.group(layer).head_dim ** -0.5)
+        return float(1.5 * self.case.group(layer).q_dim ** -0.5)
 
     def random_inputs(self, n_tok: int) -> Inputs:
         """Standard normal q, k and v of the model's type."""
         q, k, v = [], [], []
         for layer in range(self.n_layers):
             g = self.case.group(layer)
-            q.append(self._random(self.case.n_q_heads, n_tok, g.head_dim))
+            q.append(self._random(self.case.n_q_heads, n_tok, g.q_dim))
             k.append(self._random(g.n_kv_heads, n_tok, g.head_dim))
             v.append(self._random(g.n_kv_heads, n_tok, g.v_head_dim))
         return Inputs(q, k, v)

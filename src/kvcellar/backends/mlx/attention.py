@@ -56,7 +56,8 @@ def attend(
     """Attend every segment.
 
     Args:
-        q: ``[1, n_heads, T, head_dim]``; ``n_heads`` is a multiple of the KV heads.
+        q: ``[1, n_heads, T, head_dim]``; ``n_heads`` is a multiple of the KV heads. Of latent rows
+            ``[1, n_heads, T, v_head_dim + head_dim]``.
         segments: cover the T query tokens once, in order.
         scale: factor on the logits.
         out_dtype: type of the result.
@@ -109,8 +110,9 @@ def _attend_segment(
     q: mx.array, segment: Segment, scale: float, softcap: float | None, sinks: mx.array | None
 ) -> mx.array:
     parts = segment.parts
+    is_latent = q.shape[3] != _dim(parts[0][0])
     is_whole = len(parts) == 1 and not any(isinstance(side, Quantised) for side in parts[0])
-    if softcap is None and (is_whole or segment.q_len > FEW_QUERIES):
+    if softcap is None and not is_latent and (is_whole or segment.q_len > FEW_QUERIES):
         k, v = (joined([part[side] for part in parts], q.dtype) for side in (0, 1))
         mask = _whole_mask(segment, k.shape[2])
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
@@ -136,7 +138,7 @@ def _by_logits(
     n_kv_heads = _heads(segment.parts[0][0])
     group = n_heads // n_kv_heads
     queries = (q[:, :, start : start + n] * scale).reshape(1, n_kv_heads, group * n, -1)
-    found = [_times(queries, k, transpose=True).astype(mx.float32) for k, _ in segment.parts]
+    found = [_logits(queries, k, v) for k, v in segment.parts]
     logits = found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
     n_cells = logits.shape[-1]
     logits = logits.reshape(1, n_kv_heads, group, n, n_cells)
@@ -161,6 +163,13 @@ def _by_logits(
         at = stop
     assert out is not None, "a segment has parts"
     return out.reshape(1, n_heads, n, -1)
+
+
+def _logits(queries: mx.array, k: Stored, v: Stored) -> mx.array:
+    """Multiply queries with K's rows; of latent rows, as if each were V's and then K's."""
+    n = queries.shape[-1] - _dim(k)
+    logits = _times(queries[..., n:], k, transpose=True).astype(mx.float32)
+    return logits + _times(queries[..., :n], v, transpose=True) if n else logits
 
 
 def _times(x: mx.array, rows: Stored, *, transpose: bool = False) -> mx.array:
@@ -200,6 +209,10 @@ def _tail_mask(segment: Segment) -> mx.array | None:
 
 def _length(rows: Stored) -> int:
     return rows.length if isinstance(rows, Quantised) else int(rows.shape[2])
+
+
+def _dim(rows: Stored) -> int:
+    return rows.dim if isinstance(rows, Quantised) else int(rows.shape[3])
 
 
 def _heads(rows: Stored) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from kvcellar.backends.host_rows import GroupParts, RowMoves
 from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
-from kvcellar.backends.mlx.codecs import rotate
+from kvcellar.backends.mlx.codecs import rotate, rotate_queries
 from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
@@ -169,11 +169,12 @@ class MlxCache(RowMoves):
         ``position`` may be None: those that the step claimed.
         """
         if self.is_rotated:
-            q, k = rotate(q), rotate(k)
+            q, k = rotate_queries(q, k.shape[-1]), rotate(k)
         prepared = self._prepare(layer_id, position, k, v, q)
-        softcap = self.steps.groups[self.steps.group_of(layer_id)].softcap
+        group = self.steps.groups[self.steps.group_of(layer_id)]
+        softcap, is_plain = group.softcap, group.softcap is None and not group.is_latent
         pool = self.pools.of_layer[layer_id]
-        if prepared.one_run is not None and pool.is_float and softcap is None:
+        if prepared.one_run is not None and pool.is_float and is_plain:
             first, run, mask = prepared.one_run
             pool.write_run(first, k, v)
             self.steps.wrote(layer_id)

@@ -169,6 +169,12 @@ def quantise(rows: mx.array, bits: int, group_size: int) -> Parts:
     return [packed, scales, biases]
 
 
+def rotate_queries(q: mx.array, dim: int) -> mx.array:
+    """Turn the last ``dim`` numbers of queries as K rows are; those before are latent ones."""
+    turned, latent = rotate(q[..., -dim:]), q[..., :-dim]
+    return mx.concatenate([latent, turned], axis=-1) if latent.shape[-1] else turned
+
+
 def rotate(rows: mx.array) -> mx.array:
     """Turn ``rows [..., dim]`` as :mod:`kvcellar.kv_dtype` says: the reference's numbers."""
     dim = rows.shape[-1]

@@ -141,7 +141,8 @@ class ReferenceCache:
         for s in segments:
             rows = slice(s.q_start, s.q_start + s.q_len)
             seen = visible(s.kind, s.mask, s.q_len, s.k.shape[1])
-            out[:, rows] = attend(q[0, :, rows], s.k, s.v, seen, scale, group.softcap, sinks)
+            keys = np.concatenate([s.v, s.k], axis=2) if group.is_latent else s.k
+            out[:, rows] = attend(q[0, :, rows], keys, s.v, seen, scale, group.softcap, sinks)
         if isinstance(out_dtype, str) and out_dtype == "bfloat16":
             return from_bfloat16_bits(to_bfloat16_bits(out))[None]
         return out[None].astype(out_dtype)

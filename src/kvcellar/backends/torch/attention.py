@@ -7,10 +7,14 @@ history, a fork's shared trunk without a copy, and attention sinks, which only r
 
 Query heads are never repeated over their KV head: the GQA group is folded into the query axis, or
 K and V are expanded with stride 0.
+
+Latent rows (MLA): a query that is longer than a K row is of a group with latent rows. Its logits
+are the products of its first part with V and of its last part with K, added up; nothing joins them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -82,7 +86,8 @@ def attend(
     """Attend every segment.
 
     Args:
-        q: ``[1, n_heads, T, head_dim]``; ``n_heads`` is a multiple of the KV heads.
+        q: ``[1, n_heads, T, head_dim]``; ``n_heads`` is a multiple of the KV heads. Of latent rows
+            ``[1, n_heads, T, v_head_dim + head_dim]``.
         segments: cover the T query tokens once, in order; those that ``out`` lacks, where given.
         scale: factor on the logits.
         out_dtype: type of the result.
@@ -115,14 +120,15 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend one query token that sees all of one run: the shortest way to the fused kernel.
 
     Args:
-        q: ``[1, n_heads, 1, head_dim]``, of the type of k and v.
+        q: ``[1, n_heads, 1, head_dim]``, of the type of k and v; longer by ``v_head_dim`` where
+            rows are latent.
         k: ``[1, n_kv_heads, L, head_dim]``.
         v: ``[1, n_kv_heads, L, v_head_dim]``.
         scale: factor on the logits.
     """
     _, n_heads, _, dim = q.shape
     n_kv, v_dim = k.shape[1], v.shape[3]
-    if q.is_cpu:
+    if q.is_cpu or dim != k.shape[3]:
         if v_dim != dim or (q.dtype == torch.bfloat16 and n_heads <= FEW_ROWS * n_kv):
             out = _few_rows(q.view(n_kv, n_heads // n_kv, 1, dim), k, v, scale)
         else:
@@ -136,9 +142,16 @@ def _attend_segment(
     q: Tensor, parts: Sequence[Part], scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Attend ``q [Hkv, G, T, D] -> [Hkv, G, T, Dv]`` over all parts."""
-    is_fused = softcap is None and (q.device.type != "cpu" or parts[0].v.shape[3] == q.shape[3])
+    is_fused = softcap is None and _is_plain(q, parts[0])
     if len(parts) == 1 and sinks is None and is_fused and _is_stored_as(parts[0], q.dtype):
         return _attend_whole(q, parts[0], scale)
+    most = q.shape[2] if _is_fused(q, parts[0], softcap) else _most_queries(q, parts)
+    if most < q.shape[2]:
+        stretches = (
+            _attend_segment(q[:, :, start : start + most], cut, scale, softcap, sinks)
+            for start, cut in _cut(parts, q.shape[2], most)
+        )
+        return torch.cat(tuple(stretches), dim=2)
     merged: tuple[Tensor, Tensor] | None = None
     for part in parts:
         for tile in _tiles(q, part, softcap):
@@ -151,6 +164,42 @@ def _attend_segment(
     return out.to(q.dtype)
 
 
+def _is_plain(q: Tensor, part: Part | Tile) -> bool:
+    """Return true if torch's fused kernels take rows of these lengths; latent ones none does."""
+    dim, k_dim, v_dim = q.shape[3], part.k.shape[3], part.v.shape[3]
+    return dim == v_dim == k_dim if q.is_cpu else dim == k_dim
+
+
+def _most_queries(q: Tensor, parts: Sequence[Part]) -> int:
+    """Return how many query tokens are attended by matmuls at a time, for ``PLAIN_LOGITS``."""
+    n_heads = q.shape[0] * q.shape[1]
+    most = max(1, PLAIN_LOGITS // (256 * n_heads))
+    for part in parts:
+        if part.is_causal:
+            most = min(most, max(1, math.isqrt(PLAIN_LOGITS // n_heads)))
+        elif part.bias is not None:
+            most = min(most, max(1, PLAIN_LOGITS // (n_heads * part.k.shape[2])))
+    return most
+
+
+def _cut(parts: Sequence[Part], n_tok: int, most: int) -> Iterator[tuple[int, list[Part]]]:
+    """Yield the first query and the parts of stretches of at most ``most`` of ``n_tok`` queries."""
+    for start in range(0, n_tok, most):
+        stop = min(start + most, n_tok)
+        cut: list[Part] = []
+        for part in parts:
+            if part.bias is not None:
+                cut.append(part._replace(bias=part.bias[start:stop]))
+            elif part.is_causal:
+                if start:
+                    cut.append(Part(part.k.narrow(2, 0, start), part.v.narrow(2, 0, start)))
+                k, v = (side.narrow(2, start, stop - start) for side in (part.k, part.v))
+                cut.append(Part(k, v, None, True))
+            else:
+                cut.append(part)
+        yield start, cut
+
+
 def _is_stored_as(part: Part, dtype: torch.dtype) -> TypeGuard[Tile]:
     """Return true if both sides can be attended as they are."""
     return part.k.dtype == dtype and part.v.dtype == dtype
@@ -158,7 +207,7 @@ def _is_stored_as(part: Part, dtype: torch.dtype) -> TypeGuard[Tile]:
 
 def _is_fused(q: Tensor, part: Part | Tile, softcap: float | None) -> bool:
     """Return true if torch's CPU kernel that also gives the log-sum-exp takes this."""
-    return q.device.type == "cpu" and softcap is None and part.v.shape[3] == q.shape[3]
+    return q.is_cpu and softcap is None and _is_plain(q, part)
 
 
 def _tiles(q: Tensor, part: Part, softcap: float | None) -> Iterator[Tile]:
@@ -210,9 +259,21 @@ def _attend_whole(q: Tensor, part: Tile, scale: float) -> Tensor:
 def _few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Two matmuls on the fold around a float32 softmax."""
     n_kv, group, n_tok, dim = q.shape
-    logits = _matmul(q.reshape(n_kv, group * n_tok, dim), k[0].transpose(1, 2))
-    weights = torch.softmax(logits.float().mul_(scale), dim=-1)
+    logits = _logits(q.reshape(n_kv, group * n_tok, dim), k, v)
+    weights = torch.softmax(logits.mul_(scale), dim=-1)
     return _matmul(weights.to(q.dtype), v[0]).view(n_kv, group, n_tok, v.shape[3])
+
+
+def _logits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the products ``[n_kv, rows, L]`` of ``q [n_kv, rows, D]`` and K, in float32.
+
+    Of latent rows: with V and K, as if each row were V's and then K's.
+    """
+    if q.shape[2] == k.shape[3]:
+        return _matmul(q, k[0].transpose(1, 2)).float()
+    latent, rest = q.split((v.shape[3], k.shape[3]), dim=2)
+    logits = _matmul(latent, v[0].transpose(1, 2)).float()
+    return logits.add_(_matmul(rest, k[0].transpose(1, 2)))
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -220,8 +281,10 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
     In bf16 and fp16 on a CPU a batched matmul copies an operand with gaps between its heads, and
     every view of a pool that is not full has them: 5 to 20 times slower from some thousand cells
-    on. One head of it has no gaps.
+    on. One head of it has no gaps, and is no batch.
     """
+    if len(a) == 1:
+        return torch.mm(a[0], b[0])[None]
     is_gapless = b.is_contiguous() or b.transpose(1, 2).is_contiguous()
     is_short = b.shape[1] * b.shape[2] <= FEW_NUMBERS
     if b.device.type != "cpu" or b.dtype == torch.float32 or is_gapless or is_short:
@@ -267,8 +330,7 @@ def _attend_plainly(
 ) -> tuple[Tensor, Tensor]:
     """Attend one part by matmuls: on any device, with soft-capping, K and V of any lengths."""
     n_kv, group, n_tok, dim = q.shape
-    folded = q.reshape(n_kv, group * n_tok, dim)
-    logits = _matmul(folded, part.k[0].transpose(1, 2)).float().mul_(scale)
+    logits = _logits(q.reshape(n_kv, group * n_tok, dim), part.k, part.v).mul_(scale)
     logits = logits.view(n_kv, group, n_tok, -1)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap

@@ -13,7 +13,7 @@ from kvcellar.backends.host_rows import RowMoves
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
-from kvcellar.backends.torch.codecs import rotate
+from kvcellar.backends.torch.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.exact import ExactPool, LayerPool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
@@ -108,7 +108,7 @@ class TorchCache(RowMoves):
         index = self.steps.group_of(layer_id)
         group = self.steps.groups[index]
         if self.is_rotated:
-            q, k = rotate(q.float()), rotate(k.float())
+            q, k = rotate_queries(q.float(), k.shape[-1]), rotate(k.float())
         prepared = self._prepare(layer_id, index, position, k, v, q)
         pool = self.pools.of_layer[layer_id]
         if prepared.by_kernel is not None:
@@ -151,13 +151,14 @@ class TorchCache(RowMoves):
         ):
             self.pools.of_layer[layer].ensure(prepared.plan.n_cells, k.device)
             return prepared
-        check_shapes(layer, self.steps.groups[index], *shapes)
+        group = self.steps.groups[index]
+        check_shapes(layer, group, *shapes)
         n_tok = k.shape[2]
         positions = self._positions(position) if self.steps.needs_positions() else None
         plan = self.steps.plan(layer, n_tok, positions)
         exact = self.pools.exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-        if q is not None and kernel.takes(k.device):
+        if q is not None and kernel.takes(k.device) and not group.is_latent:
             most = kernel.most_queries(self.config.kv, q.dtype)
             compiled, left = kernel.compile_plan(own, most)
             prepared = Prepared(plan, None, _reads(left, k), None, shapes, compiled)

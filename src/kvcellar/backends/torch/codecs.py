@@ -147,6 +147,12 @@ def dequantise(packed: Tensor, affine: Tensor, bits: int, dim: int, dtype: torch
     return rows
 
 
+def rotate_queries(q: Tensor, dim: int) -> Tensor:
+    """Turn the last ``dim`` numbers of queries as K rows are; those before are latent ones."""
+    turned, latent = rotate(q[..., -dim:]), q[..., :-dim]
+    return torch.cat((latent, turned), dim=-1) if latent.shape[-1] else turned
+
+
 def rotate(rows: Tensor) -> Tensor:
     """Turn ``rows [..., dim]`` as :mod:`kvcellar.kv_dtype` says: the reference's numbers."""
     dim = rows.shape[-1]

@@ -28,10 +28,12 @@ class GroupStep(NamedTuple):
 def can_plan(cache: object) -> TypeGuard[TorchCache]:
     """Return true if the CPU kernel alone can run this cache's forwards.
 
-    It cannot where K is stored rotated, since queries and keys have to be rotated before, and
-    where histories begin with a frozen prefix.
+    It cannot where K is stored rotated, since queries and keys have to be rotated before, where
+    histories begin with a frozen prefix, and where rows are latent.
     """
     if not isinstance(cache, TorchCache) or cache.config.prefix is not None:
+        return False
+    if any(group.is_latent for group in cache.config.params.groups):
         return False
     return not cache.config.kv.k.is_rotated and kernel.takes(_CPU)
 

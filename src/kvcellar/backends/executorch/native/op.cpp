@@ -179,8 +179,10 @@ Tensor& attend_natively(KernelRuntimeContext& context, KvcLayer& layer, const Te
 
 Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& position,
                int64_t layer_id, double scale, ScalarType out_dtype, const optional<Tensor>& sinks, Tensor& out) {
+  const bool is_plain = q.dim() == 4 && k.dim() == 4 && q.size(3) == k.size(3);  // else of latent rows
   if (!is_bhsd(q) || !is_bhsd(k) || !is_bhsd(v) || q.size(2) != k.size(2) || k.size(2) != v.size(2) ||
-      k.size(1) != v.size(1) || q.size(3) != k.size(3) || position.numel() != k.size(2))
+      k.size(1) != v.size(1) || (!is_plain && q.size(3) != k.size(3) + v.size(3)) ||
+      position.numel() != k.size(2))
     return misshapen(context, out,
                      "q, k and v are not [1, heads, T, dim] of one T, with as many positions: the "
                      "program is not one for caches with all tokens on one axis");
@@ -199,6 +201,7 @@ Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, 
                         k.scalar_type() == v.scalar_type() && kernel_dtype(out.scalar_type()) >= 0 &&
                         q.strides()[3] == 1 && k.strides()[3] == 1 && v.strides()[3] == 1 && out.strides()[3] == 1;
   if (layer) {
+    if (!is_plain) return failed(context, out, "queries of latent rows meet a cache that has none");
     if (!is_float) return failed(context, out, "q, k and v are not of one float type, without gaps");
     return attend_natively(context, *layer, q, k, v, scale, sinks, out);
   }
