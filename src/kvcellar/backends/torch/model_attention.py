@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from kvcellar.backends.torch.latent import bound_to
 from kvcellar.op import eager_update_and_attend
 
 NAME = "kvcellar"
@@ -39,7 +40,8 @@ def attention(
         module: the attention module; its ``layer_idx`` says whose history.
         query: ``[1, n_heads, T, head_dim]``, rotated.
         key: ``[1, n_kv_heads, T, head_dim]``, rotated.
-        value: ``[1, n_kv_heads, T, v_head_dim]``.
+        value: ``[1, n_kv_heads, T, v_head_dim]``. Where latents are bound they take the place of
+            key and value, and lengths are those before and after.
         attention_mask: always None.
         scaling: factor on the logits.
         position_ids: ``[1, T]``.
@@ -50,6 +52,9 @@ def attention(
         ``[1, T, n_heads, v_head_dim]`` and no weights.
     """
     assert attention_mask is None, "the cache is the mask"
+    latent = bound_to(module)
+    if latent is not None:
+        query, key, value = latent.absorb(query, key)
     layer: Any = module.layer_idx
     if not torch.compiler.is_compiling():
         position = position_ids if position_ids.shape[1] == 1 else position_ids.view(-1)
@@ -64,6 +69,8 @@ def attention(
         out = torch.ops.kvcache.update_and_attend_sinks(
             query, key, value, position_ids.view(-1), layer, scaling, query.dtype, s_aux
         )
+    if latent is not None:
+        out = latent.expand(out)
     return out.transpose(1, 2), None
 
 
