@@ -146,7 +146,7 @@ def reads_rows_of_its_head(model, own, monkeypatch):
     """The rows: held once, and in one call as in modules what an embedding of them would say."""
     inner = model.network
     embedding = inner.get_input_embeddings()
-    assert isinstance(embedding, KernelEmbedding) and embedding.head is inner.lm_head
+    assert isinstance(embedding, KernelEmbedding) and embedding.held is inner.lm_head
     assert not any(p.shape[0] == model.vocab_size for p in inner.parameters())
     rows, unscaled = embedding.weight, own.weight.clone()
     own.weight.data.copy_(rows)

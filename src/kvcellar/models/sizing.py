@@ -32,6 +32,7 @@ from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub
 from kvcellar.models.loading import loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.weights import (
+    Matrix,
     bits_of,
     can_code,
     can_pack,
@@ -59,11 +60,6 @@ _NOT_TEXT = (
 
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
-
-HEAD = "lm_head.weight"
-"""Name of the last layer's weights, from features to logits."""
-
-_EMBEDDING = ".embed_tokens.weight"
 
 
 def size_model(model: str | Path | LoadOptions, /, **settings: Any) -> ModelCacheSpec:
@@ -170,13 +166,13 @@ def _spec_of(
         stored = check_weights(path.parent)
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     files = path.parent if files_bytes is not None and not is_mxfp4 else None
-    sizes, linears = _parameters(raw, config, files, group_size)
+    sizes, matrices = _parameters(raw, config, files, group_size)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, is_for_mlx)
     if is_mxfp4:
         counted += f"; MXFP4 is expanded to {dtype} when it is loaded"
     weights = choose_weights(asked, dtype, is_built=has_kernel)
-    weight_bytes, how = _in_memory(sizes, linears, weights, DTYPE_BYTES[dtype], is_coded)
+    weight_bytes, how = _in_memory(sizes, matrices, weights, DTYPE_BYTES[dtype], is_coded)
     if is_for_mlx:
         assert files_bytes is not None, "looked at above"
         weight_bytes, how = files_bytes, ""
@@ -223,19 +219,23 @@ def _computed_bytes(sizes: Mapping[str, int], stored_dtype: str, is_mxfp4: bool)
 
 def _in_memory(
     sizes: Mapping[str, int],
-    linears: Mapping[str, tuple[int, int]],
+    matrices: Mapping[str, Matrix],
     weights: str | None,
     itemsize: int,
     is_coded: bool,
 ) -> tuple[int, str]:
     """Return the bytes of weights once they are loaded, and what loading does to them."""
-    if weights is not None and is_packed(weights):
-        how = f"; linear layers are packed to {weights} when it is loaded"
-    elif weights == "bf16" and linears and is_coded:
-        how = "; linear layers are written in 12 bits when it is loaded, and nothing is lost"
+    n_all = sum(sizes.values())
+    if weights is None or (weights == "bf16" and not (matrices and is_coded)):
+        return n_all * itemsize, ""
+    held = _held_bytes(matrices, weights)
+    n_held = sum(sizes[key] for key in held)
+    said = f"{100 * n_held / max(1, n_all):.0f}% of them are"
+    if is_packed(weights):
+        how = f"; {said} packed to {weights} when it is loaded"
     else:
-        return sum(sizes.values()) * itemsize, ""
-    return _held_weights(sizes, linears, weights, itemsize), how
+        how = f"; {said} written in 12 bits when it is loaded, and nothing is lost"
+    return sum(held.values()) + (n_all - n_held) * itemsize, how
 
 
 def _dtypes(
@@ -257,32 +257,25 @@ def _dtypes(
     return stored, pick_dtype(wanted, raw, stored_types, is_cpu=True)
 
 
-def _held_weights(
-    sizes: Mapping[str, int], linears: Mapping[str, tuple[int, int]], weights: str, itemsize: int
-) -> int:
-    """Return the bytes of all parameters where the kernel has written linear layers anew.
-
-    One that shares its weights with the embedding is the embedding too.
-    """
-    if is_packed(weights):
-        held = {
-            name: packed_bytes(*shape, bits_of(weights, is_head=name == HEAD))
-            for name, shape in linears.items()
-            if can_pack(shape[1])
+def _held_bytes(matrices: Mapping[str, Matrix], weights: str) -> dict[str, int]:
+    """Return the bytes of the parameters that the kernel has written anew, by name."""
+    if not is_packed(weights):
+        return {
+            key: coded_bytes(one.n_out, one.n_in)
+            for key, one in matrices.items()
+            if can_code(one.n_in) and not one.is_rows
         }
-    else:
-        held = {name: coded_bytes(*shape) for name, shape in linears.items() if can_code(shape[1])}
-    others = sizes.keys() - held.keys()
-    if HEAD in held and HEAD not in sizes:
-        others = {name for name in others if not name.endswith(_EMBEDDING)}
-    rest = sum(sizes[name] * itemsize for name in others)
-    return rest + sum(held.values())
+    return {
+        key: packed_bytes(one.n_out, one.n_in, bits_of(weights, is_most_exact=one.is_most_exact))
+        for key, one in matrices.items()
+        if can_pack(one.n_in)
+    }
 
 
 def _parameters(
     raw: Mapping[str, Any], config: Any, files: Path | None, group_size: int
-) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-    """Count the numbers of every parameter, a tied one once; and outputs and inputs of linears.
+) -> tuple[dict[str, int], dict[str, Matrix]]:
+    """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
 
     Args:
         raw: the model's ``config.json``.
@@ -304,6 +297,6 @@ def _parameters(
         raise BackendError(
             f"{error}; a model's parameters are counted with it; or say weight_bytes in a spec file"
         ) from error
-    found: tuple[dict[str, int], dict[str, tuple[int, int]]]
+    found: tuple[dict[str, int], dict[str, Matrix]]
     found = counter.count_parameters(raw)
     return found

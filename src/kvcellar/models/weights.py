@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvcellar.errors import ConfigError
 
 WEIGHTS = ("bf16", "int8", "int4")
@@ -28,7 +30,23 @@ CODED_INPUTS = 128
 _CODED_HEAD = 320
 
 MOST_EXACT_BITS = 8
-"""The last layer, from features to logits, has at least so many bits: as everybody does."""
+"""The last layer, from features to logits, and embeddings have at least so many bits."""
+
+
+class Matrix(NamedTuple):
+    """A parameter of a model that may be held as the kernel reads it.
+
+    Attributes:
+        n_out: outputs of the linear layer, or rows of the embedding.
+        n_in: inputs, or numbers of a row.
+        is_most_exact: true for the last layer, and for embeddings.
+        is_rows: true for an embedding that no linear layer shares.
+    """
+
+    n_out: int
+    n_in: int
+    is_most_exact: bool
+    is_rows: bool
 
 
 def parse_weights(weights: str | None, dtype: object) -> str | None:
@@ -78,9 +96,9 @@ def is_packed(weights: str | None) -> bool:
     return weights in PACKINGS
 
 
-def bits_of(weights: str, *, is_head: bool) -> int:
+def bits_of(weights: str, *, is_most_exact: bool) -> int:
     """Bits of one packed weight, without its share of a scale."""
-    return max(int(weights.removeprefix("int")), MOST_EXACT_BITS if is_head else 0)
+    return max(int(weights.removeprefix("int")), MOST_EXACT_BITS if is_most_exact else 0)
 
 
 def can_pack(n_in: int) -> bool:

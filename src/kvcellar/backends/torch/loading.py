@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
-from kvcellar.backends.torch.fast.hold import hold_weights
+from kvcellar.backends.torch.fast.hold import Held, hold_weights
+from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
@@ -31,14 +32,14 @@ from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
-from kvcellar.models.sizing import HEAD, size_checkpoint
+from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import (
     check_vocabulary,
     find_eos_token_ids,
     load_tokenizer,
     quiet,
 )
-from kvcellar.models.weights import WEIGHTS, choose_weights, parse_weights
+from kvcellar.models.weights import WEIGHTS, Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession
 from kvcellar.spec import (
     ModelCacheSpec,
@@ -123,10 +124,10 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
-        network, decoder, n_parameters = _read_network(found, reading)
+        network, held, n_parameters = _read_network(found, reading)
     vocab_size = int(network.get_input_embeddings().num_embeddings)
     check_vocabulary(tokenizer, vocab_size, folder)
-    report(1.0, "ready")
+    report(1.0, "ready" if held is None else f"ready: {held.said(str(found.weights))}")
     _warn_of_weights(found, options.name, n_parameters)
     return TorchModel(
         name=options.name,
@@ -143,12 +144,12 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         sampling=sampling_defaults(folder),
         chat_template=None,
         network=network,
-        decoder=decoder,
+        decoder=None if held is None else held.decoder,
     )
 
 
-def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, KernelDecoder | None, int]:
-    """Read the weights; return the module, its decoder if it has one, and how many numbers it has.
+def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, int]:
+    """Read the weights; return the module, what the kernel has of it, and how many numbers it has.
 
     Raises:
         ModelError: weights that are missing, or not this architecture's.
@@ -238,13 +239,11 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
     return size_checkpoint(options, has_kernel=True, is_coded=codes_weights())
 
 
-def count_parameters(
-    raw: Mapping[str, Any],
-) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-    """Count the numbers of every parameter, a tied one once; and outputs and inputs of linears.
+def count_parameters(raw: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Matrix]]:
+    """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
 
     Counted on the network that transformers builds on the meta device, where tensors have shapes
-    and no bytes. The last layer has the same name in every model.
+    and no bytes.
 
     Args:
         raw: a checkpoint's ``config.json``.
@@ -254,14 +253,5 @@ def count_parameters(
     """
     with quiet(lambda part: None):
         network = empty_network(raw)
-    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
-    linears = {
-        HEAD if module is head else f"{name}.weight": (module.out_features, module.in_features)
-        for name, module in network.named_modules()
-        if type(module) is torch.nn.Linear
-    }
-    sizes = {
-        HEAD if weight is head.weight is not embedding.weight else name: int(weight.numel())
-        for name, weight in network.named_parameters()
-    }
-    return sizes, linears
+    sizes = {name: int(weight.numel()) for name, weight in network.named_parameters()}
+    return sizes, matrices_of(network)

@@ -7,7 +7,9 @@ with 8-bit weights it was 1.7 ms of 27.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,77 +17,141 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.finding import Finder
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, KernelNorm
 from kvcellar.backends.torch.fast.linears import KernelLinear
+from kvcellar.backends.torch.fast.parts import AttentionPart, LayerPart, NormPart, Parts
+from kvcellar.backends.torch.fast.rotations import Rotations
+from kvcellar.backends.torch.fast.trial import IDS, Call, Mix, Trial
 from kvcellar.backends.torch.forward import can_run, finish_forward, plan_forward, pools_of
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 
-MODELS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}) | {
-    "Qwen3ForCausalLM"
-}
-"""Classes of transformers: an embedding, decoder layers one behind the other, a norm, logits."""
-
-STRETCH = 256
-"""Positions whose rotations are worked out together."""
-
 FloatArray = NDArray[np.float32]
 
 
-class Rotations:
-    """Cosines and sines of positions as the model's own module computes them, and kept."""
+@dataclass(frozen=True)
+class Whole:
+    """A network that is an embedding, decoder layers one behind the other, a norm and a head.
 
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        """Keep rotations of a rotary embedding, for this type of q and k."""
-        self._module = module
-        self._like = torch.empty(0, dtype=dtype)
-        kind = module.rope_type
-        self._is_fixed = "dynamic" not in kind and kind != "longrope"
-        self._stretches: dict[int, Tensor] = {}
+    All are names of modules; ``rotary`` makes the rotations of all layers.
+    """
 
-    def of(self, positions: IntArray) -> Tensor:
-        """Return cosines and sines ``[2, T, head_dim]``."""
-        if not self._is_fixed:  # they depend on the longest position of the forward
-            return self._computed(torch.from_numpy(positions))
-        if len(positions) == 1:
-            stretch, at = divmod(int(positions[0]), STRETCH)
-            return self._stretch(stretch)[:, at : at + 1]
-        places = [divmod(position, STRETCH) for position in positions.tolist()]
-        return torch.stack([self._stretch(stretch)[:, at] for stretch, at in places], 1)
+    embedding: str
+    layers: tuple[str, ...]
+    norm: str
+    head: str
+    rotary: str
 
-    def _stretch(self, stretch: int) -> Tensor:
-        found = self._stretches.get(stretch)
-        if found is None:
-            positions = torch.arange(stretch * STRETCH, (stretch + 1) * STRETCH)
-            found = self._stretches[stretch] = self._computed(positions)
-        return found
 
-    def _computed(self, positions: Tensor) -> Tensor:
-        with torch.inference_mode():
-            sides: tuple[Tensor, Tensor] = self._module(self._like, positions[None])
-            return torch.cat(sides).contiguous()
+def find_whole(finder: Finder) -> Whole | None:
+    """Find out whether a network is nothing but what it gives from one known part to the next."""
+    trial, parts = finder.exact, finder.parts
+    calls = {name: found[0] for name, found in trial.calls.items() if len(found) == 1}
+    layers = tuple(name for name in calls if isinstance(parts.get(name), LayerPart))
+    within = [one for name in layers for one in trial.within(name)]
+    if not layers or within != trial.attended or not all(_is_turned(parts, n) for n in layers):
+        return None
+    state: Any = calls[layers[0]].first()
+    embedding = _whose_result(trial, calls, lambda module: isinstance(module, nn.Embedding), state)
+    for name in layers:
+        if not _is_one(calls[name].first(), state):
+            return None
+        state = calls[name].result
+    norm = _who_takes(calls, [n for n in calls if isinstance(parts.get(n), NormPart)], state)
+    if norm is None or embedding is None or not _is_ids(calls[embedding].first()):
+        return None
+    heads = [name for name in calls if isinstance(trial.module(name), Mix)]
+    head = _who_takes(calls, heads, calls[norm].result)
+    rotary = _find_rotary(finder.own, layers)
+    if head is None or rotary is None or not _is_one(calls[head].result, trial.result):
+        return None
+    return Whole(embedding, layers, norm, head, rotary)
+
+
+def _is_turned(parts: Parts, name: str) -> bool:
+    """Return true if a layer turns q and k as the kernel does."""
+    layer = parts[name]
+    attention = parts[f"{name}.{layer.attention}"] if isinstance(layer, LayerPart) else None
+    return isinstance(attention, AttentionPart) and attention.rotation.is_whole
+
+
+def _is_ids(x: Tensor | None) -> bool:
+    return x is not None and x.flatten().tolist() == list(IDS)
+
+
+def _is_one(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+
+
+def _who_takes(calls: Mapping[str, Call], names: Sequence[str], x: Any) -> str | None:
+    """Return which of some modules was given x."""
+    return next((name for name in names if _is_one(calls[name].first(), x)), None)
+
+
+def _whose_result(
+    trial: Trial, calls: Mapping[str, Call], is_kind: Callable[[nn.Module], bool], x: Any
+) -> str | None:
+    """Return which module of a kind said x."""
+    names = (name for name in calls if is_kind(trial.module(name)))
+    return next((name for name in names if _is_one(calls[name].result, x)), None)
+
+
+def _find_rotary(trial: Trial, layers: Sequence[str]) -> str | None:
+    """Return the module that makes the rotations of all layers, in the type that they read."""
+    given = [trial.calls[name][0].kwargs.get("position_embeddings") for name in layers]
+    if not all(trial.alike(sides, given[0]) for sides in given) or given[0] is None:
+        return None
+    for name, found in trial.calls.items():
+        is_it = type(found[0].result) is tuple and trial.alike(found[0].result, given[0])
+        module = trial.module(name)
+        if is_it and not any(module.parameters()):
+            try:
+                sides = Rotations(module, trial.dtype).of(np.array(trial.positions))
+            except Exception:  # it takes something else than a type and positions
+                continue
+            if sides.dtype == trial.dtype and torch.equal(sides, torch.cat(given[0])):
+                return name
+    return None
 
 
 class KernelDecoder:
     """A model whose layers are the kernel's, from ids to logits."""
 
-    def __init__(self, model: Any) -> None:
-        """Wrap a model that :func:`make_decoder` found to be such a one; it stays where it is."""
-        inner = model.model
-        layers: list[KernelLayer] = list(inner.layers)
-        head: KernelLinear = model.lm_head
+    def __init__(self, model: Any, whole: Whole) -> None:
+        """Wrap a model whose parts are the kernel's by now; it stays where it is."""
+        layers: list[KernelLayer] = [model.get_submodule(name) for name in whole.layers]
+        head: KernelLinear = model.get_submodule(whole.head)
+        norm: KernelNorm = model.get_submodule(whole.norm)
         self.few = min(head.few, *(layer.few for layer in layers))
         """Tokens up to which a forward is one call."""
         self._held = model
-        self._dtype: torch.dtype = inner.norm.weight.dtype
+        self._dtype = norm.weight.dtype
         self._hidden, self._n_vocab = head.in_features, head.out_features
-        self._rotations = Rotations(inner.rotary_emb, self._dtype)
-        self._native = native.Decoder(
+        self._rotations = Rotations(model.get_submodule(whole.rotary), self._dtype)
+        self._embedding = model.get_submodule(whole.embedding)
+        self._parts = (
             [layer.native() for layer in layers],
-            _embedding_at(model),
-            native.Norm(inner.norm.weight.data_ptr(), inner.norm.variance_epsilon),
+            native.Norm(norm.weight.data_ptr(), norm.eps),
             head.for_kernel(),
         )
+        at = _address(self._embedding, head, self._dtype)
+        self._native = None if at is None else self._compiled(at)
+        self._rows = threading.local()
+
+    def _compiled(self, embedding: int) -> native.Decoder:
+        layers, norm, head = self._parts
+        return native.Decoder(layers, embedding, norm, head)
+
+    def _looked_up(self, ids: IntArray) -> tuple[native.Decoder, IntArray]:
+        """Return what reads rows that were looked up before, and which ones: its own thread's."""
+        if not vars(self._rows):
+            self._rows.rows = torch.empty(self.few, self._hidden, dtype=self._dtype)
+            self._rows.native = self._compiled(self._rows.rows.data_ptr())
+        with torch.inference_mode():
+            self._rows.rows[: len(ids)] = self._embedding(torch.from_numpy(ids)[None])[0]
+        found: native.Decoder = self._rows.native
+        return found, np.arange(len(ids), dtype=np.int64)
 
     def forward(
         self,
@@ -124,7 +190,10 @@ class KernelDecoder:
         cos, sin = self._rotations.of(positions)
         logits = np.empty((n_rows, self._n_vocab), np.float32)
         features = np.empty((n_tokens, n_features * self._hidden), np.float32)
-        self._native.run(
+        compiled = self._native
+        if compiled is None:
+            compiled, ids = self._looked_up(ids)
+        compiled.run(
             calls,
             ids.ctypes.data,
             n_tokens,
@@ -140,29 +209,15 @@ class KernelDecoder:
         return logits, features
 
 
-def make_decoder(model: Any) -> KernelDecoder | None:
-    """Make a model one call; None for one whose parts are not all the kernel's."""
-    if type(model).__name__ not in MODELS:
-        return None
-    inner, head = model.model, model.lm_head
-    is_whole = (
-        not isinstance(head, nn.Linear)
-        and isinstance(inner.norm, KernelNorm)
-        and all(isinstance(layer, KernelLayer) for layer in inner.layers)
-        and _is_read(inner.embed_tokens, inner.norm.weight.dtype)
-    )
-    return KernelDecoder(model) if is_whole else None
+def _address(embedding: Any, head: KernelLinear, dtype: torch.dtype) -> int | None:
+    """Return the address of rows that the kernel can read; 0: they are the head's; None: it can't.
 
-
-def _is_read(embedding: Any, dtype: torch.dtype) -> bool:
-    """Return true if the kernel can read rows of this type from it."""
+    It cannot where they are scaled, or written in few bits that are not the head's.
+    """
     if isinstance(embedding, KernelEmbedding):
-        return embedding.dtype == dtype and embedding.embed_scale is None
+        is_head = embedding.held is head and embedding.dtype == dtype
+        return 0 if is_head and embedding.embed_scale is None else None
     weight: Tensor = embedding.weight
-    return weight.dtype == dtype and weight.is_contiguous()
-
-
-def _embedding_at(model: Any) -> int:
-    """Return the address of the embedding's weights; 0: they are the last layer's."""
-    embedding = model.model.embed_tokens
-    return 0 if isinstance(embedding, KernelEmbedding) else int(embedding.weight.data_ptr())
+    is_plain = type(embedding).forward is nn.Embedding.forward
+    is_read = is_plain and weight.dtype == dtype and weight.is_contiguous()
+    return int(weight.data_ptr()) if is_read else None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from kvcellar.backends.torch.fast.decoder import KernelDecoder, make_decoder
-from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, kernel_layer
+from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
+from kvcellar.backends.torch.fast.finding import Finder, outermost
+from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
+from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, join
 from kvcellar.backends.torch.fast.linears import (
     EXPANDED,
     Expanded,
@@ -17,47 +21,75 @@ from kvcellar.backends.torch.fast.linears import (
     codes_well,
     torch_multiplies_bf16,
 )
+from kvcellar.backends.torch.fast.parts import LayerPart, Part, build
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
-from kvcellar.models.weights import bits_of, can_pack, is_packed
+from kvcellar.models.weights import MOST_EXACT_BITS, bits_of, can_pack, is_packed
 
 
-def hold_weights(model: Any, weights: str) -> KernelDecoder | None:
-    """Put linear layers that the kernel reads in the place of a model's own. Other layers stay.
+@dataclass(frozen=True)
+class Held:
+    """A model's weights as they are held, and the parts of it that are the kernel's.
+
+    Attributes:
+        decoder: the model as one call of the kernel; None where not all of its parts are.
+        n_weights: numbers that the model has.
+        n_held: those that the kernel holds.
+        parts: modules of the model that are the kernel's, by name.
+        why_none: what kept parts from being looked for; None: nothing did.
+    """
+
+    decoder: KernelDecoder | None
+    n_weights: int
+    n_held: int
+    parts: dict[str, Part]
+    why_none: str | None
+
+    def said(self, weights: str) -> str:
+        """Say in one line how much of a model the kernel has.
+
+        Args:
+            weights: what was asked for.
+        """
+        share = f"{100 * self.n_held / max(1, self.n_weights):.0f}% of the weights are {weights}"
+        n_layers = sum(isinstance(part, LayerPart) for part in self.parts.values())
+        if self.decoder is not None:
+            return f"{share}, and a step is one call of the kernel"
+        if n_layers:
+            return f"{share}, and {n_layers} layers are two calls of the kernel each"
+        return share
+
+
+def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> Held:
+    """Put what the kernel computes in the place of a model's own modules. Others stay.
 
     Args:
         model: of transformers, on a CPU, in evaluation mode; in bfloat16 for ``bf16``. What it
             keeps of its own is moved to large pages; the files that it came from are read no more.
-        weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4.
-
-    Returns:
-        The model as one call of the kernel; None where not all of its parts are the kernel's.
+        weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4, and so have
+            embeddings.
+        leave: linear layers whose weights others read; they stay as they are.
 
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
     """
     _check(model, weights)
-    holder = _Holder(model, weights)
-    head, embedding = holder.head, holder.embedding
-    is_tied = head.weight is embedding.weight and holder.can_hold(head) and holder.bits(head) != 16
-    keeps_embedding = not holder.is_packed and not is_tied
-    if keeps_embedding:
-        holder.arena.move(embedding.parameters())
-    _replace_in(model, holder)
-    if is_tied:
-        model.set_input_embeddings(KernelEmbedding(embedding, model.get_output_embeddings()))
-    # What is left would keep the files mapped, with all that was read of them.
-    there = [module.weight for module in model.modules() if isinstance(module, KernelLinear)]
-    if keeps_embedding:
-        there.append(embedding.weight)
-    ids = {id(weight) for weight in there}
-    holder.arena.move(parameter for parameter in model.parameters() if id(parameter) not in ids)
+    holder = _Holder(model, weights, leave)
+    n_weights = sum(parameter.numel() for parameter in model.parameters())
+    parts, whole, why_none = _find(model, holder)
+    holder.hold_embeddings()
+    for name in outermost(parts):
+        module = model.get_submodule(name)
+        model.set_submodule(name, build(name, module, parts, holder.make))
+    holder.hold_others()
+    holder.move_rest()
     for module in model.modules():
         if isinstance(module, KernelLayer):
             module.take_addresses()
     give_back()
-    return make_decoder(model)
+    decoder = None if whole is None else KernelDecoder(model, whole)
+    return Held(decoder, n_weights, holder.n_held, parts, why_none)
 
 
 def _check(model: Any, weights: str) -> None:
@@ -75,48 +107,112 @@ def _check(model: Any, weights: str) -> None:
         )
 
 
-class _Holder:
-    """Replaces each linear layer of a model by one of the CPU kernel."""
+def _find(model: Any, holder: _Holder) -> tuple[dict[str, Part], Whole | None, str | None]:
+    """Find parts all of whose linear layers can be held; the model as a whole; or why not."""
+    sizes = {id(model.get_submodule(name)): size for name, size in holder.linears.items()}
+    try:
+        finder = Finder(model, lambda module: sizes.get(id(module)))
+        finder.find()
+        return finder.parts, find_whole(finder), None
+    except Exception as error:  # whatever does not like random numbers: it runs as it is
+        return {}, None, f"{type(error).__name__}: {error}"
 
-    def __init__(self, model: Any, weights: str) -> None:
+
+class _Holder:
+    """Replaces linear layers and embeddings of a model by some of the CPU kernel.
+
+    Attributes:
+        linears: inputs, outputs and whether there is a bias, of layers that can be held, by name.
+        n_held: numbers of weights that are held by now.
+    """
+
+    def __init__(self, model: Any, weights: str, leave: Container[nn.Module]) -> None:
         """Choose for a model on the CPU; it stays as it is."""
-        self.head, self.embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        self.arena = Arena()
-        self.is_packed = is_packed(weights)
-        self._weights = weights
+        self.n_held = 0
+        self._model, self._weights = model, weights
+        self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        self._arena = Arena()
+        self._is_packed = is_packed(weights)
         by_torch = torch_multiplies_bf16() and not linear.multiplies_packed()
-        is_written = self.is_packed or codes_weights()
+        is_written = self._is_packed or codes_weights()
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
         self._expanded = Expanded(EXPANDED) if is_expanded else None
+        found = held_linears(model, leave).items()
+        # Their sizes alone: each layer's weights are to be free as soon as it is replaced.
+        self.linears = {
+            name: (one.in_features, one.out_features, one.bias is not None)
+            for name, one in found
+            if self._can_hold(one.in_features)
+        }
+        self._embeddings = held_embeddings(model)
+        self._tied = self._find_tied()
+        self._keeps_embedding = not self._is_packed and self._tied is None
 
-    def can_hold(self, module: nn.Module) -> bool:
-        """Return true if the kernel reads the weights of a module."""
-        if type(module) is not nn.Linear:
-            return False
-        return not self.is_packed or can_pack(module.in_features)
+    def _can_hold(self, n_in: int) -> bool:
+        return not self._is_packed or can_pack(n_in)
 
-    def bits(self, layer: nn.Linear) -> int:
+    def _find_tied(self) -> tuple[str, Rows] | None:
+        """Return the embedding that is to read rows of the last layer; None for two of them."""
+        head = None if self._head is None else linear_of(self._head)
+        name = _name_in(self._model, self._embedding)
+        is_one = self._head is not None and self._head.weight is self._embedding.weight
+        if head is None or not is_one or name not in self._embeddings:
+            return None
+        if not self._can_hold(head.in_features) or self._bits(head, is_head=True) == 16:
+            return None
+        return name, self._embeddings[name]
+
+    def _bits(self, layer: nn.Linear, *, is_head: bool) -> int:
         """Return how many bits each weight of a layer gets."""
-        if self.is_packed:
-            return bits_of(self._weights, is_head=layer is self.head)
+        if self._is_packed:
+            return bits_of(self._weights, is_most_exact=is_head)
         return 12 if codes_well(layer.weight.detach()) else 16
 
-    def make(self, layer: nn.Linear) -> KernelLinear:
-        """Make the kernel's layer of one of torch's."""
-        bits = self.bits(layer)
-        is_moved = bits == 16 and layer.weight is self.embedding.weight
-        return KernelLinear(layer, bits, self._expanded, None if is_moved else self.arena)
+    def make(self, modules: Sequence[nn.Module]) -> KernelLinear:
+        """Make the kernel's layer of one of torch's, or of several behind one another."""
+        layer = join([one for one in map(linear_of, modules) if one is not None])
+        self.n_held += layer.in_features * layer.out_features
+        bits = self._bits(layer, is_head=modules[0] is self._head)
+        is_moved = bits == 16 and layer.weight is self._embedding.weight
+        return KernelLinear(layer, bits, self._expanded, None if is_moved else self._arena)
+
+    def hold_embeddings(self) -> None:
+        """Put packed rows in the place of embeddings that are not the last layer's weights."""
+        if self._keeps_embedding:
+            self._arena.move(self._embedding.parameters())
+        for name, rows in self._embeddings.items():
+            embedding: Any = self._model.get_submodule(name)
+            is_tied = self._tied is not None and name == self._tied[0]
+            if self._is_packed and not is_tied and can_pack(embedding.embedding_dim):
+                weight, dtype = embedding.weight, embedding.weight.dtype
+                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+                layer.weight = weight
+                held = KernelLinear(layer, MOST_EXACT_BITS, self._expanded, self._arena)
+                self.n_held += weight.numel()
+                self._model.set_submodule(name, KernelEmbedding(held, dtype, rows.scale))
+
+    def hold_others(self) -> None:
+        """Replace the linear layers that are no part of anything larger; the tied embedding too."""
+        there = dict(self._model.named_modules())
+        for name in self.linears:
+            module = there.pop(name, None)
+            if module is not None and not isinstance(module, KernelLinear):
+                self._model.set_submodule(name, self.make([module]))
+        if self._tied is not None:
+            name, rows = self._tied
+            held, dtype = self._model.get_output_embeddings(), self._embedding.weight.dtype
+            self._model.set_submodule(name, KernelEmbedding(held, dtype, rows.scale))
+
+    def move_rest(self) -> None:
+        """Move what else the model has; it would keep the files mapped, with all that was read."""
+        modules = list(self._model.modules())
+        there = [module.weight for module in modules if isinstance(module, KernelLinear)]
+        if self._keeps_embedding:
+            there.append(self._embedding.weight)
+        ids = {id(weight) for weight in there}
+        self._arena.move(one for one in self._model.parameters() if id(one) not in ids)
 
 
-def _replace_in(parent: nn.Module, holder: _Holder) -> None:
-    """Put the kernel's layers in the place of linear ones, and of what is made of them."""
-    for name, child in list(parent.named_children()):
-        linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
-        found: nn.Module | None = None
-        if holder.can_hold(child):
-            found = holder.make(cast(nn.Linear, child))
-        elif all(holder.can_hold(layer) for layer in linears):
-            found = kernel_layer(child, holder.make)
-        if found is not None:
-            setattr(parent, name, found)
-        _replace_in(found or child, holder)
+def _name_in(model: nn.Module, module: nn.Module) -> str:
+    names = {id(one): name for name, one in model.named_modules()}
+    return str(names[id(module)])

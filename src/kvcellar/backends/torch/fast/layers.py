@@ -16,35 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.linears import KernelLinear
+from kvcellar.backends.torch.fast.rotations import Rotation
 from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.kernel import layers as native
-
-NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
-"""Classes of transformers that compute ``x / sqrt(mean(x^2) + eps) * weight``."""
-
-MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
-"""That compute ``down(silu(gate(x)) * up(x))``, with the right activation in their config."""
-
-ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"})
-"""That rotate q and k by position, halves of a head against each other; Qwen3 norms them before."""
-
-LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}) | {
-    "Qwen3DecoderLayer"
-}
-"""That add to x what attention makes of its norm, and to that what the MLP makes of its."""
-
-MakeLinear = Callable[[nn.Linear], KernelLinear]
 
 
 class KernelNorm(nn.Module):
     """RMSNorm over the last dimension."""
 
-    def __init__(self, norm: Any) -> None:
-        """Take a module's weight, which stays shared."""
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Take a weight, which stays shared, and what is added to the mean of squares."""
         super().__init__()
-        self.weight = norm.weight
-        self.variance_epsilon = float(norm.variance_epsilon)
-        self._number = dtype_of(norm.weight.dtype)
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.eps = eps
+        self._number = dtype_of(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[1, T, dim]`` or ``[1, T, rows, dim]``; tokens may lie apart."""
@@ -61,35 +46,35 @@ class KernelNorm(nn.Module):
             x.stride(1),
             self._number,
             self.weight.data_ptr(),
-            self.variance_epsilon,
+            self.eps,
             out.data_ptr(),
         )
         return out
 
 
 class KernelEmbedding(nn.Module):
-    """The embedding of a model whose last layer has the same weights, which are held once."""
+    """An embedding whose rows are read out of packed or coded weights, its head's or its own."""
 
     embed_scale: Tensor | None
 
-    def __init__(self, embedding: Any, head: KernelLinear) -> None:
-        """Read the rows of ``head``, which has them in 12 bits, 8 or 4.
+    def __init__(self, rows: KernelLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
+        """Read rows of weights in 12 bits, 8 or 4.
 
         Args:
-            embedding: what gives the type; one that scales its rows keeps doing so.
-            head: the last layer.
+            rows: one output for each row: the last layer where they are its, too.
+            dtype: of the rows that are returned.
+            scale: factor on them, or None.
         """
         super().__init__()
-        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
-        self.dtype: torch.dtype = embedding.weight.dtype
-        self.head = head
-        scale = getattr(embedding, "embed_scale", None)
+        self.num_embeddings, self.embedding_dim = rows.out_features, rows.in_features
+        self.dtype = dtype
+        self.held = rows
         self.register_buffer("embed_scale", scale, persistent=False)
 
     @property
     def weight(self) -> Tensor:
         """All rows ``[num_embeddings, embedding_dim]``, not scaled: made anew each time."""
-        return self.head.rows(torch.arange(self.num_embeddings), self.dtype)
+        return self.held.rows(torch.arange(self.num_embeddings), self.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look rows up, ``[...] -> [..., embedding_dim]``.
@@ -102,76 +87,94 @@ class KernelEmbedding(nn.Module):
                 f"ids are between {int(ids.min())} and {int(ids.max())}, and the embedding has "
                 f"{self.num_embeddings} rows; check the tokens"
             )
-        rows = self.head.rows(ids, self.dtype)
+        rows = self.held.rows(ids, self.dtype)
         return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)
 
 
 class KernelMlp(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``."""
 
-    def __init__(self, mlp: Any, make: MakeLinear) -> None:
-        """Make the kernel's layers of a module's."""
+    def __init__(self, gate_up: nn.Module, down: nn.Module, act: nn.Module | None) -> None:
+        """Take linear layers and the activation; None: silu, which is the kernel's."""
         super().__init__()
-        self.gate_up_proj = make(join([mlp.gate_proj, mlp.up_proj]))
-        self.down_proj = make(mlp.down_proj)
+        self.gate_up_proj, self.down_proj, self.act = gate_up, down, act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run ``[1, T, hidden] -> [1, T, hidden]``."""
+        """Run ``[..., hidden] -> [..., hidden]``."""
         both = self.gate_up_proj(x)
         n = both.shape[-1] // 2
+        if self.act is not None:
+            out: Tensor = self.down_proj(self.act(both[..., :n]) * both[..., n:])
+            return out
         gated = both.new_empty((*both.shape[:-1], n))
         native.gate(both.data_ptr(), gated.numel() // n, n, dtype_of(both.dtype), gated.data_ptr())
-        out: Tensor = self.down_proj(gated)
+        out = self.down_proj(gated)
         return out
 
 
 class KernelAttention(nn.Module):
     """Projections, rotation by position, and one call of the op."""
 
-    def __init__(self, attention: Any, make: MakeLinear) -> None:
-        """Make the kernel's layers of a module's."""
+    def __init__(
+        self,
+        own: nn.Module,
+        heads: tuple[int, int, int],
+        scaling: float,
+        rotation: Rotation,
+        qkv: nn.Module,
+        o: nn.Module,
+        norms: tuple[nn.Module, nn.Module] | None,
+    ) -> None:
+        """Take the parts of a module.
+
+        Args:
+            own: the module, whose plain attributes are this one's as well.
+            heads: how many are q's, how many k's and as many v's, and their size.
+            scaling: factor on the logits.
+            rotation: of q and k.
+            qkv: q, k and v joined.
+            o: behind attention.
+            norms: of q's and k's heads, before they are rotated; None: there are none.
+        """
         super().__init__()
-        self.layer_idx = attention.layer_idx
-        self.head_dim, self.scaling = attention.head_dim, attention.scaling
-        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.n_heads, self.n_kv_heads = (part.out_features // self.head_dim for part in parts[:2])
-        self.qkv_proj = make(join(parts))
-        self.n_joined = self.qkv_proj.out_features
-        self.o_proj = make(attention.o_proj)
-        self.q_norm, self.k_norm = (
-            KernelNorm(norm) if (norm := getattr(attention, name, None)) is not None else None
-            for name in ("q_norm", "k_norm")
-        )
+        take_attributes(self, own)
+        self.n_heads, self.n_kv_heads, self.head_dim = heads
+        self.n_joined = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        self.scaling, self.rotation = scaling, rotation
+        self.qkv_proj, self.o_proj = qkv, o
+        self.q_norm: nn.Module | None = None if norms is None else norms[0]
+        self.k_norm: nn.Module | None = None if norms is None else norms[1]
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: None = None,
-        *,
-        position_ids: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Run ``[1, T, hidden] -> [1, T, hidden]``; no weights are returned."""
         assert past_key_values is None, "the cache is behind the op"
-        cos, sin = position_embeddings
         heads, n_q, n_k = self._heads(self.qkv_proj(hidden_states))
+        q, k, v = heads.split([n_q, n_k, n_k], 2)
         if self.q_norm is None or self.k_norm is None:
-            rotate(heads[:, :, : n_q + n_k], cos, sin)
-            q, k = heads[:, :, :n_q], heads[:, :, n_q : n_q + n_k]
+            self.rotation.apply(heads[:, :, : n_q + n_k], position_embeddings)
         else:
-            q, k = self.q_norm(heads[:, :, :n_q]), self.k_norm(heads[:, :, n_q : n_q + n_k])
-            rotate(q, cos, sin)
-            rotate(k, cos, sin)
-        attended = self._attend(q, k, heads[:, :, n_q + n_k :], attention_mask, position_ids)
-        return self.o_proj(attended), None
+            q, k = self.q_norm(q), self.k_norm(k)
+            self.rotation.apply(q, position_embeddings)
+            self.rotation.apply(k, position_embeddings)
+        return self.o_proj(self._attend(q, k, v, attention_mask, kwargs)), None
 
-    def attend(self, joined: Tensor, position_ids: Tensor) -> Tensor:
+    def attend(self, joined: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Attend ``[1, T, q, k and v]``, rotated ``-> [1, T, n_heads * head_dim]``."""
         heads, n_q, n_k = self._heads(joined)
-        q, k, v = heads[:, :, :n_q], heads[:, :, n_q : n_q + n_k], heads[:, :, n_q + n_k :]
-        return self._attend(q, k, v, None, position_ids)
+        q, k, v = heads.split([n_q, n_k, n_k], 2)
+        return self._attend(q, k, v, None, kwargs)
+
+    def rotate(self, joined: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> None:
+        """Rotate q and k of ``[1, T, q, k and v]`` in place."""
+        heads, n_q, n_k = self._heads(joined)
+        self.rotation.apply(heads[:, :, : n_q + n_k], position_embeddings)
 
     def _heads(self, joined: Tensor) -> tuple[Tensor, int, int]:
         """Return ``[1, T, heads of q, k and v, head_dim]``; how many are q's, how many k's."""
@@ -179,51 +182,46 @@ class KernelAttention(nn.Module):
         return heads, self.n_heads, self.n_kv_heads
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_ids: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        out, _ = _attention()(
-            self,
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            mask,
-            scaling=self.scaling,
-            position_ids=position_ids,
-        )
-        return out.reshape(1, q.shape[1], -1)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        out, _ = _attention()(self, q, k, v, mask, **{**kwargs, "scaling": self.scaling})
+        return out.reshape(1, q.shape[2], -1)
 
 
 class KernelLayer(nn.Module):
     """A decoder layer; for a few tokens two calls of the kernel and one of the op."""
 
-    def __init__(self, layer: Any, make: MakeLinear) -> None:
-        """Make the kernel's parts of a module's."""
+    def __init__(
+        self,
+        own: nn.Module,
+        before: KernelNorm,
+        attention: KernelAttention,
+        between: KernelNorm,
+        mlp: KernelMlp,
+    ) -> None:
+        """Take the kernel's parts of a module, whose plain attributes are this one's as well."""
         super().__init__()
-        self.input_layernorm = KernelNorm(layer.input_layernorm)
-        self.self_attn = KernelAttention(layer.self_attn, make)
-        self.post_attention_layernorm = KernelNorm(layer.post_attention_layernorm)
-        self.mlp = KernelMlp(layer.mlp, make)
-        self._dtype = self.input_layernorm.weight.dtype
-        self.few = min(
-            linear.few
-            for linear in (
-                self.self_attn.qkv_proj,
-                self.self_attn.o_proj,
-                self.mlp.gate_up_proj,
-                self.mlp.down_proj,
-            )
-        )
-        """Tokens up to which it is the kernel's."""
+        take_attributes(self, own)
+        self.input_layernorm, self.self_attn = before, attention
+        self.post_attention_layernorm, self.mlp = between, mlp
+        self._dtype = before.weight.dtype
+        self.few = 0
+        """Tokens up to which it is the kernel's; none before ``take_addresses``."""
         self._native: native.DecoderLayer | None = None
+        self._unturned: tuple[Tensor, Tensor] | None = None
 
     def take_addresses(self) -> None:
         """Tell the kernel the addresses of all weights, which stay where they are from now on."""
         attention, mlp = self.self_attn, self.mlp
+        linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        self.few = min(linear.few for linear in linears)
+        qkv, o, gate_up, down = (linear.for_kernel() for linear in linears)
         self._native = native.DecoderLayer(
-            attention.qkv_proj.for_kernel(),
-            attention.o_proj.for_kernel(),
-            mlp.gate_up_proj.for_kernel(),
-            mlp.down_proj.for_kernel(),
+            qkv,
+            o,
+            gate_up,
+            down,
             _for_kernel(self.input_layernorm),
             _for_kernel(self.post_attention_layernorm),
             _for_kernel(attention.q_norm),
@@ -234,6 +232,12 @@ class KernelLayer(nn.Module):
             dtype_of(self._dtype),
             attention.scaling,
         )
+        if not attention.rotation.is_whole:
+            shape = (self.few, attention.head_dim)
+            self._unturned = (
+                torch.ones(shape, dtype=self._dtype),
+                torch.zeros(shape, dtype=self._dtype),
+            )
 
     def native(self) -> native.DecoderLayer:
         """Return the compiled layer, for a decoder of the whole model; addresses were taken."""
@@ -245,36 +249,38 @@ class KernelLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        position_ids: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Run ``[1, T, hidden] -> [1, T, hidden]``."""
+        assert past_key_values is None, "the cache is behind the op"
         x, native, n_tokens = hidden_states, self._native, hidden_states.shape[1]
-        cos, sin = position_embeddings
-        if native is None or not self._fits(x, cos):
+        sides = self._unturned or position_embeddings
+        if native is None or sides is None or not self._fits(x, sides):
             attended, _ = self.self_attn(
-                self.input_layernorm(x),
-                position_embeddings,
-                attention_mask,
-                position_ids=position_ids,
-                **kwargs,
+                self.input_layernorm(x), position_embeddings, attention_mask, **kwargs
             )
             x = x + attended
             whole: Tensor = x + self.mlp(self.post_attention_layernorm(x))
             return whole
+        cos, sin = sides
         joined = x.new_empty((1, n_tokens, self.self_attn.n_joined))
         native.before(x.data_ptr(), n_tokens, cos.data_ptr(), sin.data_ptr(), joined.data_ptr())
-        attended = self.self_attn.attend(joined, position_ids)
+        if self._unturned and position_embeddings is not None:
+            self.self_attn.rotate(joined, position_embeddings)
+        attended = self.self_attn.attend(joined, kwargs)
         out = torch.empty_like(x)
         native.after(x.data_ptr(), attended.data_ptr(), n_tokens, out.data_ptr())
         return out
 
-    def _fits(self, x: Tensor, cos: Tensor) -> bool:
+    def _fits(self, x: Tensor, sides: tuple[Tensor, Tensor]) -> bool:
         """Return true if this is for the kernel: few tokens, in its type, as it reads them."""
-        n_tokens = x.shape[1]
-        is_few = n_tokens <= self.few and cos.shape[1] == n_tokens
-        return is_few and x.dtype == self._dtype and x.is_contiguous()
+        n_tokens, given = x.shape[1], sides[0].shape[1]
+        is_few = n_tokens <= self.few and (self._unturned is not None or given == n_tokens)
+        return is_few and all(
+            one.dtype == self._dtype and one.is_contiguous() for one in (x, *sides)
+        )
 
 
 @functools.cache
@@ -284,31 +290,18 @@ def _attention() -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate each head by its token's position, in place.
-
-    Args:
-        x: ``[1, T, heads, head_dim]``, whose heads lie one behind the other.
-        cos: ``[1, T, head_dim]``, in the type of x.
-        sin: the same.
-    """
-    _, n_tokens, n_heads, dim = x.shape
-    cos, sin = (side.to(x.dtype).expand(1, n_tokens, dim).contiguous() for side in (cos, sin))
-    native.rotate(
-        x.data_ptr(),
-        n_tokens,
-        n_heads,
-        dim,
-        x.stride(1),
-        dtype_of(x.dtype),
-        cos.data_ptr(),
-        sin.data_ptr(),
-    )
+def take_attributes(module: nn.Module, own: nn.Module) -> None:
+    """Give a module the numbers and names of the one that it stands in for: others read them."""
+    for name, value in vars(own).items():
+        if name not in vars(module) and isinstance(value, (int, float, str)):
+            setattr(module, name, value)
 
 
 def join(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """Make one layer whose outputs are those of several, one behind the other."""
+    """Make one layer whose outputs are those of several, one behind the other; of one, itself."""
     first = layers[0]
+    if len(layers) == 1:
+        return first
     has_bias = any(layer.bias is not None for layer in layers)
     joined = nn.Linear(first.in_features, 1, bias=has_bias, device="meta")
     joined.out_features = sum(layer.out_features for layer in layers)
@@ -323,37 +316,9 @@ def join(layers: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
-def kernel_layer(module: Any, make: MakeLinear) -> nn.Module | None:
-    """Make what computes the same with the kernel; None: nothing here does.
-
-    Args:
-        module: of a model of transformers.
-        make: what to hold the weights of linear layers in.
-    """
-    name = type(module).__name__
-    if name in LAYERS and _is_silu(module.mlp) and _is_known(module):
-        return KernelLayer(module, make)
-    if name in NORMS:
-        return KernelNorm(module)
-    if name in MLPS and _is_silu(module):
-        return KernelMlp(module, make)
-    if name in ATTENTIONS:
-        return KernelAttention(module, make)
-    return None
-
-
-def _for_kernel(norm: KernelNorm | None) -> native.Norm:
+def _for_kernel(norm: nn.Module | None) -> native.Norm:
     """Return what the kernel reads of a norm, or of none."""
     if norm is None:
         return native.Norm(0, 0.0)
-    return native.Norm(norm.weight.data_ptr(), norm.variance_epsilon)
-
-
-def _is_known(layer: Any) -> bool:
-    parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn, layer.mlp)
-    kinds = (NORMS, NORMS, ATTENTIONS, MLPS)
-    return all(type(part).__name__ in kind for part, kind in zip(parts, kinds, strict=True))
-
-
-def _is_silu(mlp: Any) -> bool:
-    return bool(mlp.config.hidden_act == "silu")
+    assert isinstance(norm, KernelNorm), "a layer is made where its norms are the kernel's"
+    return native.Norm(norm.weight.data_ptr(), norm.eps)
