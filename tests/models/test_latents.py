@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcellar.backends.torch import model_attention
-from kvcellar.backends.torch.finding import find_latents
+from kvcellar.backends.torch.finding_latents import find_latents
 from kvcellar.backends.torch.latent import LatentLinear, bind_latents
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.errors import ModelError
@@ -171,6 +172,15 @@ def test_a_bound_layer_keeps_its_weights_once_and_expands_nothing() -> None:
     out = linear(torch.ones(1, 1, 5, 32))
     assert out.shape == (1, 1, 5, 4 * 28)
     assert out.untyped_storage().nbytes() == 4
+
+
+def test_a_copy_of_a_bound_network_hands_latents_to_itself() -> None:
+    whole = bound("deepseek_v2")
+    copied = Bound(copy.deepcopy(whole.network), whole.params)
+    for parameter in whole.network.model.layers[0].self_attn.kv_b_proj.parameters():
+        assert all(parameter is not other for other in copied.network.parameters())
+    with Player(copied, "seq") as player:
+        assert_close(player.feed(text(9), rows="all"), logits("deepseek_v2", text(9)))
 
 
 def test_two_threads_may_run_one_bound_network() -> None:

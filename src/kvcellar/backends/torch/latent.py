@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,11 @@ from torch import Tensor, nn
 from kvcellar.errors import ModelError
 from kvcellar.models.latents import Latents
 
-_bound: WeakKeyDictionary[nn.Module, LatentLinear] = WeakKeyDictionary()
+_BOUND = "_kvcellar_latents"
+"""Name under which an attention module has its :class:`LatentLinear`; a copy of it has a copy."""
+
+_handed = threading.local()
+"""Has ``latent``, what a :class:`LatentLinear` of this thread has handed on last, and ``by`` it."""
 
 
 class LatentLinear(nn.Module):
@@ -42,7 +45,6 @@ class LatentLinear(nn.Module):
         """``[n_kv_heads, plain_dim, latent_dim]``"""
         self.up_v: nn.Parameter
         """``[n_kv_heads, v_dim, latent_dim]``"""
-        self._handed = threading.local()
 
     def forward(self, latent: Tensor) -> Tensor:
         """Keep ``latent [..., latent_dim]`` for the attention.
@@ -50,7 +52,7 @@ class LatentLinear(nn.Module):
         Returns:
             Zeros ``[..., out_features]``, which take no memory.
         """
-        self._handed.latent = latent
+        _handed.by, _handed.latent = self, latent
         return latent.new_zeros(1).expand(*latent.shape[:-1], self.out_features)
 
     def absorb(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +67,9 @@ class LatentLinear(nn.Module):
             ``[1, 1, T, latent_dim]``.
         """
         dims, (n_heads, n_tok) = self._latents, q.shape[1:3]
-        latent: Tensor = self._handed.__dict__.pop("latent")
+        assert _handed.by is self, "an attention module expands latents before it attends"
+        latent: Tensor = _handed.latent
+        _handed.__dict__.clear()
         if dims.is_rotary_first:
             rotary, plain = q.split((dims.rotary_dim, dims.plain_dim), dim=-1)
             k = k[:, :1, :, : dims.rotary_dim]
@@ -86,7 +90,7 @@ class LatentLinear(nn.Module):
 
 def bound_to(attention: nn.Module) -> LatentLinear | None:
     """Return what an attention module has in place of its expanding layer; None: it has none."""
-    return _bound.get(attention)
+    return vars(attention).get(_BOUND)
 
 
 def bind_latents(network: nn.Module, found: Mapping[int, Latents]) -> None:
@@ -109,7 +113,7 @@ def bind_latents(network: nn.Module, found: Mapping[int, Latents]) -> None:
         parent = attention.get_submodule(name)
         bound = LatentLinear(cast(nn.Linear, getattr(parent, last)), latents)
         setattr(parent, last, bound)
-        _bound[attention] = bound
+        vars(attention)[_BOUND] = bound
     if left:
         raise ModelError(
             f"layers {sorted(left)} were found to expand latents, and this network's have no such "
