@@ -1,10 +1,16 @@
 """Settings that every test folder shares."""
 
+import atexit
+import contextlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvcellar.home import default_home
 
 settings.register_profile(
     "local",
@@ -28,7 +34,17 @@ ROOM_BYTES = 4 << 30
 
 
 def pytest_configure() -> None:
-    """Keep temporary files in memory where there is room for them, and libraries can be loaded."""
+    """Keep temporary files in memory where there is room for them, and libraries can be loaded.
+
+    What kvcellar keeps for its user is kept apart, but for what takes long to build.
+    """
+    if "KVCELLAR_HOME" not in os.environ:
+        real, home = default_home(), Path(tempfile.mkdtemp(prefix="kvcellar-home-"))
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (real / "executorch").mkdir(mode=0o700, parents=True, exist_ok=True)
+            (home / "executorch").symlink_to(real / "executorch")
+        os.environ["KVCELLAR_HOME"] = str(home)
     if MEMORY.is_dir() and hasattr(os, "ST_NOEXEC"):
         state = os.statvfs(MEMORY)
         if state.f_bavail * state.f_frsize > ROOM_BYTES and not state.f_flag & os.ST_NOEXEC:

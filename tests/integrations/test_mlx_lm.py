@@ -31,7 +31,7 @@ def model_of(checkpoint: Any) -> Any:
     """Family -> a model of mlx-lm, as its own loader makes it; nothing of ours is in it."""
     from kvcellar.backends.mlx.loading import load_weights
     from kvcellar.models.checkpoint import read_config
-    from kvcellar.spec import config_from_dict
+    from kvcellar.models.configs import config_from_dict
 
     @functools.cache
     def load(family: str) -> Any:

@@ -333,13 +333,10 @@ def test_a_config_that_lacks_a_field(folder):
 
 
 def test_an_unknown_architecture(folder):
-    edit_json(folder / "config.json", model_type="mamba")
-    refuses(
-        r"architecture 'mamba', which is not supported; there are: llama, mistral, qwen2, qwen3",
-        folder,
-    )
+    edit_json(folder / "config.json", model_type="alien")
+    refuses(r"architecture 'alien' is unknown to transformers", folder)
     edit_json(folder / "config.json", model_type=...)
-    refuses(r"architecture None", folder)
+    refuses(r"config has no model_type", folder)
 
 
 def test_a_model_that_does_not_generate_text(folder):
@@ -350,12 +347,11 @@ def test_a_model_that_does_not_generate_text(folder):
 @pytest.mark.parametrize(
     ("family", "changes", "match"),
     [
-        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "choose a causal model"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "softcapping.*ignores"),
-        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layers of linear_attention"),
-        ("qwen2", {"num_kv_shared_layers": 2}, "shares K and V among 2 layers"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE of type 'longrope'"),
+        ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
         (
             "gemma3",
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},

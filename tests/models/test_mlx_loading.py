@@ -75,7 +75,7 @@ def quantised_folder(folder: Path, source: Path, **how: Any) -> Path:
 
     from kvcellar.backends.mlx.loading import load_weights
     from kvcellar.models.checkpoint import read_config
-    from kvcellar.spec import config_from_dict
+    from kvcellar.models.configs import config_from_dict
 
     raw = read_config(source)
     model = load_weights(source, raw, config_from_dict(raw))

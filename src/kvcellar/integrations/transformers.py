@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcellar.backends.torch.batch import TorchBatchCache
+from kvcellar.backends.torch.loading import model_facts
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.spec import params_from_config
 from kvcellar.types import CacheConfig, make_config
 
 __all__ = ["make_cache"]
@@ -49,11 +49,11 @@ def make_cache(
         ModelError: of an architecture that is not supported.
         ConfigError: no such ``kv_dtype``.
     """
-    text = model.config.get_text_config()
+    facts = model_facts(model.config.to_dict())
     computed = str(model.dtype).removeprefix("torch.")
     config = make_config(
-        params_from_config(text.to_dict()),
-        max_kv_size or int(text.max_position_embeddings),
+        facts.params,
+        max_kv_size or facts.max_positions,
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
     )

@@ -5,15 +5,20 @@ A loaded model holds no session state. Any number of sessions can be bound to it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvcellar.errors import BackendError
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import LoadOptions, ProgressFn
 from kvcellar.registry import backend_names, load_backend, needed_packages
 from kvcellar.spec import ModelCacheSpec
+
+FactsOf = Callable[[Mapping[str, Any]], ModelFacts]
+"""Function from a ``config.json`` to the facts of the model."""
 
 
 class ModelLoader(Protocol):
@@ -29,6 +34,14 @@ class ModelLoader(Protocol):
 
     def size_model(self, options: LoadOptions) -> ModelCacheSpec:
         """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
+        ...
+
+    def model_facts(self, raw: Mapping[str, Any]) -> ModelFacts:
+        """Return the facts of a model by its ``config.json``; they are learnt once, and kept.
+
+        Raises:
+            ModelError: the config makes no model that caches here can serve.
+        """
         ...
 
     def device_bytes(self, device: Any) -> int | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.architecture import (
-    MULTIMODAL,
     check_architecture,
     is_quantised_for_mlx,
     without_quantisation,
@@ -28,8 +27,9 @@ from kvcellar.models.checkpoint import (
     stored_bytes,
     stored_numbers,
 )
+from kvcellar.models.configs import config_from_dict
 from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub
-from kvcellar.models.loading import loader_of
+from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.weights import (
     Matrix,
@@ -42,13 +42,7 @@ from kvcellar.models.weights import (
     packed_bytes,
     parse_weights,
 )
-from kvcellar.spec import (
-    DTYPE_BYTES,
-    ModelCacheSpec,
-    config_from_dict,
-    params_from_config,
-    positions_from_config,
-)
+from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
 
 _NOT_TEXT = (
     "vision_tower.",
@@ -80,17 +74,36 @@ def size_model(model: str | Path | LoadOptions, /, **settings: Any) -> ModelCach
     try:
         loader = loader_of(options.backend)
     except BackendError:  # not installed here; a checkpoint's files say nearly as much
-        return size_checkpoint(options, has_kernel=options.backend == "torch")
+        facts_of = _other_loader(options.backend).model_facts
+        return size_checkpoint(options, facts_of, has_kernel=options.backend == "torch")
     return loader.size_model(options)
 
 
+def _other_loader(backend: str) -> ModelLoader:
+    """Return a loader that is installed here and is not this backend's.
+
+    Raises:
+        BackendError: there is none.
+    """
+    first, second = (name for name in ("torch", "executorch", "mlx") if name != backend)
+    try:
+        return loader_of(first)
+    except BackendError:
+        return loader_of(second)
+
+
 def size_checkpoint(
-    options: LoadOptions, *, has_kernel: bool = False, is_coded: bool = False
+    options: LoadOptions,
+    facts_of: FactsOf,
+    *,
+    has_kernel: bool = False,
+    is_coded: bool = False,
 ) -> ModelCacheSpec:
     """Work out what a checkpoint's KV and weights cost.
 
     Args:
         options: of the model; what concerns caches is ignored.
+        facts_of: a loader's ``model_facts``.
         has_kernel: true if its linear layers can be held as the CPU kernel reads them.
         is_coded: true if that kernel reads bfloat16 weights in 12 bits here.
 
@@ -101,7 +114,9 @@ def size_checkpoint(
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
         asked = parse_weights(options.weights, options.dtype)
-        return _spec_of(options.name, path, raw, options.dtype, asked, has_kernel, is_coded)
+        return _spec_of(
+            options.name, path, raw, facts_of, options.dtype, asked, has_kernel, is_coded
+        )
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -144,6 +159,7 @@ def _spec_of(
     name: str,
     path: Path,
     raw: Mapping[str, Any],
+    facts_of: FactsOf,
     dtype: str | None,
     asked: str | None,
     has_kernel: bool,
@@ -154,7 +170,8 @@ def _spec_of(
     group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
     raw = without_quantisation(raw) if is_for_mlx else raw
     check_architecture(raw, path)
-    params, config = params_from_config(raw), config_from_dict(raw)
+    facts = facts_of(raw)
+    params = facts.params
     is_mxfp4 = bool(raw.get("quantization_config"))
     files_bytes = stored_bytes(path.parent, _NOT_TEXT) if path.name == "config.json" else None
     if is_for_mlx and files_bytes is None:
@@ -166,7 +183,7 @@ def _spec_of(
         stored = check_weights(path.parent)
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
     files = path.parent if files_bytes is not None and not is_mxfp4 else None
-    sizes, matrices = _parameters(raw, config, files, group_size)
+    sizes, matrices = _parameters(raw, files, group_size)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, is_for_mlx)
     if is_mxfp4:
@@ -180,17 +197,17 @@ def _spec_of(
         name=name,
         family=str(raw.get("model_type")),
         params=params,
-        max_positions=positions_from_config(config),
+        max_positions=facts.max_positions,
         stored_bytes=(
             _computed_bytes(sizes, stored_dtype, is_mxfp4) if files_bytes is None else files_bytes
         ),
         weight_bytes=weight_bytes,
         dtype=dtype,
         counted=counted + how,
-        n_heads=int(config.num_attention_heads),
-        hidden_size=int(config.hidden_size),
-        inner_size=int(config.intermediate_size) * int(getattr(config, "num_experts_per_tok", 1)),
-        vocab_size=int(config.vocab_size),
+        n_heads=facts.n_heads,
+        hidden_size=facts.hidden_size,
+        inner_size=facts.inner_size,
+        vocab_size=facts.vocab_size,
     )
 
 
@@ -201,7 +218,7 @@ def _counted(
     if is_for_mlx:
         return f"{n_params:,} parameters, quantised for MLX, sizes from its files"
     said = f"{n_params:,} parameters"
-    if raw.get("model_type") in MULTIMODAL:
+    if raw.get("text_config"):
         said += " of the text model alone (a vision tower is not loaded)"
     if stored_dtype is None:
         return said + ", sizes from its files"
@@ -273,13 +290,12 @@ def _held_bytes(matrices: Mapping[str, Matrix], weights: str) -> dict[str, int]:
 
 
 def _parameters(
-    raw: Mapping[str, Any], config: Any, files: Path | None, group_size: int
+    raw: Mapping[str, Any], files: Path | None, group_size: int
 ) -> tuple[dict[str, int], dict[str, Matrix]]:
     """Count the numbers of every parameter, a tied one once; and tell which the kernel can hold.
 
     Args:
         raw: the model's ``config.json``.
-        config: of its text part.
         files: the folder of a checkpoint that has as many, asked where there is no torch; it says
             nothing of layers.
         group_size: of its tensors that are quantised.
@@ -291,7 +307,7 @@ def _parameters(
         counter: Any = loader_of("torch")
     except BackendError as error:
         if files is not None:
-            is_tied = bool(getattr(config, "tie_word_embeddings", False))
+            is_tied = bool(getattr(config_from_dict(raw), "tie_word_embeddings", False))
             skip = (*_NOT_TEXT, *(("lm_head.",) if is_tied else ()))
             return stored_numbers(files, skip, group_size), {}
         raise BackendError(

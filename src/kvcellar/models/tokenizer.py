@@ -21,7 +21,7 @@ from kvcellar.models.checkpoint import read_json
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 """Held while loading: the verbosity and the progress hook of transformers are process-wide."""
 
 

@@ -20,6 +20,7 @@ from kvcellar.backends.executorch.program import OWN_PREFIX
 from kvcellar.backends.executorch.quantising import check_scheme, quantise
 from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.backends.torch.loading import TorchModel
+from kvcellar.backends.torch.positions import Positions
 from kvcellar.backends.torch.runner import inputs_of, modules_given
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
@@ -96,7 +97,8 @@ class Flat(torch.nn.Module):
 
         The LM head runs on the rows alone.
         """
-        with inputs_of(modules_given(self.model, self.feature_layers)) as seen:
+        modules = modules_given(self.model, self.feature_layers)
+        with inputs_of(modules) as seen, Positions(position_ids):
             logits = self.model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows
             ).logits

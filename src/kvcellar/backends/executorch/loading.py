@@ -18,9 +18,12 @@ from kvcellar import models
 from kvcellar.backends.executorch.archive import unpack_files
 from kvcellar.backends.executorch.building import executorch_version
 from kvcellar.backends.executorch.program import OWN_PREFIX, Program
+from kvcellar.backends.torch.loading import model_facts as torch_model_facts
 from kvcellar.errors import ConfigError, MetadataError, ModelError, StepError
 from kvcellar.home import default_home, locked
 from kvcellar.metadata import PREFIX
+from kvcellar.models.configs import config_from_dict
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.fingerprint import (
     Fingerprint,
     Progress,
@@ -34,7 +37,7 @@ from kvcellar.models.options import DEMO, LoadOptions, ProgressFn
 from kvcellar.models.runner import BoundRunner, FloatArray, Runner
 from kvcellar.models.sizing import size_checkpoint
 from kvcellar.registry import CacheSession
-from kvcellar.spec import ModelCacheSpec, config_from_dict
+from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import IntArray
 
 _SIZED_AS = {"8da4w": "int4", "8da8w": "int8"}
@@ -250,7 +253,12 @@ def size_model(options: LoadOptions) -> ModelCacheSpec:
         return size_program(Path(options.model).expanduser())
     weights = _SIZED_AS.get(options.weights or "", options.weights)
     dtype = "float32" if options.dtype in (None, "auto") else options.dtype
-    return size_checkpoint(replace(options, dtype=dtype, weights=weights))
+    return size_checkpoint(replace(options, dtype=dtype, weights=weights), model_facts)
+
+
+def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model; see :meth:`kvcellar.models.loading.ModelLoader.model_facts`."""
+    return torch_model_facts(raw)
 
 
 def size_program(path: Path) -> ModelCacheSpec:

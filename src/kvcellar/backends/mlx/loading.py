@@ -18,12 +18,17 @@ import mlx_lm.utils
 
 from kvcellar.backends.mlx.binding import text_model, wrap
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
+from kvcellar.backends.mlx.facts import learn_facts
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.architecture import check_architecture, without_quantisation
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
+from kvcellar.models.configs import config_from_dict
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.known import facts_of
+from kvcellar.models.loading import loader_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
@@ -31,12 +36,7 @@ from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
-from kvcellar.spec import (
-    ModelCacheSpec,
-    config_from_dict,
-    params_from_config,
-    positions_from_config,
-)
+from kvcellar.spec import ModelCacheSpec
 
 _PARTS = {
     "model.language_model.": "language_model.model.",
@@ -104,7 +104,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         report(0.9, "reading the config")
         raw = read_config(folder)
         stored = _check_files(folder, raw)
-        params = params_from_config(raw)
+        facts = model_facts(without_quantisation(raw))
         config = config_from_dict(raw)
         tokenizer = load_tokenizer(folder)
         report(0.92, "loading weights")
@@ -123,12 +123,12 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         name=options.name,
         path=folder,
         backend=options.backend,
-        params=params,
+        params=facts.params,
         config=config,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
-        max_positions=positions_from_config(config),
+        max_positions=facts.max_positions,
         dtype=wanted or _float_type(model, stored),
         weights=None,
         sampling=sampling_defaults(folder),
@@ -298,7 +298,19 @@ def check_model(options: LoadOptions) -> None:
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
-    return size_checkpoint(options)
+    return size_checkpoint(options, model_facts)
+
+
+def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model; see :meth:`kvcellar.models.loading.ModelLoader.model_facts`.
+
+    Where torch is installed the model itself tells them.
+    """
+    try:
+        told: ModelFacts = loader_of("torch").model_facts(raw)
+    except BackendError:
+        return facts_of(raw, learn_facts, "configs alone")
+    return told
 
 
 def device_bytes(device: Any) -> int | None:
@@ -318,7 +330,13 @@ def _check_weights_option(weights: str | None) -> None:
 def _check_files(folder: Path, raw: dict[str, Any]) -> Counter[str]:
     """Check a checkpoint's files; return how many tensors are stored in each type."""
     check_architecture(without_quantisation(raw), folder)
-    params_from_config(raw)
+    facts = model_facts(without_quantisation(raw))
+    facts.check_served()
+    if not facts.rope.is_fixed:
+        raise ModelError(
+            f"{folder} has RoPE of type {facts.rope.kind!r}, which turns every position anew as a "
+            f"sequence grows; load it with the backend torch, which holds it still"
+        )
     stored = check_weights(folder)
     check_tokenizer_files(folder)
     return stored

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_weights
@@ -18,7 +19,7 @@ from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.architecture import check_architecture
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
@@ -26,8 +27,10 @@ from kvcellar.models.checkpoint import (
     pick_dtype,
     read_config,
 )
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.known import facts_of
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
@@ -41,12 +44,7 @@ from kvcellar.models.tokenizer import (
 )
 from kvcellar.models.weights import WEIGHTS, Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession
-from kvcellar.spec import (
-    ModelCacheSpec,
-    config_from_dict,
-    params_from_config,
-    positions_from_config,
-)
+from kvcellar.spec import ModelCacheSpec
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
@@ -60,10 +58,12 @@ class TorchModel(LoadedModel):
         network: the module of transformers, in evaluation mode, with its attention on the op.
         decoder: runs a few tokens of it as one call of the CPU kernel; None: not all of its parts
             are the kernel's.
+        facts: what was learnt of it.
     """
 
     network: Any = field(repr=False)
     decoder: KernelDecoder | None = field(repr=False)
+    facts: ModelFacts = field(repr=False)
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """Make a runner of torch; session and model were found to fit."""
@@ -94,6 +94,7 @@ class _Found:
         dtype: type of its weights in memory.
         device: where they go.
         weights: how linear layers hold theirs; None: as torch does.
+        facts: of the model.
     """
 
     folder: Path
@@ -101,6 +102,7 @@ class _Found:
     dtype: torch.dtype
     device: torch.device
     weights: str | None
+    facts: ModelFacts
 
 
 def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
@@ -120,7 +122,6 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         folder = find_checkpoint(options.model, downloading)
         reading(0.0, "reading the config")
         found = _check(folder, options, asked)
-        config = config_from_dict(found.raw)
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
@@ -133,18 +134,19 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         name=options.name,
         path=folder,
         backend=options.backend,
-        params=params_from_config(found.raw),
+        params=found.facts.params,
         config=network.config,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(folder, found.raw, tokenizer),
-        max_positions=positions_from_config(config),
+        max_positions=found.facts.max_positions,
         dtype=str(network.dtype).removeprefix("torch."),
         weights=found.weights,
         sampling=sampling_defaults(folder),
         chat_template=None,
         network=network,
         decoder=None if held is None else held.decoder,
+        facts=found.facts,
     )
 
 
@@ -184,7 +186,13 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     """Check a checkpoint's files and the options, and pick types and device."""
     raw = read_config(folder)
     check_architecture(raw, folder)
-    params_from_config(raw)
+    facts = model_facts(raw)
+    facts.check_served()
+    if not facts.rope.is_fixed:
+        raise ModelError(
+            f"{folder} has RoPE of type {facts.rope.kind!r}, which turns every position anew as a "
+            f"sequence grows; K that is cached would be wrong, so it is not supported"
+        )
     stored = check_weights(folder)
     check_tokenizer_files(folder)
     wanted = "bfloat16" if asked == "bf16" else options.dtype
@@ -197,7 +205,20 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
         is_cpu=device.type == "cpu",
         is_built=reads_weights(),
     )
-    return _Found(folder, raw, dtype, device, weights)
+    return _Found(folder, raw, dtype, device, weights, facts)
+
+
+def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model; see :meth:`kvcellar.models.loading.ModelLoader.model_facts`."""
+
+    def learn(raw: Mapping[str, Any]) -> ModelFacts:
+        # Imported here, where loading is quiet: transformers imports all that it can find.
+        with quiet(lambda part: None):
+            from kvcellar.backends.torch.probe import learn_facts
+
+            return learn_facts(raw)
+
+    return facts_of(raw, learn, f"transformers {transformers.__version__}")
 
 
 def pick_types(
@@ -236,7 +257,7 @@ def device_bytes(device: Any) -> int | None:
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
-    return size_checkpoint(options, has_kernel=True, is_coded=codes_weights())
+    return size_checkpoint(options, model_facts, has_kernel=True, is_coded=codes_weights())
 
 
 def count_parameters(raw: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Matrix]]:

@@ -1,7 +1,8 @@
 """The attention function that transformers calls in place of its own: one call of the op.
 
 transformers makes no mask for an attention function that has no mask function of its name, so
-neither a mask nor a cache of its own ever exists; positions reach the op as ``position_ids``.
+neither a mask nor a cache of its own ever exists. Positions are what the forward's runner has said;
+where there is none, as in a program that calls a model itself, what the model hands on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvcellar.backends.torch.latent import bound_to
+from kvcellar.backends.torch.positions import current_positions
 from kvcellar.op import eager_update_and_attend
 
 NAME = "kvcellar"
@@ -26,8 +28,8 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    position_ids: Tensor,
+    scaling: float | None = None,
+    position_ids: Tensor | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -43,8 +45,8 @@ def attention(
         value: ``[1, n_kv_heads, T, v_head_dim]``. Where latents are bound they take the place of
             key and value, and lengths are those before and after.
         attention_mask: always None.
-        scaling: factor on the logits.
-        position_ids: ``[1, T]``.
+        scaling: factor on the logits; None: one over the root of ``head_dim``.
+        position_ids: ``[1, T]``, where no runner has said them.
         s_aux: ``[n_heads]``, the sinks of a model that has them.
         kwargs: what other attention functions need.
 
@@ -52,22 +54,24 @@ def attention(
         ``[1, T, n_heads, v_head_dim]`` and no weights.
     """
     assert attention_mask is None, "the cache is the mask"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = bound_to(module)
     if latent is not None:
         query, key, value = latent.absorb(query, key)
     layer: Any = module.layer_idx
+    said = current_positions()
+    positions = position_ids if said is None else said
+    assert positions is not None, "a model that hands on no positions is run by a runner"
     if not torch.compiler.is_compiling():
-        position = position_ids if position_ids.shape[1] == 1 else position_ids.view(-1)
-        out = eager_update_and_attend(
-            query, key, value, position, layer, scaling, query.dtype, s_aux
-        )
+        at = positions if positions.shape[1] == 1 else positions.view(-1)
+        out = eager_update_and_attend(query, key, value, at, layer, scale, query.dtype, s_aux)
     elif s_aux is None:
         out = torch.ops.kvcache.update_and_attend(
-            query, key, value, position_ids.view(-1), layer, scaling, query.dtype
+            query, key, value, positions.view(-1), layer, scale, query.dtype
         )
     else:
         out = torch.ops.kvcache.update_and_attend_sinks(
-            query, key, value, position_ids.view(-1), layer, scaling, query.dtype, s_aux
+            query, key, value, positions.view(-1), layer, scale, query.dtype, s_aux
         )
     if latent is not None:
         out = latent.expand(out)

@@ -19,30 +19,9 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.weights import load_weights
 from kvcellar.errors import ModelError
+from kvcellar.models.configs import whole_config
 
 # Which classes -----------------------------------------------------------------------------------
-
-
-def config_of(raw: Mapping[str, Any]) -> Any:
-    """Make a config object of transformers of a ``config.json``, as ``AutoConfig`` does of a file.
-
-    Raises:
-        ModelError: no such family, or fields that its config class refuses.
-    """
-    fields: dict[str, Any] = transformers.PretrainedConfig._decode_special_floats(dict(raw))
-    family = fields.get("model_type")
-    if family == "mistral" and "layer_types" in fields:
-        family = "ministral"  # AutoConfig's own rule
-    if not isinstance(family, str) or family not in transformers.CONFIG_MAPPING:
-        raise ModelError(
-            f"architecture {family!r} is unknown to transformers {transformers.__version__}; take "
-            f"a newer kvcellar, or a checkpoint of another architecture"
-        )
-    try:
-        return transformers.CONFIG_MAPPING[family].from_dict(fields)
-    except Exception as error:  # its validators raise classes of their own
-        what = str(error).strip().splitlines()[-1].strip()
-        raise ModelError(f"the {family} config cannot be read: {what}; check the file") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +47,7 @@ class NetworkClasses:
         Raises:
             ModelError: the config cannot be read, or no class generates text with it.
         """
-        config = config_of(raw)
+        config = whole_config(raw)
         text = config.get_text_config(decoder=True)
         if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ModelError(

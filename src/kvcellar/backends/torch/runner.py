@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.positions import Positions
 from kvcellar.models.runner import BoundRunner, FloatArray
 from kvcellar.registry import CacheSession, use_cache
 from kvcellar.types import IntArray, ModelCacheParams
@@ -58,10 +59,11 @@ class TorchRunner(BoundRunner):
     ) -> tuple[FloatArray, FloatArray]:
         """Run the tokens as transformers does; features are what these modules are given."""
         keep = 1 if rows is None else self._tensor(rows)
-        with inputs_of(modules) as seen:
+        at = self._tensor(positions[None])
+        with inputs_of(modules) as seen, Positions(at):
             logits = self._network(
                 input_ids=self._tensor(ids[None]),
-                position_ids=self._tensor(positions[None]),
+                position_ids=at,
                 use_cache=False,
                 logits_to_keep=keep,
             ).logits[0]
@@ -78,6 +80,8 @@ def modules_given(model: Any, layers: Sequence[int]) -> list[Any]:
 
     Behind the last layer that is the last norm.
     """
+    if not layers:
+        return []
     modules = [*model.model.layers, model.model.norm]
     return [modules[layer] for layer in layers]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import ModelError
-from kvcellar.models.architecture import check_rope
+from kvcellar.models.configs import rope_of
 
 MOST_HELD_TWICE = 1 << 24
 """Numbers of a float32 head whose matrices are held for the CPU kernel too, in 8 bits."""
@@ -116,8 +116,12 @@ def read_eagle3_config(raw: Mapping[str, Any], where: Path) -> Eagle3Config:
     from transformers.models.llama.configuration_llama import LlamaConfig
 
     _check_kind(raw, where)
-    check_rope(raw, where)
     config: Any = LlamaConfig.from_dict(dict(raw))
+    if not rope_of(config).is_fixed:
+        raise ModelError(
+            f"{where} has RoPE of type {rope_of(config).kind!r}, which turns every position anew "
+            f"as a sequence grows; K that is cached would be wrong, so it is not supported"
+        )
     layers = _feature_layers(raw, where)
     return Eagle3Config(
         hidden_size=config.hidden_size,

@@ -1,0 +1,398 @@
+"""Learns from one short forward, which is only watched, what a network of transformers is.
+
+The network runs on the meta device, where tensors have shapes and no numbers, so a model of any
+size takes a fraction of a second. Its attention, its masks, its experts and its cache are stood in
+for, by the interfaces that transformers has for each: the mask that a layer's attention is given
+carries the function of indices that it would be made of, and says who sees whom at any position.
+
+Nothing is written down of any family. What is not seen to be causal attention over K and V of
+single tokens is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvcellar.backends.torch.networks import empty_network
+from kvcellar.backends.torch.ropes import hold_ropes
+from kvcellar.backends.torch.visibility import MaskFunction, read_mask
+from kvcellar.errors import ModelError
+from kvcellar.models.configs import positions_of, rope_of
+from kvcellar.models.facts import LayerFacts, ModelFacts
+
+NAME = "kvcellar_probe"
+"""Name of what stands in, at each interface of transformers."""
+
+_N_TOKENS = 5
+
+_POSITIONS = frozenset({"position_ids", "cache_position"})
+"""Tensors that an attention is told and that the cache knows better."""
+
+_watching = threading.local()
+"""Has ``seen`` while a thread watches a network."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One call of a layer's attention.
+
+    Attributes:
+        strange: names of tensors that it was given besides.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: MaskFunction | None
+    scale: float
+    softcap: float | None
+    has_sinks: bool
+    strange: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Everything that was seen of a forward.
+
+    Attributes:
+        calls: of the attention, in their order.
+        states: layer -> what it keeps besides K and V, by the cache's own words.
+        active: numbers per token inside of the experts that run for it.
+    """
+
+    calls: list[_Call] = field(default_factory=list)
+    states: dict[int, set[str]] = field(default_factory=dict)
+    active: int = 0
+
+
+def learn_facts(raw: Mapping[str, Any]) -> ModelFacts:
+    """Learn the facts of a model by its ``config.json``; no weight is needed.
+
+    Raises:
+        ModelError: the config makes no model, or one whose attention caches here cannot serve.
+    """
+    try:
+        network = empty_network(raw, attention=NAME)
+    except ModelError as error:
+        if NAME not in str(error):
+            raise
+        raise _not_called(raw.get("model_type")) from error
+    return probe(network)
+
+
+def probe(network: Any) -> ModelFacts:
+    """Learn the facts of a network that was built with the attention of this module's name.
+
+    Args:
+        network: as :func:`~kvcellar.backends.torch.networks.empty_network` returns it; on the meta
+            device, or a small one in memory.
+
+    Raises:
+        ModelError: its attention is not what caches here can serve, or is not seen.
+    """
+    config = network.config
+    family = str(config.model_type)
+    seen = _watch(network, family)
+    if not seen.calls and not seen.states:
+        raise _not_called(family)
+    layers = _layers_of(family, seen.calls)
+    _check_whole(config, layers, seen.states)
+    n_layers = max([*(layer.layer for layer in layers), *seen.states]) + 1
+    return ModelFacts(
+        family=family,
+        layers=layers,
+        others=tuple((at, "+".join(sorted(kinds))) for at, kinds in sorted(seen.states.items())),
+        n_layers=n_layers,
+        hidden_size=int(config.hidden_size),
+        inner_size=_inner_size(network, seen),
+        vocab_size=int(network.get_input_embeddings().weight.shape[0]),
+        max_positions=positions_of(config),
+        rope=rope_of(config),
+    )
+
+
+def _not_called(family: Any) -> ModelError:
+    """Make the error for a network whose attention nobody can stand in for."""
+    return ModelError(
+        f"architecture {family!r} does not call its attention through the interface of "
+        f"transformers, so that no cache of ours can stand in; choose another model"
+    )
+
+
+# Watching ----------------------------------------------------------------------------------------
+
+
+def _watch(network: Any, family: str) -> _Seen:
+    """Run a few tokens through a network; return what was seen.
+
+    Raises:
+        ModelError: it does not run, or takes no positions.
+    """
+    if "position_ids" not in inspect.signature(network.forward).parameters:
+        raise ModelError(
+            f"architecture {family!r} takes no position_ids, so that its tokens cannot be run in "
+            f"pieces; choose another model"
+        )
+    for module in network.modules():
+        if isinstance(module, PreTrainedModel):
+            module.set_experts_implementation(NAME)
+    hold_ropes(network)
+    device = network.get_input_embeddings().weight.device
+    seen = _watching.seen = _Seen()
+    try:
+        with torch.inference_mode():
+            network(
+                input_ids=torch.zeros(1, _N_TOKENS, dtype=torch.long, device=device),
+                position_ids=torch.arange(_N_TOKENS, device=device)[None],
+                past_key_values=_WatchedCache(),
+                use_cache=False,
+            )
+    except Exception as error:  # whatever its layers do not like
+        raise ModelError(
+            f"architecture {family!r} cannot be served: what its attention needs could not be "
+            f"seen ({type(error).__name__}: {error}); choose another model"
+        ) from error
+    finally:
+        del _watching.seen
+    return seen
+
+
+class _WatchedCache(Cache):
+    """A cache that keeps nothing and notes what layers would have it keep."""
+
+    def __init__(self) -> None:
+        """Create a cache for any number of layers."""
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return this forward's K and V: there is no past."""
+        return key_states, value_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None: there is no past."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None: there is no past."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Note a state of a convolution, and return it."""
+        return _note(layer_idx, "convolution", conv_states)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Note a recurrent state, and return it."""
+        return _note(layer_idx, "recurrent", recurrent_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Note keys of an index, and return them."""
+        return _note(layer_idx, "indexed attention", indexer_key_states)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Return False: there is no past."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: nothing is recorded."""
+        return False
+
+
+def _note(layer: int, kind: str, state: Tensor) -> Tensor:
+    seen: _Seen = _watching.seen
+    seen.states.setdefault(layer, set()).add(kind)
+    return state
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Note a call of a layer's attention; return zeros ``[1, T, n_heads, v_head_dim]``."""
+    call = _Call(
+        layer=int(module.layer_idx),
+        query=query,
+        key=key,
+        value=value,
+        mask=getattr(attention_mask, "mask_function", None),
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=softcap,
+        has_sinks=s_aux is not None,
+        strange=tuple(
+            name
+            for name, given in others.items()
+            if isinstance(given, Tensor) and name not in _POSITIONS
+        ),
+    )
+    _watching.seen.calls.append(call)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: MaskFunction,
+    device: torch.device,
+    **others: Any,
+) -> Tensor:
+    """Return a mask without values that carries the function which a real one is made of."""
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, device=device)
+    mask.mask_function = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Note how many experts run for a token; return zeros in the shape of ``hidden``."""
+    matrices = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    inner = min(max(matrix.shape[1:]) for matrix in matrices)  # gate and up lie in one
+    seen = _watching.seen
+    seen.active = max(seen.active, int(chosen.shape[-1]) * inner)
+    return torch.zeros_like(hidden)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+
+
+# What was seen -----------------------------------------------------------------------------------
+
+
+def _layers_of(family: str, calls: list[_Call]) -> tuple[LayerFacts, ...]:
+    """Return the facts of each layer's attention, ascending.
+
+    Raises:
+        ModelError: an attention that no cache here can serve.
+    """
+    often = [layer for layer, n in Counter(call.layer for call in calls).items() if n > 1]
+    if often:
+        raise ModelError(
+            f"architecture {family!r} attends more than once in layer {often[0]}, which no cache "
+            f"here can serve; choose another model"
+        )
+    kinds: dict[MaskFunction | None, tuple[int | None, int | None] | None] = {}
+    facts: list[LayerFacts] = []
+    for i, call in enumerate(calls):
+        _check_call(family, call)
+        if call.mask not in kinds:
+            kinds[call.mask] = None if call.mask is None else read_mask(call.mask)
+        kind = kinds[call.mask]
+        if kind is None:
+            raise ModelError(
+                f"architecture {family!r} lets a token of layer {call.layer} see others than those "
+                f"before it, all of them or of a window or chunk, which no cache here can serve; "
+                f"choose a causal model"
+            )
+        earlier = (at for at, other in zip(facts, calls[:i], strict=True) if _shares(call, other))
+        facts.append(_facts_of(call, kind, next(earlier, None)))
+    return tuple(sorted(facts, key=lambda layer: layer.layer))
+
+
+def _check_call(family: str, call: _Call) -> None:
+    """Refuse an attention that is given more than caches here know of.
+
+    Raises:
+        ModelError: so it is.
+    """
+    if call.strange:
+        raise ModelError(
+            f"architecture {family!r} gives the attention of layer {call.layer} "
+            f"{', '.join(call.strange)} beside Q, K and V, which no cache here can serve; choose "
+            f"another model"
+        )
+    n_heads, n_kv_heads = call.query.shape[1], call.key.shape[1]
+    if n_heads % n_kv_heads or call.value.shape[1] != n_kv_heads:
+        raise ModelError(
+            f"architecture {family!r} has {n_heads} query heads over {n_kv_heads} heads of K and "
+            f"{call.value.shape[1]} of V in layer {call.layer}; num_key_value_heads must divide "
+            f"num_attention_heads; check the config"
+        )
+
+
+def _shares(call: _Call, other: _Call) -> bool:
+    """Return true if two layers attend over the same K and V."""
+    return call.key is other.key and call.value is other.value and call.mask is other.mask
+
+
+def _facts_of(
+    call: _Call, kind: tuple[int | None, int | None], source: LayerFacts | None
+) -> LayerFacts:
+    """Write down what a call says of its layer."""
+    window, chunk = kind
+    return LayerFacts(
+        layer=call.layer,
+        n_heads=call.query.shape[1],
+        n_kv_heads=call.key.shape[1],
+        head_dim=call.key.shape[-1],
+        v_head_dim=call.value.shape[-1],
+        scale=call.scale,
+        window=window,
+        chunk=chunk,
+        softcap=call.softcap,
+        has_sinks=call.has_sinks,
+        source=None if source is None else source.layer,
+    )
+
+
+def _check_whole(
+    config: Any, layers: tuple[LayerFacts, ...], states: Mapping[int, set[str]]
+) -> None:
+    """Make sure that every layer was seen, and did what the config says.
+
+    Raises:
+        ModelError: a layer keeps nothing that was seen, or a cap on the logits is ignored.
+    """
+    family = config.model_type
+    there = {layer.layer for layer in layers} | set(states)
+    missing = sorted(set(range(int(config.num_hidden_layers))) - there)
+    if missing:
+        raise ModelError(
+            f"architecture {family!r} has {len(missing)} layers of {config.num_hidden_layers} "
+            f"whose attention is not seen, from layer {missing[0]} on, so that no cache of ours "
+            f"can stand in; choose another model"
+        )
+    if getattr(config, "attn_logit_softcapping", None) and not any(at.softcap for at in layers):
+        raise ModelError(
+            f"the {family} config asks for attn_logit_softcapping, which its class in transformers "
+            f"ignores; the result would not be the model's"
+        )
+
+
+def _inner_size(network: Any, seen: _Seen) -> int:
+    """Return the numbers per token inside of a layer's MLP, all active experts together."""
+    ends = (network.get_output_embeddings(), network.get_input_embeddings())
+    widths: list[int] = [
+        max(weight.shape)
+        for module in network.modules()
+        if module not in ends and not isinstance(module, torch.nn.Embedding)
+        for weight in module.parameters(recurse=False)
+        if weight.dim() == 2
+    ]
+    return max([seen.active, *widths])

@@ -1,0 +1,60 @@
+"""Facts of models that were learnt before, kept in the user's own folder.
+
+They are found by the digest of a model's config and by whose rules they were learnt. A file that
+is damaged, or that cannot be written, costs the time to learn them again, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvcellar.home import default_home, open_own
+from kvcellar.models.facts import VERSION, ModelFacts
+from kvcellar.models.fingerprint import VOLATILE
+
+Learn = Callable[[Mapping[str, Any]], ModelFacts]
+"""Learns the facts of a model by its ``config.json``."""
+
+
+def facts_of(raw: Mapping[str, Any], learn: Learn, by: str) -> ModelFacts:
+    """Return the facts of a model, which are learnt and kept where they are not known.
+
+    Args:
+        raw: its ``config.json``.
+        learn: is called where they are not known; what it raises is raised, and nothing is kept.
+        by: whose rules these are: a package and its version.
+    """
+    path = known_path(raw, by)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return ModelFacts.from_json(json.loads(path.read_text(encoding="utf-8")))
+    facts = learn(raw)
+    keep(path, facts.to_json())
+    return facts
+
+
+def known_path(raw: Mapping[str, Any], by: str) -> Path:
+    """Return where the facts of a config are kept; other files about it begin with its stem."""
+    told = {key: value for key, value in raw.items() if key not in VOLATILE}
+    text = json.dumps([told, by, VERSION], sort_keys=True, default=str)
+    return default_home() / "models" / f"{xxhash.xxh3_128_hexdigest(text.encode())}.json"
+
+
+def keep(path: Path, value: Any) -> None:
+    """Write a JSON value, all of it or nothing; a folder that cannot be written is no error."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}.{id(value):x}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            fd = open_own(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                json.dump(value, file)
+            staged.replace(path)
+        finally:
+            staged.unlink(missing_ok=True)
