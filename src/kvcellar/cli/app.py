@@ -20,6 +20,7 @@ from kvcellar.cli import (
     export,
     generate,
     inspect,
+    models,
     serve,
     store,
 )
@@ -128,7 +129,7 @@ def _root(
     pass
 
 
-for noun in (generate, chat, agents, serve, demo, export, inspect, store, bench):
+for noun in (generate, chat, agents, serve, demo, export, inspect, models, store, bench):
     noun.register(app)
 
 

@@ -10,13 +10,29 @@ from typing import Any
 
 from kvcellar.errors import ModelError
 from kvcellar.models.options import DEMO, ProgressFn
+from kvcellar.models.places import (
+    HUGGING_FACE,
+    LM_STUDIO_PREFIX,
+    OLLAMA_PREFIX,
+    find_in_place,
+    is_gguf,
+    models_in,
+    quant_of,
+)
+
+PREFIXES = (OLLAMA_PREFIX, LM_STUDIO_PREFIX)
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 
 CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What is downloaded of a checkpoint."""
 
+OTHER_FORMATS = ("*/*", "consolidated*")
+"""What is not: the same weights in other formats."""
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+_HUB_QUANT = re.compile(rf"(?P<id>{HUB_ID.pattern}):(?P<quant>[A-Za-z0-9][\w.-]*)")
 
 
 def is_local(name_or_path: str | Path) -> bool:
@@ -25,12 +41,19 @@ def is_local(name_or_path: str | Path) -> bool:
         name_or_path == DEMO
         or Path(name_or_path).expanduser().exists()
         or isinstance(name_or_path, Path)
-        or not HUB_ID.fullmatch(name_or_path)
+        or not (HUB_ID.fullmatch(name_or_path) or _HUB_QUANT.fullmatch(name_or_path))
+        or name_or_path.startswith(PREFIXES)
     )
 
 
 def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
-    """Return the folder of a checkpoint; download it where the name is one of the hub's.
+    """Return the folder of a checkpoint, or its GGUF file; download what is not here.
+
+    Args:
+        name_or_path: ``demo``, a folder, a file, a name on the Hugging Face hub, ``NAME:QUANT``
+            for one quantisation of a repository of GGUF files, or ``ollama:NAME`` and
+            ``lmstudio:NAME`` for what those programs have downloaded.
+        report: told about the progress of a download.
 
     Raises:
         ModelError: there is no such model.
@@ -46,25 +69,90 @@ def find_checkpoint(name_or_path: str | Path, report: ProgressFn) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        hint = "; GGUF files are not supported" if path.suffix == ".gguf" else ""
-        if path.suffix == ".pte":
-            hint = "; for an ExecuTorch program choose the backend executorch"
+        raise ModelError(_not_loadable(path))
+    if isinstance(name_or_path, str):
+        there = find_in_place(name_or_path)
+        if there is not None:
+            if there.is_dir():
+                return there
+            raise ModelError(_not_loadable(there))
+        if HUB_ID.fullmatch(name_or_path):
+            return from_hub(name_or_path, report)
+        if _HUB_QUANT.fullmatch(name_or_path):
+            raise ModelError(_not_loadable(pull_quant(name_or_path, report)))
+    raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
+
+
+def _not_loadable(path: Path) -> str:
+    """Say why a file is no checkpoint, and what to give."""
+    hint = "; GGUF files are not supported" if is_gguf(path) else ""
+    if path.suffix == ".pte":
+        hint = "; for an ExecuTorch program choose the backend executorch"
+    return (
+        f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
+        f"tokenizer and safetensors{hint}"
+    )
+
+
+def pull(name: str, report: ProgressFn) -> Path:
+    """Download a model that the hub has, or what an earlier download lacks; return where it lies.
+
+    Args:
+        name: as the hub calls it, or ``NAME:QUANT``.
+        report: told about the progress.
+
+    Raises:
+        ModelError: it is no name on the hub, or cannot be downloaded; what came stays, and is
+            taken up next time.
+    """
+    if name != DEMO and not name.startswith(PREFIXES):
+        if HUB_ID.fullmatch(name):
+            return from_hub(name, report)
+        if _HUB_QUANT.fullmatch(name):
+            return pull_quant(name, report)
+    raise ModelError(
+        f"{name!r} is no name on the Hugging Face hub; give one as ORGANISATION/MODEL, or "
+        f"ORGANISATION/MODEL:QUANT of a repository of GGUF files"
+    )
+
+
+def pull_quant(name: str, report: ProgressFn) -> Path:
+    """Download one quantisation of a repository of GGUF files; return its first file.
+
+    Args:
+        name: ``NAME:QUANT``; capitals do not matter in the second.
+        report: told about the progress.
+
+    Raises:
+        ModelError: as ``from_hub``, or the repository has no such quantisation.
+    """
+    repo, quant = name.split(":")
+    spellings = dict.fromkeys((quant, quant.upper(), quant.lower()))
+    folder = from_hub(repo, report, [f"*{one}*.gguf" for one in spellings], ignoring=())
+    there = [one for one in models_in(folder, repo, HUGGING_FACE) if one.format == "gguf"]
+    match = [one for one in there if quant_of(one.path).upper() == quant.upper()]
+    if len(match) != 1 or match[0].lacks:
+        names = ", ".join(one.name for one in there) or "none"
         raise ModelError(
-            f"{path} is a file; give the folder of a Hugging Face checkpoint, with its config, "
-            f"tokenizer and safetensors{hint}"
+            f"{repo!r} has no whole GGUF file of {quant}; on this machine there are: {names}; "
+            f"look at the repository's list of files"
         )
-    if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name_or_path):
-        raise ModelError(f"there is no folder {path}; give a checkpoint's folder, or {DEMO!r}")
-    return from_hub(name_or_path, report)
+    return match[0].path
 
 
-def from_hub(name: str, report: ProgressFn, patterns: Sequence[str] = CHECKPOINT_FILES) -> Path:
+def from_hub(
+    name: str,
+    report: ProgressFn,
+    patterns: Sequence[str] = CHECKPOINT_FILES,
+    ignoring: Sequence[str] = OTHER_FORMATS,
+) -> Path:
     """Download a checkpoint, or take the local copy of an earlier download.
 
     Args:
         name: as the hub calls it.
         report: told about the progress.
         patterns: which files.
+        ignoring: which of these not.
 
     Raises:
         ModelError: no such model, a licence to accept, or no connection.
@@ -80,7 +168,7 @@ def from_hub(name: str, report: ProgressFn, patterns: Sequence[str] = CHECKPOINT
         folder = snapshot_download(
             name,
             allow_patterns=list(patterns),
-            ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+            ignore_patterns=list(ignoring),
             tqdm_class=_download_bar(name, report),
         )
     except GatedRepoError as error:

@@ -1,0 +1,197 @@
+"""``kvcellar models``: which models are on this machine, and what each would take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from kvcellar.budget import format_size
+from kvcellar.cli.commands import add_command, examples
+from kvcellar.cli.store import AsJson
+from kvcellar.cli.terminal import print_note, progress_bar, write
+from kvcellar.errors import ConfigError, KVCellarError, ModelError
+from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.hub import DEMO_FOLDER, pull
+from kvcellar.models.options import DEMO, LoadOptions
+from kvcellar.models.places import FoundModel, found_models, models_in, remove
+from kvcellar.spec import PROCESS_BYTES
+
+CONTEXT = 4096
+"""Tokens that one agent is counted with."""
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Its name, as `models list` has it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(name="models", help="Models on this machine: list them, get them.")
+    add_command(
+        group,
+        "list",
+        list_command,
+        "kvcellar models list",
+        "kvcellar models list --json | jq '.[] | select(.format == \"gguf\").name'",
+    )
+    add_command(
+        group,
+        "pull",
+        pull_command,
+        "kvcellar models pull Qwen/Qwen3-0.6B",
+        "kvcellar models pull bartowski/Qwen3-0.6B-GGUF:Q4_K_M",
+    )
+    add_command(group, "rm", rm_command, "kvcellar models rm Qwen/Qwen3-0.6B")
+    app.add_typer(
+        group,
+        epilog=examples("kvcellar models list", "kvcellar models pull Qwen/Qwen3-0.6B"),
+        no_args_is_help=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model of the list, and what it takes.
+
+    Attributes:
+        model: where it lies.
+        memory_bytes: the process with its weights and one agent of ``CONTEXT`` tokens, as
+            ``kvcellar inspect`` counts them; None: it would not load.
+        reason: why it would not.
+    """
+
+    model: FoundModel
+    memory_bytes: int | None
+    reason: str | None
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {
+            "name": self.model.name,
+            "place": self.model.place,
+            "path": str(self.model.path),
+            "format": self.model.format,
+            "family": self.model.family,
+            "size_bytes": self.model.size_bytes,
+            "lacks": list(self.model.lacks),
+            "memory_bytes": self.memory_bytes,
+            "reason": self.reason,
+        }
+
+
+def list_command(as_json: AsJson = False) -> None:
+    """List the models on this machine, and the memory that each would take.
+
+    Looked through are the Hugging Face cache, LM Studio's and Ollama's folders, and `models` in
+    KVCELLAR_HOME. The name in the first column is what other commands take. Memory is that of the
+    process with the model loaded as it would be by default, and one agent of 4,096 tokens.
+    """
+    with progress_bar("looking for models") as report:
+        found = _all_models()
+        rows = []
+        for at, model in enumerate(found):
+            report(at / len(found), f"sizing {model.name}")
+            rows.append(_row(model))
+    if as_json:
+        write(json.dumps([row.as_object() for row in rows], ensure_ascii=False) + "\n")
+        return
+    _show(rows)
+
+
+def _all_models() -> list[FoundModel]:
+    """Return the bundled model, and those on this machine."""
+    return [*models_in(DEMO_FOLDER, DEMO, "bundled"), *found_models()]
+
+
+def _row(model: FoundModel) -> Row:
+    """Work out what a model would take."""
+    from kvcellar.models.sizing import size_model
+
+    if model.lacks:
+        reason = f"{len(model.lacks)} of its files are missing; get them with: models pull"
+        return Row(model, None, reason)
+    backend = "mlx" if model.format == "mlx" else "torch"
+    try:
+        spec = size_model(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
+    except KVCellarError as error:
+        return Row(model, None, str(error))
+    kv = parse_kv_dtype(LoadOptions().kv_dtype_for(spec.dtype))
+    context = min(CONTEXT, spec.max_positions)
+    held_bytes = spec.weight_bytes + spec.agent_bytes(context, kv) + spec.scratch_bytes(context)
+    return Row(model, PROCESS_BYTES + held_bytes, None)
+
+
+def _show(rows: list[Row]) -> None:
+    """Print a table, a line for each model; those that would not load say why below."""
+    lines = [("MODEL", "FAMILY", "FORMAT", "ON DISK", "IN MEMORY", "WHERE")]
+    lines += [
+        (
+            row.model.name,
+            row.model.family or "-",
+            row.model.format,
+            format_size(row.model.size_bytes),
+            "-" if row.memory_bytes is None else format_size(row.memory_bytes),
+            row.model.place,
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        write("  ".join(padded).rstrip() + "\n")
+    for row in rows:
+        if row.reason is not None:
+            write(f"\n{row.model.name} would not load: {row.reason}\n")
+    if len(rows) == 1:
+        print_note("get one with: kvcellar models pull ORGANISATION/MODEL")
+
+
+def pull_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name on the Hugging Face hub, with :QUANT for one quantisation of a "
+            "repository of GGUF files.",
+        ),
+    ],
+) -> None:
+    """Download a model from the Hugging Face hub, to the cache that its library keeps.
+
+    What a broken download has brought is kept, and the next one goes on from there.
+    """
+    with progress_bar(f"asking for {model}") as report:
+        folder = pull(model, report)
+    write(f"{folder}\n")
+
+
+def rm_command(
+    model: Name,
+    is_agreed: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask; without a terminal this is needed.")
+    ] = False,
+) -> None:
+    """Delete a model's files from this machine.
+
+    Those of the Hugging Face cache and of KVCELLAR_HOME; LM Studio and Ollama delete their own.
+    Agents that were made with it stay: they answer again when it is back.
+    """
+    there = {one.name: one for one in found_models()}
+    found = there.get(model)
+    if found is None:
+        known = ", ".join(there) or "none"
+        raise ModelError(
+            f"there is no model {model!r} to delete on this machine; there are: {known}"
+        )
+    if not is_agreed and not _agrees(found):
+        raise ConfigError(f"{model} was not deleted; say --yes to delete without being asked")
+    write(f"{format_size(remove(found))} freed\n")
+
+
+def _agrees(model: FoundModel) -> bool:
+    """Ask at a terminal whether a model is to be deleted; false where nobody can be asked."""
+    if not sys.stdin.isatty():
+        return False
+    return typer.confirm(f"Delete {model.name} ({format_size(model.size_bytes)})?", err=True)

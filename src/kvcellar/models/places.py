@@ -1,0 +1,279 @@
+"""Models that are on this machine already: whose folders they lie in, and what they are called.
+
+Four programs keep models in folders of their own: the Hugging Face library (its cache), LM Studio,
+Ollama, and kvcellar. They are read where they lie; nothing is copied. Only configs and file sizes
+are looked at, so listing is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import ModelError
+from kvcellar.home import default_home
+
+HUGGING_FACE, LM_STUDIO, OLLAMA, OWN = "hugging face", "lm studio", "ollama", "kvcellar"
+
+OLLAMA_PREFIX, LM_STUDIO_PREFIX = "ollama:", "lmstudio:"
+"""Beginnings of names of models that lie in another program's folder."""
+
+_OLLAMA_MODEL = "application/vnd.ollama.image.model"
+_OLLAMA_LIBRARY = ("registry.ollama.ai", "library")
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+_QUANT = re.compile(r"(?i)(?:^|[-._])((?:IQ|Q|TQ)\d\w*|MXFP4\w*|BF16|F16|F32)$")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model on this machine.
+
+    Attributes:
+        name: what a command takes as MODEL to mean it.
+        place: whose folder it lies in: ``hugging face``, ``lm studio``, ``ollama``, ``kvcellar``.
+        path: the folder of a checkpoint, or a GGUF file (of several, the first).
+        format: ``safetensors``, ``mlx`` or ``gguf``.
+        family: the config's ``model_type``; None where there is no config.
+        size_bytes: of its files.
+        lacks: files that a download which was broken off has not brought; empty where it is whole.
+    """
+
+    name: str
+    place: str
+    path: Path
+    format: str
+    family: str | None
+    size_bytes: int
+    lacks: tuple[str, ...] = ()
+
+
+def found_models() -> list[FoundModel]:
+    """Return all models on this machine, by place and name."""
+    found = [*_of_hugging_face(), *_of_lm_studio(), *_of_ollama(), *_of_folder(own_folder(), OWN)]
+    return sorted(found, key=lambda one: (one.place, one.name.lower()))
+
+
+def own_folder() -> Path:
+    """Return the folder of kvcellar's own models."""
+    return default_home() / "models"
+
+
+def find_in_place(name: str) -> Path | None:
+    """Return where a model of another program lies; None where the name means none of theirs.
+
+    Args:
+        name: ``ollama:NAME``, ``ollama:NAME:TAG`` or ``lmstudio:PUBLISHER/MODEL``, with ``:QUANT``
+            where it has several files.
+
+    Raises:
+        ModelError: that program has no such model here; the message names those that it has.
+    """
+    for prefix, models, program in (
+        (OLLAMA_PREFIX, _of_ollama, "Ollama"),
+        (LM_STUDIO_PREFIX, _of_lm_studio, "LM Studio"),
+    ):
+        if name.startswith(prefix):
+            there = {one.name: one for one in models()}
+            wanted = name if prefix != OLLAMA_PREFIX or name.count(":") > 1 else f"{name}:latest"
+            match = [there[wanted]] if wanted in there else _quants_of(name, there.values())
+            if len(match) == 1:
+                return match[0].path
+            raise ModelError(_not_there(name, program, match or list(there.values())))
+    return None
+
+
+def _quants_of(name: str, models: Iterable[FoundModel]) -> list[FoundModel]:
+    return [one for one in models if one.name.startswith(f"{name}:")]
+
+
+def _not_there(name: str, program: str, models: list[FoundModel]) -> str:
+    names = ", ".join(one.name for one in models[:8]) or "none"
+    more = f" and {len(models) - 8} more" if len(models) > 8 else ""
+    return f"{program} has no model {name!r} on this machine; there are: {names}{more}"
+
+
+# The folders of each program ---------------------------------------------------------------------
+
+
+def _of_hugging_face() -> Iterator[FoundModel]:
+    """Yield the models in the Hugging Face cache: the newest revision of each repository."""
+    with contextlib.suppress(ModuleNotFoundError, OSError):
+        from huggingface_hub import scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+
+        with contextlib.suppress(CacheNotFound):
+            for repo in scan_cache_dir().repos:
+                if repo.repo_type == "model" and repo.revisions:
+                    newest = repo.refs.get("main") or max(
+                        repo.revisions, key=lambda one: one.last_modified
+                    )
+                    yield from models_in(newest.snapshot_path, repo.repo_id, HUGGING_FACE)
+
+
+def _of_lm_studio() -> Iterator[FoundModel]:
+    """Yield the models in LM Studio's folder: ``PUBLISHER/MODEL``."""
+    for folder in dict.fromkeys(_lm_studio_folders()):
+        for model in sorted(folder.glob("*/*")):
+            if model.is_dir():
+                name = f"{LM_STUDIO_PREFIX}{model.relative_to(folder).as_posix()}"
+                yield from models_in(model, name, LM_STUDIO)
+
+
+def _lm_studio_folders() -> Iterator[Path]:
+    home = Path.home() / ".lmstudio"
+    value = _json(home / "settings.json").get("downloadsFolder")
+    if isinstance(value, str):
+        yield Path(value).expanduser()
+    yield home / "models"
+    yield Path.home() / ".cache" / "lm-studio" / "models"
+
+
+def _of_ollama() -> Iterator[FoundModel]:
+    """Yield the models of Ollama: its manifests name the blob that is the GGUF file."""
+    said = os.environ.get("OLLAMA_MODELS")
+    folder = Path(said).expanduser() if said else Path.home() / ".ollama" / "models"
+    manifests = folder / "manifests"
+    for manifest in sorted(path for path in manifests.rglob("*") if path.is_file()):
+        *place, model, tag = manifest.relative_to(manifests).parts
+        for layer in _json(manifest).get("layers") or []:
+            if not isinstance(layer, dict) or layer.get("mediaType") != _OLLAMA_MODEL:
+                continue
+            blob = folder / "blobs" / str(layer.get("digest")).replace(":", "-")
+            if blob.is_file():
+                prefix = "" if tuple(place) == _OLLAMA_LIBRARY else "/".join([*place, ""])
+                name = f"{OLLAMA_PREFIX}{prefix}{model}:{tag}"
+                yield FoundModel(name, OLLAMA, blob, "gguf", None, blob.stat().st_size)
+
+
+def _of_folder(folder: Path, place: str) -> Iterator[FoundModel]:
+    """Yield the models in a folder's folders, and its GGUF files; their paths are their names."""
+    if not folder.is_dir():
+        return
+    yield from (one for one in models_in(folder, str(folder), place) if one.path.parent == folder)
+    for model in sorted(path for path in folder.iterdir() if path.is_dir()):
+        yield from models_in(model, str(model), place)
+
+
+def models_in(folder: Path, name: str, place: str) -> Iterator[FoundModel]:
+    """Yield the models that lie in one folder: a checkpoint, and each quantisation in GGUF.
+
+    Args:
+        folder: looked at, with the folders in it that hold parts of GGUF files.
+        name: what the folder's model is called.
+        place: whose folder it is.
+    """
+    config = _json(folder / "config.json")
+    weights = sorted(folder.glob("*.safetensors"))
+    if config and weights:
+        text = config.get("text_config")
+        family = config.get("model_type") or (text or {}).get("model_type")
+        kind = "mlx" if "quantization" in config else "safetensors"
+        size_bytes = sum(path.stat().st_size for path in weights)
+        yield FoundModel(name, place, folder, kind, family, size_bytes, _lacking(folder))
+    ggufs = sorted({*folder.glob("*.gguf"), *folder.glob("*/*.gguf")})
+    for first in ggufs:
+        shard = _SHARD.search(first.stem)
+        if (shard and int(shard[1]) > 1) or "mmproj" in first.name.lower():
+            continue
+        parts = _parts(first)
+        there = [part for part in parts if part.is_file()]
+        size_bytes = sum(part.stat().st_size for part in there)
+        lacks = tuple(part.name for part in parts if part not in there)
+        shown = str(first) if place == OWN else f"{name}:{quant_of(first)}"
+        yield FoundModel(shown, place, first, "gguf", None, size_bytes, lacks)
+
+
+def quant_of(file: Path) -> str:
+    """Return the quantisation that a GGUF file's name ends with, or its whole stem."""
+    stem = _SHARD.sub("", file.stem)
+    found = _QUANT.search(stem)
+    return found[1].upper() if found else stem
+
+
+def _parts(first: Path) -> list[Path]:
+    """Return all files of a GGUF model that may be split, from its first."""
+    shard = _SHARD.search(first.stem)
+    if shard is None:
+        return [first]
+    base = _SHARD.sub("", first.stem)
+    return [
+        first.with_name(f"{base}-{n:05}-of-{shard[2]}.gguf") for n in range(1, int(shard[2]) + 1)
+    ]
+
+
+def _lacking(folder: Path) -> tuple[str, ...]:
+    """Return the files that a checkpoint's index names and that are not there."""
+    names = _json(folder / "model.safetensors.index.json").get("weight_map")
+    wanted = {name for name in names.values() if isinstance(name, str)} if names else set()
+    return tuple(sorted(name for name in wanted if not (folder / name).is_file()))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty where there is none, since a listing goes on."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def is_gguf(file: Path) -> bool:
+    """Return true if a file is GGUF by its name, or by its first bytes, as Ollama's blobs are."""
+    if file.suffix == ".gguf":
+        return True
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        return opened.read(4) == b"GGUF"
+    return False
+
+
+def remove(model: FoundModel) -> int:
+    """Delete the files of a model that lies in the Hugging Face cache or in kvcellar's folder.
+
+    Returns:
+        Bytes that were freed.
+
+    Raises:
+        ModelError: it lies in another program's folder, or cannot be deleted.
+    """
+    if model.place not in (HUGGING_FACE, OWN):
+        raise ModelError(f"{model.name} is kept by {model.place}, in {model.path}; delete it there")
+    try:
+        if model.format == "gguf":
+            return sum(_unlinked(part) for part in _parts(model.path) if part.is_file())
+        if model.place == OWN:
+            shutil.rmtree(model.path)
+            return model.size_bytes
+        return _forgotten(model.name)
+    except OSError as error:
+        raise ModelError(f"{model.name} cannot be deleted: {error}") from error
+
+
+def _unlinked(file: Path) -> int:
+    """Delete a file, and the one that it is a link to; return its bytes."""
+    size_bytes, blob = file.stat().st_size, file.resolve()
+    file.unlink()
+    blob.unlink(missing_ok=True)
+    return size_bytes
+
+
+def _forgotten(repo_id: str) -> int:
+    """Delete a repository from the Hugging Face cache; return its bytes."""
+    from huggingface_hub import scan_cache_dir
+
+    cache = scan_cache_dir()
+    revisions = [
+        revision.commit_hash
+        for repo in cache.repos
+        if repo.repo_type == "model" and repo.repo_id == repo_id
+        for revision in repo.revisions
+    ]
+    strategy = cache.delete_revisions(*revisions)
+    strategy.execute()
+    return int(strategy.expected_freed_size)
