@@ -265,13 +265,13 @@ async def _of_agent(
         deadline_s=service.config.wait_s,
         on_start=on_start,
     )
-    seat, turns = service.conversations.seat(turn, whose), service.agents.turns
-    async with seat, turns.running(turn) as running:
-        async for event in running.events:
-            running.take(event)
-            if isinstance(event, TokenEvent):
-                choice.tokens.append(event.token)
-                yield [event.token]
+    async with service.conversations.seat(turn, whose):
+        async with service.agents.turns.running(turn) as running:
+            async for event in running.events:
+                running.take(event)
+                if isinstance(event, TokenEvent):
+                    choice.tokens.append(event.token)
+                    yield [event.token]
         choice.end = running.end.finish
         await service.check_finish(host, choice.end)
 
