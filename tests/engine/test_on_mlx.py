@@ -149,21 +149,21 @@ def test_the_engines_thread_and_others_take_turns(demo: Any, wanted: Any) -> Non
 
 
 def test_a_forward_that_raised_leaves_the_cache_as_it_was(demo: Any, monkeypatch: Any) -> None:
-    from kvcellar.backends.mlx import binding
+    from kvcellar.backends.mlx.caches import MlxSeqCache
 
     with MAKERS["cells"](demo.params, CAPACITY) as session:
         cache, runner = session.cache, demo.bind(session)
         first = runner.forward(range(5, 25), cache.begin_step([0] * 20))
         before = cache.usage().groups
-        real, calls = binding.OutputProjection.__call__, []
+        real, calls = MlxSeqCache.update_and_attend, []
 
-        def failing(self: Any, x: Any) -> Any:
+        def failing(self: Any, *args: Any) -> Any:
             calls.append(1)
             if len(calls) == 3:
                 raise RuntimeError("a layer fails")
-            return real(self, x)
+            return real(self, *args)
 
-        monkeypatch.setattr(binding.OutputProjection, "__call__", failing)
+        monkeypatch.setattr(MlxSeqCache, "update_and_attend", failing)
         with pytest.raises(RuntimeError, match="a layer fails"):
             runner.forward([7, 8], cache.begin_step([0, 1]))
         monkeypatch.undo()

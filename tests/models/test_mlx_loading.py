@@ -254,7 +254,7 @@ for call in (lambda: load_model("demo", backend="mlx"),
 
 def test_yarn_without_truncation_is_the_configs_own(loaded: Any) -> None:
     torch = pytest.importorskip("torch")
-    rope = loaded("gpt_oss", "mlx").network.model.layers[0].self_attn.rope.rope
+    rope = loaded("gpt_oss", "mlx").network.model.layers[0].self_attn.rope
     want = make_model("gpt_oss").model.rotary_emb.inv_freq
     torch.testing.assert_close(torch.tensor(1 / np.array(rope._freqs)), want, rtol=1e-5, atol=0)
 

@@ -1,140 +1,70 @@
 """A model of mlx-lm whose attention runs on our caches. The model's own code stays as it is.
 
-A model calls its caches by mlx-lm's protocol: ``offset`` for the positions, ``make_mask``, and
-``update_and_fetch`` with K and V. That suits one sequence. For a flat batch two things are missing,
-and both come from modules that are wrapped in place, in one model and not in mlx-lm:
+mlx-lm's models take many sequences at a time as a batch, with one offset for each. So a flat batch
+of T tokens goes through a model as T sequences of one token: its ropes turn every token by its own
+position, and nothing in it needs to know whose token is whose.
 
-- The *rope* of each attention gives every token its own position, and lets the cache see the
-  queries, since what a token may read cannot be said by one mask for all.
-- The *output projection* takes what the cache has attended in place of what the model attends after
-  it. MLX is lazy: the model's own attention, of this step's tokens alone, is never computed.
+What the attention of a token reads is the cache's to say. A model hands queries and what its cache
+gave it to ``scaled_dot_product_attention``, a global name in the module that defines its attention.
+The methods that use that name are bound again, in one model and not in mlx-lm, with a function of
+the same name that asks the cache of the forward that runs in this thread. Without such a forward it
+is mlx-lm's own, so a bound model does with caches of mlx-lm's what it always did.
 
-The last norm is wrapped too: it passes on the rows whose logits are wanted, so the LM head runs on
-those alone. With caches of mlx-lm's own the wrapped model does what it always did.
+The layer that computes the logits is bound as well: it runs on the rows that are wanted.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
 
 from kvcellar.backends.mlx.caches import MlxCache
+from kvcellar.errors import ConfigError
 from kvcellar.types import IntArray
 
+ATTENTION = "scaled_dot_product_attention"
+"""The name by which mlx-lm's models call for attention."""
 
-class Forward:
-    """State that wrapped modules and the layers' caches share during a forward.
-
-    Attributes:
-        positions: ``[T]``, of the flat batch.
-        start: position of the first token, where the others follow it; else None.
-        offsets: the positions as the rope takes them, where they do not.
-        rows: ``[R]`` tokens whose logits are wanted; None: of one token, its own.
-        attended: what a layer's cache has attended, until the output projection takes it.
-        wanted: layers whose inputs are to be kept.
-        inputs: what was kept, ``[1, T, hidden]`` by layer.
-    """
-
-    __slots__ = ("attended", "inputs", "offsets", "positions", "rows", "start", "wanted")
-
-    positions: IntArray
-    start: int | None
-    offsets: mx.array | None
-    rows: mx.array | None
-    attended: mx.array | None
-
-    def __init__(self) -> None:
-        """Keeps no inputs."""
-        self.wanted: tuple[int, ...] = ()
-        self.inputs: dict[int, mx.array] = {}
-
-    def begin(self, positions: IntArray, rows: IntArray | None) -> None:
-        """Begin a forward of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
-        n_tok = len(positions)
-        self.positions, self.attended = positions, None
-        self.rows = self.offsets = None
-        if n_tok == 1 and rows is None:
-            self.start = int(positions[0])
-            return
-        self.rows = mx.array([n_tok - 1]) if rows is None else mx.array(rows)
-        if (positions[1:] - positions[:-1] == 1).all():
-            self.start = int(positions[0])
-        else:
-            self.start, self.offsets = None, mx.array(positions.astype("int32"))
+Fetched = tuple[mx.array, mx.array]
+"""K and V ``[T, n_kv_heads, 1, dim]`` of this forward's tokens, as a model gave them."""
 
 
-class LayerCache:
-    """Cache of one layer as a model sees it: mlx-lm's protocol, for a flat batch."""
+class Attending(Protocol):
+    """Protocol of a forward that is asked to attend in place of mlx-lm."""
 
-    __slots__ = ("_cache", "_forward", "_layer", "_queries", "_scale", "_sinks")
-
-    def __init__(self, cache: MlxCache, layer: int, forward: Forward, module: Any) -> None:
-        """Stand in for the cache of one layer, whose attention is ``module``."""
-        self._cache = cache
-        self._layer = layer
-        self._forward = forward
-        self._scale = float(getattr(module, "sm_scale", None) or module.scale)
-        self._sinks: mx.array | None = module.get("sinks")
-        self._queries: mx.array | None = None
-
-    @property
-    def offset(self) -> LayerCache:
-        """Offset for the model's rope: this object, which knows each token's position."""
-        return self
-
-    def rotate(self, rope: Any, x: mx.array) -> mx.array:
-        """Rotate ``x [1, heads, T, dim]``, each token by its own position; queries come first."""
-        forward = self._forward
-        if forward.offsets is None:
-            x = rope(x, offset=forward.start)
-        else:
-            x = rope(x.swapaxes(0, 2), offset=forward.offsets).swapaxes(0, 2)
-        if self._queries is None:
-            self._queries = x
-        return x
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        """None: the cache is the mask."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store K and V, attend the queries; what is returned here is never read."""
-        queries, self._queries = self._queries, None
-        assert queries is not None, "a rotation of the queries comes before"
-        self._forward.attended = self._cache.update_and_attend(
-            queries,
-            keys,
-            values,
-            self._forward.positions,
-            self._layer,
-            self._scale,
-            queries.dtype,
-            self._sinks,
-        )
-        return keys, values
-
-    def forget(self) -> None:
-        """Let go of what a forward that raised has left."""
-        self._queries = None
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend as mlx-lm's function of that name."""
+        ...
 
 
 _running = threading.local()
 
 
 class Running:
-    """Lets wrapped modules know the forward of this thread while a ``with`` lasts."""
+    """Lets bound modules know the forward of this thread while a ``with`` lasts."""
 
     __slots__ = ("_forward",)
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Attending) -> None:
         """Mark the attention of this forward."""
         self._forward = forward
 
     def __enter__(self) -> None:
-        """Make this the forward that the layers of this thread run in."""
+        """Make this the forward that the modules of this thread run in."""
         _running.forward = self._forward
 
     def __exit__(self, *error: object) -> None:
@@ -142,113 +72,315 @@ class Running:
         _running.forward = None
 
 
-def _current() -> Forward | None:
+class Forward:
+    """State that bound modules and the layers' caches share during a forward.
+
+    Attributes:
+        offsets: ``[T]`` positions, as ropes take them.
+        rows: ``[R]`` tokens whose logits are wanted; None: of one token, its own.
+        wanted: layers whose inputs are to be kept.
+        inputs: what was kept, ``[T, 1, hidden]`` by layer.
+    """
+
+    def __init__(self, cache: MlxCache) -> None:
+        """Serve attention from a session's cache."""
+        self._cache = cache
+        self._fetched: dict[int, tuple[Fetched, bool]] = {}
+        self._last: tuple[Fetched, bool] | None = None
+        self._turned: list[mx.array] = []
+        self._attended: mx.array | None = None
+        self._layer = 0
+        self.wanted: tuple[int, ...] = ()
+        self.inputs: dict[int, mx.array] = {}
+
+    def begin(self, positions: IntArray, rows: IntArray | None) -> None:
+        """Begin a forward of tokens at ``positions [T]``; ``rows`` as a runner takes them."""
+        self._positions = positions
+        self.offsets = mx.array(positions.astype("int32"))
+        n_tokens = len(positions)
+        if rows is None:
+            self.rows = None if n_tokens == 1 else mx.array([n_tokens - 1])
+        else:
+            self.rows = mx.array(rows)
+        self.end()
+
+    def end(self) -> None:
+        """Let go of what the modules left, also after a failure."""
+        self._layer = 0
+        self._fetched.clear()
+        self._turned.clear()
+        self._attended = None
+
+    def fetch(self, keys: mx.array, values: mx.array, *, is_latent: bool) -> Fetched:
+        """Take K and V of a layer; return what the model hands on to attention.
+
+        A latent layer multiplies its rotary queries with what it gets for rotary keys, to make the
+        mask of its attention. It gets the identity, so the mask is those queries.
+        """
+        given = (keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None])
+        handed = given if is_latent else (keys, values)
+        self._last = self._fetched[id(keys)] = (keys, values), is_latent
+        return handed
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Store the K and V that were fetched and attend over the history of each token.
+
+        Args:
+            queries: ``[T, n_heads, 1, head_dim]``.
+            keys: as ``fetch`` gave them, of this layer or of an earlier one that it shares; or
+                this layer's in another type.
+            values: the same.
+            scale: factor on the logits.
+            mask: of a latent layer its rotary queries, already scaled; else not looked at.
+            sinks: ``[n_heads]``, or None.
+
+        Returns:
+            ``[T, n_heads, 1, v_head_dim]``.
+        """
+        found = self._fetched.get(id(keys), self._last)
+        assert found is not None, "keys come from a cache"
+        (k, v), is_latent = found
+        if is_latent:
+            k, v = v, k
+            queries, scale = mx.concatenate([queries * scale, mask], axis=-1), 1.0
+        layer, self._layer = self._layer, self._layer + 1
+        q, k, v = (x.swapaxes(0, 2) for x in (queries, k, v))
+        out = self._cache.update_and_attend(
+            q, k, v, self._positions, layer, float(scale), q.dtype, sinks
+        )
+        return out.swapaxes(0, 2)
+
+    # Attention that a model writes out by hand ---------------------------------------------------
+
+    def turned(self, x: mx.array) -> None:
+        """Note what a rope gave: queries are found among it."""
+        self._turned.append(x)
+
+    def attend_by_hand(self, keys: mx.array, values: mx.array, scale: float) -> None:
+        """Attend the queries that were turned with these keys; the projection takes the result."""
+        queries = next(x for x in self._turned if x is not keys)
+        self._turned.clear()
+        self.fetch(keys, values, is_latent=False)
+        self._attended = self.attend(queries, keys, values, scale, None, None)
+
+    def projected(self, x: mx.array) -> mx.array:
+        """Return what an output projection is to take in place of ``x [T, 1, n_heads * dim]``."""
+        attended, self._attended = self._attended, None
+        return x if attended is None else attended.swapaxes(1, 2).flatten(2)
+
+
+class LayerCache:
+    """Cache of one layer as a model sees it: mlx-lm's protocol, for a flat batch."""
+
+    __slots__ = ("_forward", "_held", "_is_latent", "_scale")
+
+    start_position = 0
+    """The first position that is held, for models that make masks of their own."""
+
+    def __init__(self, forward: Forward, *, is_latent: bool, scale: float | None) -> None:
+        """Stand in for the cache of one layer.
+
+        Args:
+            forward: the forwards of a session.
+            is_latent: the layer keeps a latent row and a rotary row.
+            scale: of attention that the layer writes out by hand; None: it calls for it.
+        """
+        self._forward = forward
+        self._is_latent = is_latent
+        self._scale = scale
+        self._held: Fetched | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of each token ``[T]``."""
+        return self._forward.offsets
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        """None: the cache is the mask."""
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: what is behind a chunk is the cache's to let go of."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Take K and V ``[T, n_kv_heads, 1, dim]``, which attention stores."""
+        if self._scale is not None:
+            self._forward.attend_by_hand(keys, values, self._scale)
+            return keys, values
+        self._held = self._forward.fetch(keys, values, is_latent=self._is_latent)
+        return self._held
+
+    def keys_and_values(self) -> Fetched:
+        """Return what was fetched last, for a layer that shares it."""
+        assert self._held is not None, "the layer that stores them comes before"
+        return self._held
+
+
+def _current() -> Any:
     return getattr(_running, "forward", None)
 
 
-class PerTokenRope(nn.Module):  # type: ignore[misc, name-defined]
-    """A rope that turns each token of a flat batch by its own position."""
+def _attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend as mlx-lm's function, on the cache of the forward of this thread where one runs."""
+    forward = _current()
+    if forward is None:
+        own: mx.array = scaled_dot_product_attention(
+            queries, keys, values, cache, scale, mask, sinks
+        )
+        return own
+    out: mx.array = forward.attend(queries, keys, values, scale, mask, sinks)
+    return out
 
-    def __init__(self, rope: Any) -> None:
-        """Around the model's own."""
-        super().__init__()
-        self.rope = rope
 
-    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """Rotate ``x [B, heads, T, dim]``; ``offset``: an int, or a cache that knows positions."""
-        if isinstance(offset, LayerCache):
-            return offset.rotate(self.rope, x)
-        out: mx.array = self.rope(x, offset=offset)
-        return out
+# Classes of bound modules ------------------------------------------------------------------------
 
 
-class OutputProjection(nn.Module):  # type: ignore[misc, name-defined]
-    """An output projection that takes what our cache has attended, where one has."""
+def _class(module: object) -> Any:
+    return type(module)
 
-    def __init__(self, projection: Any) -> None:
-        """Around the model's own."""
-        super().__init__()
-        self.projection = projection
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Project ``[B, T, heads * dim] -> [B, T, hidden]``."""
+def become(module: Any, made: type) -> None:
+    """Make a module an object of a subclass of its class, its weights untouched."""
+    object.__setattr__(module, "__class__", made)
+
+
+def subclass(base: type, methods: Mapping[str, Any]) -> type:
+    """Make a subclass of the same name."""
+    return type(base.__name__, (base,), {"__module__": base.__module__, **methods})
+
+
+@functools.cache
+def _attending(base: type) -> type | None:
+    """Return a subclass whose attention is ours; None: the class calls for none."""
+    names = {name for owner in base.__mro__ for name in vars(owner)}
+    found = {name: getattr(base, name) for name in names}
+    methods = {
+        name: _rebound(method)
+        for name, method in found.items()
+        if isinstance(method, FunctionType)
+        and ATTENTION in method.__code__.co_names
+        and method.__globals__.get(ATTENTION) is scaled_dot_product_attention
+    }
+    return subclass(base, methods) if methods else None
+
+
+def _rebound(method: FunctionType) -> FunctionType:
+    """Return a function of the same code for which attention is ours."""
+    names = {**method.__globals__, ATTENTION: _attention}
+    made = FunctionType(
+        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+    )
+    made.__kwdefaults__ = method.__kwdefaults__
+    return made
+
+
+@functools.cache
+def _selecting(base: type, name: str) -> type:
+    """Return a subclass whose method ``name`` runs on the wanted rows alone."""
+    own = getattr(base, name)
+
+    def on_rows(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         forward = _current()
-        if forward is not None and forward.attended is not None:
-            attended, forward.attended = forward.attended, None
-            x = attended.swapaxes(1, 2).flatten(2)
-        out: mx.array = self.projection(x)
-        return out
-
-
-class LastNorm(nn.Module):  # type: ignore[misc, name-defined]
-    """A last norm that passes on the rows whose logits are wanted."""
-
-    def __init__(self, norm: Any, n_layers: int) -> None:
-        """Around the model's own, behind so many layers."""
-        super().__init__()
-        self.norm = norm
-        self.n_layers = n_layers
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Normalise ``[1, T, hidden] -> [1, R, hidden]`` in a forward of ours, or all rows."""
-        forward = _current()
-        if forward is not None and self.n_layers in forward.wanted:
-            forward.inputs[self.n_layers] = x
         if forward is not None and forward.rows is not None:
-            x = mx.take(x, forward.rows, axis=1)
-        out: mx.array = self.norm(x)
+            x = mx.take(x, forward.rows, axis=0)
+        out: mx.array = own(self, x, *args, **kwargs)
         return out
 
+    return subclass(base, {name: on_rows})
 
-class FirstNorm(nn.Module):  # type: ignore[misc, name-defined]
-    """The first norm of a layer, which sees what the layer is given."""
 
-    def __init__(self, norm: Any, layer: int) -> None:
-        """Around the model's own, of ``layer``."""
-        super().__init__()
-        self.norm = norm
-        self.layer = layer
+@functools.cache
+def _keeping(base: type, layer: int) -> type:
+    """Return a subclass that keeps what it is given, where the forward wants it."""
+    own: Any = base.__call__
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Run ``[1, T, hidden] -> [1, T, hidden]``."""
+    def keep(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         forward = _current()
-        if forward is not None and self.layer in forward.wanted:
-            forward.inputs[self.layer] = x
-        out: mx.array = self.norm(x)
+        if forward is not None and layer in forward.wanted:
+            forward.inputs[layer] = x
+        out = own(self, x, *args, **kwargs)
+        if forward is not None and layer + 1 in forward.wanted:
+            forward.inputs[layer + 1] = out[0] if isinstance(out, tuple) else out
         return out
 
-
-def text_model(model: Any) -> Any:
-    """Return the part of a model of mlx-lm that has embedding, layers and last norm."""
-    return getattr(model, "language_model", model).model
+    return subclass(base, {"__call__": keep, "kept_layer": layer})
 
 
-def hidden_size(model: Any) -> int:
-    """Numbers per token between layers, of a wrapped model."""
-    return int(text_model(model).norm.norm.weight.shape[0])
+@functools.cache
+def _turning(base: type) -> type:
+    """Return a subclass of a rope that tells the forward what it gave."""
+    own: Any = base.__call__
+
+    def turn(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = own(self, *args, **kwargs)
+        forward = _current()
+        if forward is not None:
+            forward.turned(out)
+        return out
+
+    return subclass(base, {"__call__": turn})
 
 
-def wrap(model: Any) -> None:
-    """Wrap a model's ropes, output projections and last norm in place."""
-    inner = text_model(model)
-    for layer in inner.layers:
-        attention = layer.self_attn
-        attention.rope = PerTokenRope(attention.rope)
-        attention.o_proj = OutputProjection(attention.o_proj)
-    inner.norm = LastNorm(inner.norm, len(inner.layers))
+@functools.cache
+def _projecting(base: type) -> type:
+    """Return a subclass of a projection that takes what the forward has attended."""
+    own: Any = base.__call__
+
+    def project(self: Any, x: mx.array) -> mx.array:
+        forward = _current()
+        out: mx.array = own(self, x if forward is None else forward.projected(x))
+        return out
+
+    return subclass(base, {"__call__": project})
 
 
-def wrap_first_norms(model: Any, layers: Iterable[int]) -> None:
-    """Wrap the first norms of some layers of a wrapped model, where they are not yet."""
-    blocks = text_model(model).layers
-    for layer in layers:
-        if layer < len(blocks) and not isinstance(blocks[layer].input_layernorm, FirstNorm):
-            blocks[layer].input_layernorm = FirstNorm(blocks[layer].input_layernorm, layer)
+def bind_attention(model: Any) -> None:
+    """Have all modules of a model that call for attention ask the forward of their thread."""
+    for module in model.modules():
+        made = _attending(_class(module))
+        if made is not None:
+            become(module, made)
 
 
-def layer_caches(model: Any, cache: MlxCache, forward: Forward) -> list[LayerCache]:
-    """Make what a wrapped model is called with as its ``cache``, in every forward of a session."""
-    return [
-        LayerCache(cache, layer, forward, block.self_attn)
-        for layer, block in enumerate(text_model(model).layers)
-    ]
+def bind_by_hand(rope: Any, projection: Any) -> None:
+    """Bind the rope and the output projection of attention that is written out by hand."""
+    become(rope, _turning(_class(rope)))
+    become(projection, _projecting(_class(projection)))
+
+
+def bind_head(head: Any, method: str) -> None:
+    """Have the module that makes logits, by this method, run on the wanted rows."""
+    become(head, _selecting(_class(head), method))
+
+
+def bind_features(model: Any, layers: Iterable[int]) -> None:
+    """Have some layers keep what they are given; the number of layers is the last one's output.
+
+    Raises:
+        ConfigError: the model's layers are not one after another.
+    """
+    blocks: Sequence[Any] = model.layers
+    for layer in {min(layer, len(blocks) - 1) for layer in layers}:
+        kept = getattr(type(blocks[layer]), "kept_layer", None)
+        if kept is None:
+            become(blocks[layer], _keeping(_class(blocks[layer]), layer))
+        elif kept != layer:
+            raise ConfigError(
+                f"the model's layers {kept} and {layer} are one module, which cannot tell their "
+                f"inputs apart; run it without features"
+            )

@@ -7,7 +7,6 @@ embeddings by a default of its own. So its arguments are made from the config of
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
+from mlx_lm.models.rope_utils import YarnRoPE
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from kvcellar.backends.mlx.binding import text_model, wrap
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
-from kvcellar.backends.mlx.facts import learn_facts
+from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.architecture import check_architecture, without_quantisation
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
-from kvcellar.models.configs import config_from_dict
-from kvcellar.models.facts import ModelFacts
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
-from kvcellar.models.known import facts_of
-from kvcellar.models.loading import loader_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
@@ -36,7 +31,9 @@ from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
-from kvcellar.spec import ModelCacheSpec
+from kvcellar.spec import ModelCacheSpec, positions_from_config
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _PARTS = {
     "model.language_model.": "language_model.model.",
@@ -51,11 +48,13 @@ class MlxModel(LoadedModel):
     """A model of mlx-lm in memory; attributes as in :class:`LoadedModel`.
 
     Attributes:
-        network: the module of mlx-lm, wrapped.
+        network: the module of mlx-lm, bound.
+        learnt: what was learnt of it.
         device: where it runs; None: MLX's default, the GPU of a Mac.
     """
 
     network: Any = field(repr=False)
+    learnt: Learnt = field(repr=False)
     device: mx.Device | None
 
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
@@ -63,9 +62,7 @@ class MlxModel(LoadedModel):
         budget = session.cache.config.budget
         if budget is not None:
             limit_memory(budget.limit_bytes, budget.reserve_bytes)
-        return MlxRunner(
-            self.network, self.params, self.vocab_size, session, self.device, feature_layers
-        )
+        return MlxRunner(self.network, self.learnt, session, self.device, feature_layers)
 
     def touch_weights(self) -> int:
         """Return the bytes of the weights: loading has read them all."""
@@ -103,39 +100,47 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         folder = find_checkpoint(options.model, lambda part, what: report(0.9 * part, what))
         report(0.9, "reading the config")
         raw = read_config(folder)
-        stored = _check_files(folder, raw)
-        facts = model_facts(without_quantisation(raw))
-        config = config_from_dict(raw)
+        _check_files(folder)
+        config = text_config(raw)
         tokenizer = load_tokenizer(folder)
         report(0.92, "loading weights")
         model = load_weights(folder, raw, config)
         if wanted is not None:
             model.set_dtype(FLOAT_DTYPES[wanted])
         _untruncate(model, config)
+        learnt = _learn(model, config)
         mx.eval(_arrays(model))  # what stayed lazy would belong to this thread
-        vocab_size = int(config.vocab_size)
-        if "weight" in text_model(model).embed_tokens:
-            vocab_size = int(text_model(model).embed_tokens.weight.shape[0])
-        wrap(model)
-    check_vocabulary(tokenizer, vocab_size, folder)
+    check_vocabulary(tokenizer, learnt.vocab_size, folder)
     report(1.0, "ready")
     return MlxModel(
         name=options.name,
         path=folder,
         backend=options.backend,
-        params=facts.params,
+        params=learnt.params,
         config=config,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=learnt.vocab_size,
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
-        max_positions=facts.max_positions,
-        dtype=wanted or _float_type(model, stored),
+        max_positions=positions_from_config(config),
+        dtype=next(name for name, known in FLOAT_DTYPES.items() if known == learnt.dtype),
         weights=None,
         sampling=sampling_defaults(folder),
         chat_template=None,
         network=model,
+        learnt=learnt,
         device=where,
     )
+
+
+def _learn(model: Any, config: Any) -> Learnt:
+    """Learn what a model needs; windows that it does not know are added where nothing else is.
+
+    A config whose layers with a window have a RoPE of their own needs a model that knows which.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_plain = not any(isinstance(part, Mapping) for part in rope.values())
+    name, windows = str(config.model_type), windows_of(config)
+    return learn(model, name, windows, adds_windows=is_plain)
 
 
 def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
@@ -150,29 +155,29 @@ def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
         ModelError: weights that are missing or not this architecture's, or a quantisation that
             mlx-lm does not know.
     """
-    try:
-        model, _ = mlx_lm.utils.load_model(
-            folder,
-            lazy=True,
-            model_config=arguments(raw, config),
-            get_model_classes=_classes,
-        )
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
-        raise ModelError(f"the weights in {folder} cannot be loaded by mlx-lm: {error}") from error
-    return model
+    failed: Exception | None = None
+    for classes in (mlx_lm.utils._get_classes, _renaming_classes):
+        try:
+            model, _ = mlx_lm.utils.load_model(
+                folder,
+                lazy=True,
+                model_config=arguments(raw, config),
+                get_model_classes=classes,
+            )
+            return model
+        except Exception as error:  # its models raise whatever their arguments lead to
+            failed = failed or error
+    raise ModelError(f"{folder} cannot be loaded by mlx-lm: {failed}") from failed
 
 
 def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Write a checkpoint's config in the words that mlx-lm knows.
-
-    Raises:
-        ModelError: layers in an order that mlx-lm's model does not have.
-    """
+    """Write a checkpoint's config in the words that mlx-lm knows."""
     text = {**config.to_dict(), **(raw.get("text_config") or raw)}
     rope = text.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
-    if "rope_theta" in full:
-        text["rope_theta"] = full["rope_theta"]
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in full:
+            text[name] = full[name]
     kind = full.get("rope_type", "default")
     if kind != "default":
         text["rope_scaling"] = dict(full)
@@ -180,44 +185,68 @@ def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
         text["rope_scaling"] = None
     if "sliding_attention" in rope:
         text["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    family = config.model_type
-    if family == "gemma3_text":
-        text["sliding_window_pattern"] = _pattern(list(config.layer_types))
-    if family in ("llama", "mistral"):
-        text["layer_types"] = None  # windows are the cache's
+    if type(config) is not PretrainedConfig and not hasattr(type(config), "layer_types"):
+        text["layer_types"] = None  # of no meaning there, and mlx-lm would take it for one
+    types = list(text.get("layer_types") or ())
+    if set(types) == {_FULL, _SLIDING}:
+        text["sliding_window_pattern"] = types.index(_FULL) + 1
     text.pop("architectures", None)
     if "text_config" in raw:
         return {**raw, "text_config": text, "vocab_size": text["vocab_size"]}
     return text
 
 
-def _pattern(layer_types: list[str]) -> int:
-    """Return n where every n-th layer sees all of the history, as in Gemma 3.
+def text_config(raw: Mapping[str, Any]) -> Any:
+    """Make the config object of the text part of a ``config.json``.
+
+    It is that of transformers where transformers has the architecture; else one without its rules.
 
     Raises:
-        ModelError: the layers come in another order.
+        ModelError: it names no architecture, or has a field that is missing or impossible.
     """
-    first = layer_types.index("full_attention") if "full_attention" in layer_types else -1
-    if first < 0 or any(
-        (kind == "full_attention") != ((i + 1) % (first + 1) == 0)
-        for i, kind in enumerate(layer_types)
-    ):
-        raise ModelError(
-            f"mlx-lm's Gemma 3 has a full layer every so many, and this one has {layer_types}; "
-            f"load it with the backend torch"
-        )
-    return first + 1
+    text = _decoded(raw.get("text_config") or raw)
+    family = text.pop("model_type", None)
+    if family is None:
+        raise ModelError("the config names no model_type; take the model's own config.json")
+    if family not in CONFIG_MAPPING:
+        return PretrainedConfig.from_dict({**text, "model_type": family})
+    try:
+        return AutoConfig.for_model(family, **text)
+    except Exception as error:  # its validators raise classes of their own
+        what = str(error).strip().splitlines()[-1].strip()
+        raise ModelError(f"the {family} config cannot be read: {what}; check the file") from error
 
 
-def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes of a model; its ``sanitize`` gets weights as it knows them."""
+def _decoded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config whose infinities are numbers."""
+    decoded: dict[str, Any] = mlx_lm.utils._decode_tagged_floats(dict(raw))
+    return decoded
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Return the window of each layer by a config of transformers; empty: it does not say.
+
+    A config with ``layer_types`` says it for each; a window without them is every layer's. What a
+    file says and the config's class does not know is nothing that the model looks at.
+    """
+    known = type(config)
+    if not hasattr(known, "sliding_window"):
+        return []
+    if not hasattr(known, "layer_types"):
+        return [config.sliding_window] * int(config.num_hidden_layers)
+    types = config.layer_types or ()
+    return [config.sliding_window if kind == _SLIDING else None for kind in types]
+
+
+def _renaming_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return mlx-lm's classes of a model whose ``sanitize`` gets other names than are stored."""
     model_class, arguments_class = mlx_lm.utils._get_classes(config)
 
     class Model(model_class):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            weights = _renamed(weights)
-            own = getattr(super(), "sanitize", None)
-            return dict(own(weights)) if own else weights
+            """Give mlx-lm's own method the names that it looks for."""
+            own: Any = getattr(super(), "sanitize", dict)
+            return dict(own(_renamed(weights)))
 
     return Model, arguments_class
 
@@ -255,8 +284,7 @@ def _untruncate(model: Any, config: Any) -> None:
     if rope.get("rope_type") != "yarn" or rope.get("truncate", True):
         return
     base, original = float(rope["rope_theta"]), float(rope["original_max_position_embeddings"])
-    for layer in text_model(model).layers:
-        yarn = layer.self_attn.rope
+    for yarn in [module for module in model.modules() if isinstance(module, YarnRoPE)]:
         dims = yarn.dims
         low, high = (
             dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -280,12 +308,6 @@ def _arrays(model: Any) -> list[mx.array]:
     ]
 
 
-def _float_type(model: Any, stored: Counter[str]) -> str:
-    """Return the type that the model computes in: that of its last norm."""
-    dtype = text_model(model).norm.norm.weight.dtype
-    return next(name for name, known in FLOAT_DTYPES.items() if known == dtype)
-
-
 def check_model(options: LoadOptions) -> None:
     """Find what is wrong with a model; see :func:`kvcellar.models.check_model`."""
     _check_weights_option(options.weights)
@@ -293,24 +315,14 @@ def check_model(options: LoadOptions) -> None:
     _pick_device(options.device)
     if is_local(options.model):
         folder = find_checkpoint(options.model, no_progress)
-        _check_files(folder, read_config(folder))
+        raw = read_config(folder)
+        mlx_lm.utils._get_classes(_decoded(raw))
+        _check_files(folder)
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
-    return size_checkpoint(options, model_facts)
-
-
-def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
-    """Return the facts of a model; see :meth:`kvcellar.models.loading.ModelLoader.model_facts`.
-
-    Where torch is installed the model itself tells them.
-    """
-    try:
-        told: ModelFacts = loader_of("torch").model_facts(raw)
-    except BackendError:
-        return facts_of(raw, learn_facts, "configs alone")
-    return told
+    return size_checkpoint(options)
 
 
 def device_bytes(device: Any) -> int | None:
@@ -327,19 +339,10 @@ def _check_weights_option(weights: str | None) -> None:
         )
 
 
-def _check_files(folder: Path, raw: dict[str, Any]) -> Counter[str]:
-    """Check a checkpoint's files; return how many tensors are stored in each type."""
-    check_architecture(without_quantisation(raw), folder)
-    facts = model_facts(without_quantisation(raw))
-    facts.check_served()
-    if not facts.rope.is_fixed:
-        raise ModelError(
-            f"{folder} has RoPE of type {facts.rope.kind!r}, which turns every position anew as a "
-            f"sequence grows; load it with the backend torch, which holds it still"
-        )
-    stored = check_weights(folder)
+def _check_files(folder: Path) -> None:
+    """Make sure that the files of a checkpoint are there and whole."""
+    check_weights(folder)
     check_tokenizer_files(folder)
-    return stored
 
 
 def _pick_dtype(options: LoadOptions) -> str | None:
