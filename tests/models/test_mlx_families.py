@@ -27,7 +27,7 @@ from tests.models.mlx_families import (  # noqa: E402
     make_model,
 )
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", [*FAMILIES, *LATENT])
 TOLERANCE = 2e-5
 """Of logits, beside the largest one: MLX sums in another order for other shapes."""
 

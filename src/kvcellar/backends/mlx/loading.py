@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import mlx_lm.utils
 from mlx_lm.models.rope_utils import YarnRoPE
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.models.architecture import without_quantisation
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
+from kvcellar.models.configs import config_from_dict, positions_of
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.known import facts_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
@@ -31,7 +36,7 @@ from kvcellar.models.sizing import size_checkpoint
 from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load_tokenizer, quiet
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
-from kvcellar.spec import ModelCacheSpec, positions_from_config
+from kvcellar.spec import ModelCacheSpec
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -121,7 +126,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         tokenizer=tokenizer,
         vocab_size=learnt.vocab_size,
         eos_token_ids=find_eos_token_ids(folder, raw, tokenizer),
-        max_positions=positions_from_config(config),
+        max_positions=positions_of(config),
         dtype=next(name for name, known in FLOAT_DTYPES.items() if known == learnt.dtype),
         weights=None,
         sampling=sampling_defaults(folder),
@@ -204,17 +209,9 @@ def text_config(raw: Mapping[str, Any]) -> Any:
     Raises:
         ModelError: it names no architecture, or has a field that is missing or impossible.
     """
-    text = _decoded(raw.get("text_config") or raw)
-    family = text.pop("model_type", None)
-    if family is None:
-        raise ModelError("the config names no model_type; take the model's own config.json")
-    if family not in CONFIG_MAPPING:
-        return PretrainedConfig.from_dict({**text, "model_type": family})
-    try:
-        return AutoConfig.for_model(family, **text)
-    except Exception as error:  # its validators raise classes of their own
-        what = str(error).strip().splitlines()[-1].strip()
-        raise ModelError(f"the {family} config cannot be read: {what}; check the file") from error
+    if raw.get("model_type") is None or raw["model_type"] in CONFIG_MAPPING:
+        return config_from_dict(raw)
+    return PretrainedConfig.from_dict(_decoded(raw.get("text_config") or raw))
 
 
 def _decoded(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,14 +312,38 @@ def check_model(options: LoadOptions) -> None:
     _pick_device(options.device)
     if is_local(options.model):
         folder = find_checkpoint(options.model, no_progress)
-        raw = read_config(folder)
-        mlx_lm.utils._get_classes(_decoded(raw))
+        model_facts(without_quantisation(read_config(folder))).check_served()
         _check_files(folder)
 
 
 def size_model(options: LoadOptions) -> ModelCacheSpec:
     """Work out what a model costs; see :func:`kvcellar.models.sizing.size_model`."""
-    return size_checkpoint(options)
+    return size_checkpoint(options, model_facts)
+
+
+def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model; see :meth:`kvcellar.models.loading.ModelLoader.model_facts`.
+
+    They are mlx-lm's own model's, built of its config: nothing of its weights is ever computed.
+    """
+    return facts_of(raw, _facts_of_config, f"mlx-lm {mlx_lm.__version__}")
+
+
+def _facts_of_config(raw: Mapping[str, Any]) -> ModelFacts:
+    config = text_config(raw)
+    words = {**_decoded(raw), **arguments(raw, config)}
+    try:
+        model_class, arguments_class = mlx_lm.utils._get_classes(words)
+        model = model_class(arguments_class.from_dict(words))
+    except Exception as error:  # its models raise whatever their arguments lead to
+        raise ModelError(f"mlx-lm makes no model of the config: {error}") from error
+    return _facts(_learn(model, config), config)
+
+
+def _facts(learnt: Learnt, config: Any) -> ModelFacts:
+    n_active = int(getattr(config, "num_experts_per_tok", None) or 1)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * learnt.hidden_size)
+    return learnt.facts(str(config.model_type), positions_of(config), inner * n_active)
 
 
 def device_bytes(device: Any) -> int | None:
