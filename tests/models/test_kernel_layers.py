@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcellar as kv
 from kvcellar.backends.torch.fast import finding
@@ -150,21 +148,6 @@ def test_rotations_are_those_of_the_model(checkpoint):
     like = torch.empty(0, dtype=torch.bfloat16)
     for positions in ([0], [255], [256], [3, 9000, 3, 511, 512], [131071]):
         want = rotary(like, torch.tensor([positions]))
-        assert torch.equal(found.of(np.array(positions)), torch.cat(want))
-
-
-def test_rotations_that_depend_on_the_length_are_worked_out_each_time():
-    config = LlamaConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-    )
-    rotary, same = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
-    found = Rotations(rotary, torch.float32)
-    like = torch.empty(0)
-    for positions in ([3], [200], [3], [1, 70]):
-        want = same(like, torch.tensor([positions]))
         assert torch.equal(found.of(np.array(positions)), torch.cat(want))
 
 

@@ -350,13 +350,6 @@ def test_a_model_that_does_not_generate_text(folder):
         ("gemma3", {"use_bidirectional_attention": True}, "choose a causal model"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "softcapping.*ignores"),
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
-        (
-            "gemma3",
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
-            "'dynamic'",
-        ),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
     ],
 )

@@ -132,11 +132,12 @@ def open_host(
         options, progress=lambda part, what: report(0.8 * part, f"{options.name}: {what}")
     )
     chosen = chosen or choose_capacity(options, config)  # loading says what is wrong with a model
+    cache_config = options.config_for(loaded.params, loaded.dtype, chosen.cells, budgets[0])
     fingerprint = loaded.fingerprint(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{options.name}: {what}"),
+        rope_length=loaded.rope_length_for(cache_config),
     )
-    cache_config = options.config_for(loaded.params, loaded.dtype, chosen.cells, budgets[0])
     layout = RowLayout.from_config(cache_config)
     rows_bytes = layout.rows_bytes(cache_config.capacity)
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS
 from kvcellar.registry import CacheSession
-from kvcellar.types import ModelCacheParams
+from kvcellar.types import CacheConfig, ModelCacheParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +107,13 @@ class LoadedModel(ABC):
                 f"{self.name!r} has {self.params}; make the session with the model's params"
             )
 
+    def rope_length_for(self, config: CacheConfig) -> int:
+        """Return the length of text whose RoPE factors a session with such a cache has.
+
+        Sessions with the same length turn a position in the same way; 0: all sessions do.
+        """
+        return 0
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the weights in memory."""
@@ -123,6 +130,7 @@ class LoadedModel(ABC):
         cache_file: str | Path | None = None,
         on_progress: Progress | None = None,
         dtype: str | None = None,
+        rope_length: int = 0,
     ) -> Fingerprint:
         """Work out whose KV it computes: equal where the same tokens give the same K and V.
 
@@ -130,6 +138,7 @@ class LoadedModel(ABC):
             cache_file: where hashes of large files are remembered; None: nowhere.
             on_progress: takes how much of the weights is read, 0 to 1, and what comes now.
             dtype: the type that the weights are used in, where it is not that in memory.
+            rope_length: of the session whose KV it is, by ``rope_length_for``.
 
         Raises:
             StoreError: a file cannot be read.
@@ -137,6 +146,8 @@ class LoadedModel(ABC):
         packing = PACKINGS.get(self.weights or "")
         kept = self.dtype if packing is None else f"{self.dtype}+{packing}"
         replaced = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        if rope_length:
+            replaced["rope_length"] = str(rope_length)
         return fingerprint_checkpoint(
             self.path,
             cache_file=cache_file,

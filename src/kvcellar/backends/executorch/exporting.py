@@ -146,6 +146,11 @@ def export_program(
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)
+    if not loaded.facts.rope.is_fixed:
+        raise ModelError(
+            f"{name_or_path} has RoPE of type {loaded.facts.rope.kind!r}, whose factors each "
+            f"session chooses, and a program has its factors inside; run it with the backend torch"
+        )
     if feature_layers is not None:
         n_layers = loaded.params.n_layers
         asked = replace(asked, layers=asked.layers or default_feature_layers(n_layers))

@@ -71,6 +71,7 @@ class ExecutorchModel(LoadedModel):
         cache_file: str | Path | None = None,
         on_progress: Progress | None = None,
         dtype: str | None = None,
+        rope_length: int = 0,
     ) -> Fingerprint:
         """Return that of the checkpoint that was exported, with the type of the weights."""
         parts = json.loads(self.program.metadata[OWN_PREFIX + "fingerprint"])

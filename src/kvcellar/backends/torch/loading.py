@@ -17,9 +17,10 @@ from kvcellar.backends.torch.fast.hold import Held, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.networks import empty_network, load_network
+from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
-from kvcellar.errors import ConfigError, ModelError
+from kvcellar.errors import ConfigError
 from kvcellar.models.architecture import check_architecture
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
@@ -45,6 +46,7 @@ from kvcellar.models.tokenizer import (
 from kvcellar.models.weights import WEIGHTS, Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
+from kvcellar.types import CacheConfig
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
@@ -68,8 +70,19 @@ class TorchModel(LoadedModel):
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:
         """Make a runner of torch; session and model were found to fit."""
         return TorchRunner(
-            self.network, self.decoder, self.params, self.vocab_size, session, feature_layers
+            self.network,
+            self.decoder,
+            self.params,
+            self.vocab_size,
+            session,
+            feature_layers,
+            self.rope_length_for(session.cache.config),
         )
+
+    def rope_length_for(self, config: CacheConfig) -> int:
+        """Return the length of text whose RoPE factors a session has; see ``LoadedModel``."""
+        longest = min(config.origin + config.capacity, self.max_positions)
+        return self.facts.rope.length_for(longest)
 
     @property
     def size_bytes(self) -> int:
@@ -157,6 +170,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         ModelError: weights that are missing, or not this architecture's.
     """
     network = load_network(found.folder, found.raw, dtype=found.dtype, device=found.device)
+    hold_ropes(network)
     n_parameters = sum(parameter.numel() for parameter in network.parameters())
     if found.weights is None:
         return network, None, n_parameters
@@ -188,11 +202,6 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     check_architecture(raw, folder)
     facts = model_facts(raw)
     facts.check_served()
-    if not facts.rope.is_fixed:
-        raise ModelError(
-            f"{folder} has RoPE of type {facts.rope.kind!r}, which turns every position anew as a "
-            f"sequence grows; K that is cached would be wrong, so it is not supported"
-        )
     stored = check_weights(folder)
     check_tokenizer_files(folder)
     wanted = "bfloat16" if asked == "bf16" else options.dtype

@@ -64,6 +64,8 @@ def _fixed(module: Any, length: int) -> Any:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     fixed = copy.deepcopy(module)
+    for hooks in (fixed._forward_hooks, fixed._forward_pre_hooks):
+        hooks.clear()  # whoever watches the module does not watch its copies
     kinds = _kinds(fixed)
     for layer_type, kind in kinds.items():
         if not _moves(kind):

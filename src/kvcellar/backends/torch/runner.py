@@ -28,14 +28,26 @@ class TorchRunner(BoundRunner):
         vocab_size: int,
         session: CacheSession[Any],
         feature_layers: Sequence[int] = (),
+        rope_length: int = 0,
     ) -> None:
-        """Bind a model, and what runs a few tokens of it at once where there is such a thing."""
+        """Bind a model, and what runs a few tokens of it at once where there is such a thing.
+
+        Args:
+            model: the network.
+            decoder: of it, or None.
+            params: of its cache.
+            vocab_size: of the model.
+            session: open.
+            feature_layers: whose inputs are wanted.
+            rope_length: the length of text whose RoPE factors the session has.
+        """
         n_features = len(feature_layers) * int(model.config.hidden_size)
         super().__init__(session, params, vocab_size, n_features)
         self._network = model
         self._feature_layers = tuple(feature_layers)
         self._feature_modules = modules_given(model, feature_layers)
         self._decoder = decoder
+        self._rope_length = rope_length
         self._device: torch.device = model.device
 
     def _run(
@@ -44,7 +56,7 @@ class TorchRunner(BoundRunner):
         if self._decoder is not None:
             last = np.array([len(ids) - 1], np.int64) if rows is None else rows
             layers = self._feature_layers if has_features else ()
-            whole = self._decoder.forward(cache, ids, at, last, layers)
+            whole = self._decoder.forward(cache, ids, at, last, layers, self._rope_length)
             if whole is not None:
                 return whole
         with use_cache(cache), torch.inference_mode():
@@ -60,7 +72,7 @@ class TorchRunner(BoundRunner):
         """Run the tokens as transformers does; features are what these modules are given."""
         keep = 1 if rows is None else self._tensor(rows)
         at = self._tensor(positions[None])
-        with inputs_of(modules) as seen, Positions(at):
+        with inputs_of(modules) as seen, Positions(at, self._rope_length):
             logits = self._network(
                 input_ids=self._tensor(ids[None]),
                 position_ids=at,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.kernel import dtype_of
+from kvcellar.backends.torch.positions import Positions
 from kvcellar.kernel import layers as native
 from kvcellar.types import IntArray
 
@@ -122,28 +123,26 @@ class Rotations:
         """Keep rotations of a rotary embedding, for this type of q and k."""
         self._module = module
         self._like = torch.empty(0, dtype=dtype)
-        kind = module.rope_type
-        self._is_fixed = "dynamic" not in kind and kind != "longrope"
-        self._stretches: dict[int, Tensor] = {}
+        self._stretches: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, positions: IntArray) -> Tensor:
-        """Return cosines and sines ``[2, T, head_dim]``."""
-        if not self._is_fixed:  # they depend on the longest position of the forward
-            return self._computed(torch.from_numpy(positions))
+    def of(self, positions: IntArray, rope_length: int = 0) -> Tensor:
+        """Return cosines and sines ``[2, T, head_dim]``; ``rope_length``: whose factors."""
         if len(positions) == 1:
             stretch, at = divmod(int(positions[0]), STRETCH)
-            return self._stretch(stretch)[:, at : at + 1]
+            return self._stretch(stretch, rope_length)[:, at : at + 1]
         places = [divmod(position, STRETCH) for position in positions.tolist()]
-        return torch.stack([self._stretch(stretch)[:, at] for stretch, at in places], 1)
+        sides = [self._stretch(stretch, rope_length)[:, at] for stretch, at in places]
+        return torch.stack(sides, 1)
 
-    def _stretch(self, stretch: int) -> Tensor:
-        found = self._stretches.get(stretch)
+    def _stretch(self, stretch: int, rope_length: int) -> Tensor:
+        key = stretch, rope_length
+        found = self._stretches.get(key)
         if found is None:
             positions = torch.arange(stretch * STRETCH, (stretch + 1) * STRETCH)
-            found = self._stretches[stretch] = self._computed(positions)
+            found = self._stretches[key] = self._computed(positions, rope_length)
         return found
 
-    def _computed(self, positions: Tensor) -> Tensor:
-        with torch.inference_mode():
+    def _computed(self, positions: Tensor, rope_length: int) -> Tensor:
+        with torch.inference_mode(), Positions(positions[None], rope_length):
             sides: Sides = self._module(self._like, positions[None])
             return torch.cat(sides).contiguous()

@@ -1,0 +1,185 @@
+"""RoPE whose factors depend on the length, held still by sessions, against transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvcellar.agents.host import open_host
+from kvcellar.backends.torch.fast.rotations import Rotations
+from kvcellar.backends.torch.positions import Positions
+from kvcellar.backends.torch.ropes import SessionRope, hold_ropes
+from kvcellar.models import LoadedModel, load_model
+from tests.models.players import Oracle, Player, assert_close, text
+from tests.models.tiny_checkpoints import COMMON, randomize, save
+
+ORIGINAL, LONGEST = 32, 128
+
+FACTORS = {
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + i / 10 for i in range(8)],
+        "long_factor": [1.5 + i for i in range(8)],
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": LONGEST / ORIGINAL},
+}
+SAID = {"longrope": LONGEST, "dynamic": ORIGINAL}
+"""Positions as published configs have them: with what longrope adds, without what dynamic does."""
+
+
+@pytest.fixture(scope="module", params=FACTORS)
+def kind(request: Any) -> str:
+    return request.param
+
+
+def config(kind: str, **fields: Any) -> Any:
+    positions = {"max_position_embeddings": SAID[kind]}
+    rope = {"rope_parameters": dict(FACTORS[kind])}
+    return transformers.LlamaConfig(**COMMON | positions | rope | fields, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: Any) -> Path:
+    model = transformers.LlamaForCausalLM(config(kind))
+    randomize(model)
+    path = tmp_path_factory.mktemp(kind)
+    save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+def in_chunks(player: Player, tokens: tuple[int, ...]) -> np.ndarray:
+    """The logits of every token, fed in pieces of 1, 7, and the rest."""
+    pieces = tokens[:1], tokens[1:8], tokens[8:30], tokens[30:]
+    return np.concatenate([player.feed(piece, rows="all") for piece in pieces if piece])
+
+
+def test_a_short_session_is_as_short_texts_are(model, oracle):
+    tokens = text(ORIGINAL)
+    with Player(model, "seq", ORIGINAL) as player:
+        assert_close(in_chunks(player, tokens), oracle.logits(tokens))
+
+
+@pytest.mark.parametrize("capacity", [70, LONGEST, 1000])
+def test_a_long_session_is_as_texts_of_its_length_are_from_its_first_token_on(
+    capacity, model, oracle
+):
+    tokens = text(min(capacity, LONGEST))
+    assert len(tokens) > ORIGINAL
+    want = oracle.logits(tokens)
+    with Player(model, "seq", capacity) as player:
+        got = in_chunks(player, tokens[:50])
+        player.cache.seq_cp(0, 1)
+        rest = player.feed(tokens[50:], 1, rows="all")
+        assert_close(np.concatenate([got, rest]), want)
+        player.cut(60, 1)
+        assert_close(player.feed(tokens[60:], 1, rows="all"), want[60:])
+        player.cut(60, 1)
+        both = player.batch([(0, tokens[50]), (1, tokens[60])], rows="all")
+        assert_close(both, want[[50, 60]])
+
+
+def test_sessions_of_one_model_may_differ_at_the_same_time(model, oracle):
+    short, long = text(ORIGINAL - 1, 1), text(70, 2)  # transformers forgets 70 below ORIGINAL
+    with Player(model, "seq", ORIGINAL) as a, Player(model, "tree", 70) as b:
+        got_short, got_long = [], []
+        for at in range(0, 70, 10):
+            if short[at : at + 10]:
+                got_short.append(a.feed(short[at : at + 10], rows="all"))
+            got_long.append(b.feed(long[at : at + 10], rows="all"))
+    assert_close(np.concatenate(got_short), oracle.logits(short))
+    assert_close(np.concatenate(got_long), oracle.logits(long))
+
+
+def test_k_of_other_factors_is_another_models(model):
+    import kvcellar as kv
+
+    lengths = [
+        model.rope_length_for(kv.make_config(model.params, capacity)) for capacity in (8, 32, 70)
+    ]
+    assert lengths[0] == lengths[1] != lengths[2]
+    prints = [model.fingerprint(rope_length=length).of_kv for length in lengths]
+    assert prints[0] == prints[1] != prints[2]
+    assert model.fingerprint().of_kv not in prints
+
+
+def test_a_host_keeps_k_of_its_capacity_apart(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path))
+    keys = []
+    for capacity in (32, 100):
+        host = open_host(folder, capacity=capacity)
+        keys.append(host.key.fingerprint)
+        host.close()
+    assert keys[0] != keys[1]
+
+
+def test_the_kernels_rotations_are_the_sessions(kind):
+    network = transformers.LlamaForCausalLM(config(kind))
+    hold_ropes(network)
+    rotary = network.model.rotary_emb
+    assert isinstance(rotary, SessionRope)
+    found, like = Rotations(rotary, torch.float32), torch.empty(0)
+    for length in (0, 33, 70):
+        for positions in ([3], [3, 100, 31], [60]):
+            with Positions(torch.tensor([positions]), length):
+                want = torch.cat(rotary(like, torch.tensor([positions])))
+            assert torch.equal(found.of(np.array(positions), length), want)
+    assert not torch.equal(found.of(np.array([60]), 0), found.of(np.array([60]), 70))
+
+
+def test_a_model_that_the_kernel_runs_as_one_call_has_the_sessions_factors(folder, oracle):
+    held = load_model(folder, weights="int8", dtype="float32")
+    if held.decoder is None:
+        pytest.skip("the kernel is not built")
+    plain = load_model(folder, weights="int8", dtype="float32")
+    object.__setattr__(plain, "decoder", None)
+    tokens = text(70)
+    with Player(held, "seq", 70) as player, Player(plain, "seq", 70) as other:
+        got = np.concatenate([player.feed(tokens[at : at + 2]) for at in range(0, 70, 2)])
+        want = np.concatenate([other.feed(tokens[at : at + 2]) for at in range(0, 70, 2)])
+    np.testing.assert_allclose(got, want, atol=2e-3, rtol=0)
+
+
+def test_layers_of_several_kinds_have_each_its_own_factors():
+    rope = {
+        "full_attention": FACTORS["dynamic"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    small = transformers.Gemma3TextConfig(
+        **COMMON | {"max_position_embeddings": ORIGINAL},
+        head_dim=16,
+        num_hidden_layers=2,
+        layer_types=list(reversed(rope)),
+        rope_parameters=rope,
+    )
+    network = transformers.Gemma3ForCausalLM(small)
+    hold_ropes(network)
+    rotary, at = network.model.rotary_emb, torch.arange(4)[None]
+    full, sliding = (
+        [torch.cat(rotary.at(length)(torch.empty(0), at, layer_type)) for length in (0, 100)]
+        for layer_type in ("full_attention", "sliding_attention")
+    )
+    assert not torch.equal(*full)
+    assert torch.equal(*sliding)
+
+
+def test_other_networks_are_left_as_they_are():
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, num_hidden_layers=1))
+    hold_ropes(network)
+    assert not any(isinstance(module, SessionRope) for module in network.modules())
