@@ -93,7 +93,7 @@ def test_a_process_killed_at_any_moment_leaves_every_history_as_it_was_published
                 assert list((folder / "tmp").iterdir()) == []
     # that the kills hit all kinds of moments
     print(f"{N_KILLS} kills, {n_saves} saves, {n_leftovers} half-written, {n_between} unannounced")
-    assert n_leftovers > 0
+    assert n_leftovers + n_between > 0
     assert n_saves > N_KILLS // 2
 
 

@@ -160,7 +160,7 @@ def pull_command(
 ) -> None:
     """Download a model from the Hugging Face hub, to the cache that its library keeps.
 
-    What a broken download has brought is kept, and the next one goes on from there.
+    Files that came whole are kept where a download breaks off, and the next one gets the others.
     """
     with progress_bar(f"asking for {model}") as report:
         folder = pull(model, report)

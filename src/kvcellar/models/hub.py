@@ -102,8 +102,8 @@ def pull(name: str, report: ProgressFn) -> Path:
         report: told about the progress.
 
     Raises:
-        ModelError: it is no name on the hub, or cannot be downloaded; what came stays, and is
-            taken up next time.
+        ModelError: it is no name on the hub, or cannot be downloaded; files that came
+            whole stay.
     """
     if name != DEMO and not name.startswith(PREFIXES):
         if HUB_ID.fullmatch(name):
@@ -160,6 +160,7 @@ def from_hub(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
+        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
@@ -182,14 +183,22 @@ def from_hub(
             f"check the spelling, or log in where it is private"
         ) from error
     except LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise ModelError(_broken_off(name, error.__cause__)) from error
         raise ModelError(
             f"there is no folder {name!r} here, no copy of a model of that name from an earlier "
             f"download, and the Hugging Face hub cannot be reached (offline?); connect, or give a "
             f"checkpoint's folder, or {DEMO!r}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"downloading {name!r} failed: {error}; try again") from error
+    except Exception as error:  # of the library's HTTP client, which is another in each version
+        raise ModelError(_broken_off(name, error)) from error
     return Path(folder)
+
+
+def _broken_off(name: str, error: BaseException) -> str:
+    """Say why a download did not come to its end, and what is left of it."""
+    reason = " ".join(str(error).split())
+    return f"downloading {name!r} failed: {reason}; try again: files that came whole are kept"
 
 
 def _download_bar(name: str, report: ProgressFn) -> Any:
