@@ -279,6 +279,8 @@ class WeightFormat(enum.Enum):
 
     coded = 3
 
+    mxfp4 = 4
+
 class LinearWeights:
     """Weights of a linear layer. Inputs and outputs are addresses."""
 
@@ -290,19 +292,19 @@ class LinearWeights:
 
         Args:
             format: how they are written.
-            n_in: inputs, of int8 and int4 a multiple of 32.
+            n_in: inputs, of int8, int4 and mxfp4 a multiple of 32.
             n_out: outputs.
             data: address of the weights.
-            beside: address of the float16 scales of int8 and int4, or of what :func:`code`
-                returned.
+            beside: address of the float16 scales of int8 and int4, the exponents of mxfp4, or
+                what :func:`code` returned.
         """
 
     def linear(self, x: int, n_tokens: int, dtype: Dtype, out: int, out_dtype: Dtype) -> None:
         """
         Multiply rows ``[n_tokens, n_in]`` to ``[n_tokens, n_out]``, float32 or bfloat16.
 
-        For int8 and int4 each group of 32 inputs is rounded to 8 bits. A token's result does
-        not depend on others.
+        For int8, int4 and mxfp4 each group of 32 inputs is rounded to 8 bits. A token's result
+        does not depend on others.
         """
 
     @property
@@ -323,7 +325,7 @@ class LinearWeights:
         """
         Write the weights of n outputs, int64, as ``[n, n_in]``; not of bf16.
 
-        In bfloat16, those of int8 and int4 also in float32. The outputs have to be there.
+        In bfloat16, packed ones also in float32. The outputs have to be there.
         """
 
 def pack(
@@ -346,7 +348,20 @@ def pack(
         scales: address of float16 ``[n_blocks, n_scales, 16]``.
     """
 
-def code(rows: int, n_in: int, n_out: int, to: int) -> bytes:
+def place_mxfp4(blocks: int, exponents: int, n_in: int, n_out: int, data: int, to: int) -> None:
+    """
+    Put weights of MXFP4, as checkpoints have them, where products take them; nothing is lost.
+
+    Args:
+        blocks: address of ``[n_out, n_in / 32, 16]`` bytes, the first input in a lower half.
+        exponents: address of ``[n_out, n_in / 32]`` bytes, 127 for a scale of 1.
+        n_in: inputs, a multiple of 32.
+        n_out: outputs.
+        data: address of as many bytes as blocks of 16 outputs take.
+        to: address of the exponents ``[n_blocks, n_in / 32, 16]``.
+    """
+
+def code(rows: int, n_in: int, n_out: int, to: int, n_before: int = 0) -> bytes:
     """
     Write bfloat16 weights in 12 bits, of which nothing is lost.
 
@@ -355,6 +370,7 @@ def code(rows: int, n_in: int, n_out: int, to: int) -> bytes:
         n_in: inputs, a multiple of 128.
         n_out: outputs.
         to: address of as many bytes as ``models.weights.coded_bytes`` says.
+        n_before: such numbers of other weights, after which this one's will be put.
 
     Returns:
         The numbers that do not fit into 12 bits, 8 bytes each.
@@ -613,4 +629,84 @@ class Eagle3Weights:
             out: float32 ``[n_rows, hidden]``.
             ids: int64 ``[n_rows, k]``, the likeliest first.
             beliefs: float32 ``[n_rows, k]``: how likely each is, among all that it can say.
+        """
+
+class ExpertLayer:
+    """A linear layer of each expert of a mixture, one behind the other."""
+
+    def __init__(self, weights: LinearWeights, n_experts: int, bias: int = 0) -> None:
+        """
+        Describe the layer.
+
+        Args:
+            weights: of the first expert. The next one's begin where its last block of 16 outputs
+                ends, of bf16 its last output; its scales likewise. Escapes are all experts'.
+            n_experts: how many.
+            bias: address of ``[n_experts, n_out]`` in the type of the rows; 0: none.
+        """
+
+    def linear(self, x: int, n_rows: int, experts: int, n_each: int, dtype: Dtype, out: int) -> int:
+        """
+        Multiply each row by the experts that it chose; each expert is read once for all.
+
+        Args:
+            x: address of ``[n_rows, n_in]``.
+            n_rows: rows.
+            experts: address of int64 ``[n_rows, n_each]``; for one that is not there: zeros.
+            n_each: experts of a row.
+            dtype: float32 or bfloat16, of rows and results.
+            out: address of ``[n_rows, n_each, n_out]``.
+
+        Returns:
+            How many bytes of weights were read: what is read again for more rows counts again.
+        """
+
+class Gate:
+    """
+    What a mixture computes between its layers; ``native/layers/rows.h`` says more.
+    """
+
+    def __init__(
+        self, alpha: float = 1.0, cubic: float = 0.0, shift: float = 0.0, limit: float = 0.0
+    ) -> None:
+        """
+        Describe ``(up + shift) * x * sigmoid(x * (alpha + cubic * x^2))``.
+
+        Args:
+            alpha: 1 is SiLU.
+            cubic: of GELU in its form with tanh, positive.
+            shift: what is added to up.
+            limit: most of the gate, which is x, and of up's magnitude; 0: none.
+        """
+
+class Experts:
+    """All experts of a mixture, for one call per layer."""
+
+    def __init__(self, up: ExpertLayer, down: ExpertLayer, gate: Gate) -> None:
+        """
+        Describe a mixture.
+
+        Args:
+            up: gate and up joined.
+            down: the last one.
+            gate: between them.
+        """
+
+    def run(
+        self, x: int, n_tokens: int, chosen: int, shares: int, n_chosen: int, dtype: Dtype, out: int
+    ) -> int:
+        """
+        Sum what the experts that each token chose make of it, times their shares.
+
+        Args:
+            x: address of ``[n_tokens, hidden]``.
+            n_tokens: tokens.
+            chosen: address of int64 ``[n_tokens, n_chosen]``; one that is not there adds nothing.
+            shares: address of float32 ``[n_tokens, n_chosen]``.
+            n_chosen: experts of a token.
+            dtype: float32 or bfloat16, of x and out.
+            out: address of ``[n_tokens, hidden]``.
+
+        Returns:
+            How many bytes of weights were read, as :meth:`ExpertLayer.linear` counts.
         """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvcellar.kernel import levels
 
 if TYPE_CHECKING or levels.is_available():
-    from kvcellar.kernel._native import LinearWeights, WeightFormat, code, pack
+    from kvcellar.kernel._native import LinearWeights, WeightFormat, code, pack, place_mxfp4
 
 __all__ = [
     "LinearWeights",
@@ -17,6 +17,7 @@ __all__ = [
     "multiplies_packed",
     "multiplies_pairs",
     "pack",
+    "place_mxfp4",
     "reads_coded",
 ]
 

@@ -21,6 +21,7 @@ from kvcellar.backends.torch.fast.linears import (
     codes_well,
     torch_multiplies_bf16,
 )
+from kvcellar.backends.torch.fast.mixtures import hold_experts, routers
 from kvcellar.backends.torch.fast.parts import LayerPart, Part, build
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
@@ -83,6 +84,7 @@ def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> 
         module = model.get_submodule(name)
         model.set_submodule(name, build(name, module, parts, holder.make))
     holder.hold_others()
+    holder.hold_experts()
     holder.move_rest()
     for module in model.modules():
         if isinstance(module, KernelLayer):
@@ -138,11 +140,12 @@ class _Holder:
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
         self._expanded = Expanded(EXPANDED) if is_expanded else None
         found = held_linears(model, leave).items()
+        exact = routers(model) if self._is_packed else set()
         # Their sizes alone: each layer's weights are to be free as soon as it is replaced.
         self.linears = {
             name: (one.in_features, one.out_features, one.bias is not None)
             for name, one in found
-            if self._can_hold(one.in_features)
+            if self._can_hold(one.in_features) and model.get_submodule(name) not in exact
         }
         self._embeddings = held_embeddings(model)
         self._tied = self._find_tied()
@@ -202,6 +205,10 @@ class _Holder:
             name, rows = self._tied
             held, dtype = self._model.get_output_embeddings(), self._embedding.weight.dtype
             self._model.set_submodule(name, KernelEmbedding(held, dtype, rows.scale))
+
+    def hold_experts(self) -> None:
+        """Have the kernel hold the experts of mixtures."""
+        self.n_held += hold_experts(self._model, self._weights, self._arena)
 
     def move_rest(self) -> None:
         """Move what else the model has; it would keep the files mapped, with all that was read."""

@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "experts/experts.h"
 #include "layers/decoder.h"
 #include "layers/eagle3.h"
 #include "core/levels.h"
@@ -205,9 +206,15 @@ double one_step(bool is_long) {
   return worst;
 }
 
+// Exponents of 2^-3 to 2^3.
+void fill_exponents(Memory& memory, LinearWeights& weights) {
+  for (int64_t i = 0; i < memory.size; ++i) memory.data[i] = static_cast<char>(between(124, 130));
+  weights.exponents = reinterpret_cast<const uint8_t*>(memory.data);
+}
+
 // Linear layers over memory of exact sizes; how far levels are apart, as a share of the largest.
 double one_linear() {
-  const auto format = static_cast<WeightFormat>(between(0, 3));
+  const auto format = static_cast<WeightFormat>(between(0, 4));
   const bool is_coded = format == WeightFormat::coded;
   const int64_t n_in = format == WeightFormat::bf16 ? between(1, 200)
                        : is_coded                   ? 128 * between(1, 20)
@@ -215,21 +222,25 @@ double one_linear() {
   const int64_t n_out = between(1, 70), n_tokens = is_coded ? between(1, 110) : between(1, 20);
   LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
   Memory data(format != WeightFormat::bf16 ? weights.n_blocks * weights.block_bytes : 2 * n_out * n_in);
-  Memory scales(weights.is_packed ? weights.n_blocks * weights.n_scales * kBlockRows * 2 : 0);
+  Memory scales(weights.n_blocks * weights.n_scales * kBlockRows * (format == WeightFormat::mxfp4 ? 1 : 2));
   const Dtype plain_in = weights.is_packed && rng() % 2 ? Dtype::f32 : Dtype::bf16;
   Memory plain(format == WeightFormat::bf16 ? 0 : n_out * n_in * (plain_in == Dtype::f32 ? 4 : 2));
   fill(data, weights.is_packed ? Dtype::int8 : Dtype::bf16);
   fill(scales, Dtype::f16);
   fill(plain, plain_in);
   weights.data = data.data;
-  weights.scales = reinterpret_cast<const uint16_t*>(scales.data);
+  const bool is_mxfp4 = format == WeightFormat::mxfp4;
+  if (is_mxfp4)
+    fill_exponents(scales, weights);
+  else
+    weights.scales = reinterpret_cast<const uint16_t*>(scales.data);
   std::vector<Escape> escapes;
   for (int64_t i = 0; is_coded && i < plain.size / 2; ++i)  // some far from all others
     if (rng() % 50 == 0) {
       const auto number = static_cast<uint16_t>(rng() % 0x3F80 + (rng() % 2 << 15));
       std::memcpy(plain.data + 2 * i, &number, 2);
     }
-  if (is_coded) escapes = code(reinterpret_cast<const uint16_t*>(plain.data), n_in, n_out, data.data, 2);
+  if (is_coded) escapes = code(reinterpret_cast<const uint16_t*>(plain.data), n_in, n_out, data.data, 0, 2);
   Memory beside(static_cast<int64_t>(escapes.size() * sizeof(Escape)));
   if (!escapes.empty()) std::memcpy(beside.data, escapes.data(), static_cast<size_t>(beside.size));
   weights.escapes = reinterpret_cast<const Escape*>(beside.data);
@@ -245,7 +256,7 @@ double one_linear() {
   std::vector<std::vector<char>> rows, packed;
   for (const Level now : levels()) {
     set_level(now);
-    if (weights.is_packed) {
+    if (weights.is_packed && !is_mxfp4) {
       Memory numbers(data.size), steps(scales.size);
       pack({weights, plain.data, plain_in, reinterpret_cast<uint8_t*>(numbers.data),
             reinterpret_cast<uint16_t*>(steps.data)},
@@ -282,6 +293,77 @@ double one_linear() {
       worst = d <= worst ? worst : d;
     }
   return worst / most;
+}
+
+// A mixture over memory of exact sizes, some of whose tokens chose experts that are not there.
+double one_mixture() {
+  const auto format =
+      one_of({WeightFormat::bf16, WeightFormat::int8, WeightFormat::int4, WeightFormat::coded, WeightFormat::mxfp4});
+  const Dtype dtype = rng() % 2 ? Dtype::f32 : Dtype::bf16;
+  const int64_t size = dtype == Dtype::f32 ? 4 : 2, step = format == WeightFormat::coded ? 128 : 32;
+  const int64_t hidden = step * between(1, 3), inner = step * between(1, 3), n_experts = between(1, 6);
+  const int64_t n_tokens = between(1, 20), n_chosen = between(1, 4);
+  std::vector<std::unique_ptr<Memory>> held;
+  const auto memory = [&](int64_t n_bytes, Dtype of) {
+    held.push_back(std::make_unique<Memory>(n_bytes));
+    fill(*held.back(), of);
+    return held.back()->data;
+  };
+  const auto layer = [&](int64_t n_in, int64_t n_out) {
+    LinearWeights weights = make_linear_weights(format, n_in, n_out, nullptr, nullptr);
+    const int64_t n_scales = n_experts * weights.n_blocks * weights.n_scales * kBlockRows;
+    if (format == WeightFormat::bf16) {
+      weights.data = memory(2 * n_experts * n_in * n_out, Dtype::bf16);
+    } else {
+      const int64_t bytes = weights.n_blocks * weights.block_bytes;
+      char* data = memory(n_experts * bytes, Dtype::int8);
+      weights.data = data;
+      std::vector<Escape> escapes;
+      for (int64_t e = 0; format == WeightFormat::coded && e < n_experts; ++e) {
+        const auto* plain = reinterpret_cast<const uint16_t*>(memory(2 * n_in * n_out, Dtype::bf16));
+        const std::vector<Escape> more =
+            code(plain, n_in, n_out, data + e * bytes, static_cast<int64_t>(escapes.size()), 2);
+        escapes.insert(escapes.end(), more.begin(), more.end());
+      }
+      char* beside = memory(static_cast<int64_t>(escapes.size() * sizeof(Escape)), Dtype::int8);
+      if (!escapes.empty()) std::memcpy(beside, escapes.data(), escapes.size() * sizeof(Escape));
+      weights.escapes = reinterpret_cast<const Escape*>(beside);
+      char* scales = memory(n_scales * (format == WeightFormat::mxfp4 ? 1 : 2), Dtype::f16);
+      if (format == WeightFormat::mxfp4)
+        fill_exponents(*held.back(), weights);
+      else if (weights.is_packed)
+        weights.scales = reinterpret_cast<const uint16_t*>(scales);
+    }
+    return ExpertLayer{weights, n_experts, rng() % 2 ? memory(n_experts * n_out * size, dtype) : nullptr};
+  };
+  const ExpertLayer up = layer(hidden, 2 * inner), down = layer(inner, hidden);
+  const Gate gate = one_of({Gate{}, Gate{1.702f, 0.f, 1.f, 7.f}, Gate{1.6f, .07f, 0.f, 0.f}});
+  std::vector<int64_t> chosen(static_cast<size_t>(n_tokens * n_chosen));
+  for (int64_t& expert : chosen) expert = between(0, n_experts);
+  const Memory x(n_tokens * hidden * size), out(n_tokens * hidden * size);
+  const auto* shares = reinterpret_cast<const float*>(memory(4 * n_tokens * n_chosen, Dtype::f32));
+  fill(const_cast<Memory&>(x), dtype);
+  std::vector<std::vector<float>> results;
+  for (const Level now : levels()) {
+    set_level(now);
+    run_mixture({up, down, gate}, x.data, {chosen.data(), shares, n_tokens, n_chosen}, dtype, out.data, 2);
+    results.emplace_back();
+    for (int64_t i = 0; i < n_tokens * hidden; ++i) {
+      uint32_t bits = 0;
+      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, out.data + i * size, static_cast<size_t>(size));
+      float value;
+      std::memcpy(&value, &bits, 4);
+      results.back().push_back(value);
+    }
+  }
+  double worst = 0, most = 1;
+  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) {
+      const double d = std::fabs(result[i] - results.back()[i]);
+      worst = d <= worst ? worst : d;
+    }
+  return worst / most / (dtype == Dtype::f32 ? 1 : 30);
 }
 
 // A level of an EAGLE-3 head over memory of exact sizes: whether all that it says is in range.
@@ -513,6 +595,11 @@ int main(int argc, char** argv) {
     const double apart = one_linear();
     if (!(apart < 1e-4)) {
       std::printf("linear layer %d: levels differ by %g\n", i, apart);
+      return 1;
+    }
+    const double off = one_mixture();
+    if (!(off < 1e-3)) {
+      std::printf("mixture %d: levels differ by %g\n", i, off);
       return 1;
     }
     if (!one_level()) {

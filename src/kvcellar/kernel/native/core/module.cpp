@@ -77,4 +77,5 @@ NB_MODULE(_native, m) {
   kvcellar::bind_attend(m);
   kvcellar::bind_linear(m);
   kvcellar::bind_layers(m);
+  kvcellar::bind_experts(m);
 }

@@ -17,6 +17,9 @@ inline Ints all_bytes(int8_t x) { return _mm512_set1_epi8(x); }
 inline Ints both(Ints x, Ints y) { return _mm512_and_si512(x, y); }
 inline Ints add_16(Ints x, Ints y) { return _mm512_add_epi16(x, y); }
 inline Ints add_32(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
+inline Ints load_u8_ints(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline Ints max_u16(Ints x, Ints y) { return _mm512_max_epu16(x, y); }
 inline Ints max_32(Ints x, Ints y) { return _mm512_max_epi32(x, y); }
 inline Ints left_32(Ints x, int n) { return _mm512_slli_epi32(x, n); }
@@ -58,6 +61,9 @@ inline Ints all_bytes(int8_t x) { return _mm256_set1_epi8(x); }
 inline Ints both(Ints x, Ints y) { return _mm256_and_si256(x, y); }
 inline Ints add_16(Ints x, Ints y) { return _mm256_add_epi16(x, y); }
 inline Ints add_32(Ints x, Ints y) { return _mm256_add_epi32(x, y); }
+inline Ints load_u8_ints(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 inline Ints max_u16(Ints x, Ints y) { return _mm256_max_epu16(x, y); }
 inline Ints max_32(Ints x, Ints y) { return _mm256_max_epi32(x, y); }
 inline Ints left_32(Ints x, int n) { return _mm256_slli_epi32(x, n); }

@@ -111,6 +111,55 @@ void gate_rows(const Rows& x, void* out, int64_t first, int64_t stop) {
   }
 }
 
+inline float clamped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }  // NaN stays
+
+template <typename T>
+void gate_rows_by(const Rows& x, const Gate& gate, void* out, int64_t first, int64_t stop) {
+  using Number = typename T::Number;
+  const float limit = gate.limit > 0.f ? gate.limit : __builtin_inff();
+  const Vec zero = all(0.f), one = all(1.f), high = all(limit), low = all(-limit);
+  for (int64_t token = first; token < stop; ++token) {
+    const Number* gates = static_cast<const Number*>(x.data) + token * x.token_stride;
+    const Number* ups = gates + x.dim;
+    Number* to = static_cast<Number*>(out) + token * x.dim;
+    int64_t i = 0;
+    for (; i + kLanes <= x.dim; i += kLanes) {
+      const Vec value = min(high, T::get(gates + i)), up = max(low, min(high, T::get(ups + i)));
+      const Vec z = mul(value, fma(mul(value, value), all(gate.cubic), all(gate.alpha)));
+      const Vec e = exp2_below_1(mul(min(z, sub(zero, z)), all(kLog2e)));
+      // The sign of z is that of the value.
+      const Vec gated = div(fma(min(value, zero), e, max(value, zero)), add(one, e));
+      T::put(to + i, mul(T::rounded(gated), add(up, all(gate.shift))));
+    }
+    for (; i < x.dim; ++i) {
+      const float value = clamped(T::get_one(gates + i), -__builtin_inff(), limit);
+      const float z = value * (value * value * gate.cubic + gate.alpha);
+      const float e = exp2_one((z < 0.f ? z : -z) * kLog2e);
+      const float gated = value * (value < 0.f ? e : 1.f) / (1.f + e);
+      T::put_one(to + i, T::rounded_one(gated) * (clamped(T::get_one(ups + i), -limit, limit) + gate.shift));
+    }
+  }
+}
+
+template <typename T>
+void weigh_rows(const void* const* rows, const float* shares, int64_t n_rows, int64_t dim, void* out) {
+  using Number = typename T::Number;
+  auto* to = static_cast<Number*>(out);
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    Vec total = all(0.f);
+    for (int64_t r = 0; r < n_rows; ++r)
+      if (rows[r]) total = fma(T::get(static_cast<const Number*>(rows[r]) + i), all(shares[r]), total);
+    T::put(to + i, total);
+  }
+  for (; i < dim; ++i) {
+    float total = 0.f;
+    for (int64_t r = 0; r < n_rows; ++r)
+      if (rows[r]) total += T::get_one(static_cast<const Number*>(rows[r]) + i) * shares[r];
+    T::put_one(to + i, total);
+  }
+}
+
 template <typename T>
 void add_numbers(void* to, const void* x, int64_t n) {
   using Number = typename T::Number;
@@ -134,11 +183,19 @@ void gate(const Rows& x, void* out, int64_t first, int64_t stop) {
   (x.dtype == Dtype::f32 ? gate_rows<Floats> : gate_rows<Halves>)(x, out, first, stop);
 }
 
+void gate_by(const Rows& x, const Gate& gate, void* out, int64_t first, int64_t stop) {
+  (x.dtype == Dtype::f32 ? gate_rows_by<Floats> : gate_rows_by<Halves>)(x, gate, out, first, stop);
+}
+
+void weigh(const void* const* rows, const float* shares, int64_t n_rows, int64_t dim, Dtype dtype, void* out) {
+  (dtype == Dtype::f32 ? weigh_rows<Floats> : weigh_rows<Halves>)(rows, shares, n_rows, dim, out);
+}
+
 void add_to(void* to, const void* x, int64_t n, Dtype dtype) {
   (dtype == Dtype::f32 ? add_numbers<Floats> : add_numbers<Halves>)(to, x, n);
 }
 
-constexpr RowOps kRowOps = {norm, rotate, gate, add_to};
+constexpr RowOps kRowOps = {norm, rotate, gate, gate_by, add_to, weigh};
 
 }  // namespace
 }  // namespace KVC_NAMESPACE

@@ -15,7 +15,8 @@ void bind_linear(nb::module_& m) {
       .value("bf16", WeightFormat::bf16)
       .value("int8", WeightFormat::int8)
       .value("int4", WeightFormat::int4)
-      .value("coded", WeightFormat::coded);
+      .value("coded", WeightFormat::coded)
+      .value("mxfp4", WeightFormat::mxfp4);
 
   nb::class_<LinearWeights>(m, "LinearWeights", "Weights of a linear layer. Inputs and outputs are addresses.")
       .def(
@@ -27,11 +28,11 @@ void bind_linear(nb::module_& m) {
           "Describe the weights.\n\n"
           "Args:\n"
           "    format: how they are written.\n"
-          "    n_in: inputs, of int8 and int4 a multiple of 32.\n"
+          "    n_in: inputs, of int8, int4 and mxfp4 a multiple of 32.\n"
           "    n_out: outputs.\n"
           "    data: address of the weights.\n"
-          "    beside: address of the float16 scales of int8 and int4, or of what :func:`code`\n"
-          "        returned.")
+          "    beside: address of the float16 scales of int8 and int4, the exponents of mxfp4, or\n"
+          "        what :func:`code` returned.")
       .def(
           "linear",
           [](const LinearWeights& weights, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out, Dtype out_dtype) {
@@ -40,8 +41,8 @@ void bind_linear(nb::module_& m) {
           },
           "x"_a, "n_tokens"_a, "dtype"_a, "out"_a, "out_dtype"_a,
           "Multiply rows ``[n_tokens, n_in]`` to ``[n_tokens, n_out]``, float32 or bfloat16.\n\n"
-          "For int8 and int4 each group of 32 inputs is rounded to 8 bits. A token's result does\n"
-          "not depend on others.")
+          "For int8, int4 and mxfp4 each group of 32 inputs is rounded to 8 bits. A token's result\n"
+          "does not depend on others.")
       .def_prop_ro("can_multiply", &can_multiply, "True if the level in use has a matrix unit for these weights.")
       .def(
           "multiply",
@@ -67,7 +68,7 @@ void bind_linear(nb::module_& m) {
           },
           "outputs"_a, "n"_a, "dtype"_a, "to"_a,
           "Write the weights of n outputs, int64, as ``[n, n_in]``; not of bf16.\n\n"
-          "In bfloat16, those of int8 and int4 also in float32. The outputs have to be there.");
+          "In bfloat16, packed ones also in float32. The outputs have to be there.");
 
   m.def(
       "pack",
@@ -93,22 +94,40 @@ void bind_linear(nb::module_& m) {
       "    scales: address of float16 ``[n_blocks, n_scales, 16]``.");
 
   m.def(
+      "place_mxfp4",
+      [](uintptr_t blocks, uintptr_t exponents, int64_t n_in, int64_t n_out, uintptr_t data, uintptr_t to) {
+        const nb::gil_scoped_release release;
+        place_mxfp4(at<const uint8_t>(blocks), at<const uint8_t>(exponents), n_in, n_out, at<uint8_t>(data),
+                    at<uint8_t>(to), 0);
+      },
+      "blocks"_a, "exponents"_a, "n_in"_a, "n_out"_a, "data"_a, "to"_a,
+      "Put weights of MXFP4, as checkpoints have them, where products take them; nothing is lost.\n\n"
+      "Args:\n"
+      "    blocks: address of ``[n_out, n_in / 32, 16]`` bytes, the first input in a lower half.\n"
+      "    exponents: address of ``[n_out, n_in / 32]`` bytes, 127 for a scale of 1.\n"
+      "    n_in: inputs, a multiple of 32.\n"
+      "    n_out: outputs.\n"
+      "    data: address of as many bytes as blocks of 16 outputs take.\n"
+      "    to: address of the exponents ``[n_blocks, n_in / 32, 16]``.");
+
+  m.def(
       "code",
-      [](uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t to) {
+      [](uintptr_t rows, int64_t n_in, int64_t n_out, uintptr_t to, int64_t n_before) {
         std::vector<Escape> escapes;
         {
           const nb::gil_scoped_release release;
-          escapes = code(at<const uint16_t>(rows), n_in, n_out, at(to), 0);
+          escapes = code(at<const uint16_t>(rows), n_in, n_out, at(to), n_before, 0);
         }
         return nb::bytes(escapes.data(), escapes.size() * sizeof(Escape));
       },
-      "rows"_a, "n_in"_a, "n_out"_a, "to"_a,
+      "rows"_a, "n_in"_a, "n_out"_a, "to"_a, "n_before"_a = 0,
       "Write bfloat16 weights in 12 bits, of which nothing is lost.\n\n"
       "Args:\n"
       "    rows: address of ``[n_out, n_in]``.\n"
       "    n_in: inputs, a multiple of 128.\n"
       "    n_out: outputs.\n"
-      "    to: address of as many bytes as ``models.weights.coded_bytes`` says.\n\n"
+      "    to: address of as many bytes as ``models.weights.coded_bytes`` says.\n"
+      "    n_before: such numbers of other weights, after which this one's will be put.\n\n"
       "Returns:\n"
       "    The numbers that do not fit into 12 bits, 8 bytes each.");
 }

@@ -70,7 +70,7 @@ void code_row(const uint16_t* row, int64_t n, uint16_t output, uint8_t* table, u
 
 }  // namespace
 
-std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void* to, int n_threads) {
+std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void* to, int64_t n_before, int n_threads) {
   const LinearWeights weights = make_linear_weights(WeightFormat::coded, n_in, n_out, to, nullptr);
   std::vector<std::vector<Escape>> of_blocks(static_cast<size_t>(weights.n_blocks));
   const auto at = [&](int64_t block) { return static_cast<uint8_t*>(to) + block * weights.block_bytes; };
@@ -95,7 +95,7 @@ std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void
   spread(weights.n_blocks, kBlocksOfPiece, 1, workers_for(n_threads), code_blocks);
   std::vector<Escape> all;
   for (int64_t block = 0; block < weights.n_blocks; ++block) {
-    const auto first = static_cast<uint32_t>(all.size());
+    const auto first = static_cast<uint32_t>(all.size() + static_cast<size_t>(n_before));
     std::memcpy(at(block) + offsetof(CodedHead, first_escape), &first, sizeof first);
     const std::vector<Escape>& escapes = of_blocks[static_cast<size_t>(block)];
     all.insert(all.end(), escapes.begin(), escapes.end());

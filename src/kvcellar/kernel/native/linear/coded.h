@@ -562,24 +562,26 @@ inline void blocks_in_turns(const LinearCall& call, const uint16_t* panels, int6
   }
 }
 
-inline void run_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
+inline int64_t run_pairs(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
   const uint16_t* x = inputs.pairs;
   const int64_t n = call.n_tokens, n_in = call.weights.n_in;
+  int64_t n_read = 0;
   if (n <= kReadOnce) {
-    for (int64_t block = first; block < stop; ++block)
+    for (int64_t block = first; block < stop; ++block, ++n_read)
       with_number<kReadOnce>(n, [&](auto n_tokens) { block_of_pairs<decltype(n_tokens)::of, 2>(call, x, 0, block); });
   } else if (n < kTurnsFrom) {
     for (int64_t block = first; block < stop; ++block)
-      for (int64_t t = 0; t < n; t += kTokensPaired)
+      for (int64_t t = 0; t < n; t += kTokensPaired, ++n_read)
         with_number<kTokensPaired>(smaller(kTokensPaired, n - t), [&](auto n_tokens) {
           block_of_pairs<decltype(n_tokens)::of, 1>(call, x + t * n_in, t, block);
         });
   } else {
-    for (int64_t t = 0; t < n; t += kTokensInTurn)
+    for (int64_t t = 0; t < n; t += kTokensInTurn, n_read += stop - first)
       for (int64_t block = first; block < stop; block += kBlocksInTurn)
         blocks_in_turns(call, reinterpret_cast<const uint16_t*>(inputs.rows) + t * n_in, t,
                         smaller(kTokensInTurn, n - t), block, smaller(block + kBlocksInTurn, stop));
   }
+  return n_read;
 }
 #endif
 

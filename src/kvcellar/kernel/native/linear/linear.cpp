@@ -3,6 +3,7 @@
 #include "linear/linear.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/buffer.h"
 #include "core/levels.h"
@@ -36,11 +37,15 @@ LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_o
                                   const void* beside) {
   LinearWeights weights{format, n_in, n_out, data};
   const bool is_coded = format == WeightFormat::coded;
-  weights.is_packed = format == WeightFormat::int8 || format == WeightFormat::int4;
-  if (weights.is_packed) weights.scales = static_cast<const uint16_t*>(beside);
+  const bool is_mxfp4 = format == WeightFormat::mxfp4, is_int4 = format == WeightFormat::int4;
+  weights.is_packed = format == WeightFormat::int8 || is_int4 || is_mxfp4;
+  if (is_mxfp4)
+    weights.exponents = static_cast<const uint8_t*>(beside);
+  else if (weights.is_packed)
+    weights.scales = static_cast<const uint16_t*>(beside);
   if (is_coded) weights.escapes = static_cast<const Escape*>(beside);
   weights.n_groups = n_in / kGroupInputs;
-  const int64_t shared = format == WeightFormat::int4 ? kInt4Shared : kInt8Shared;
+  const int64_t shared = is_int4 || is_mxfp4 ? kInt4Shared : kInt8Shared;
   if (weights.is_packed) weights.n_scales = (n_in + shared - 1) / shared;
   weights.n_blocks = (n_out + kBlockRows - 1) / kBlockRows;
   const int64_t half_bytes = kBlockRows * n_in / 2;
@@ -56,6 +61,45 @@ void pack(const Packing& packing, int n_threads) {
   const LinearOps& ops_now = *ops().linear;
   spread(packing.weights.n_blocks, kBlocks, 1, workers_for(n_threads),
          [&](int64_t first, int64_t stop) { ops_now.pack(packing, first, stop); });
+}
+
+namespace {
+
+// Of 8 halves the first 4 to lower ones, the others to upper ones.
+uint32_t by_turns(uint32_t halves) {
+  const auto spread_out = [](uint32_t x) {
+    x = (x | x << 8) & 0x00FF00FF;
+    return (x | x << 4) & 0x0F0F0F0F;
+  };
+  return spread_out(halves & 0xFFFF) | spread_out(halves >> 16) << 4;
+}
+
+}  // namespace
+
+void place_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int64_t n_in, int64_t n_out, uint8_t* data,
+                 uint8_t* exponents_to, int n_threads) {
+  const LinearWeights weights = make_linear_weights(WeightFormat::mxfp4, n_in, n_out, data, exponents_to);
+  constexpr int64_t kBlocks = 8, kGroupBytes = kGroupInputs / 2;
+  const auto place = [&](int64_t block) {
+    uint8_t* to = data + block * weights.block_bytes;
+    uint8_t* exponent_to = exponents_to + block * weights.n_scales * kBlockRows;
+    for (int64_t r = 0; r < kBlockRows; ++r) {
+      const int64_t output = block * kBlockRows + r, first = output * weights.n_groups;
+      for (int64_t g = 0; g < weights.n_groups; ++g) {
+        const bool is_there = output < n_out;
+        exponent_to[g * kBlockRows + r] = is_there ? exponents[first + g] : 0;
+        for (int64_t v = 0; v < 4; ++v) {
+          uint32_t halves = 0;
+          if (is_there) std::memcpy(&halves, blocks + (first + g) * kGroupBytes + 4 * v, 4);
+          halves = by_turns(halves);
+          std::memcpy(to + (g * 4 + v) * 64 + 4 * r, &halves, 4);
+        }
+      }
+    }
+  };
+  spread(weights.n_blocks, kBlocks, 1, workers_for(n_threads), [&](int64_t first, int64_t stop) {
+    for (int64_t block = first; block < stop; ++block) place(block);
+  });
 }
 
 void linear(const LinearCall& call, int n_threads) {

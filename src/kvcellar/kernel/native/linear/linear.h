@@ -19,7 +19,7 @@ constexpr int kReadOnce = 4;                            // tokens up to which re
 constexpr int64_t kMostOfPanel = 6;                     // more tokens lie in panels of so many, at most
 constexpr int64_t kBlocksInTurn = 8;                    // that meet some inputs of these before the next ones come
 
-enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3 };
+enum class WeightFormat : int32_t { bf16 = 0, int8 = 1, int4 = 2, coded = 3, mxfp4 = 4 };
 
 // A number of coded weights that its row's table has not.
 struct Escape {
@@ -41,13 +41,15 @@ static constexpr int64_t coded_place(int64_t i) { return i % 32 / 8 * 16 + i / 3
 // bf16: numbers [n_out, n_in]. int8 and int4: blocks of 16 outputs, padded with zeros; a block has
 // for each group of 32 inputs and each 4 of them the weights of all 16 outputs, 4 at a time, as
 // unsigned numbers around 128 or 8. int4 puts 4 inputs into the low halves of 64 bytes and the next
-// 4 into the high ones. `scales` are float16 [blocks, n_scales, 16].
+// 4 into the high ones. `scales` are float16 [blocks, n_scales, 16]. mxfp4 has the halves of int4, which are numbers of
+// E2M1 (sign, two bits of exponent, one of fraction), and in place of scales `exponents`, 127 for 1, one for 32 inputs.
 struct LinearWeights {
   WeightFormat format = WeightFormat::bf16;
   int64_t n_in = 0, n_out = 0;
   const void* data = nullptr;
   const uint16_t* scales = nullptr;
   const Escape* escapes = nullptr;
+  const uint8_t* exponents = nullptr;
 
   // What follows from these, in plain numbers: inline functions of a header would be everyone's.
   bool is_packed = false;
@@ -85,12 +87,13 @@ struct ManyTokens {
   int64_t first_pair, stop_pair, first_input, stop_input;
 };
 
-// `beside` are scales or escapes.
+// `beside` are scales, exponents or escapes.
 LinearWeights make_linear_weights(WeightFormat format, int64_t n_in, int64_t n_out, const void* data,
                                   const void* beside);
 
-// bfloat16 [n_out, n_in] as coded blocks, and their escapes. n_in is a multiple of kCodedInputs.
-std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void* to, int n_threads);
+// bfloat16 [n_out, n_in] as coded blocks, and their escapes, which go on after n_before of other blocks. n_in is a
+// multiple of kCodedInputs.
+std::vector<Escape> code(const uint16_t* rows, int64_t n_in, int64_t n_out, void* to, int64_t n_before, int n_threads);
 
 // Packs f32 or bf16 rows [n_out, n_in]: int8 has its largest magnitude at 127 steps, int4 the number of the
 // largest magnitude, the first one of equals, at -8 of them. The scale of numbers that are not all finite is NaN.
@@ -105,8 +108,9 @@ struct Packing {
 struct LinearOps {
   // Tokens [first, stop) of the inputs.
   void (*prepare)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
-  // Blocks [first, stop) of 16 outputs, for all tokens.
-  void (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
+  // Blocks [first, stop) of 16 outputs, for all tokens. Returns how many blocks it has read: one that is read again
+  // for more tokens counts again.
+  int64_t (*run)(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop);
   // Packed or coded blocks [first, stop) as bf16 [outputs, n_in].
   void (*unpack)(const LinearWeights& weights, int64_t first, int64_t stop, uint16_t* to);
   // Blocks [first, stop).
@@ -117,9 +121,15 @@ struct LinearOps {
   void (*pack_tokens)(const ManyTokens& call, int64_t first, int64_t stop);
   void (*multiply)(const ManyTokens& call, char* scratch, int64_t first, int64_t stop);
   bool has_pairs = false;  // coded weights meet bfloat16 inputs two at a time
+  bool has_words = false;  // what meets weights of int8 is 16 bits wide
 };
 
 void pack(const Packing& packing, int n_threads);
+
+// Weights of mxfp4 as checkpoints have them, outputs one behind the other: of each 32 inputs 16 bytes, the first input
+// in a lower half, and an exponent. To data and exponents as LinearWeights has them; nothing is rounded.
+void place_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int64_t n_in, int64_t n_out, uint8_t* data,
+                 uint8_t* exponents_to, int n_threads);
 
 // out = x W^T. Each token's result is the same whatever other tokens come with it; weights of bf16
 // are summed in one order for up to kReadOnce tokens, and in another for more, with AVX2 and both of bf16 in words

@@ -43,26 +43,25 @@ void pack_tokens(const ManyTokens& call, int64_t first, int64_t stop) {
 constexpr int64_t kOutputsNear = 1 << 19;  // of all tokens: 1 MiB
 
 // Packed weights of 16 outputs as rows of bfloat16: up to two groups of 32 inputs.
-template <bool is_int4>
+template <WeightFormat kFormat>
 inline void unpack_groups(const LinearWeights& weights, int64_t block, int64_t group, int64_t n_groups, uint16_t* to) {
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
   const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
-  const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
-  const __m512i low = _mm512_set1_epi8(15);
-  const __m512 zero = _mm512_set1_ps(is_int4 ? 8.f : 128.f);
+  const auto* scales = scales_of<kFormat>(weights, block);
+  const __m512 zero = _mm512_set1_ps(static_cast<float>(zero_of(kFormat)));
   __m512i fours[16];  // 4 inputs of 16 outputs each
   alignas(64) float steps[2][16];
   for (int64_t g = 0; g < 2; ++g) {
     const char* from = data + (group + (g < n_groups ? g : 0)) * group_bytes;
-    for (int v = 0; v < 8; v += is_int4 ? 2 : 1, from += 64) {
+    for (int v = 0; v < 8; v += has_halves(kFormat) ? 2 : 1, from += 64) {
       fetch_packed(from);
       fours[8 * g + v] = _mm512_loadu_si512(from);
-      if (!is_int4) continue;
-      fours[8 * g + v + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[8 * g + v], 4), low);
-      fours[8 * g + v] = _mm512_and_si512(fours[8 * g + v], low);
+      if (!has_halves(kFormat)) continue;
+      fours[8 * g + v + 1] = high_halves<kFormat>(fours[8 * g + v]);
+      fours[8 * g + v] = low_halves<kFormat>(fours[8 * g + v]);
     }
-    const int64_t shared = shared_of<is_int4>(group + (g < n_groups ? g : 0));
-    _mm512_store_ps(steps[g], load_half(scales + shared * kBlockRows));
+    const int64_t shared = shared_of<kFormat>(group + (g < n_groups ? g : 0));
+    _mm512_store_ps(steps[g], load_scales(scales + shared * kBlockRows));
   }
   turn_16(fours);
   for (int64_t r = 0; r < kBlockRows; ++r)
@@ -104,9 +103,11 @@ class PanelUnits {
       if (block >= weights.n_blocks)
         for (int64_t r = 0; r < kBlockRows; ++r) std::memset(to + r * kPanelRow, 0, static_cast<size_t>(n_groups * 64));
       else if (weights.format == WeightFormat::int4)
-        unpack_groups<true>(weights, block, group, n_groups, to);
+        unpack_groups<WeightFormat::int4>(weights, block, group, n_groups, to);
+      else if (weights.format == WeightFormat::mxfp4)
+        unpack_groups<WeightFormat::mxfp4>(weights, block, group, n_groups, to);
       else
-        unpack_groups<false>(weights, block, group, n_groups, to);
+        unpack_groups<WeightFormat::int8>(weights, block, group, n_groups, to);
       return;
     }
     const int64_t r = i / per_row_, output = block * kBlockRows + r, first = first_ + i % per_row_ * kUnitInputs;
@@ -246,8 +247,8 @@ void multiply_panels(const ManyTokens& call, char* scratch, int64_t first, int64
   _tile_release();
 }
 
-constexpr LinearOps kMatrixOps = {prepare_linear, run_linear,  unpack_linear,   pack_linear,
-                                  gather_rows,    pack_tokens, multiply_panels, false};
+constexpr LinearOps kMatrixOps = {prepare_linear, run_linear,      unpack_linear, pack_linear, gather_rows,
+                                  pack_tokens,    multiply_panels, false,         kHasWords};
 
 }  // namespace
 }  // namespace KVC_NAMESPACE

@@ -17,8 +17,23 @@ constexpr int kTokensAtOnce = 4;
 constexpr int kTokensAtOnce = 8;
 #endif
 
-// kLanes sums of four products each: of weights from 0 to 15 or 255, 4 to a lane, and 4 signed numbers of
+// kLanes sums of four products each: of weights from 0 to 24 or 255, 4 to a lane, and 4 signed numbers of
 // a token, which all lanes meet; `begin` and `end` are for a group's.
+
+constexpr bool has_halves(WeightFormat format) { return format == WeightFormat::int4 || format == WeightFormat::mxfp4; }
+// What stands for 0 among a format's unsigned numbers.
+constexpr int32_t zero_of(WeightFormat format) {
+  return format == WeightFormat::int8 ? 128 : format == WeightFormat::int4 ? 8 : 12;
+}
+// The numbers of mxfp4, doubled and around 12.
+alignas(16) constexpr uint8_t kMxfp4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// What a number of these counts.
+inline float mxfp4_step(uint8_t exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value * .5f;
+}
 
 // Without VNNI products of 8-bit weights are those of words: a token's numbers come as such, of each four
 // the first, third, second and fourth.
@@ -36,8 +51,16 @@ constexpr bool kHasPairs = false;
 #if defined(KVC_AVX512) || defined(KVC_AVX2)
 constexpr int kParts = kBlockRows / kLanes;  // vectors of outputs
 
-inline Ints low_halves(Ints x) { return both(x, all_bytes(15)); }
-inline Ints high_halves(Ints x) { return low_halves(right_16(x, 4)); }
+// 4 bits of each byte, as unsigned numbers.
+template <WeightFormat kFormat>
+inline Ints low_halves(Ints x) {
+  const Ints halves = both(x, all_bytes(15));
+  return kFormat == WeightFormat::mxfp4 ? look_up(all_16_bytes(kMxfp4Numbers), halves) : halves;
+}
+template <WeightFormat kFormat>
+inline Ints high_halves(Ints x) {
+  return low_halves<kFormat>(right_16(x, 4));
+}
 
 // The same four of a token for all lanes.
 inline Ints four(const void* from) {
@@ -47,11 +70,11 @@ inline Ints four(const void* from) {
 }
 
 #if defined(KVC_VNNI)
-template <bool is_int4>
+template <WeightFormat kFormat>
 inline Ints begin(int32_t offset) {
   return all_ints(offset);
 }
-template <bool is_int4>
+template <WeightFormat kFormat>
 inline Ints end(Ints sum, int32_t) {
   return sum;
 }
@@ -63,33 +86,37 @@ inline Ints dot_four(Ints sum, Ints x, const int8_t* numbers) {
 #endif
 }
 // 64 bytes of weights meet a token's numbers, which are loaded once for all outputs.
-template <bool is_int4>
+template <WeightFormat kFormat>
 inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
   for (int part = 0; part < kParts; ++part) {
-    sums[part] = dot_four(sums[part], is_int4 ? low_halves(weights[part]) : weights[part], numbers);
-    if (is_int4) sums[part] = dot_four(sums[part], high_halves(weights[part]), numbers + 4);
+    if constexpr (has_halves(kFormat)) {
+      sums[part] = dot_four(sums[part], low_halves<kFormat>(weights[part]), numbers);
+      sums[part] = dot_four(sums[part], high_halves<kFormat>(weights[part]), numbers + 4);
+    } else {
+      sums[part] = dot_four(sums[part], weights[part], numbers);
+    }
   }
 }
 #else
 // Sums are kept: GCC would else add products to each other first, for which there are no registers.
 
-// Of 4 bits a group's products fit into 16: 16 of them at most 15 * 127.
-template <bool is_int4>
+// Of 4 bits a group's products fit into 16: 16 of them at most 15 * 127, or of half a group 8 at most 24 * 127.
+template <WeightFormat kFormat>
 inline Ints begin(int32_t offset) {
-  return all_ints(is_int4 ? 0 : offset);
+  return all_ints(has_halves(kFormat) ? 0 : offset);
 }
-template <bool is_int4>
+template <WeightFormat kFormat>
 inline Ints end(Ints sum, int32_t offset) {
-  return is_int4 ? add_32(dot_words(sum, all_ints(0x10001)), all_ints(offset)) : sum;
+  return has_halves(kFormat) ? add_32(dot_words(sum, all_ints(0x10001)), all_ints(offset)) : sum;
 }
 // 64 bytes of weights meet a token's numbers, which are loaded once for all outputs: with AVX2 a load takes as long
 // as a product.
-template <bool is_int4>
+template <WeightFormat kFormat>
 inline void add_token(const Ints (&weights)[kParts], const int8_t* numbers, Ints (&sums)[kParts]) {
-  if (is_int4) {
+  if (has_halves(kFormat)) {
     for (int part = 0; part < kParts; ++part) {
-      sums[part] = kept(add_16(sums[part], dot_bytes(low_halves(weights[part]), four(numbers))));
-      sums[part] = kept(add_16(sums[part], dot_bytes(high_halves(weights[part]), four(numbers + 4))));
+      sums[part] = kept(add_16(sums[part], dot_bytes(low_halves<kFormat>(weights[part]), four(numbers))));
+      sums[part] = kept(add_16(sums[part], dot_bytes(high_halves<kFormat>(weights[part]), four(numbers + 4))));
     }
     return;
   }
@@ -131,10 +158,28 @@ inline void fetch_packed(const void* now) {
 }
 
 // Of an output's scales that of a group.
-template <bool is_int4>
+template <WeightFormat kFormat>
 constexpr int64_t shared_of(int64_t group) {
-  return group * kGroupInputs / (is_int4 ? kInt4Shared : kInt8Shared);
+  return group * kGroupInputs / (has_halves(kFormat) ? kInt4Shared : kInt8Shared);
 }
+
+// A block's scales, and how they are read.
+template <WeightFormat kFormat>
+inline auto scales_of(const LinearWeights& weights, int64_t block) {
+  const int64_t first = block * weights.n_scales * kBlockRows;
+  if constexpr (kFormat == WeightFormat::mxfp4)
+    return weights.exponents + first;
+  else
+    return weights.scales + first;
+}
+inline float scale_at(const uint16_t* half) { return half_to_float(*half); }
+inline float scale_at(const uint8_t* exponent) { return mxfp4_step(*exponent); }
+#if defined(KVC_AVX512) || defined(KVC_AVX2)
+inline Vec load_scales(const uint16_t* halves) { return load_half(halves); }
+inline Vec load_scales(const uint8_t* exponents) {
+  return mul(bits_as_floats(left_32(load_u8_ints(exponents), 23)), all(.5f));
+}
+#endif
 
 inline void load_floats(const void* from, Dtype dtype, int64_t n, float* to) {
   if (dtype == Dtype::f32) {
@@ -396,22 +441,29 @@ inline void blocks_of_many(const LinearCall& call, const Many& many, int64_t tok
 }
 
 template <class Many>
-inline void run_many(const LinearCall& call, const Many& many, int64_t first, int64_t stop) {
-  for (int64_t kept = 0; kept < call.n_tokens; kept += Many::kKept) {
+inline int64_t run_many(const LinearCall& call, const Many& many, int64_t first, int64_t stop) {
+  int64_t n_read = 0;
+  for (int64_t kept = 0; kept < call.n_tokens; kept += Many::kKept, n_read += stop - first) {
     const int64_t n_tokens = smaller(call.n_tokens - kept, Many::kKept);
     for (int64_t block = first; block < stop; block += kBlocksInTurn)
       blocks_of_many(call, many, kept, n_tokens, block, smaller(block + kBlocksInTurn, stop));
   }
+  return n_read;
 }
 
+// Parts of a group whose products are summed in integers.
+template <WeightFormat kFormat>
+constexpr int kTurns = kHasWords && kFormat == WeightFormat::mxfp4 ? 2 : 1;
+
 // 16 outputs of kTokens tokens, packed: integers within a group, floats from group to group.
-template <int kTokens, bool is_int4>
+template <int kTokens, WeightFormat kFormat>
 inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t block) {
   const LinearWeights& weights = call.weights;
   const int64_t n = weights.n_in, n_groups = weights.n_groups;
   const uint8_t* w = static_cast<const uint8_t*>(weights.data) + block * weights.block_bytes;
-  const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
-  constexpr int64_t kWide = kHasWords && !is_int4 ? 2 : 1;  // bytes of a number
+  const auto* scales = scales_of<kFormat>(weights, block);
+  constexpr bool kHalves = has_halves(kFormat);
+  constexpr int64_t kWide = kHasWords && !kHalves ? 2 : 1;  // bytes of a number
   const int8_t* x = inputs.numbers + token * n * kWide;
   const float* x_scales = inputs.scales + token * n_groups;
   const int32_t* offsets = inputs.offsets + token * n_groups;
@@ -421,23 +473,27 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
   for (auto& token : totals)
     for (Vec& total : token) total = all(0.f);
   for (int64_t g = 0; g < n_groups; ++g) {
-    const uint16_t* scales_now = scales + shared_of<is_int4>(g) * kBlockRows;
-    __builtin_prefetch(scales_now + kScalesAhead / 2, 0, 3);
-    Ints sums[kTokens][kParts];
-    for (int t = 0; t < kTokens; ++t)
-      for (Ints& sum : sums[t]) sum = begin<is_int4>(offsets[t * n_groups + g]);
+    const auto* scales_now = scales + shared_of<kFormat>(g) * kBlockRows;
+    __builtin_prefetch(reinterpret_cast<const char*>(scales_now) + kScalesAhead, 0, 3);
     const int8_t* at = x + g * kGroupInputs * kWide;
-    for (int v = 0; v < (is_int4 ? 4 : 8); ++v, at += (is_int4 ? 8 : 4) * kWide, w += 64) {
-      fetch_packed(w);
-      Ints weight[kParts];
-      for (int part = 0; part < kParts; ++part) weight[part] = load_ints(w + part * kLanes * 4);
-      for (int t = 0; t < kTokens; ++t) add_token<is_int4>(weight, at + t * n * kWide, sums[t]);
-    }
-    for (int part = 0; part < kParts; ++part) {
-      const Vec scale = load_half(scales_now + part * kLanes);
+    for (int turn = 0; turn < kTurns<kFormat>; ++turn) {
+      // What an offset adds comes in once.
+      const auto offset = [&](int t) { return turn ? 0 : offsets[t * n_groups + g]; };
+      Ints sums[kTokens][kParts];
       for (int t = 0; t < kTokens; ++t)
-        totals[t][part] = fma(to_floats(end<is_int4>(sums[t][part], offsets[t * n_groups + g])),
-                              mul(scale, all(x_scales[t * n_groups + g])), totals[t][part]);
+        for (Ints& sum : sums[t]) sum = begin<kFormat>(offset(t));
+      for (int v = 0; v < (kHalves ? 4 : 8) / kTurns<kFormat>; ++v, at += (kHalves ? 8 : 4) * kWide, w += 64) {
+        fetch_packed(w);
+        Ints weight[kParts];
+        for (int part = 0; part < kParts; ++part) weight[part] = load_ints(w + part * kLanes * 4);
+        for (int t = 0; t < kTokens; ++t) add_token<kFormat>(weight, at + t * n * kWide, sums[t]);
+      }
+      for (int part = 0; part < kParts; ++part) {
+        const Vec scale = load_scales(scales_now + part * kLanes);
+        for (int t = 0; t < kTokens; ++t)
+          totals[t][part] = fma(to_floats(end<kFormat>(sums[t][part], offset(t))),
+                                mul(scale, all(x_scales[t * n_groups + g])), totals[t][part]);
+      }
     }
   }
   for (int t = 0; t < kTokens; ++t)
@@ -447,18 +503,19 @@ inline void block_packed(const LinearCall& call, const LinearInputs& inputs, int
     for (float& value : row) value = 0.f;
   for (int64_t g = 0; g < n_groups; ++g) {
     int16_t numbers[kGroupInputs / 4][kBlockRows][4];
-    if constexpr (is_int4) {
+    if constexpr (kHalves) {
+      const auto number = [](int half) { return kFormat == WeightFormat::mxfp4 ? kMxfp4Numbers[half] : half; };
       for (int v = 0; v < 4; ++v, w += 64)
         for (int i = 0; i < 64; ++i) {
-          (&numbers[2 * v][0][0])[i] = w[i] & 15;
-          (&numbers[2 * v + 1][0][0])[i] = w[i] >> 4;
+          (&numbers[2 * v][0][0])[i] = number(w[i] & 15);
+          (&numbers[2 * v + 1][0][0])[i] = number(w[i] >> 4);
         }
     } else {
       for (int i = 0; i < kGroupInputs * kBlockRows; ++i) (&numbers[0][0][0])[i] = w[i];
       w += kGroupInputs * kBlockRows;
     }
     float scale[kBlockRows];
-    for (int r = 0; r < kBlockRows; ++r) scale[r] = half_to_float(scales[shared_of<is_int4>(g) * kBlockRows + r]);
+    for (int r = 0; r < kBlockRows; ++r) scale[r] = scale_at(scales + shared_of<kFormat>(g) * kBlockRows + r);
     for (int t = 0; t < kTokens; ++t) {
       const int8_t* from = x + t * n + g * kGroupInputs;
       int32_t sums[kBlockRows];
@@ -480,20 +537,19 @@ template <int kTokens>
 inline void tokens_of(const LinearCall& call, const LinearInputs& inputs, int64_t token, int64_t first, int64_t stop) {
   constexpr int kFew = kTokens > kReadOnce ? kReadOnce : kTokens;  // floats come in no more
   for (int64_t block = first; block < stop; ++block) {
-    if (call.weights.format == WeightFormat::int4)
-      block_packed<kTokens, true>(call, inputs, token, block);
-    else if (call.weights.format == WeightFormat::int8)
-      block_packed<kTokens, false>(call, inputs, token, block);
-    else if (call.weights.format == WeightFormat::coded)
-      block_coded<kFew>(call, inputs.rows + token * call.weights.n_in, token, block);
-    else
-      block_bf16<kFew>(call, inputs.rows + token * call.weights.n_in, token, block);
+    switch (call.weights.format) {
+      case WeightFormat::int4: block_packed<kTokens, WeightFormat::int4>(call, inputs, token, block); break;
+      case WeightFormat::int8: block_packed<kTokens, WeightFormat::int8>(call, inputs, token, block); break;
+      case WeightFormat::mxfp4: block_packed<kTokens, WeightFormat::mxfp4>(call, inputs, token, block); break;
+      case WeightFormat::coded: block_coded<kFew>(call, inputs.rows + token * call.weights.n_in, token, block); break;
+      default: block_bf16<kFew>(call, inputs.rows + token * call.weights.n_in, token, block);
+    }
   }
 }
 
 void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
   const int64_t n = call.weights.n_in, size = call.in == Dtype::f32 ? 4 : 2;
-  const int32_t zero = call.weights.format == WeightFormat::int8 ? 128 : 8;
+  const int32_t zero = zero_of(call.weights.format);
   for (int64_t t = first; t < stop; ++t) {
     const char* x = static_cast<const char*>(call.x) + t * n * size;
 #if defined(KVC_BF16)
@@ -551,7 +607,7 @@ void prepare_linear(const LinearCall& call, const LinearInputs& inputs, int64_t 
   }
 }
 
-void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
+int64_t run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t first, int64_t stop) {
 #if defined(KVC_BF16)
   if (inputs.pairs) return run_pairs(call, inputs, first, stop);
 #endif
@@ -562,11 +618,13 @@ void run_linear(const LinearCall& call, const LinearInputs& inputs, int64_t firs
     return run_many(call, ManyFloats{call.weights, inputs.rows}, first, stop);
   }
   const int64_t at_once = call.weights.is_packed ? kTokensAtOnce : kReadOnce;
-  for (int64_t token = 0; token < call.n_tokens; token += at_once) {
+  int64_t n_read = 0;
+  for (int64_t token = 0; token < call.n_tokens; token += at_once, n_read += stop - first) {
     with_number<kTokensAtOnce>(smaller(at_once, call.n_tokens - token), [&](auto n_tokens) {
       tokens_of<decltype(n_tokens)::of>(call, inputs, token, first, stop);
     });
   }
+  return n_read;
 }
 
 // n weights of an output that share a scale; that.
@@ -633,28 +691,38 @@ void pack_linear(const Packing& packing, int64_t first, int64_t stop) {
 }
 
 // Packed weights of an output: put(i, kLanes numbers from the i-th on).
-template <class Put>
-inline void packed_row(const LinearWeights& weights, int64_t output, const Put& put) {
+template <WeightFormat kFormat, class Put>
+inline void packed_row_of(const LinearWeights& weights, int64_t output, const Put& put) {
   const int64_t block = output / kBlockRows, r = output % kBlockRows;
-  const bool is_int4 = weights.format == WeightFormat::int4;
-  const float zero = is_int4 ? 8.f : 128.f;
+  constexpr bool kHalves = has_halves(kFormat);
+  const Vec zero = all(static_cast<float>(zero_of(kFormat)));
   const int64_t group_bytes = weights.block_bytes / weights.n_groups;
   const char* data = static_cast<const char*>(weights.data) + block * weights.block_bytes;
-  const uint16_t* scales = weights.scales + block * weights.n_scales * kBlockRows;
+  const auto* scales = scales_of<kFormat>(weights, block);
   for (int64_t g = 0; g < weights.n_groups; ++g) {
     const char* from = data + g * group_bytes + 4 * r;
     uint32_t fours[kGroupInputs / 4];
-    for (int q = 0; q < kGroupInputs / 4; q += is_int4 ? 2 : 1, from += 64) {
+    for (int q = 0; q < kGroupInputs / 4; q += kHalves ? 2 : 1, from += 64) {
       std::memcpy(fours + q, from, 4);
-      if (!is_int4) continue;
+      if (!kHalves) continue;
       fours[q + 1] = fours[q] >> 4 & 0x0F0F0F0F;
       fours[q] &= 0x0F0F0F0F;
     }
-    const auto* numbers = reinterpret_cast<const uint8_t*>(fours);
-    const int64_t shared = is_int4 ? shared_of<true>(g) : shared_of<false>(g);
-    const Vec scale = all(half_to_float(scales[shared * kBlockRows + r]));
+    auto* numbers = reinterpret_cast<uint8_t*>(fours);
+    if (kFormat == WeightFormat::mxfp4)
+      for (int64_t i = 0; i < kGroupInputs; ++i) numbers[i] = kMxfp4Numbers[numbers[i]];
+    const Vec scale = all(scale_at(scales + shared_of<kFormat>(g) * kBlockRows + r));
     for (int64_t i = 0; i < kGroupInputs; i += kLanes)
-      put(g * kGroupInputs + i, mul(sub(load_u8(numbers + i), all(zero)), scale));
+      put(g * kGroupInputs + i, mul(sub(load_u8(numbers + i), zero), scale));
+  }
+}
+
+template <class Put>
+inline void packed_row(const LinearWeights& weights, int64_t output, const Put& put) {
+  switch (weights.format) {
+    case WeightFormat::int4: return packed_row_of<WeightFormat::int4>(weights, output, put);
+    case WeightFormat::mxfp4: return packed_row_of<WeightFormat::mxfp4>(weights, output, put);
+    default: return packed_row_of<WeightFormat::int8>(weights, output, put);
   }
 }
 
@@ -680,8 +748,8 @@ void gather_rows(const LinearWeights& weights, const int64_t* outputs, int64_t n
   }
 }
 
-constexpr LinearOps kLinearOps = {prepare_linear, run_linear, unpack_linear, pack_linear,
-                                  gather_rows,    nullptr,    nullptr,       kHasPairs};
+constexpr LinearOps kLinearOps = {prepare_linear, run_linear, unpack_linear, pack_linear, gather_rows,
+                                  nullptr,        nullptr,    kHasPairs,     kHasWords};
 
 }  // namespace
 }  // namespace KVC_NAMESPACE

@@ -1,0 +1,332 @@
+"""Mixtures in a model of transformers: found by what they have, and tried before they are replaced.
+
+A module of experts that asks transformers' interface for experts says of itself how its parameters
+lie, and has a gate of its own. Which gate that is shows in what it makes of a few numbers; whether
+all of it was understood shows in what the module makes of a few tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from kvcellar.backends.torch.fast.experts import (
+    MXFP4,
+    ExpertWeights,
+    KernelExperts,
+    Rows,
+    ShippedWeights,
+)
+from kvcellar.backends.torch.fast.linears import codes_well
+from kvcellar.backends.torch.memory import Arena
+from kvcellar.kernel import experts as native
+from kvcellar.models.weights import bits_of, can_pack, is_packed
+
+NAME = "kvcellar"
+"""Name under which transformers knows the kernel's experts."""
+
+HELD = "held_by_kernel"
+"""Name of what a module of experts has in place of its parameters."""
+
+FACTS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+"""What transformers' interface writes on every module of experts."""
+
+_FAR = 1e6
+"""More than any limit of a gate."""
+
+_APART = 0.03
+"""What two orders of rounding differ by at most, as a share of the result's length."""
+
+
+def mixtures(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of experts in a model that ask transformers' interface how to run."""
+    for module in model.modules():
+        if all(name in vars(module) for name in FACTS):
+            yield module
+
+
+def routers(model: nn.Module) -> set[nn.Module]:
+    """Return the linear layers by which a mixture's tokens choose: those beside its experts.
+
+    One of a shared expert, which has one output, is among them.
+    """
+    asking = set(mixtures(model))
+    found: set[nn.Module] = set()
+    for parent in model.modules():
+        for child in parent.children():
+            is_list = isinstance(child, nn.ModuleList) and len(child) > 1
+            if child not in asking and not (is_list and _are_alike(child)):
+                continue
+            n_experts = int(child.num_experts) if child in asking else len(child)  # type: ignore[arg-type]
+            inside = set(child.modules())
+            found |= {
+                layer
+                for layer in parent.modules()
+                if type(layer) is nn.Linear
+                and layer not in inside
+                and layer.out_features in (1, n_experts)
+            }
+    return found
+
+
+def _are_alike(parts: Any) -> bool:
+    """Return true if a list's modules are MLPs: linear layers and an activation, nothing else."""
+    for part in parts:
+        children = list(part.children())
+        n_linear = sum(type(child) is nn.Linear for child in children)
+        if n_linear < 2 or any(list(child.children()) for child in children):
+            return False
+    return True
+
+
+def hold_experts(model: Any, weights: str, arena: Arena) -> int:
+    """Have the kernel hold and run the experts of a model's mixtures; others stay as they are.
+
+    Args:
+        model: of transformers, on a CPU, in evaluation mode.
+        weights: a name of ``WEIGHTS``; experts that a checkpoint ships in MXFP4 keep that.
+        arena: where weights shall lie.
+
+    Returns:
+        How many numbers the kernel holds.
+    """
+    n_held = 0
+    for module in list(mixtures(model)):
+        held = _kernel_experts(module, weights, arena)
+        if held is None:
+            continue
+        for name in list(module._parameters):
+            delattr(module, name)
+        module.add_module(HELD, held)
+        _interface().register(NAME, run_experts)
+        config: Any = module.config
+        config._experts_implementation = NAME
+        n_held += held.n_weights
+    return n_held
+
+
+def run_experts(module: Any, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Run a module's experts, as transformers' interface asks; one that is not held by torch."""
+    held = module._modules.get(HELD)
+    if held is None:
+        by_torch: Callable[..., Tensor] = _interface()["grouped_mm"]
+        return by_torch(module, x, chosen, shares)
+    out: Tensor = held(x, chosen, shares)
+    return out
+
+
+def _interface() -> Any:
+    from transformers.integrations import moe  # it imports much of transformers
+
+    return moe.ALL_EXPERTS_FUNCTIONS
+
+
+# What a module has ------------------------------------------------------------------------------
+
+
+class _Rows(Sequence[Tensor]):
+    """Parameters of all experts as each one's outputs; nothing is copied before it is asked for."""
+
+    def __init__(self, weight: Tensor, is_transposed: bool, order: Tensor | None) -> None:
+        """Look at parameters ``[n_experts, n_out, n_in]``, or with the last two the other way."""
+        self._weight, self._is_transposed, self._order = weight, is_transposed, order
+
+    def __len__(self) -> int:
+        """Return how many experts there are."""
+        return len(self._weight)
+
+    def __getitem__(self, expert: Any) -> Any:
+        """Return an expert's weights ``[n_out, n_in]``."""
+        weight = self._weight[expert]
+        weight = weight.T if self._is_transposed else weight
+        return weight if self._order is None else weight[self._order]
+
+
+def _weights_of(module: Any, name: str, order: Tensor | None) -> _Rows | ShippedWeights:
+    """Return one of a module's two products, its outputs in an order where one is given."""
+    held = module._parameters
+    if f"{name}_blocks" in held:
+        return ShippedWeights(held[f"{name}_blocks"], held[f"{name}_scales"], order)
+    return _Rows(held[name].detach(), bool(module.is_transposed), order)
+
+
+def _bits(weights: _Rows | ShippedWeights, name: str) -> float | None:
+    """Return how many bits a weight gets by a name of ``WEIGHTS``; None: the kernel has no such."""
+    if isinstance(weights, ShippedWeights):
+        return MXFP4
+    one: Tensor = weights[0]
+    if is_packed(name):
+        return bits_of(name, is_most_exact=False) if can_pack(one.shape[1]) else None
+    if one.dtype != torch.bfloat16:
+        return None
+    return 12 if codes_well(one) else 16
+
+
+def _between(module: Any) -> Rows:
+    """Return what a module computes between its products, by torch."""
+    by_module: Rows = module._apply_gate if module.has_gate else module.act_fn
+    return by_module
+
+
+def find_gate(between: Rows, is_interleaved: bool) -> tuple[native.Gate | None, Rows]:
+    """Find the kernel's gate that computes what a module does between its products.
+
+    Args:
+        between: that, ``[n, 2 * inner] -> [n, inner]``.
+        is_interleaved: true if gate and up come by turns, and not one behind the other.
+
+    Returns:
+        The gate, None where none of the kernel's computes this; and the same by torch, of gate and
+        up one behind the other where there is one.
+    """
+    joined = (lambda x: between(_by_turns(x))) if is_interleaved else between
+    numbers = _gate_numbers(joined)
+    if numbers is None:
+        return None, between
+    return native.Gate(*numbers), joined
+
+
+def _gate_numbers(between: Rows) -> tuple[float, float, float, float] | None:
+    """Find alpha, cubic, shift and limit of a gate; None where it is none of the kernel's."""
+
+    def at(gate: float, up: float) -> float:
+        return float(between(torch.tensor([[gate, up]], dtype=torch.float64)))
+
+    try:
+        half = at(1.0, 1.0) - at(1.0, 0.0)  # sigmoid of alpha + cubic
+        shift = at(1.0, 0.0) / half
+        limit = at(1.0, _FAR) / half - shift
+        whole = at(0.5, 1.0) - at(0.5, 0.0)
+        near, far = _logit(half), _logit(whole / 0.5) / 0.5
+    except (ValueError, ZeroDivisionError, RuntimeError):
+        return None
+    cubic = (near - far) / (1 - 0.25)
+    found = tuple(
+        0.0 if abs(value) < 1e-5 else value
+        for value in (near - cubic, cubic, shift, 0.0 if limit > 0.99 * _FAR else limit)
+    )
+    alpha, cubic, shift, limit = found
+    if cubic < 0 or alpha <= 0 or limit < 0:
+        return None
+    some = torch.linspace(-12, 12, 49, dtype=torch.float64)
+    rows = torch.stack([some, some.flip(0) * 1.3], 1)
+    is_same = torch.allclose(between(rows), _gated(rows, *found), rtol=1e-3, atol=1e-3)
+    return (alpha, cubic, shift, limit) if is_same else None
+
+
+def _gated(rows: Tensor, alpha: float, cubic: float, shift: float, limit: float) -> Tensor:
+    """Compute the kernel's gate by torch, of gate and up one behind the other."""
+    gate, up = rows.chunk(2, -1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + shift) * gate * torch.sigmoid(gate * (alpha + cubic * gate * gate))
+
+
+def _logit(x: float) -> float:
+    return math.log(x / (1 - x))
+
+
+def _by_turns(x: Tensor) -> Tensor:
+    """Put gate and up, which lie one behind the other, by turns."""
+    return torch.stack(x.chunk(2, -1), -1).flatten(-2)
+
+
+def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | None:
+    """Make what the kernel runs in a module's place; None where it is not what was understood."""
+    gate, between = None, _between(module)
+    is_interleaved = module.has_gate and not module.is_concatenated
+    order = None
+    if module.has_gate:
+        gate, between = find_gate(between, is_interleaved)
+        if gate is not None and is_interleaved:
+            n_up = _weights_of(module, "gate_up_proj", None)[0].shape[0]
+            order = torch.cat([torch.arange(0, n_up, 2), torch.arange(1, n_up, 2)])
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    parts = _weights_of(module, up, order), _weights_of(module, "down_proj", None)
+    biases = [module._parameters.get(f"{part}_bias") for part in (up, "down_proj")]
+    if order is not None and biases[0] is not None:
+        biases[0] = biases[0][:, order]
+    bits = [_bits(part, name) for part in parts]
+    after: Rows | None = module.post_expert_norm if module.has_post_expert_norm else None
+    if None in bits or not _is_understood(module, parts, biases, between, after):
+        return None
+    held = [
+        ExpertWeights(part, None if bias is None else bias.detach(), n, arena)
+        for part, bias, n in zip(parts, biases, bits, strict=True)
+        if n is not None
+    ]
+    return KernelExperts(held[0], held[1], gate, between, after)
+
+
+def _is_understood(
+    module: Any,
+    parts: Sequence[_Rows | ShippedWeights],
+    biases: Sequence[Tensor | None],
+    between: Rows,
+    after: Rows | None,
+) -> bool:
+    """Return true if a module makes of a few tokens what its parts, as they were found, do."""
+    n_experts = int(module.num_experts)
+    floats = (each.dtype for each in module.parameters() if each.is_floating_point())
+    dtype = next(floats, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, parts[0][0].shape[1], generator=generator).to(dtype)
+    some = sorted({0, n_experts // 2, n_experts - 1})
+    chosen = torch.tensor([(some * 2)[i : i + min(2, len(some))] for i in range(3)])
+    shares = torch.rand(chosen.shape, generator=generator).to(dtype)
+    with torch.inference_mode():
+        want = _eager(module, x, chosen, shares).float()
+        found = torch.zeros_like(want)
+        for token, slot in torch.cartesian_prod(torch.arange(3), torch.arange(chosen.shape[1])):
+            expert = int(chosen[token, slot])
+            row = _linear(x[token][None], parts[0], biases[0], expert)
+            row = _linear(between(row), parts[1], biases[1], expert)
+            row = row if after is None else after(row)
+            found[token] += row[0].float() * shares[token, slot].float()
+    return float((found - want).norm()) <= _APART * float(want.norm())
+
+
+def _linear(
+    x: Tensor, weights: _Rows | ShippedWeights, biases: Tensor | None, expert: int
+) -> Tensor:
+    bias = None if biases is None else biases[expert].to(x.dtype)
+    return F.linear(x, weights[expert].to(x.dtype), bias)
+
+
+def _eager(
+    module: Any,
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+) -> Tensor:
+    """Run a module's own forward; shipped weights are numbers for it meanwhile."""
+    own: Callable[..., Tensor] = type(module).forward.__wrapped__
+    shipped = [
+        name for name in ("gate_up_proj", "down_proj") if f"{name}_blocks" in module._parameters
+    ]
+    for name in shipped:
+        weights = _weights_of(module, name, None)
+        vars(module)[name] = _Numbers(weights, bool(module.is_transposed), x.dtype)
+    try:
+        return own(module, x, chosen, shares)
+    finally:
+        for name in shipped:
+            del vars(module)[name]
+
+
+class _Numbers:
+    """Shipped weights as a module would index its parameters."""
+
+    def __init__(self, weights: Any, is_transposed: bool, dtype: torch.dtype) -> None:
+        """Look at weights of all experts."""
+        self._weights, self._is_transposed, self._dtype = weights, is_transposed, dtype
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        """Return an expert's, as the module has it."""
+        weight: Tensor = self._weights[int(expert)].to(self._dtype)
+        return weight.T if self._is_transposed else weight

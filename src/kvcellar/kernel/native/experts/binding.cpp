@@ -1,0 +1,95 @@
+// Mixtures of experts, for Python.
+
+#include "experts/experts.h"
+
+#include <nanobind/nanobind.h>
+
+#include "core/binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvcellar {
+
+void bind_experts(nb::module_& m) {
+  nb::class_<ExpertLayer>(m, "ExpertLayer", "A linear layer of each expert of a mixture, one behind the other.")
+      .def(
+          "__init__",
+          [](ExpertLayer* self, const LinearWeights& weights, int64_t n_experts, uintptr_t bias) {
+            new (self) ExpertLayer{weights, n_experts, at(bias)};
+          },
+          "weights"_a, "n_experts"_a, "bias"_a = 0,
+          "Describe the layer.\n\n"
+          "Args:\n"
+          "    weights: of the first expert. The next one's begin where its last block of 16 outputs\n"
+          "        ends, of bf16 its last output; its scales likewise. Escapes are all experts'.\n"
+          "    n_experts: how many.\n"
+          "    bias: address of ``[n_experts, n_out]`` in the type of the rows; 0: none.")
+      .def(
+          "linear",
+          [](const ExpertLayer& layer, uintptr_t x, int64_t n_rows, uintptr_t experts, int64_t n_each, Dtype dtype,
+             uintptr_t out) {
+            const nb::gil_scoped_release release;
+            return run_experts(layer, at(x), n_rows, at<const int64_t>(experts), n_each, dtype, at(out), 0);
+          },
+          "x"_a, "n_rows"_a, "experts"_a, "n_each"_a, "dtype"_a, "out"_a,
+          "Multiply each row by the experts that it chose; each expert is read once for all.\n\n"
+          "Args:\n"
+          "    x: address of ``[n_rows, n_in]``.\n"
+          "    n_rows: rows.\n"
+          "    experts: address of int64 ``[n_rows, n_each]``; for one that is not there: zeros.\n"
+          "    n_each: experts of a row.\n"
+          "    dtype: float32 or bfloat16, of rows and results.\n"
+          "    out: address of ``[n_rows, n_each, n_out]``.\n\n"
+          "Returns:\n"
+          "    How many bytes of weights were read: what is read again for more rows counts again.");
+
+  nb::class_<Gate>(m, "Gate", "What a mixture computes between its layers; ``native/layers/rows.h`` says more.")
+      .def(
+          "__init__",
+          [](Gate* self, float alpha, float cubic, float shift, float limit) {
+            new (self) Gate{alpha, cubic, shift, limit};
+          },
+          "alpha"_a = 1.f, "cubic"_a = 0.f, "shift"_a = 0.f, "limit"_a = 0.f,
+          "Describe ``(up + shift) * x * sigmoid(x * (alpha + cubic * x^2))``.\n\n"
+          "Args:\n"
+          "    alpha: 1 is SiLU.\n"
+          "    cubic: of GELU in its form with tanh, positive.\n"
+          "    shift: what is added to up.\n"
+          "    limit: most of the gate, which is x, and of up's magnitude; 0: none.");
+
+  nb::class_<Experts>(m, "Experts", "All experts of a mixture, for one call per layer.")
+      .def(
+          "__init__",
+          [](Experts* self, const ExpertLayer& up, const ExpertLayer& down, const Gate& gate) {
+            new (self) Experts{up, down, gate};
+          },
+          "up"_a, "down"_a, "gate"_a,
+          "Describe a mixture.\n\n"
+          "Args:\n"
+          "    up: gate and up joined.\n"
+          "    down: the last one.\n"
+          "    gate: between them.")
+      .def(
+          "run",
+          [](const Experts& experts, uintptr_t x, int64_t n_tokens, uintptr_t chosen, uintptr_t shares,
+             int64_t n_chosen, Dtype dtype, uintptr_t out) {
+            const nb::gil_scoped_release release;
+            const Choice choice{at<const int64_t>(chosen), at<const float>(shares), n_tokens, n_chosen};
+            return run_mixture(experts, at(x), choice, dtype, at(out), 0);
+          },
+          "x"_a, "n_tokens"_a, "chosen"_a, "shares"_a, "n_chosen"_a, "dtype"_a, "out"_a,
+          "Sum what the experts that each token chose make of it, times their shares.\n\n"
+          "Args:\n"
+          "    x: address of ``[n_tokens, hidden]``.\n"
+          "    n_tokens: tokens.\n"
+          "    chosen: address of int64 ``[n_tokens, n_chosen]``; one that is not there adds nothing.\n"
+          "    shares: address of float32 ``[n_tokens, n_chosen]``.\n"
+          "    n_chosen: experts of a token.\n"
+          "    dtype: float32 or bfloat16, of x and out.\n"
+          "    out: address of ``[n_tokens, hidden]``.\n\n"
+          "Returns:\n"
+          "    How many bytes of weights were read, as :meth:`ExpertLayer.linear` counts.");
+}
+
+}  // namespace kvcellar
