@@ -150,20 +150,6 @@ def test_gates_are_found_by_what_they_make_of_numbers() -> None:
         assert torch.equal(joined(rows[:, order]), between(rows))
 
 
-def test_routers_are_the_layers_by_which_tokens_choose() -> None:
-    block = nn.Module()
-    block.gate, block.shared_gate = nn.Linear(HIDDEN, N_EXPERTS), nn.Linear(HIDDEN, 1)
-    block.shared, block.experts = nn.Linear(HIDDEN, INNER), make(Qwen3MoeExperts)[0]
-    listed = nn.Module()
-    listed.gate = nn.Linear(HIDDEN, 3)
-    listed.experts = nn.ModuleList(
-        [nn.Sequential(nn.Linear(HIDDEN, 3), nn.SiLU(), nn.Linear(3, HIDDEN)) for _ in range(3)]
-    )
-    layers = nn.ModuleList([nn.Sequential(listed, nn.Linear(HIDDEN, 3)), nn.Sequential(block)])
-    found = mixtures.routers(layers)
-    assert found == {block.gate, block.shared_gate, listed.gate}
-
-
 def shipped(model: Any, name: str, n_out: int, n_in: int) -> ShippedWeights:
     """Put random weights of MXFP4 in the place of a module's own."""
     blocks = torch.randint(0, 256, (N_EXPERTS, n_out, n_in // 32, 16), dtype=torch.uint8)

@@ -18,11 +18,14 @@ import safetensors.torch
 import torch
 import transformers
 
+from kvcellar.backends.torch.fast.experts import KernelExperts
 from kvcellar.engine import encode_chat
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.kernel import levels
 from kvcellar.models import load_model
 from kvcellar.models.hub import DEMO_FOLDER
 from kvcellar.models.prompts import encode, render
+from kvcellar.models.sizing import size_model
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import (
     COMMON,
@@ -155,8 +158,12 @@ def test_the_text_part_of_a_multimodal_gemma_3_runs_alone(tmp_path):
         assert_close(player.feed(text(30), rows="all"), want)
 
 
-def test_experts_in_mxfp4_are_expanded(tmp_path):
-    """The way gpt-oss is published: 4-bit values in pairs, a power of two per 32 of them."""
+@pytest.fixture
+def shipped_in_mxfp4(tmp_path):
+    """Save a model as gpt-oss is published: 4-bit values in pairs, a power of two per 32 of them.
+
+    Beside it, in ``plain``, the same weights in bfloat16.
+    """
     model = make_model("gpt_oss").to(torch.bfloat16)
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat([table, -table])
@@ -189,11 +196,39 @@ def test_experts_in_mxfp4_are_expanded(tmp_path):
         tmp_path / "packed" / "config.json",
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": skipped},
     )
+    return tmp_path / "packed"
+
+
+def test_experts_in_mxfp4_are_expanded_where_torch_runs_them(shipped_in_mxfp4):
     logits = []
-    for name in ("plain", "packed"):
-        with Player(load_model(tmp_path / name, dtype="float32"), "contiguous") as player:
+    for folder in (shipped_in_mxfp4.parent / "plain", shipped_in_mxfp4):
+        with Player(load_model(folder, dtype="float32"), "contiguous") as player:
             logits.append(player.feed(text(12), rows="all"))
     assert_close(logits[1], logits[0])
+
+
+@pytest.mark.skipif(not levels.is_available(), reason=levels.why_not())
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_experts_in_mxfp4_stay_as_they_were_shipped_where_the_kernel_runs_them(
+    shipped_in_mxfp4, weights
+):
+    model = load_model(shipped_in_mxfp4, weights=weights)
+    with Player(model, "contiguous") as player:
+        found = player.feed(text(12), rows="all")
+    assert model.dtype == "bfloat16"
+    held = [m for m in model.network.modules() if isinstance(m, KernelExperts)]
+    assert len(held) == model.params.n_layers
+    assert all(part.bits == 4.25 for experts in held for part in (experts.up, experts.down))
+    plain = load_model(shipped_in_mxfp4.parent / "plain", weights="none")
+    with Player(plain, "contiguous") as player:
+        want = player.feed(text(12), rows="all")
+    # Where two experts are as likely, rounding decides which one a token takes.
+    assert np.median(abs(found - want)) < 0.1 * abs(want).mean()
+    spec = size_model(shipped_in_mxfp4, weights=weights)
+    assert "stay in MXFP4" in spec.counted
+    buffers = dict(model.network.named_buffers())
+    beside = sum(b.nbytes for n, b in buffers.items() if "rotary" in n or n.endswith("escapes"))
+    assert model.size_bytes - beside == spec.weight_bytes
 
 
 def test_tensors_that_no_layer_needs_are_no_obstacle(folder):

@@ -135,6 +135,26 @@ def test_gpt_oss_20b():
     assert "MXFP4 is expanded to bfloat16" in spec.counted
 
 
+def test_gpt_oss_20b_fits_a_machine_of_24_gb_as_the_kernel_holds_it():
+    # Experts as they are stored: rows are multiples of 16, so nothing is padded.
+    shipped = 10_152_345_600
+    for weights, linear_bytes in (
+        # Per layer of the others: rows in blocks of 16, of each 320 bytes beside 12 bits or scales
+        # of 2 bytes for 128 or 32 inputs. 2,880 is no multiple of 128, and 4,096 is: q, k and v
+        # stay in 16 bits and o has 12.
+        ("bf16", 24 * (5_120 * 2_880 * 2 + 180 * 320 + 2_880 * 4_096 * 3 // 2)),
+        ("int4", 24 * (5_120 * 2_880 + 2_880 * 4_096) * 9 // 16),
+    ):
+        spec = size_model(CONFIGS / "gpt-oss-20b.json", weights=weights)
+        others = 24 * (8_000 * 2 + 98_016 * 2 + 276_480 * 2) + 2_880 * 2
+        table = 2 * 201_088 * 2_880 * 2  # embedding and head
+        if weights == "int4":  # in 8 bits, with 23 scales for 2,880 inputs
+            table = 2 * (201_088 * 2_880 + 201_088 * 23 * 2)
+        assert "91% of them stay in MXFP4" in spec.counted
+        assert spec.weight_bytes == shipped + linear_bytes + others + table
+        assert spec.weight_bytes + spec.agent_bytes(32_768, parse_kv_dtype("bfloat16")) < 16 << 30
+
+
 def test_gemma_3_12b():
     spec = published("gemma-3-12b-it")
     # head_dim is 256, the class's own value: 3840 / 16 heads would be 240. Five layers with a

@@ -451,8 +451,8 @@ class DecoderLayer:
         self,
         qkv: LinearLayer,
         o: LinearLayer,
-        gate_up: LinearLayer,
-        down: LinearLayer,
+        gate_up: LinearLayer | None,
+        down: LinearLayer | None,
         before: Norm,
         between: Norm,
         q: Norm,
@@ -462,6 +462,7 @@ class DecoderLayer:
         head_dim: int,
         dtype: Dtype,
         scale: float,
+        mixture: Mixture | None = None,
     ) -> None:
         """
         Describe a layer.
@@ -469,8 +470,8 @@ class DecoderLayer:
         Args:
             qkv: q, k and v joined.
             o: behind the attention.
-            gate_up: gate and up joined.
-            down: the last one of the MLP.
+            gate_up: gate and up joined; None with a mixture.
+            down: the last one of the MLP; None with a mixture.
             before: norm of the layer's input.
             between: norm of what comes after attention.
             q: norm of q's heads.
@@ -480,6 +481,10 @@ class DecoderLayer:
             head_dim: numbers of a head.
             dtype: float32 or bfloat16, of everything but packed weights.
             scale: factor on the attention's logits, for a :class:`Decoder`.
+            mixture: in place of an MLP.
+
+        Raises:
+            ConfigError: an MLP and a mixture, or neither of them.
         """
 
     def before(self, x: int, n_tokens: int, cos: int, sin: int, qkv: int) -> None:
@@ -709,4 +714,54 @@ class Experts:
 
         Returns:
             How many bytes of weights were read, as :meth:`ExpertLayer.linear` counts.
+        """
+
+class Router:
+    """
+    By what the tokens of a mixture choose; ``native/experts/experts.h`` says more.
+    """
+
+    def __init__(
+        self,
+        weights: LinearWeights,
+        n_chosen: int,
+        *,
+        is_sigmoid: bool,
+        is_normalised: bool,
+        scale: float,
+        bias: int,
+        extra: int,
+        rounds_logits: bool,
+        rounds_shares: bool,
+    ) -> None:
+        """
+        Describe a router.
+
+        Args:
+            weights: of 16 bits, from hidden states to a logit for each expert.
+            n_chosen: experts of a token, those with the highest scores.
+            is_sigmoid: scores are each logit's sigmoid, and else the softmax of all.
+            is_normalised: shares are divided by their sum.
+            scale: factor on shares.
+            bias: address of what is added to logits, in the type of the rows; 0: none.
+            extra: address of float32 that is added to scores only to choose; 0: none.
+            rounds_logits: logits are rounded to the type of the rows.
+            rounds_shares: shares are.
+
+        Raises:
+            ConfigError: no experts are chosen, or more than there are.
+        """
+
+    def choose(self, x: int, n_tokens: int, dtype: Dtype, experts: int, shares: int) -> None:
+        """
+        Choose for each token; experts int64 and shares float32 ``[n_tokens, n_chosen]``.
+        """
+
+class Mixture:
+    """A router and its experts, for one call per layer."""
+
+    def __init__(self, router: Router, experts: Experts) -> None: ...
+    def run(self, x: int, n_tokens: int, dtype: Dtype, out: int) -> int:
+        """
+        Run tokens, ``[n_tokens, hidden]`` to as many; return as :meth:`Experts.run`.
         """

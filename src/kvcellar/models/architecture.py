@@ -30,6 +30,12 @@ def is_quantised_for_mlx(raw: Mapping[str, Any]) -> bool:
     return "quantization" in raw
 
 
+def is_mxfp4(raw: Mapping[str, Any]) -> bool:
+    """Return true if a checkpoint's config says that its experts are in MXFP4."""
+    found = raw.get("quantization_config")
+    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
+
+
 def without_quantisation(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's config without what it says of how its weights are stored."""
     return {k: v for k, v in raw.items() if k not in ("quantization", "quantization_config")}

@@ -33,13 +33,8 @@ from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
 from kvcellar.models.weights import (
     Matrix,
-    bits_of,
-    can_code,
-    can_pack,
     choose_weights,
-    coded_bytes,
     is_packed,
-    packed_bytes,
     parse_weights,
 )
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
@@ -186,10 +181,10 @@ def _spec_of(
     sizes, matrices = _parameters(raw, files, group_size)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, is_for_mlx)
-    if is_mxfp4:
-        counted += f"; MXFP4 is expanded to {dtype} when it is loaded"
     weights = choose_weights(asked, dtype, is_built=has_kernel)
-    weight_bytes, how = _in_memory(sizes, matrices, weights, DTYPE_BYTES[dtype], is_coded)
+    if is_mxfp4 and weights is None:
+        counted += f"; MXFP4 is expanded to {dtype} when it is loaded"
+    weight_bytes, how = _in_memory(sizes, matrices, weights, DTYPE_BYTES[dtype], is_coded, is_mxfp4)
     if is_for_mlx:
         assert files_bytes is not None, "looked at above"
         weight_bytes, how = files_bytes, ""
@@ -240,18 +235,26 @@ def _in_memory(
     weights: str | None,
     itemsize: int,
     is_coded: bool,
+    is_mxfp4: bool,
 ) -> tuple[int, str]:
     """Return the bytes of weights once they are loaded, and what loading does to them."""
-    n_all = sum(sizes.values())
-    if weights is None or (weights == "bf16" and not (matrices and is_coded)):
+    n_all, how = sum(sizes.values()), ""
+    if weights is None:
         return n_all * itemsize, ""
-    held = _held_bytes(matrices, weights)
+    held = {
+        key: n_bytes
+        for key, one in matrices.items()
+        if (n_bytes := one.held_bytes(weights, is_coded=is_coded, is_shipped=is_mxfp4)) is not None
+    }
     n_held = sum(sizes[key] for key in held)
-    said = f"{100 * n_held / max(1, n_all):.0f}% of them are"
-    if is_packed(weights):
-        how = f"; {said} packed to {weights} when it is loaded"
-    else:
-        how = f"; {said} written in 12 bits when it is loaded, and nothing is lost"
+    n_shipped = sum(sizes[key] for key in held if is_mxfp4 and matrices[key].n_experts)
+    said = f"{100 * (n_held - n_shipped) / max(1, n_all):.0f}% of them are"
+    if n_shipped:
+        how = f"; {100 * n_shipped / n_all:.0f}% of them stay in MXFP4"
+    if n_held > n_shipped and is_packed(weights):
+        how += f"; {said} packed to {weights} when it is loaded"
+    elif matrices and is_coded and not is_packed(weights):
+        how += f"; {said} written in 12 bits when it is loaded, and nothing is lost"
     return sum(held.values()) + (n_all - n_held) * itemsize, how
 
 
@@ -272,21 +275,6 @@ def _dtypes(
     if wanted is not None and wanted not in (*DTYPE_BYTES, "auto"):
         raise ConfigError(f"dtype {wanted!r} is not known; choose one of {', '.join(DTYPE_BYTES)}")
     return stored, pick_dtype(wanted, raw, stored_types, is_cpu=True)
-
-
-def _held_bytes(matrices: Mapping[str, Matrix], weights: str) -> dict[str, int]:
-    """Return the bytes of the parameters that the kernel has written anew, by name."""
-    if not is_packed(weights):
-        return {
-            key: coded_bytes(one.n_out, one.n_in)
-            for key, one in matrices.items()
-            if can_code(one.n_in) and not one.is_rows
-        }
-    return {
-        key: packed_bytes(one.n_out, one.n_in, bits_of(weights, is_most_exact=one.is_most_exact))
-        for key, one in matrices.items()
-        if can_pack(one.n_in)
-    }
 
 
 def _parameters(

@@ -41,12 +41,31 @@ class Matrix(NamedTuple):
         n_in: inputs, or numbers of a row.
         is_most_exact: true for the last layer, and for embeddings.
         is_rows: true for an embedding that no linear layer shares.
+        n_experts: how many of these a mixture has; 0: it is none of a mixture's.
     """
 
     n_out: int
     n_in: int
     is_most_exact: bool
     is_rows: bool
+    n_experts: int = 0
+
+    def held_bytes(self, weights: str, *, is_coded: bool, is_shipped: bool) -> int | None:
+        """Return the bytes that the kernel holds; None where it keeps the model's own type.
+
+        Args:
+            weights: a name of ``WEIGHTS``.
+            is_coded: true if bfloat16 weights are written in 12 bits here.
+            is_shipped: true if the checkpoint has its experts in MXFP4.
+        """
+        n, shape = max(1, self.n_experts), (self.n_out, self.n_in)
+        if is_shipped and self.n_experts:
+            return n * shipped_bytes(*shape)
+        if is_packed(weights):
+            bits = bits_of(weights, is_most_exact=self.is_most_exact)
+            return n * packed_bytes(*shape, bits) if can_pack(self.n_in) else None
+        is_written = is_coded and can_code(self.n_in) and not self.is_rows
+        return n * coded_bytes(*shape) if is_written else None
 
 
 def parse_weights(weights: str | None, dtype: object) -> str | None:
@@ -114,6 +133,12 @@ def can_code(n_in: int) -> bool:
 def coded_bytes(n_out: int, n_in: int) -> int:
     """Return the bytes of a layer's weights in 12 bits; each that does not fit takes 8 more."""
     return -(-n_out // BLOCK) * (_CODED_HEAD + BLOCK * n_in * 3 // 2)
+
+
+def shipped_bytes(n_out: int, n_in: int) -> int:
+    """Return the bytes of a layer's weights in MXFP4 and their exponents."""
+    rows = -(-n_out // BLOCK) * BLOCK
+    return rows * n_in // 2 + rows * n_in // GROUP
 
 
 def packed_bytes(n_out: int, n_in: int, bits: int) -> int:

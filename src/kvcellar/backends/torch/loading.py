@@ -169,7 +169,13 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     Raises:
         ModelError: weights that are missing, or not this architecture's.
     """
-    network = load_network(found.folder, found.raw, dtype=found.dtype, device=found.device)
+    network = load_network(
+        found.folder,
+        found.raw,
+        dtype=found.dtype,
+        device=found.device,
+        keeps_mxfp4=found.weights is not None,
+    )
     hold_ropes(network)
     n_parameters = sum(parameter.numel() for parameter in network.parameters())
     if found.weights is None:

@@ -17,8 +17,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.mixtures import reads_shipped
 from kvcellar.backends.torch.weights import load_weights
 from kvcellar.errors import ModelError
+from kvcellar.models.architecture import is_mxfp4, without_quantisation
 from kvcellar.models.configs import whole_config
 
 # Which classes -----------------------------------------------------------------------------------
@@ -136,6 +138,7 @@ def load_network(
     dtype: torch.dtype,
     device: torch.device,
     attention: str | None = None,
+    keeps_mxfp4: bool = False,
 ) -> Any:
     """Read the network that runs a checkpoint's text, completely or not at all.
 
@@ -145,6 +148,7 @@ def load_network(
         dtype: type of the weights in memory.
         device: where to put them.
         attention: name of one that is registered with transformers; None: the op.
+        keeps_mxfp4: true to leave experts in MXFP4 as they were shipped, for the kernel to hold.
 
     Returns:
         A module as of :func:`empty_network`.
@@ -152,11 +156,14 @@ def load_network(
     Raises:
         ModelError: the config cannot be read, or weights are missing or not of this architecture.
     """
+    is_kept = keeps_mxfp4 and is_mxfp4(raw)
+    raw = without_quantisation(raw) if is_kept else raw
     classes = NetworkClasses.of(raw)
+    reader = _reader(classes)
     return load_weights(
         folder,
         classes.config,
-        _reader(classes),
+        reads_shipped(reader) if is_kept else reader,
         lambda whole: _network(whole, classes),
         quantization=raw.get("quantization_config"),
         dtype=dtype,

@@ -75,7 +75,6 @@ class ExpertWeights(nn.Module):
     """A linear layer of all experts, with weights that the kernel reads."""
 
     weight: Tensor
-    beside: Tensor | None
     bias: Tensor | None
 
     def __init__(
@@ -102,7 +101,8 @@ class ExpertWeights(nn.Module):
         self.bits = bits
         held, beside = _written(weights, bits, arena)
         self.register_buffer("weight", held)
-        self.register_buffer("beside", beside)
+        if beside is not None:
+            self.register_buffer("escapes" if bits == 12 else "scales", beside)
         bias = None if bias is None else arena.copy(bias.contiguous())
         self.register_buffer("bias", bias)
         names = {16: "bf16", 12: "coded", 8: "int8", 4: "int4", MXFP4: "mxfp4"}

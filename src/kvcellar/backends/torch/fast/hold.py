@@ -21,7 +21,7 @@ from kvcellar.backends.torch.fast.linears import (
     codes_well,
     torch_multiplies_bf16,
 )
-from kvcellar.backends.torch.fast.mixtures import hold_experts, routers
+from kvcellar.backends.torch.fast.mixtures import hold_experts
 from kvcellar.backends.torch.fast.parts import LayerPart, Part, build
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
@@ -140,12 +140,11 @@ class _Holder:
         is_expanded = is_written and model.dtype == torch.bfloat16 and by_torch
         self._expanded = Expanded(EXPANDED) if is_expanded else None
         found = held_linears(model, leave).items()
-        exact = routers(model) if self._is_packed else set()
         # Their sizes alone: each layer's weights are to be free as soon as it is replaced.
         self.linears = {
             name: (one.in_features, one.out_features, one.bias is not None)
             for name, one in found
-            if self._can_hold(one.in_features) and model.get_submodule(name) not in exact
+            if self._can_hold(one.in_features)
         }
         self._embeddings = held_embeddings(model)
         self._tied = self._find_tied()

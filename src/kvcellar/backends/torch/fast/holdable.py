@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.mixtures import matrices_of_experts, mixtures
 from kvcellar.models.weights import BLOCK, Matrix
 
 _SIZES = (0.01, 1.0, 1000.0)
@@ -164,6 +165,9 @@ def matrices_of(network: Any) -> dict[str, Matrix]:
         is_head = modules[name] is network.get_output_embeddings()
         key = names[id(next(modules[name].parameters(recurse=False)))]
         found[key] = Matrix(linear.out_features, linear.in_features, is_head, False)
+    for module in mixtures(network):
+        for weight, matrix in matrices_of_experts(module):
+            found[names[id(weight)]] = matrix
     return found
 
 

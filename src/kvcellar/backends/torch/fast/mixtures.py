@@ -25,7 +25,7 @@ from kvcellar.backends.torch.fast.experts import (
 from kvcellar.backends.torch.fast.linears import codes_well
 from kvcellar.backends.torch.memory import Arena
 from kvcellar.kernel import experts as native
-from kvcellar.models.weights import bits_of, can_pack, is_packed
+from kvcellar.models.weights import GROUP, Matrix, bits_of, can_pack, is_packed
 
 NAME = "kvcellar"
 """Name under which transformers knows the kernel's experts."""
@@ -50,38 +50,13 @@ def mixtures(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def routers(model: nn.Module) -> set[nn.Module]:
-    """Return the linear layers by which a mixture's tokens choose: those beside its experts.
-
-    One of a shared expert, which has one output, is among them.
-    """
-    asking = set(mixtures(model))
-    found: set[nn.Module] = set()
-    for parent in model.modules():
-        for child in parent.children():
-            is_list = isinstance(child, nn.ModuleList) and len(child) > 1
-            if child not in asking and not (is_list and _are_alike(child)):
-                continue
-            n_experts = int(child.num_experts) if child in asking else len(child)  # type: ignore[arg-type]
-            inside = set(child.modules())
-            found |= {
-                layer
-                for layer in parent.modules()
-                if type(layer) is nn.Linear
-                and layer not in inside
-                and layer.out_features in (1, n_experts)
-            }
-    return found
-
-
-def _are_alike(parts: Any) -> bool:
-    """Return true if a list's modules are MLPs: linear layers and an activation, nothing else."""
-    for part in parts:
-        children = list(part.children())
-        n_linear = sum(type(child) is nn.Linear for child in children)
-        if n_linear < 2 or any(list(child.children()) for child in children):
-            return False
-    return True
+def matrices_of_experts(module: Any) -> Iterator[tuple[nn.Parameter, Matrix]]:
+    """Yield a mixture's parameters of three dimensions, and what they are to the kernel."""
+    for weight in module.parameters(recurse=False):
+        if weight.dim() == 3:
+            n_experts, *shape = weight.shape
+            n_out, n_in = reversed(shape) if module.is_transposed else shape
+            yield weight, Matrix(n_out, n_in, False, False, n_experts)
 
 
 def hold_experts(model: Any, weights: str, arena: Arena) -> int:
@@ -108,6 +83,39 @@ def hold_experts(model: Any, weights: str, arena: Arena) -> int:
         config._experts_implementation = NAME
         n_held += held.n_weights
     return n_held
+
+
+def reads_shipped(kind: type[Any]) -> type[Any]:
+    """Return a class of transformers that reads experts as a checkpoint in MXFP4 has them.
+
+    Its mixtures have bytes ``gate_up_proj_blocks`` and ``gate_up_proj_scales`` in the place of
+    ``gate_up_proj``, and so for ``down_proj``, until :func:`hold_experts` places them. It has the
+    name and the module of the class that it is made of.
+    """
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        for module in mixtures(self):
+            for name, matrix in [
+                (name, matrix)
+                for weight, matrix in matrices_of_experts(module)
+                for name, own in module.named_parameters(recurse=False)
+                if own is weight
+            ]:
+                _put_bytes(module, name, matrix)
+            vars(module)["_is_hf_initialized"] = True  # transformers would fill what is not there
+
+    own = {"__init__": build, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), own)
+
+
+def _put_bytes(module: nn.Module, name: str, matrix: Matrix) -> None:
+    shape = matrix.n_experts, matrix.n_out, matrix.n_in // GROUP
+    device = module._parameters[name].device  # type: ignore[union-attr]
+    delattr(module, name)
+    for ending, size in (("blocks", (*shape, GROUP // 2)), ("scales", shape)):
+        held = torch.empty(size, dtype=torch.uint8, device=device)
+        module.register_parameter(f"{name}_{ending}", nn.Parameter(held, requires_grad=False))
 
 
 def run_experts(module: Any, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

@@ -346,7 +346,7 @@ double one_mixture() {
   std::vector<std::vector<float>> results;
   for (const Level now : levels()) {
     set_level(now);
-    run_mixture({up, down, gate}, x.data, {chosen.data(), shares, n_tokens, n_chosen}, dtype, out.data, 2);
+    run_experts({up, down, gate}, x.data, {chosen.data(), shares, n_tokens, n_chosen}, dtype, out.data, 2);
     results.emplace_back();
     for (int64_t i = 0; i < n_tokens * hidden; ++i) {
       uint32_t bits = 0;

@@ -5,11 +5,65 @@
 #include <nanobind/nanobind.h>
 
 #include "core/binding.h"
+#include "core/pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace kvcellar {
+
+namespace {
+
+void bind_mixture(nb::module_& m) {
+  nb::class_<Router>(m, "Router", "By what the tokens of a mixture choose; ``native/experts/experts.h`` says more.")
+      .def(
+          "__init__",
+          [](Router* self, const LinearWeights& weights, int64_t n_chosen, bool is_sigmoid, bool is_normalised,
+             float scale, uintptr_t bias, uintptr_t extra, bool rounds_logits, bool rounds_shares) {
+            if (n_chosen < 1 || n_chosen > weights.n_out) throw ConfigError("a token chooses among all experts");
+            new (self) Router{weights,       at(bias), at<const float>(extra), n_chosen,     is_sigmoid,
+                              is_normalised, scale,    rounds_logits,          rounds_shares};
+          },
+          "weights"_a, "n_chosen"_a, nb::kw_only(), "is_sigmoid"_a, "is_normalised"_a, "scale"_a, "bias"_a, "extra"_a,
+          "rounds_logits"_a, "rounds_shares"_a,
+          "Describe a router.\n\n"
+          "Args:\n"
+          "    weights: of 16 bits, from hidden states to a logit for each expert.\n"
+          "    n_chosen: experts of a token, those with the highest scores.\n"
+          "    is_sigmoid: scores are each logit's sigmoid, and else the softmax of all.\n"
+          "    is_normalised: shares are divided by their sum.\n"
+          "    scale: factor on shares.\n"
+          "    bias: address of what is added to logits, in the type of the rows; 0: none.\n"
+          "    extra: address of float32 that is added to scores only to choose; 0: none.\n"
+          "    rounds_logits: logits are rounded to the type of the rows.\n"
+          "    rounds_shares: shares are.\n\n"
+          "Raises:\n"
+          "    ConfigError: no experts are chosen, or more than there are.")
+      .def(
+          "choose",
+          [](const Router& router, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t experts, uintptr_t shares) {
+            const nb::gil_scoped_release release;
+            choose(router, at(x), n_tokens, dtype, at<int64_t>(experts), at<float>(shares), 0);
+          },
+          "x"_a, "n_tokens"_a, "dtype"_a, "experts"_a, "shares"_a,
+          "Choose for each token; experts int64 and shares float32 ``[n_tokens, n_chosen]``.");
+
+  nb::class_<Mixture>(m, "Mixture", "A router and its experts, for one call per layer.")
+      .def(
+          "__init__",
+          [](Mixture* self, const Router& router, const Experts& experts) { new (self) Mixture{router, experts}; },
+          "router"_a, "experts"_a)
+      .def(
+          "run",
+          [](const Mixture& mixture, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out) {
+            const nb::gil_scoped_release release;
+            return run_mixture(mixture, at(x), n_tokens, dtype, at(out), 0);
+          },
+          "x"_a, "n_tokens"_a, "dtype"_a, "out"_a,
+          "Run tokens, ``[n_tokens, hidden]`` to as many; return as :meth:`Experts.run`.");
+}
+
+}  // namespace
 
 void bind_experts(nb::module_& m) {
   nb::class_<ExpertLayer>(m, "ExpertLayer", "A linear layer of each expert of a mixture, one behind the other.")
@@ -30,7 +84,7 @@ void bind_experts(nb::module_& m) {
           [](const ExpertLayer& layer, uintptr_t x, int64_t n_rows, uintptr_t experts, int64_t n_each, Dtype dtype,
              uintptr_t out) {
             const nb::gil_scoped_release release;
-            return run_experts(layer, at(x), n_rows, at<const int64_t>(experts), n_each, dtype, at(out), 0);
+            return run_expert_layer(layer, at(x), n_rows, at<const int64_t>(experts), n_each, dtype, at(out), 0);
           },
           "x"_a, "n_rows"_a, "experts"_a, "n_each"_a, "dtype"_a, "out"_a,
           "Multiply each row by the experts that it chose; each expert is read once for all.\n\n"
@@ -76,7 +130,7 @@ void bind_experts(nb::module_& m) {
              int64_t n_chosen, Dtype dtype, uintptr_t out) {
             const nb::gil_scoped_release release;
             const Choice choice{at<const int64_t>(chosen), at<const float>(shares), n_tokens, n_chosen};
-            return run_mixture(experts, at(x), choice, dtype, at(out), 0);
+            return run_experts(experts, at(x), choice, dtype, at(out), 0);
           },
           "x"_a, "n_tokens"_a, "chosen"_a, "shares"_a, "n_chosen"_a, "dtype"_a, "out"_a,
           "Sum what the experts that each token chose make of it, times their shares.\n\n"
@@ -90,6 +144,7 @@ void bind_experts(nb::module_& m) {
           "    out: address of ``[n_tokens, hidden]``.\n\n"
           "Returns:\n"
           "    How many bytes of weights were read, as :meth:`ExpertLayer.linear` counts.");
+  bind_mixture(m);
 }
 
 }  // namespace kvcellar

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -21,7 +22,7 @@ constexpr int64_t kAloneBytes = 1 << 18;                          // below, waki
 constexpr int64_t kFewPacked = 32;  // rows up to which packed weights are met as they are where there is a matrix unit
 constexpr int64_t kPieceRows = 16;
 
-thread_local Buffer rows_buffer, inputs_buffer, mixture_buffer;
+thread_local Buffer choice_buffer, rows_buffer, inputs_buffer, mixture_buffer;
 
 int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 int64_t lines(int64_t n_bytes) { return (n_bytes + 63) / 64 * 64; }
@@ -242,8 +243,8 @@ int64_t run_layer(const ExpertLayer& layer, const Order& order, const void* x, i
 
 }  // namespace
 
-int64_t run_experts(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts, int64_t n_each,
-                    Dtype dtype, void* out, int n_threads) {
+int64_t run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts,
+                         int64_t n_each, Dtype dtype, void* out, int n_threads) {
   const Order order(experts, n_rows * n_each, layer.n_experts);
   const int64_t bytes = layer.weights.n_out * size_of(dtype);
   char* found = rows_buffer.get(std::max<int64_t>(1, order.size() * bytes));
@@ -259,7 +260,7 @@ int64_t run_experts(const ExpertLayer& layer, const void* x, int64_t n_rows, con
   return n_bytes;
 }
 
-int64_t run_mixture(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out,
+int64_t run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out,
                     int n_threads) {
   const Order order(choice.experts, choice.n_tokens * choice.n_chosen, experts.up.n_experts);
   const int64_t hidden = experts.down.weights.n_out, inner = experts.down.weights.n_in, size = order.size();
@@ -289,6 +290,83 @@ int64_t run_mixture(const Experts& experts, const void* x, const Choice& choice,
     }
   });
   return n_bytes;
+}
+
+namespace {
+
+float from_bf16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+float as_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return value;
+  return from_bf16(static_cast<uint16_t>((bits + (bits >> 16 & 1) + 0x7FFF) >> 16));
+}
+
+// Logits to scores, in place.
+void score(const Router& router, float* x, int64_t n) {
+  if (router.is_sigmoid) {
+    for (int64_t i = 0; i < n; ++i) x[i] = 1.f / (1.f + std::exp(-x[i]));
+    return;
+  }
+  const float most = *std::max_element(x, x + n);
+  float total = 0.f;
+  for (int64_t i = 0; i < n; ++i) total += x[i] = std::exp(x[i] - most);
+  for (int64_t i = 0; i < n; ++i) x[i] /= total;
+}
+
+// The highest of n scores, what is no number last.
+void take_highest(const Router& router, const float* scores, int64_t n, int64_t* experts, float* shares) {
+  std::vector<std::pair<float, int64_t>> order(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = router.extra ? scores[i] + router.extra[i] : scores[i];
+    order[static_cast<size_t>(i)] = {value == value ? -value : INFINITY, i};
+  }
+  std::partial_sort(order.begin(), order.begin() + router.n_chosen, order.end());
+  float total = 0.f;
+  for (int64_t c = 0; c < router.n_chosen; ++c) {
+    experts[c] = order[static_cast<size_t>(c)].second;
+    total += shares[c] = scores[experts[c]];
+  }
+  for (int64_t c = 0; c < router.n_chosen; ++c) {
+    if (router.is_normalised) shares[c] /= total;
+    shares[c] *= router.scale;
+  }
+}
+
+}  // namespace
+
+void choose(const Router& router, const void* x, int64_t n_tokens, Dtype dtype, int64_t* experts, float* shares,
+            int n_threads) {
+  const int64_t n = router.weights.n_out;
+  const bool is_bf16 = dtype == Dtype::bf16;
+  std::vector<float> logits(static_cast<size_t>(n_tokens * n));
+  linear({router.weights, x, logits.data(), n_tokens, dtype, Dtype::f32}, n_threads);
+  for (int64_t t = 0; t < n_tokens; ++t) {
+    float* row = logits.data() + t * n;
+    for (int64_t i = 0; router.bias && i < n; ++i)
+      row[i] +=
+          is_bf16 ? from_bf16(static_cast<const uint16_t*>(router.bias)[i]) : static_cast<const float*>(router.bias)[i];
+    for (int64_t i = 0; is_bf16 && router.rounds_logits && i < n; ++i) row[i] = as_bf16(row[i]);
+    score(router, row, n);
+    float* of_token = shares + t * router.n_chosen;
+    take_highest(router, row, n, experts + t * router.n_chosen, of_token);
+    for (int64_t c = 0; is_bf16 && router.rounds_shares && c < router.n_chosen; ++c) of_token[c] = as_bf16(of_token[c]);
+  }
+}
+
+int64_t run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
+  const int64_t n_chosen = mixture.router.n_chosen, n = n_tokens * n_chosen;
+  char* memory = choice_buffer.get(12 * n);
+  auto* experts = reinterpret_cast<int64_t*>(memory);
+  auto* shares = reinterpret_cast<float*>(memory + 8 * n);
+  choose(mixture.router, x, n_tokens, dtype, experts, shares, n_threads);
+  return run_experts(mixture.experts, x, {experts, shares, n_tokens, n_chosen}, dtype, out, n_threads);
 }
 
 }  // namespace kvcellar

@@ -23,8 +23,8 @@ struct Choice {
 
 // Each row of x [n_rows, n_in] through the experts [n_rows, n_each] that it chose, to [n_rows, n_each, n_out]; zeros
 // where an expert is not there. Returns how many bytes of weights were read.
-int64_t run_experts(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts, int64_t n_each,
-                    Dtype dtype, void* out, int n_threads);
+int64_t run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts,
+                         int64_t n_each, Dtype dtype, void* out, int n_threads);
 
 // down(gate(up(x))) of each expert that a token chose, times its share, summed; x and out: [n_tokens, hidden]. Each
 // token's result is the same whatever other tokens come with it, as far as `linear` says so.
@@ -32,6 +32,29 @@ struct Experts {
   ExpertLayer up, down;  // up: gate and up joined, 2 inner outputs
   Gate gate;
 };
-int64_t run_mixture(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out, int n_threads);
+int64_t run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out, int n_threads);
+
+// By what a token chooses: softmax or sigmoid of logits, of which the highest are chosen.
+struct Router {
+  LinearWeights weights;         // bf16 [n_experts, hidden]
+  const void* bias = nullptr;    // of the logits, in the type of the rows, or none
+  const float* extra = nullptr;  // [n_experts], added where experts are chosen and not where they are weighed, or none
+  int64_t n_chosen = 0;
+  bool is_sigmoid = false;
+  bool is_normalised = false;                         // shares are divided by their sum
+  float scale = 1.f;                                  // of shares
+  bool rounds_logits = false, rounds_shares = false;  // to the type of the rows
+};
+
+// What tokens x [n_tokens, hidden] choose: experts and shares [n_tokens, n_chosen], the highest first.
+void choose(const Router& router, const void* x, int64_t n_tokens, Dtype dtype, int64_t* experts, float* shares,
+            int n_threads);
+
+// A mixture's tokens choose, and are run.
+struct Mixture {
+  Router router;
+  Experts experts;
+};
+int64_t run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads);
 
 }  // namespace kvcellar

@@ -80,20 +80,36 @@ void bind_decoder(nb::module_& m) {
                            "without gaps, at addresses.")
       .def(
           "__init__",
-          [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o, const LinearLayer& gate_up,
-             const LinearLayer& down, const Norm& before, const Norm& between, const Norm& q, const Norm& k,
-             int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale) {
-            new (self)
-                DecoderLayer{qkv, o, gate_up, down, before, between, q, k, n_heads, n_kv_heads, head_dim, dtype, scale};
+          [](DecoderLayer* self, const LinearLayer& qkv, const LinearLayer& o, const LinearLayer* gate_up,
+             const LinearLayer* down, const Norm& before, const Norm& between, const Norm& q, const Norm& k,
+             int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, Dtype dtype, float scale, const Mixture* mixture) {
+            if (mixture ? gate_up || down : !gate_up || !down)
+              throw ConfigError("a decoder layer has gate_up and down, or a mixture");
+            const LinearLayer none{};
+            new (self) DecoderLayer{qkv,
+                                    o,
+                                    gate_up ? *gate_up : none,
+                                    down ? *down : none,
+                                    before,
+                                    between,
+                                    q,
+                                    k,
+                                    n_heads,
+                                    n_kv_heads,
+                                    head_dim,
+                                    dtype,
+                                    scale,
+                                    mixture != nullptr,
+                                    mixture ? *mixture : Mixture{}};
           },
-          "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "before"_a, "between"_a, "q"_a, "k"_a, "n_heads"_a, "n_kv_heads"_a,
-          "head_dim"_a, "dtype"_a, "scale"_a,
+          "qkv"_a, "o"_a, "gate_up"_a.none(), "down"_a.none(), "before"_a, "between"_a, "q"_a, "k"_a, "n_heads"_a,
+          "n_kv_heads"_a, "head_dim"_a, "dtype"_a, "scale"_a, "mixture"_a.none() = nb::none(),
           "Describe a layer.\n\n"
           "Args:\n"
           "    qkv: q, k and v joined.\n"
           "    o: behind the attention.\n"
-          "    gate_up: gate and up joined.\n"
-          "    down: the last one of the MLP.\n"
+          "    gate_up: gate and up joined; None with a mixture.\n"
+          "    down: the last one of the MLP; None with a mixture.\n"
           "    before: norm of the layer's input.\n"
           "    between: norm of what comes after attention.\n"
           "    q: norm of q's heads.\n"
@@ -102,7 +118,10 @@ void bind_decoder(nb::module_& m) {
           "    n_kv_heads: KV heads.\n"
           "    head_dim: numbers of a head.\n"
           "    dtype: float32 or bfloat16, of everything but packed weights.\n"
-          "    scale: factor on the attention's logits, for a :class:`Decoder`.")
+          "    scale: factor on the attention's logits, for a :class:`Decoder`.\n"
+          "    mixture: in place of an MLP.\n\n"
+          "Raises:\n"
+          "    ConfigError: an MLP and a mixture, or neither of them.")
       .def(
           "before",
           [](const DecoderLayer& layer, uintptr_t x, int64_t n_tokens, uintptr_t cos, uintptr_t sin, uintptr_t qkv) {

@@ -59,7 +59,7 @@ void before_attention(const DecoderLayer& layer, const void* x, int64_t n_tokens
 
 void after_attention(const DecoderLayer& layer, const void* x, const void* attended, int64_t n_tokens, void* out,
                      int n_threads) {
-  const int64_t hidden = layer.o.weights.n_out, inner = layer.down.weights.n_in;
+  const int64_t hidden = layer.o.weights.n_out, inner = layer.has_mixture ? 0 : layer.down.weights.n_in;
   const int64_t n = n_tokens * hidden;
   const Dtype dtype = layer.dtype;
   Pieces pieces(dtype, 2 * n + 3 * n_tokens * inner, 4);
@@ -69,9 +69,13 @@ void after_attention(const DecoderLayer& layer, const void* x, const void* atten
   run(layer.o, attended, n_tokens, dtype, mid, n_threads);
   rows.add(mid, x, n, dtype);
   norm({mid, n_tokens, 1, hidden, hidden, dtype}, layer.between.weight, layer.between.eps, normed, hidden, n_threads);
-  run(layer.gate_up, normed, n_tokens, dtype, both, n_threads);
-  gate({both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
-  run(layer.down, gated, n_tokens, dtype, out, n_threads);
+  if (layer.has_mixture) {
+    run_mixture(layer.mixture, normed, n_tokens, dtype, out, n_threads);
+  } else {
+    run(layer.gate_up, normed, n_tokens, dtype, both, n_threads);
+    gate({both, n_tokens, 2, inner, 2 * inner, dtype}, gated, n_threads);
+    run(layer.down, gated, n_tokens, dtype, out, n_threads);
+  }
   rows.add(out, mid, n, dtype);
 }
 

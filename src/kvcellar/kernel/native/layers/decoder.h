@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attend/plan.h"
+#include "experts/experts.h"
 #include "linear/linear.h"
 #include "layers/rows.h"
 
@@ -22,13 +23,15 @@ struct Norm {
   float eps = 0.f;
 };
 
-// x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))).
+// x + o(attention(rotate(qkv(norm(x))))), and of that x + down(gate(gate_up(norm(x)))), or x + mixture(norm(x)).
 struct DecoderLayer {
   LinearLayer qkv, o, gate_up, down;
   Norm before, between, q, k;
   int64_t n_heads, n_kv_heads, head_dim;
-  Dtype dtype;  // f32 or bf16, of everything but packed weights
-  float scale;  // of the attention's logits
+  Dtype dtype;               // f32 or bf16, of everything but packed weights
+  float scale;               // of the attention's logits
+  bool has_mixture = false;  // in place of gate_up and down
+  Mixture mixture{};
 };
 
 // x [n_tokens, hidden] -> q, k and v [n_tokens, n_heads + 2 n_kv_heads, head_dim], rotated.
