@@ -159,7 +159,7 @@ class ModelCacheSpec:
             n_rows: of these, tokens whose logits are wanted.
         """
         n_heads, groups = self.n_heads, self.params.groups
-        dim = max(max(group.head_dim, group.v_head_dim) for group in groups)
+        dim = max(max(group.q_dim, group.v_head_dim) for group in groups)
         inside = 8 * self.hidden_size + 4 * n_heads * dim + 4 * self.inner_size
         logits = min(PLAIN_LOGITS, n_tokens * n_heads * context)
         row = max(group.n_kv_heads * (group.head_dim + group.v_head_dim) for group in groups)

@@ -14,6 +14,7 @@ from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
 from kvcellar.integrations.transformers import make_cache  # noqa: E402
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -50,6 +51,17 @@ def test_logits_are_those_of_transformers_own_cache(model_of: Any, family: str) 
             ids = torch.tensor([tokens[start:stop]])
             a, b = (model(ids, past_key_values=cache).logits for cache in (mine, other))
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_latents_and_rotary_rows_come_back_as_transformers_has_them(tmp_path: Any) -> None:
+    folder = write_tiny("deepseek_v3", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache = make_cache(model)
+    assert greedy(model, text(20), 12, cache) == greedy(model, text(20), 12)
+    other = transformers.DynamicCache(config=model.config)
+    model(torch.tensor([text(9)]), past_key_values=other)
+    assert cache.layers[0].keys.shape[3] == other.layers[0].keys.shape[3]
+    assert cache.layers[0].values.shape[3] == other.layers[0].values.shape[3]
 
 
 @every_family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,11 +20,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcellar.backends.torch import model_attention
 from kvcellar.backends.torch.finding_latents import find_latents
 from kvcellar.backends.torch.latent import LatentLinear, bind_latents
+from kvcellar.backends.torch.probe import learn_facts
 from kvcellar.backends.torch.runner import TorchRunner
+from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.errors import ModelError
+from kvcellar.models import load_model
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.latents import Latents
 from kvcellar.types import LayerGroup, ModelCacheParams
-from tests.models.players import Player, assert_close, text
+from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import COMMON, randomize
 
 MLA: dict[str, Any] = COMMON | {
@@ -199,6 +204,50 @@ def test_two_threads_may_run_one_bound_network() -> None:
         thread.join()
     for one, want in zip(got, wants, strict=True):
         assert_close(one, want)
+
+
+# Loaded ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Any:
+    """Name of a family -> a tiny checkpoint of it."""
+    root = tmp_path_factory.mktemp("latents")
+    return functools.cache(lambda family: write_tiny(family, root / family))
+
+
+@pytest.mark.parametrize("family", ["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
+def test_a_checkpoint_is_loaded_with_its_latents_bound(folder: Any, family: str) -> None:
+    model = load_model(folder(family), weights="none")
+    assert all(group.is_latent for group in model.params.groups)
+    prompt = text(40)
+    want = Oracle(folder(family)).logits(prompt)
+    with Player(model, "tree") as player:
+        got = [player.feed(prompt[:19], rows="all"), player.feed(prompt[19:], rows="all")]
+    assert_close(np.concatenate(got), want)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_packed_weights_leave_those_of_latents_as_they_are(folder: Any, weights: str) -> None:
+    model: Any = load_model(folder("minicpm3"), weights=weights)
+    bound = [m for m in model.network.modules() if isinstance(m, LatentLinear)]
+    assert len(bound) == model.params.n_layers
+    assert {str(m.up_k.dtype) for m in bound} == {f"torch.{model.dtype}"}
+    prompt = text(40)
+    want = Oracle(folder("minicpm3")).logits(prompt)
+    with Player(model, "seq", kv_dtype=model.dtype) as player:
+        got = player.feed(prompt, rows="all")
+    assert np.abs(got - want).max() < 0.1 * np.abs(want).max()
+
+
+def test_what_is_known_of_latents_is_written_and_read() -> None:
+    config = transformers.AutoConfig.for_model("deepseek_v3", num_hidden_layers=4)
+    facts = learn_facts(config.to_dict())
+    (group,) = facts.params.groups
+    assert group == LayerGroup((0, 1, 2, 3), 1, 64, 512, is_latent=True)
+    again = ModelFacts.from_json(json.loads(json.dumps(facts.to_json())))
+    assert again == facts
+    assert sorted(again.latents) == [0, 1, 2, 3]
 
 
 # Layouts that no family has today -----------------------------------------------------------------

@@ -98,7 +98,8 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._rows = rows
         self._layer = layer
         self._dtype = torch.float32
-        self._window = next(g.window for g in rows.config.params.groups if layer in g.layers)
+        group = next(g for g in rows.config.params.groups if layer in g.layers)
+        self._window, self._is_latent = group.window, group.is_latent
         self.is_sliding = self._window is not None
         self.is_initialized = True
 
@@ -109,6 +110,8 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store ``[n_rows, n_kv_heads, T, dim]``; return what the T queries read together.
+
+        Of latent attention (MLA), transformers has the latent as K and the rotary part as V.
 
         Raises:
             ConfigError: somebody wants gradients through K and V; nothing was written.
@@ -122,7 +125,10 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._dtype = key_states.dtype
         with torch.no_grad():
             cache = self._rows.of(key_states.shape[0])
-            return cache.update_batch(self._layer, key_states, value_states)
+            if not self._is_latent:
+                return cache.update_batch(self._layer, key_states, value_states)
+            rotary, latent = cache.update_batch(self._layer, value_states, key_states)
+            return latent, rotary
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -138,7 +144,8 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _read(self) -> tuple[Tensor, Tensor] | None:
         cache = self._rows.cache
-        return None if cache is None else cache.read_batch(self._layer, self._dtype)
+        found = None if cache is None else cache.read_batch(self._layer, self._dtype)
+        return found[::-1] if found is not None and self._is_latent else found
 
     @property
     def batch_size(self) -> int:

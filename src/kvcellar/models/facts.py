@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvcellar.errors import ConfigError, ModelError
+from kvcellar.models.latents import Latents
 from kvcellar.types import LayerGroup, ModelCacheParams
 
-VERSION = 1
+VERSION = 2
 """Version of what is learnt and how it is written; facts of another one are learnt again."""
 
 ROPES = ("none", "fixed", "longrope", "dynamic")
@@ -37,6 +38,8 @@ class LayerFacts:
         has_sinks: true if there is a logit per head beside those of the tokens.
         is_latent: true for latent rows; see :class:`~kvcellar.types.LayerGroup`.
         source: an earlier layer whose K and V this one attends over; None: its own.
+        latents: how the model expands the latents that are cached; None: it does not, or whoever
+            runs it never has it do so.
     """
 
     layer: int
@@ -51,6 +54,7 @@ class LayerFacts:
     has_sinks: bool = False
     is_latent: bool = False
     source: int | None = None
+    latents: Latents | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,11 @@ class ModelFacts:
         return max(layer.n_heads for layer in self.layers)
 
     @property
+    def latents(self) -> dict[int, Latents]:
+        """By layer, how the model expands the latents that are cached."""
+        return {at.layer: at.latents for at in self.layers if at.latents is not None}
+
+    @property
     def params(self) -> ModelCacheParams:
         """Facts for a cache: layers that keep the same history, in the order of their first.
 
@@ -161,9 +170,7 @@ class ModelFacts:
         """
         try:
             own = _fields(cls, value)
-            own["layers"] = tuple(
-                LayerFacts(**_fields(LayerFacts, layer)) for layer in own["layers"]
-            )
+            own["layers"] = tuple(_layer_facts(layer) for layer in own["layers"])
             own["others"] = tuple((_whole(layer), str(kind)) for layer, kind in own["others"])
             own["rope"] = Rope(**_fields(Rope, own["rope"]))
             made = cls(**own)
@@ -174,6 +181,14 @@ class ModelFacts:
         except (TypeError, KeyError, AttributeError, ModelError) as error:
             raise ValueError(f"these are no facts of a model: {error}") from error
         return made
+
+
+def _layer_facts(value: Mapping[str, Any]) -> LayerFacts:
+    """Make facts of a layer from a JSON object."""
+    own = _fields(LayerFacts, value)
+    if own["latents"] is not None:
+        own["latents"] = Latents(**_fields(Latents, own["latents"]))
+    return LayerFacts(**own)
 
 
 def _kind_of(layer: LayerFacts) -> tuple[Any, ...]:

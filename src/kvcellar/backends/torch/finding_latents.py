@@ -60,11 +60,11 @@ def find_latents(network: Any) -> dict[int, Latents]:
     Returns:
         By layer, how it expands latents.
     """
-    seen = _watch(network)
-    fitting = [call.attention for call in seen.values() if any(_fitting(call))]
-    if not fitting:
-        return {}
     try:
+        seen = _watch(network)
+        fitting = [call.attention for call in seen.values() if any(_fitting(call))]
+        if not fitting:
+            return {}
         plain = _watch(network, fitting)
         linears = {layer: _linear_of(call) for layer, call in plain.items()}
         marked = _watch(network, fitting, {one[1] for one in linears.values() if one is not None})

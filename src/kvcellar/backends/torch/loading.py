@@ -16,6 +16,7 @@ from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
+from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
@@ -178,6 +179,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     )
     hold_ropes(network)
     n_parameters = sum(parameter.numel() for parameter in network.parameters())
+    bind_latents(network, found.facts.latents)
     if found.weights is None:
         return network, None, n_parameters
     report(0.95, "packing the weights")

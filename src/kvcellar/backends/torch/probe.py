@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
+from kvcellar.backends.torch.finding_latents import find_latents
 from kvcellar.backends.torch.networks import empty_network
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.visibility import MaskFunction, read_mask
 from kvcellar.errors import ModelError
 from kvcellar.models.configs import positions_of, rope_of
 from kvcellar.models.facts import LayerFacts, ModelFacts
+from kvcellar.models.latents import Latents
 
 NAME = "kvcellar_probe"
 """Name of what stands in, at each interface of transformers."""
@@ -108,7 +111,9 @@ def probe(network: Any) -> ModelFacts:
     seen = _watch(network, family)
     if not seen.calls and not seen.states:
         raise _not_called(family)
-    layers = _layers_of(family, seen.calls)
+    with _seeing():
+        latents = find_latents(network)
+    layers = _with_latents(_layers_of(family, seen.calls), latents)
     _check_whole(config, layers, seen.states)
     n_layers = max([*(layer.layer for layer in layers), *seen.states]) + 1
     return ModelFacts(
@@ -151,9 +156,8 @@ def _watch(network: Any, family: str) -> _Seen:
             module.set_experts_implementation(NAME)
     hold_ropes(network)
     device = network.get_input_embeddings().weight.device
-    seen = _watching.seen = _Seen()
     try:
-        with torch.inference_mode():
+        with _seeing() as seen, torch.inference_mode():
             network(
                 input_ids=torch.zeros(1, _N_TOKENS, dtype=torch.long, device=device),
                 position_ids=torch.arange(_N_TOKENS, device=device)[None],
@@ -165,9 +169,17 @@ def _watch(network: Any, family: str) -> _Seen:
             f"architecture {family!r} cannot be served: what its attention needs could not be "
             f"seen ({type(error).__name__}: {error}); choose another model"
         ) from error
+    return seen
+
+
+@contextmanager
+def _seeing() -> Iterator[_Seen]:
+    """Note what networks do that this thread runs while the block lasts."""
+    seen = _watching.seen = _Seen()
+    try:
+        yield seen
     finally:
         del _watching.seen
-    return seen
 
 
 class _WatchedCache(Cache):
@@ -358,6 +370,29 @@ def _facts_of(
         softcap=call.softcap,
         has_sinks=call.has_sinks,
         source=None if source is None else source.layer,
+    )
+
+
+def _with_latents(
+    layers: tuple[LayerFacts, ...], found: Mapping[int, Latents]
+) -> tuple[LayerFacts, ...]:
+    """Return layers whose K and V are expanded from latents as layers of latent rows.
+
+    Those that share K and V with others stay as they are.
+    """
+    shared = {at.source for at in layers} | {at.layer for at in layers if at.source is not None}
+    return tuple(
+        replace(
+            at,
+            n_kv_heads=1,
+            head_dim=found[at.layer].rotary_dim,
+            v_head_dim=found[at.layer].latent_dim,
+            is_latent=True,
+            latents=found[at.layer],
+        )
+        if at.layer in found and at.layer not in shared
+        else at
+        for at in layers
     )
 
 
