@@ -385,7 +385,11 @@ def test_a_model_that_does_not_generate_text(folder):
         ("gemma3", {"use_bidirectional_attention": True}, "choose a causal model"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "softcapping.*ignores"),
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "stores its weights by 'gptq'",
+        ),
     ],
 )
 def test_what_would_load_and_then_run_wrongly(checkpoint, tmp_path, family, changes, match):

@@ -204,15 +204,27 @@ def pick_dtype(dtype: Any, raw: Mapping[str, Any], stored: Counter[str], *, is_c
     return name
 
 
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the name of the file beside the config that holds each tensor.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    return {key: name for name in _files(folder) for key in _tensors(folder / name)}
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the files of weights."""
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    return sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
+
+
 def _all_tensors(folder: Path, skip: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     check_weights(folder)
-    if (folder / _SINGLE).is_file():
-        names = [_SINGLE]
-    else:
-        names = sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
     return {
         key: tensor
-        for name in names
+        for name in _files(folder)
         for key, tensor in _tensors(folder / name).items()
         if not key.startswith(skip)
     }

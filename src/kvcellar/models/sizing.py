@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.architecture import (
-    check_architecture,
-    is_quantised_for_mlx,
-    without_quantisation,
-)
 from kvcellar.models.checkpoint import (
     check_weights,
     pick_dtype,
@@ -28,6 +23,13 @@ from kvcellar.models.checkpoint import (
     stored_numbers,
 )
 from kvcellar.models.configs import config_from_dict
+from kvcellar.models.formats import (
+    MXFP4,
+    WeightFormat,
+    format_of,
+    is_quantised_for_mlx,
+    without_format,
+)
 from kvcellar.models.hub import DEMO_FOLDER, HUB_ID, from_hub
 from kvcellar.models.loading import FactsOf, ModelLoader, loader_of
 from kvcellar.models.options import DEMO, LoadOptions, no_progress
@@ -46,6 +48,9 @@ _NOT_TEXT = (
     "model.multi_modal_projector.",
 )
 """Tensors of a multimodal checkpoint that are not loaded."""
+
+_OF_A_LAYER = re.compile(r"\.\d+\.")
+"""Weights that are stored in fewer bits where a config says that some are."""
 
 _MXFP4 = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 """Weights that MXFP4 stores as 4 bits each, and a byte of scale for every 32."""
@@ -163,27 +168,27 @@ def _spec_of(
     """Work out a spec from a config, and from the weights' files where they lie beside it."""
     is_for_mlx = is_quantised_for_mlx(raw)
     group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
-    raw = without_quantisation(raw) if is_for_mlx else raw
-    check_architecture(raw, path)
+    raw = without_format(raw) if is_for_mlx else raw
+    format = format_of(raw, path)
     facts = facts_of(raw)
     params = facts.params
-    is_mxfp4 = bool(raw.get("quantization_config"))
     files_bytes = stored_bytes(path.parent, _NOT_TEXT) if path.name == "config.json" else None
     if is_for_mlx and files_bytes is None:
         raise ModelError(
             "it is quantised for MLX, and how far only its weights say; they are not there"
         )
-    stored = Counter({"BF16": 1} if is_mxfp4 else {})  # what goes with MXFP4
+    stored = Counter({"BF16": 1} if format else {})  # what goes with fewer bits
     if files_bytes is not None:
         stored = check_weights(path.parent)
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
-    files = path.parent if files_bytes is not None and not is_mxfp4 else None
+    files = path.parent if files_bytes is not None and format is None else None
     sizes, matrices = _parameters(raw, files, group_size)
     known = stored_dtype if files_bytes is None else None
-    counted = _counted(raw, sum(sizes.values()), known, is_for_mlx)
+    counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)
     weights = choose_weights(asked, dtype, is_built=has_kernel)
-    if is_mxfp4 and weights is None:
-        counted += f"; MXFP4 is expanded to {dtype} when it is loaded"
+    is_mxfp4 = format is not None and format.method == MXFP4
+    if format is not None and not (is_mxfp4 and weights is not None):
+        counted += f"; {format.said} is expanded to {dtype} when it is loaded"
     weight_bytes, how = _in_memory(sizes, matrices, weights, DTYPE_BYTES[dtype], is_coded, is_mxfp4)
     if is_for_mlx:
         assert files_bytes is not None, "looked at above"
@@ -194,7 +199,7 @@ def _spec_of(
         params=params,
         max_positions=facts.max_positions,
         stored_bytes=(
-            _computed_bytes(sizes, stored_dtype, is_mxfp4) if files_bytes is None else files_bytes
+            _computed_bytes(sizes, stored_dtype, format) if files_bytes is None else files_bytes
         ),
         weight_bytes=weight_bytes,
         dtype=dtype,
@@ -207,7 +212,11 @@ def _spec_of(
 
 
 def _counted(
-    raw: Mapping[str, Any], n_params: int, stored_dtype: str | None, is_for_mlx: bool
+    raw: Mapping[str, Any],
+    n_params: int,
+    stored_dtype: str | None,
+    format: WeightFormat | None,
+    is_for_mlx: bool,
 ) -> str:
     """Say what the weights are, and how they were counted; ``stored_dtype``: without files."""
     if is_for_mlx:
@@ -217,14 +226,22 @@ def _counted(
         said += " of the text model alone (a vision tower is not loaded)"
     if stored_dtype is None:
         return said + ", sizes from its files"
-    mxfp4 = " and MXFP4" if raw.get("quantization_config") else ""
-    return f"{said}, stored in {stored_dtype}{mxfp4} by its config"
+    others = "" if format is None else f" and {format.said}"
+    return f"{said}, stored in {stored_dtype}{others} by its config"
 
 
-def _computed_bytes(sizes: Mapping[str, int], stored_dtype: str, is_mxfp4: bool) -> int:
+def _computed_bytes(
+    sizes: Mapping[str, int], stored_dtype: str, format: WeightFormat | None
+) -> int:
     """Return the bytes of weights as they are stored, where no file says it."""
+    if format is None:
+        return sum(sizes.values()) * DTYPE_BYTES[stored_dtype]
+    small = _MXFP4 if format.method == MXFP4 else _OF_A_LAYER
+    scales = 32 if format.method == MXFP4 else sum(sizes.values())
     return sum(
-        n // 2 + n // 32 if is_mxfp4 and _MXFP4.search(key) else n * DTYPE_BYTES[stored_dtype]
+        n * format.stored_bits // 8 + n // scales
+        if small.search(key)
+        else n * DTYPE_BYTES[stored_dtype]
         for key, n in sizes.items()
     )
 

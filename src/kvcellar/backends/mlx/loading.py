@@ -22,10 +22,10 @@ from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.architecture import without_quantisation
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.configs import config_from_dict, positions_of
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.formats import without_format
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
 from kvcellar.models.known import facts_of
@@ -312,7 +312,7 @@ def check_model(options: LoadOptions) -> None:
     _pick_device(options.device)
     if is_local(options.model):
         folder = find_checkpoint(options.model, no_progress)
-        model_facts(without_quantisation(read_config(folder))).check_served()
+        model_facts(without_format(read_config(folder))).check_served()
         _check_files(folder)
 
 

@@ -22,7 +22,6 @@ from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.errors import ConfigError
-from kvcellar.models.architecture import check_architecture
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -30,6 +29,7 @@ from kvcellar.models.checkpoint import (
     read_config,
 )
 from kvcellar.models.facts import ModelFacts
+from kvcellar.models.formats import format_of
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import find_checkpoint, is_local
 from kvcellar.models.known import facts_of
@@ -207,7 +207,7 @@ def check_model(options: LoadOptions) -> None:
 def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     """Check a checkpoint's files and the options, and pick types and device."""
     raw = read_config(folder)
-    check_architecture(raw, folder)
+    format_of(raw, folder)
     facts = model_facts(raw)
     facts.check_served()
     stored = check_weights(folder)

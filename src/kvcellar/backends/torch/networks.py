@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from kvcellar.backends.torch.fast.mixtures import reads_shipped
 from kvcellar.backends.torch.weights import load_weights
 from kvcellar.errors import ModelError
-from kvcellar.models.architecture import is_mxfp4, without_quantisation
 from kvcellar.models.configs import whole_config
+from kvcellar.models.formats import MXFP4, format_of, without_format
 
 # Which classes -----------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ def empty_network(raw: Mapping[str, Any], *, attention: str | None = None) -> An
     Raises:
         ModelError: the config cannot be read, or makes no network that generates text.
     """
-    classes = NetworkClasses.of(raw)
+    classes = NetworkClasses.of(without_format(raw))
     classes.config._attn_implementation = attention or _op()
     try:
         with torch.device("meta"):
@@ -156,16 +156,17 @@ def load_network(
     Raises:
         ModelError: the config cannot be read, or weights are missing or not of this architecture.
     """
-    is_kept = keeps_mxfp4 and is_mxfp4(raw)
-    raw = without_quantisation(raw) if is_kept else raw
-    classes = NetworkClasses.of(raw)
+    format = format_of(raw, folder)
+    is_mxfp4 = format is not None and format.method == MXFP4
+    is_kept = keeps_mxfp4 and is_mxfp4
+    classes = NetworkClasses.of(raw if is_mxfp4 and not is_kept else without_format(raw))
     reader = _reader(classes)
     return load_weights(
         folder,
         classes.config,
         reads_shipped(reader) if is_kept else reader,
         lambda whole: _network(whole, classes),
-        quantization=raw.get("quantization_config"),
+        format=None if is_kept else format,
         dtype=dtype,
         device=device,
         attention=attention or _op(),
@@ -227,7 +228,7 @@ def _towerless(kind: type[Any]) -> type[Any]:
 
 
 def _strip(whole: Any, config: Any) -> None:
-    """Take away from a wrapper all modules and parameters that are not of its language model."""
+    """Take away from a wrapper all modules that are not of its language model."""
     text = config.get_text_config(decoder=True)
     owner, decoder = _text_part(whole, text)
     parts = (decoder, owner.get_output_embeddings())
@@ -243,8 +244,6 @@ def _prune(module: nn.Module, kept: set[int]) -> bool:
     for (name, _), is_left in zip(list(module.named_children()), left, strict=True):
         if not is_left:
             setattr(module, name, None)
-    for name in [*module._parameters]:
-        module._parameters[name] = None
     return any(left)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from kvcellar.backends.torch.stored import plain_tensors
 from kvcellar.errors import ModelError
 from kvcellar.models.checkpoint import few
+from kvcellar.models.formats import MXFP4, WeightFormat
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,7 +35,7 @@ def load_weights(
     reader: type[Any],
     finish: Callable[[Any], Any],
     *,
-    quantization: Mapping[str, Any] | None,
+    format: WeightFormat | None,
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
@@ -44,7 +47,7 @@ def load_weights(
         config: its config object.
         reader: the class of transformers that reads it.
         finish: makes the network of what was read.
-        quantization: the checkpoint's quantization_config; MXFP4 is expanded.
+        format: how it stores weights; all are plain numbers in memory.
         dtype: type of the weights in memory.
         device: where to put them.
         attention: name of an attention that is registered with transformers.
@@ -52,21 +55,18 @@ def load_weights(
     Raises:
         ModelError: weights that are missing, or not this architecture's.
     """
-    classes: Any = transformers
-    options: dict[str, Any] = {}
-    if quantization:
-        options["quantization_config"] = classes.Mxfp4Config(dequantize=True)
     try:
-        whole, info = reader.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        with _source(folder, format, dtype) as (path, options):
+            whole, info = reader.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
     except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
         raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
     _check_keys(info, whole, folder)
@@ -74,6 +74,21 @@ def load_weights(
     if device.type == "cpu":
         turn_small(network)
     return network
+
+
+@contextmanager
+def _source(
+    folder: Path, format: WeightFormat | None, dtype: torch.dtype
+) -> Iterator[tuple[Path | None, dict[str, Any]]]:
+    """Yield where transformers reads, and with which options, so that plain numbers come out."""
+    if format is None:
+        yield folder, {}
+    elif format.method == MXFP4:
+        classes: Any = transformers
+        yield folder, {"quantization_config": classes.Mxfp4Config(dequantize=True)}
+    else:
+        with plain_tensors(folder, format, dtype) as tensors:
+            yield None, {"state_dict": tensors}
 
 
 def _check_keys(info: Mapping[str, Any], whole: Any, folder: Path) -> None:

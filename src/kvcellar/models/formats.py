@@ -1,0 +1,133 @@
+"""Formats in which checkpoints store weights: what is read, and what to take in place of others.
+
+A checkpoint that was made smaller says so in its config, under ``quantization_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import ModelError
+
+MXFP4, FP8, COMPRESSED = "mxfp4", "fp8", "compressed-tensors"
+
+_COMPRESSED_FORMATS = (
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "mixed-precision",
+)
+"""Formats of compressed-tensors that are read."""
+
+_INSTEAD = (
+    "download the same model in bfloat16, in FP8 or as compressed-tensors in its place, and let "
+    "--weights int4 or int8 make it as small"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Storage of a checkpoint whose weights are not plain numbers.
+
+    Attributes:
+        method: ``mxfp4``, ``fp8`` or ``compressed-tensors``.
+        blocks: rows and columns that share a scale, where the config says so.
+        stored_bits: bits of one weight of a layer, the fewest.
+    """
+
+    method: str
+    blocks: tuple[tuple[int, int], ...] = ()
+    stored_bits: int = 8
+
+    @property
+    def said(self) -> str:
+        """The format's name for people."""
+        return {MXFP4: "MXFP4", FP8: "FP8", COMPRESSED: "compressed-tensors"}[self.method]
+
+
+def format_of(raw: Mapping[str, Any], folder: Path) -> WeightFormat | None:
+    """Return how a checkpoint stores weights, by its ``config.json``; None: as plain numbers.
+
+    Raises:
+        ModelError: as no numbers that are read here; the message says what to take in its place.
+    """
+    if is_quantised_for_mlx(raw):
+        raise ModelError(f"{folder} is quantised for MLX; load it with the backend mlx")
+    said = quantization_of(raw)
+    if not said:
+        return None
+    method = str(said.get("quant_method", "a way that it does not name"))
+    if method == MXFP4:
+        return WeightFormat(MXFP4, stored_bits=4)
+    if method == FP8:
+        block = said.get("weight_block_size")
+        return WeightFormat(FP8, (_pair(block, folder),) if block else ())
+    if method == COMPRESSED:
+        return _compressed(said, folder)
+    raise ModelError(
+        f"{folder} stores its weights by {method!r}, which only GPUs or other programs read; "
+        f"{_INSTEAD}"
+    )
+
+
+def is_quantised_for_mlx(raw: Mapping[str, Any]) -> bool:
+    """Return true if a checkpoint's config says that only MLX's own functions read its weights."""
+    return "quantization" in raw
+
+
+def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what a ``config.json`` says of how weights are stored: of all, or of the text part."""
+    text = raw.get("text_config")
+    said = raw.get("quantization_config")
+    if not said and isinstance(text, Mapping):
+        said = text.get("quantization_config")
+    return said if isinstance(said, Mapping) and said else None
+
+
+def without_format(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` without what it says of how weights are stored."""
+    plain = {k: v for k, v in raw.items() if k not in ("quantization", "quantization_config")}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = without_format(plain["text_config"])
+    return plain
+
+
+def _compressed(said: Mapping[str, Any], folder: Path) -> WeightFormat:
+    """Read a config of compressed-tensors.
+
+    Raises:
+        ModelError: it has parts that are not read here.
+    """
+    groups = [group for group in (said.get("config_groups") or {}).values() if group]
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    formats = {said.get("format"), *(group.get("format") for group in groups)} - {None}
+    unknown = sorted(str(each) for each in formats if each not in _COMPRESSED_FORMATS)
+    bits = {int(each.get("num_bits", 8)) for each in weights}
+    unknown += [f"{each} bits" for each in sorted(bits - {4, 8})]
+    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        unknown.append("sparse weights")
+    if (said.get("transform_config") or {}).get("config_groups"):
+        unknown.append("rotated weights")
+    if unknown:
+        raise ModelError(
+            f"{folder} stores its weights as compressed-tensors with {', '.join(unknown)}, which "
+            f"is not read here; {_INSTEAD}"
+        )
+    blocks = [each["block_structure"] for each in weights if each.get("block_structure")]
+    return WeightFormat(COMPRESSED, tuple(_pair(b, folder) for b in blocks), min(bits, default=8))
+
+
+def _pair(block: Any, folder: Path) -> tuple[int, int]:
+    """Return the rows and columns of a block.
+
+    Raises:
+        ModelError: it is not two sizes.
+    """
+    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    raise ModelError(f"{folder} has blocks of {block!r} in its quantization_config; check the file")
