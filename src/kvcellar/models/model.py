@@ -107,6 +107,11 @@ class LoadedModel(ABC):
                 f"{self.name!r} has {self.params}; make the session with the model's params"
             )
 
+    @property
+    def has_session_ropes(self) -> bool:
+        """True if sessions of different capacity turn positions by different factors."""
+        return False
+
     def rope_length_for(self, config: CacheConfig) -> int:
         """Return the length of text whose RoPE factors a session with such a cache has.
 
@@ -141,6 +146,7 @@ class LoadedModel(ABC):
             rope_length: of the session whose KV it is, by ``rope_length_for``.
 
         Raises:
+            ConfigError: sessions of this model turn positions otherwise, and no length is said.
             StoreError: a file cannot be read.
         """
         packing = PACKINGS.get(self.weights or "")
@@ -148,6 +154,11 @@ class LoadedModel(ABC):
         replaced = {} if self.chat_template is None else {"chat_template": self.chat_template}
         if rope_length:
             replaced["rope_length"] = str(rope_length)
+        elif self.has_session_ropes:
+            raise ConfigError(
+                f"K of {self.name!r} depends on the capacity of its session; say whose it is, with "
+                f"rope_length=model.rope_length_for(cache.config)"
+            )
         return fingerprint_checkpoint(
             self.path,
             cache_file=cache_file,

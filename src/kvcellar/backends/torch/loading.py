@@ -80,6 +80,11 @@ class TorchModel(LoadedModel):
             self.rope_length_for(session.cache.config),
         )
 
+    @property
+    def has_session_ropes(self) -> bool:
+        """True if sessions of different capacity turn positions by different factors."""
+        return not self.facts.rope.is_fixed
+
     def rope_length_for(self, config: CacheConfig) -> int:
         """Return the length of text whose RoPE factors a session has; see ``LoadedModel``."""
         longest = min(config.origin + config.capacity, self.max_positions)

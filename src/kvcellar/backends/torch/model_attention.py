@@ -75,7 +75,8 @@ def attention(
         )
     if latent is not None:
         out = latent.expand(out)
-    return out.transpose(1, 2), None
+    out = out.transpose(1, 2)
+    return out if torch.compiler.is_compiling() else out.contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)

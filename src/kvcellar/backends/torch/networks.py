@@ -358,6 +358,7 @@ class WrappedText(nn.Module):
         position_ids: Tensor,
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: Any = None,
     ) -> Any:
         """Run the wrapper on text; the result has ``logits``."""
         return self.whole(
@@ -365,4 +366,5 @@ class WrappedText(nn.Module):
             position_ids=position_ids,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            past_key_values=past_key_values,
         )
