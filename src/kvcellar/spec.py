@@ -69,7 +69,7 @@ class ModelCacheSpec:
         A window lets go of what is behind it.
         """
         return tuple(
-            context if group.window is None else min(context, group.window + WINDOW_SLACK)
+            context if group.is_full else min(context, group.sight.most_before + 1 + WINDOW_SLACK)
             for group in self.params.groups
         )
 
@@ -99,8 +99,8 @@ class ModelCacheSpec:
         cells = []
         for group in self.params.groups:
             one = context
-            if group.window is not None:  # a step's tokens come before older ones go
-                keep = group.window - 1 + WINDOW_SLACK
+            if not group.is_full:  # a step's tokens come before older ones go
+                keep = group.sight.most_before + WINDOW_SLACK
                 one = max(
                     min(keep, at) + min(STEP_TOKENS, context - at)
                     for at in range(0, context, STEP_TOKENS)

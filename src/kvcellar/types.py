@@ -14,6 +14,7 @@ from kvcellar.budget import MemoryBudget, format_size
 from kvcellar.checks import flag, number, seen, text, whole, wholes
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
+from kvcellar.sight import Sight
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
@@ -207,18 +208,9 @@ class LayerGroup:
         object.__setattr__(self, "layers", tuple(wholes(self.layers, "layers")))
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"layers of a group ascend without repeats, got {self.layers}")
-        for name in ("window", "chunk"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(getattr(self, name), name))
-                if getattr(self, name) < 1:
-                    raise ConfigError(
-                        f"a {name} sees at least its own token, got {name}={getattr(self, name)}"
-                    )
-        if self.window is not None and self.chunk is not None:
-            raise ConfigError(
-                f"a layer group has a window or a chunk, got window={self.window} and "
-                f"chunk={self.chunk}"
-            )
+        sight = self.sight
+        object.__setattr__(self, "window", sight.window)
+        object.__setattr__(self, "chunk", sight.chunk)
         if self.softcap is not None:
             number(self.softcap, "softcap")
             if not self.softcap > 0:
@@ -233,15 +225,18 @@ class LayerGroup:
         return self.head_dim + (self.v_head_dim if self.is_latent else 0)
 
     @property
+    def sight(self) -> Sight:
+        """How much of its history a query sees."""
+        return Sight(self.window, self.chunk)
+
+    @property
     def is_full(self) -> bool:
         """True if a query sees all of the history."""
-        return self.window is None and self.chunk is None
+        return self.sight.is_full
 
     def first_seen(self, pos: int) -> int:
         """Return the first position that a query at ``pos`` sees."""
-        if self.window is not None:
-            return max(0, pos - self.window + 1)
-        return 0 if self.chunk is None else pos - pos % self.chunk
+        return self.sight.first_seen(pos)
 
     def __str__(self) -> str:
         """Return the group in words, for messages."""
@@ -536,11 +531,12 @@ class GroupUsage:
     """Cells of one layer group at one moment.
 
     Attributes:
-        window: the group's window, None for full history.
+        window: the group's window, None where it has none.
         capacity: cells that the group may hold.
         live: cells that some sequence or draft tree owns.
         shared: of these, the cells with more than one owner.
         n_cells: one past the highest live cell: what the pools have to hold.
+        chunk: the group's chunk, None where it has none.
     """
 
     window: int | None
@@ -548,6 +544,7 @@ class GroupUsage:
     live: int
     shared: int
     n_cells: int
+    chunk: int | None = None
 
     @property
     def free(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from kvcellar.bookkeeping import BlockPool, OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.pool import CellMove
 from kvcellar.bookkeeping.reads import TILE
+from kvcellar.sight import Sight
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
@@ -34,25 +35,43 @@ Seen = list[list[int]]
 """Per query token, the ids that it sees, sorted; an id that is seen twice is there twice."""
 
 
+Window = int | Sight | None
+"""What a query sees: all, so many of the last positions, or its chunk."""
+
+
 def config_of(
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[Window] = (None,),
     capacity: int = 64,
     slack: int = 0,
     min_chunk: int = 8,
 ) -> CacheConfig:
     """A config with one layer group per window; the first group has a second layer, the last."""
     n = len(windows)
+    sights = [sight_of(window) for window in windows]
     groups = tuple(
-        LayerGroup((i, n) if i == 0 else (i,), 1, 1, 1, window) for i, window in enumerate(windows)
+        LayerGroup((i, n) if i == 0 else (i,), 1, 1, 1, sight.window, chunk=sight.chunk)
+        for i, sight in enumerate(sights)
     )
     params = ModelCacheParams(n + 1, 1, 1, 1, groups)
     return CacheConfig(params, capacity, min_chunk=min_chunk, window_slack=slack)
 
 
-def visible(history: Mapping[int, int], position: int, window: int | None) -> list[int]:
-    """The visibility rule: the tokens of a history that a query at ``position`` sees, sorted."""
-    low = -1 if window is None else position - window
-    return sorted(token for p, token in history.items() if low < p <= position)
+def sight_of(window: Window) -> Sight:
+    """The sight of a group with this window."""
+    return window if isinstance(window, Sight) else Sight(window=window)
+
+
+def first_seen(window: Window, position: int) -> int:
+    """The visibility rule: the first position that a query at ``position`` sees."""
+    if isinstance(window, Sight):
+        return position // window.chunk * window.chunk
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def visible(history: Mapping[int, int], position: int, window: Window) -> list[int]:
+    """The tokens of a history that a query at ``position`` sees, sorted."""
+    low = first_seen(window, position)
+    return sorted(token for p, token in history.items() if low <= p <= position)
 
 
 def seen_by(spec: AttendSpec, stored: IntArray) -> Seen:
@@ -98,11 +117,12 @@ def check_plan(plan: StepPlan, n_tokens: int, group: LayerGroup, capacity: int) 
             assert 1 < read.q_len <= len(cells)
 
 
-def check_causal_masks(reads: Sequence[AttendSpec], window: int | None) -> None:
-    """Outside of trees: no mask for full history, for a window never more than a tile's."""
+def check_causal_masks(reads: Sequence[AttendSpec], window: Window) -> None:
+    """Outside of trees: no mask but for a window, and then never more than a tile's."""
     for read in reads:
-        if window is None:
+        if window is None or isinstance(window, Sight):
             assert read.mask is None
+            assert window is None or read.read_len <= window.chunk
         elif read.mask is not None:
             assert read.mask.shape[0] <= TILE
             assert read.mask.shape[1] <= window + TILE
@@ -197,9 +217,10 @@ class ByteSimulator:
         """All layers; per layer, what every query sees."""
         return [self.run_layer(layer, tokens, positions) for layer in range(self.n_layers)]
 
-    def layer_windows(self) -> list[int | None]:
+    def layer_windows(self) -> list[Window]:
         """The window of every layer."""
-        return [self.groups[self.group_of(layer)].window for layer in range(self.n_layers)]
+        groups = [self.groups[self.group_of(layer)] for layer in range(self.n_layers)]
+        return [group.window if group.chunk is None else group.sight for group in groups]
 
 
 class SimulatedContiguous(ByteSimulator, OneSequence):

@@ -22,6 +22,7 @@ from kvcellar.errors import (
     SequenceConflictError,
     UnknownSequenceError,
 )
+from kvcellar.sight import Sight
 from kvcellar.types import Run, cells_of, runs_of
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (
@@ -29,7 +30,9 @@ from tests.bookkeeping.byte_simulator import (
     SimulatedSeq,
     config_of,
     cp,
+    first_seen,
     settled,
+    sight_of,
     snapshot,
 )
 from tests.bookkeeping.held import block_table, seq_cells, seq_positions
@@ -436,8 +439,8 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
             cells = dict(zip(seq_positions(pool, seq), seq_cells(pool, seq), strict=True))
             if window is not None and let_go:
                 length = cache.seq_len(seq) if cache.has_seq(seq) else 0  # of a tree alone
-                ranges = [(max(0, length - (window - 1) - self.slack), 10**9)]
-                ranges += [(max(0, at - window + 1), at) for at in self.points.get(seq, ())]
+                ranges = [(first_seen(window, max(0, length - self.slack)), 10**9)]
+                ranges += [(first_seen(window, at), at) for at in self.points.get(seq, ())]
                 due = {p // self.size for p0, p1 in ranges for p in cells if p0 <= p < p1}
                 low = ranges[0][0] - ranges[0][0] % self.size
                 cells = {p: c for p, c in cells.items() if p >= low or p // self.size in due}
@@ -659,7 +662,7 @@ class PagedCacheAgainstHistories(SeqCacheAgainstHistories):
 
     def check_usage(self):
         for group, usage in enumerate(self.cache.usage().groups):
-            assert usage.window == self.windows[group]
+            assert Sight(usage.window, usage.chunk) == sight_of(self.windows[group])
             assert usage.live + usage.free == usage.capacity == self.capacity
             assert usage.live <= usage.n_cells <= self.capacity
             assert usage.live == self.size * self.n_blocks_after(self.cache, group, [], False)

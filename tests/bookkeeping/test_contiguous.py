@@ -9,17 +9,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
+from kvcellar.sight import Sight
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (
     SimulatedContiguous,
     check_causal_masks,
     config_of,
+    first_seen,
     settled,
+    sight_of,
     snapshot,
     visible,
 )
 
-WINDOWS = st.sampled_from([(None,), (None, 4), (None, 1, 7), (3,), (1,), (None, 70), (2, 20)])
+WINDOWS = st.sampled_from(
+    [
+        *((None,), (None, 4), (None, 1, 7), (3,), (1,), (None, 70), (2, 20)),
+        *((None, Sight(chunk=4)), (Sight(chunk=9),), (None, Sight(chunk=1), 5)),
+        *((Sight(chunk=70), None), (Sight(chunk=6), Sight(chunk=4)), (3, Sight(chunk=20))),
+    ]
+)
 
 
 class ContiguousCacheAgainstAList(ActionMachine):
@@ -101,9 +110,11 @@ class ContiguousCacheAgainstAList(ActionMachine):
     def rewind(self, draw, back):
         length = len(self.want)
         new_length = max(0, length - draw % 12) if back else draw % (length + 3)
-        low = settled(self.cache).resumable_from()
-        if new_length > length or 0 < new_length < low:
-            assert new_length > length or self.is_gone(new_length)
+        gone = self.is_gone(new_length)
+        assert gone == (settled(self.cache).steps.resume_at(0, new_length) != new_length)
+        if gone:
+            assert new_length < settled(self.cache).resumable_from()
+        if new_length > length or gone:
             self.refused(RewindError, self.cache.rewind, new_length)
             return
         self.undo = None
@@ -120,7 +131,7 @@ class ContiguousCacheAgainstAList(ActionMachine):
         """True if some group has no cell for a position that the next token would look at."""
         bases = [layout.base for layout in settled(self.cache).layouts]
         return any(
-            window is not None and new_length - window + 1 < base
+            first_seen(window, new_length) < min(base, new_length)
             for window, base in zip(self.windows, bases, strict=True)
         )
 
@@ -165,7 +176,7 @@ class ContiguousCacheAgainstAList(ActionMachine):
             if window is None:
                 assert usage.live == usage.n_cells == len(self.want)
             else:
-                keep = window - 1 + self.slack
+                keep = sight_of(window).most_before + self.slack
                 assert usage.n_cells <= max(2 * keep, self.min_chunk) + self.longest_step
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import pytest
@@ -21,13 +22,16 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
+from kvcellar.sight import Sight
 from kvcellar.types import runs_of
 from tests.bookkeeping.actions import ActionMachine, action
 from tests.bookkeeping.byte_simulator import (
     SimulatedSeq,
     check_causal_masks,
     config_of,
+    first_seen,
     settled,
+    sight_of,
     snapshot,
     visible,
 )
@@ -41,7 +45,11 @@ PLACE = st.integers(0, 400)
 BOOL = st.booleans()
 STRETCH = st.sampled_from([1, 1, 1, 1, 2, 3, 5, 9, 20, 70])
 WINDOWS = st.sampled_from(
-    [(None,), (None, 4), (None, 1, 7), (3,), (4, 9), (1,), (None, 70), (None, 2, 20)]
+    [
+        *((None,), (None, 4), (None, 1, 7), (3,), (4, 9), (1,), (None, 70), (None, 2, 20)),
+        *((None, Sight(chunk=4)), (Sight(chunk=9),), (None, Sight(chunk=1), 5)),
+        *((Sight(chunk=70), None), (Sight(chunk=6), Sight(chunk=4)), (3, Sight(chunk=20))),
+    ]
 )
 CAPACITY = st.sampled_from([300, 90, 30, 30, 9, 1])
 SLACK = st.sampled_from([0, 0, 1, 5, 20])
@@ -120,10 +128,10 @@ class SeqCacheAgainstHistories(ActionMachine):
 
     def is_due(self, group, seq, p):
         """True if the group must keep a position: for the next token, the slack, or a point."""
-        window = self.windows[group]
-        if window is None or p >= self.want[seq].length - (window - 1) - self.slack:
+        window, length = self.windows[group], self.want[seq].length
+        if p >= first_seen(window, max(0, length - self.slack)):
             return True
-        return any(at - window < p < at for at in self.points.get(seq, ()))
+        return any(first_seen(window, at) <= p < at for at in self.points.get(seq, ()))
 
     def may_be_full(self, n):
         return any(self.n_needed(g) + n > self.capacity for g in range(len(self.windows)))
@@ -334,23 +342,33 @@ class SeqCacheAgainstHistories(ActionMachine):
         allowed = before.can_resume(seq, length)
         low = before.resumable_from(seq)
         history = self.want[seq]
-        points = self.points.get(seq, set())
-        assert allowed == (length in {0, *points} or low <= length <= history.length)
-        assert before.resume_at(seq, length) == max(
-            n for n in (0, *points, length if allowed else 0) if n <= length
+        lows = [layout.low(seq) for layout in before.layouts]
+        assert allowed == (length <= history.length and self.may_all_resume(seq, length, lows))
+        assert before.resume_at(seq, length) == next(
+            n
+            for n in range(min(length, history.length), -1, -1)
+            if self.may_all_resume(seq, n, lows)
         )
         missing = False
         exact_low = 0
         for group, lost in self.lost(before, seq).items():
             window = self.windows[group]
-            missing |= any(length - window < p < length for p in lost)
+            missing |= any(first_seen(window, length) <= p < length for p in lost)
             if lost:
-                exact_low = max(exact_low, max(lost) + window)
+                clear = (n for n in count(max(lost) + 1) if first_seen(window, n) > max(lost))
+                exact_low = max(exact_low, next(clear))
         assert not (allowed and missing), "what it allows, it can serve"
         assert low >= exact_low
         if sorted(history.tokens) == list(range(history.length)):
             assert low == exact_low, "what it refuses, it cannot serve"
         return allowed
+
+    def may_all_resume(self, seq, length, lows):
+        """Every group can: from there on, at a point, or where a query sees itself alone."""
+        return length in {0, *self.points.get(seq, ())} or all(
+            low <= length or first_seen(window, length) == length
+            for low, window in zip(lows, self.windows, strict=True)
+        )
 
     @action(weight=3, pick=PICK, a=PLACE, b=PLACE)
     def make_a_hole(self, pick, a, b):
@@ -487,7 +505,7 @@ class SeqCacheAgainstHistories(ActionMachine):
         for window, table in zip(self.windows, source.tables, strict=True):
             length = source.history.length
             is_due = source.history.tokens if None in self.windows else range(length)
-            if any(table[p] < 0 for p in is_due if window and p > length - window):
+            if any(table[p] < 0 for p in is_due if window and p >= first_seen(window, length)):
                 self.refused(RewindError, verb, seq, source.tables)
                 return False
         return True
@@ -651,10 +669,10 @@ class SeqCacheAgainstHistories(ActionMachine):
         histories = [*self.want.values(), *(held.history for held in self.held)]
         owners = [t for history in histories for t in history.tokens.values()]
         for group, usage in enumerate(self.cache.usage().groups):
-            assert usage.window == self.windows[group]
+            assert Sight(usage.window, usage.chunk) == sight_of(self.windows[group])
             assert usage.live + usage.free == usage.capacity == self.capacity
             assert usage.live <= usage.n_cells <= self.capacity
-            if usage.window is None:
+            if self.windows[group] is None:
                 assert usage.live == len(set(owners)) + self.extra_cells(group)
                 assert usage.shared == sum(owners.count(t) > 1 for t in set(owners))
 

@@ -13,6 +13,7 @@ from kvcellar.bookkeeping.layout import Demand
 from kvcellar.bookkeeping.room import Room
 from kvcellar.bookkeeping.rows import Rows, appends_of
 from kvcellar.errors import CacheFullError
+from kvcellar.sight import Sight
 from kvcellar.types import MOST_CELLS, AttendKind, AttendSpec, GroupUsage, Run, StepPlan, Write
 from tests.bookkeeping.byte_simulator import TokenIds, config_of, seen_by, snapshot, visible
 
@@ -111,7 +112,7 @@ class Cache:
         self.lengths = {}
         self.layouts = [
             Rows(BlockPool(capacity), self.lengths),
-            Rows(BlockPool(capacity), self.lengths, window=WINDOW, slack=SLACK),
+            Rows(BlockPool(capacity), self.lengths, sight=Sight(WINDOW), slack=SLACK),
             States(n_states, self.lengths),
         ]
         self.room = Room(self.config, self.layouts, self.lengths, None)

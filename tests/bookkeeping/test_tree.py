@@ -16,6 +16,7 @@ from tests.bookkeeping.byte_simulator import (
     SimulatedTree,
     check_causal_masks,
     settled,
+    sight_of,
     visible,
 )
 from tests.bookkeeping.test_sequences import (
@@ -150,7 +151,8 @@ class TreeCacheAgainstHistories(SeqCacheAgainstHistories):
                     if window is None:
                         assert read.mask.shape[1] == len(trees[read.q_start].tokens)
                     else:
-                        assert read.read_len < window + len(trees[read.q_start].tokens)
+                        most = sight_of(window).most_before
+                        assert read.read_len <= most + len(trees[read.q_start].tokens)
 
     # Trees ----------------------------------------------------------------------------------------
 

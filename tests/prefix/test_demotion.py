@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.prefix import PrefixIndex, make_index
+from kvcellar.sight import FULL
 
 
 def put(index: PrefixIndex, tokens: list[int], first_cell: int) -> None:
@@ -14,7 +15,7 @@ def put(index: PrefixIndex, tokens: list[int], first_cell: int) -> None:
 
 @pytest.mark.parametrize("kind", ["radix", "hashed"])
 def test_a_demoted_history_is_evicted_before_older_ones_but_not_what_it_shares(kind):
-    index = make_index(kind, (None,), block_size=4)
+    index = make_index(kind, (FULL,), block_size=4)
     trunk = [1] * 8
     put(index, [*trunk, *[2] * 8], 0)
     put(index, [*trunk, *[3] * 8], 100)
@@ -30,7 +31,7 @@ def test_a_demoted_history_is_evicted_before_older_ones_but_not_what_it_shares(k
 
 @pytest.mark.parametrize("kind", ["radix", "hashed"])
 def test_a_dropped_history_takes_what_only_it_needs_down_to_what_is_kept(kind):
-    index = make_index(kind, (None,), block_size=4)
+    index = make_index(kind, (FULL,), block_size=4)
     trunk = [1] * 8
     put(index, [*trunk, *[2] * 8], 0)
     put(index, [*trunk, *[3] * 8], 100)
@@ -54,7 +55,7 @@ def test_a_dropped_history_takes_what_only_it_needs_down_to_what_is_kept(kind):
 
 
 def test_to_demote_what_others_go_on_from_changes_nothing():
-    index = make_index("radix", (None,))
+    index = make_index("radix", (FULL,))
     put(index, [1] * 4, 0)
     put(index, [1] * 8, 0)
     index.demote(index.match_prefix([1] * 4).handle)

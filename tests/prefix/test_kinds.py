@@ -7,10 +7,11 @@ import pytest
 
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.prefix import HashedIndex, NaiveIndex, RadixIndex, make_index
+from kvcellar.sight import FULL, Sight
 
 
 def test_the_naive_index_stores_nothing_and_finds_nothing():
-    index = NaiveIndex((None, 4))
+    index = NaiveIndex((FULL, Sight(4)))
     trunk = list(range(10))
     inserted = index.insert_prefix(trunk, [np.arange(10), np.arange(10)])
     assert [c.tolist() for c in inserted.adopted] == [[], []]
@@ -28,16 +29,16 @@ def test_the_naive_index_stores_nothing_and_finds_nothing():
 
 
 def test_an_index_is_chosen_by_its_name():
-    assert isinstance(make_index("radix", (None,), 4), RadixIndex)
-    assert isinstance(make_index("hashed", (None,), 4), HashedIndex)
-    assert isinstance(make_index("naive", (None,), 4), NaiveIndex)
+    assert isinstance(make_index("radix", (FULL,), 4), RadixIndex)
+    assert isinstance(make_index("hashed", (FULL,), 4), HashedIndex)
+    assert isinstance(make_index("naive", (FULL,), 4), NaiveIndex)
     with pytest.raises(ConfigError, match="'trie' is not known; choose radix, hashed or naive"):
-        make_index("trie", (None,))
+        make_index("trie", (FULL,))
 
 
-@pytest.mark.parametrize("windows, block_size", [((), 1), ((0,), 1), ((None, -1), 1), ((None,), 0)])
-def test_windows_and_blocks_below_1_are_refused(windows, block_size):
+@pytest.mark.parametrize("sights, block_size", [((), 1), ((FULL, 4), 1), ((FULL,), 0)])
+def test_what_is_no_sight_and_blocks_below_1_are_refused(sights, block_size):
     with pytest.raises(ConfigError):
-        RadixIndex(windows, block_size)
+        RadixIndex(sights, block_size)
     with pytest.raises(ConfigError):
-        HashedIndex(windows, block_size)
+        HashedIndex(sights, block_size)

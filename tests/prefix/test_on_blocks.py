@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcellar.prefix import HashedIndex, PrefixIndex, RadixIndex
 from kvcellar.prefix.hashed import block_digest
+from kvcellar.sight import FULL
 from kvcellar.types import make_config
 from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, HashRunner
 
@@ -103,7 +104,7 @@ INDEXES = {"radix": RadixIndex, "hashed": HashedIndex}
 
 @pytest.fixture(params=INDEXES)
 def told(request) -> Told:
-    return Told(INDEXES[request.param]((None,), block_size=4), n_blocks=8, block_size=4)
+    return Told(INDEXES[request.param]((FULL,), block_size=4), n_blocks=8, block_size=4)
 
 
 def free_blocks(told: Told) -> int:
@@ -201,10 +202,10 @@ class IndexOnBlocks(RuleBasedStateMachine):
         n_digests=st.sampled_from([None, None, 1, 3]),
     )
     def start(self, kind, n_blocks, size, params, n_digests):
-        windows = tuple(group.window for group in params.groups)
-        index = INDEXES[kind](windows, size)
+        sights = tuple(group.sight for group in params.groups)
+        index = INDEXES[kind](sights, size)
         if kind == "hashed" and n_digests is not None:
-            index = HashedIndex(windows, size, digest=lambda b, t: block_digest(b, t) % n_digests)
+            index = HashedIndex(sights, size, digest=lambda b, t: block_digest(b, t) % n_digests)
         self.told = Told(index, n_blocks, size, params)
         self.known = [[]]
         self.next_id = 0

@@ -14,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix import HashedIndex, RadixIndex
 from kvcellar.prefix import tree as prefix_tree
+from kvcellar.sight import Sight
+from tests.bookkeeping.byte_simulator import Window, first_seen, sight_of
 
 
 @dataclass(eq=False)
@@ -28,7 +30,7 @@ class Block:
 class Blocks:
     """The oracle: every stored block under the tokens up to its end. Walks all of it every time."""
 
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     size: int
     blocks: dict[tuple[int, ...], Block] = field(default_factory=dict)
     locks: list[tuple[int, ...]] = field(default_factory=list)
@@ -50,7 +52,7 @@ class Blocks:
 
     def resumes(self, key):
         return all(
-            window is None or all(c >= 0 for c in cells[max(0, len(key) - window + 1) :])
+            all(c >= 0 for c in cells[first_seen(window, len(key)) :]) or window is None
             for window, cells in zip(self.windows, self.cells(key), strict=True)
         )
 
@@ -113,7 +115,10 @@ class Blocks:
 
 
 WINDOWS = st.sampled_from(
-    [(None,), (None,), (None, 3), (2,), (1,), (None, 5, 2), (7, None), (40, None)]
+    [
+        *((None,), (None,), (None, 3), (2,), (1,), (None, 5, 2), (7, None), (40, None)),
+        *((Sight(chunk=4),), (None, Sight(chunk=6)), (Sight(chunk=1), 3), (None, Sight(chunk=40))),
+    ]
 )
 
 
@@ -136,7 +141,7 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
         look=st.sampled_from([1, 5, 256]),
     )
     def start(self, windows, block_size, look):
-        self.index = self.index_type(windows, block_size)
+        self.index = self.index_type(tuple(map(sight_of, windows)), block_size)
         self.want = Blocks(windows, block_size)
         self.held = [Counter() for _ in windows]
         self.known = [[]]
@@ -175,7 +180,8 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
             cells = list(range(self.n_cells, self.n_cells + n))
             self.n_cells += n
             if window is not None:
-                missing = {*range(n - tail)} - {*range(early, early + window)} | {n - hole}
+                kept = range(early, early + sight_of(window).most_before + 1)
+                missing = {*range(n - tail)} - {*kept} | {n - hole}
                 cells = [-1 if p in missing else cell for p, cell in enumerate(cells)]
             given.append(cells)
         inserted = self.index.insert_prefix(tokens, [np.array(c, dtype=np.int64) for c in given])

@@ -12,6 +12,7 @@ from kvcellar.bookkeeping.pool import BlockPool
 from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix import HashedIndex, RadixIndex, make_index
+from kvcellar.sight import FULL, Sight
 from kvcellar.types import Run
 from tests.bookkeeping.held import seq_cells
 
@@ -23,7 +24,7 @@ def cells(first, n, missing=0):
 
 def insert(index, tokens, first=0):
     """Insert with cells from ``first`` on, the same in each group."""
-    return index.insert_prefix(tokens, [cells(first, len(tokens)) for _ in index.windows])
+    return index.insert_prefix(tokens, [cells(first, len(tokens)) for _ in index.sights])
 
 
 TRUNK = list(range(100, 110))
@@ -100,7 +101,7 @@ def test_tokens_that_are_no_flat_integers_are_refused(tokens):
 )
 @pytest.mark.parametrize("make", [RadixIndex, lambda w: HashedIndex(w, 1)])
 def test_cells_that_do_not_fit_the_tokens_are_refused_and_nothing_changes(make, given, message):
-    index = make((None, 4))
+    index = make((FULL, Sight(4)))
     with pytest.raises(PrefixError, match=message):
         index.insert_prefix([1, 2, 3], given)
     assert index.size_info().total == 0
@@ -320,7 +321,7 @@ def windowed(index, tokens, held, first=0):
 
 def test_a_window_needs_one_position_less_than_its_width():
     for held, want in ((3, 10), (2, 0)):
-        index = RadixIndex((None, 4))
+        index = RadixIndex((FULL, Sight(4)))
         windowed(index, TRUNK, held)
         match = index.match_prefix([*TRUNK, 1])
         assert (match.length, match.n_matched) == (want, 10)
@@ -330,7 +331,7 @@ def test_a_window_needs_one_position_less_than_its_width():
 @pytest.mark.parametrize("length", [3, 4, 343, 344, 345, 1000, 1367, 1368, 1369, 1623, 1624])
 @pytest.mark.parametrize("n_nodes", [1, 4])
 def test_a_resumable_length_is_found_however_far_it_is_behind_the_match(length, n_nodes):
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     tokens = np.arange(1624)
     window = np.where((tokens >= length - 3) & (tokens < length), tokens, -1)
     for stop in range(1624 // n_nodes, 1625, 1624 // n_nodes):
@@ -339,30 +340,30 @@ def test_a_resumable_length_is_found_however_far_it_is_behind_the_match(length, 
 
 
 def test_a_match_ends_with_a_page_even_where_a_window_could_go_on_inside_one():
-    index = RadixIndex((None, 3), block_size=4)
+    index = RadixIndex((FULL, Sight(3)), block_size=4)
     tokens = list(range(12))
     index.insert_prefix(tokens, [cells(0, 12), np.array([-1, -1, 2, 3, 4, 5, 6, 7, 8, 9, -1, 11])])
     assert index.match_prefix(tokens).length == 8
 
 
 def test_a_window_of_one_token_needs_nothing():
-    index = RadixIndex((None, 1))
+    index = RadixIndex((FULL, Sight(1)))
     windowed(index, TRUNK, held=0)
     assert index.match_prefix(TRUNK[:7]).length == 7
     assert index.evict(2).n_tokens == 2
 
 
 def test_a_history_shorter_than_its_window_needs_all_of_it():
-    index = RadixIndex((None, 50))
+    index = RadixIndex((FULL, Sight(50)))
     windowed(index, TRUNK, held=10)
     assert index.match_prefix(TRUNK[:4]).length == 4
-    index = RadixIndex((None, 50))
+    index = RadixIndex((FULL, Sight(50)))
     windowed(index, TRUNK, held=9)
     assert index.match_prefix(TRUNK).length == 0
 
 
 def test_a_trunks_end_and_a_turns_end_both_stay_resumable():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     windowed(index, TRUNK[:6], held=3)
     turn = windowed(index, TRUNK, held=3, first=20)
     assert turn.n_present == 6
@@ -374,7 +375,7 @@ def test_a_trunks_end_and_a_turns_end_both_stay_resumable():
 
 
 def test_inserting_known_tokens_again_brings_their_windows_cells():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     windowed(index, TRUNK, held=3)
     again = windowed(index, TRUNK[:7], held=3, first=50)
     assert again.n_present == 7
@@ -384,7 +385,7 @@ def test_inserting_known_tokens_again_brings_their_windows_cells():
 
 
 def test_every_window_has_its_say():
-    index = RadixIndex((None, 3, 5))
+    index = RadixIndex((FULL, Sight(3), Sight(5)))
     index.insert_prefix(TRUNK, [cells(0, 10), cells(0, 10), cells(0, 10, missing=7)])
     assert index.match_prefix(TRUNK).length == 0
     index.insert_prefix(TRUNK[:5], [cells(0, 5), cells(0, 5), cells(50, 5)])
@@ -392,7 +393,7 @@ def test_every_window_has_its_say():
 
 
 def test_evicting_one_token_of_a_window_model_takes_what_can_no_longer_be_resumed():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     windowed(index, TRUNK[:6], held=3)
     windowed(index, TRUNK, held=3, first=20)
     evicted = index.evict(1)
@@ -403,7 +404,7 @@ def test_evicting_one_token_of_a_window_model_takes_what_can_no_longer_be_resume
 
 
 def test_a_window_that_holds_more_than_it_needs_is_trimmed_by_one():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     windowed(index, TRUNK, held=5)
     assert index.evict(1).n_tokens == 1
     assert index.match_prefix(TRUNK).length == 9
@@ -411,7 +412,7 @@ def test_a_window_that_holds_more_than_it_needs_is_trimmed_by_one():
 
 
 def test_a_trunk_that_nothing_resumes_from_goes_with_its_last_branch():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     windowed(index, [*TRUNK, 1, 1, 1], held=3)
     windowed(index, [*TRUNK, 2, 2, 2], held=3, first=20)
     assert index.evict(1).n_tokens == 3
@@ -420,7 +421,7 @@ def test_a_trunk_that_nothing_resumes_from_goes_with_its_last_branch():
 
 
 def test_a_locked_trunk_stays_when_its_last_branch_goes_even_if_nothing_resumes_from_it():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     index.lock_handle(windowed(index, TRUNK, held=0).handle)
     windowed(index, [*TRUNK, 1, 1, 1], held=3)
     assert index.evict(1).n_tokens == 3
@@ -428,7 +429,7 @@ def test_a_locked_trunk_stays_when_its_last_branch_goes_even_if_nothing_resumes_
 
 
 def test_evictable_cells_say_what_a_window_can_give_back():
-    index = RadixIndex((None, 4))
+    index = RadixIndex((FULL, Sight(4)))
     handle = windowed(index, TRUNK, held=3).handle
     assert index.size_info() == (10, 0, (10, 3))
     index.lock_handle(handle)
@@ -452,7 +453,7 @@ def test_spans_skip_what_is_not_held_and_join_what_continues():
 
 @pytest.mark.parametrize("kind", ["radix", "hashed", "naive"])
 def test_a_running_sequence_can_be_matched_and_in_the_end_every_cell_is_free(kind):
-    pool, index = BlockPool(64), make_index(kind, (None,))
+    pool, index = BlockPool(64), make_index(kind, (FULL,))
     prompt = list(range(20))
 
     def publish(seq, tokens):

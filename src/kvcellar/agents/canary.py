@@ -16,7 +16,7 @@ from kvcellar.engine import Restore
 from kvcellar.models import Runner
 from kvcellar.store import GroupRows, Loaded, RowLayout, Side, WindowState
 from kvcellar.store.precision import as_floats
-from kvcellar.types import IntArray
+from kvcellar.types import IntArray, LayerGroup
 
 MAX_ROWS = 8
 """Rows that are computed again, in one forward."""
@@ -55,7 +55,7 @@ def check_restored(
         runner: the model.
         layout: of the rows.
         blocks: what the full-history groups were restored from, in order.
-        window: what the sliding-window groups were restored from.
+        window: what the groups with a window or chunk were restored from.
         stop: one past the last position that was restored.
     """
     positions = _positions(restore, layout, blocks, window, stop)
@@ -79,7 +79,7 @@ def check_restored(
             for row, error in zip(there, _errors(a, b[:, :, there]), strict=True):
                 if not error <= limit:
                     position = positions[row]
-                    bad[_address(position, group.window, blocks, window)] = (
+                    bad[_address(position, group, blocks, window)] = (
                         f"{name} of position {position} is {error:.2f} of its length away from "
                         f"what this model computes; up to {limit:g} is rounding"
                     )
@@ -118,10 +118,10 @@ def _errors(had: np.ndarray, got: np.ndarray) -> list[float]:
 
 
 def _address(
-    position: int, width: int | None, blocks: Sequence[Loaded], window: WindowState | None
+    position: int, group: LayerGroup, blocks: Sequence[Loaded], window: WindowState | None
 ) -> bytes:
     """Return the address of the block or window state that a row came from."""
-    if width is not None:
-        assert window is not None, "a window group's rows come from a window state"
+    if not group.is_full:
+        assert window is not None, "rows of a group that lets go come from a window state"
         return window.address
     return next(block.address for block in blocks if block.start <= position < block.stop)

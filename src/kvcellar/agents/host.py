@@ -31,6 +31,7 @@ from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
 from kvcellar.registry import make_tree_session
+from kvcellar.sight import FULL
 from kvcellar.store import ModelKey, RowLayout
 from kvcellar.types import CacheConfig, make_config
 
@@ -207,7 +208,7 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     cells = spec.max_positions if options.capacity is None else options.capacity
     cache_config = options.config_for(spec.params, spec.dtype, cells)
     block_size = cache_config.block_size if options.cache == "paged" else 1
-    (config or EngineConfig()).make_index((None,), block_size)
+    (config or EngineConfig()).make_index((FULL,), block_size)
     if options.memory_bytes is not None:
         budgets_of_host(options, config)
     if options.speculate in (None, NGRAM):

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from kvcellar.bookkeeping.face import StepFace
-from kvcellar.bookkeeping.frozen import first_needed, frozen_spans
+from kvcellar.bookkeeping.frozen import frozen_spans
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, NoBytes, Stretch
 from kvcellar.bookkeeping.one_run import OneRun
@@ -45,7 +45,7 @@ class OneSequence(StepFace):
         self.layouts = [
             OneRun(
                 lengths,
-                window=group.window,
+                sight=group.sight,
                 slack=config.window_slack,
                 min_chunk=config.min_chunk,
                 capacity=capacity,
@@ -89,7 +89,7 @@ class OneSequence(StepFace):
         )
 
     def resumable_from(self) -> int:
-        """Return the lowest length, other than 0, that ``rewind`` can cut back to."""
+        """Return the length from which on ``rewind`` can cut back to any, up to the last."""
         return max(self.steps.origin, *(layout.low for layout in self.layouts))
 
     def keep_point(self, length: int) -> None:
@@ -132,10 +132,11 @@ class OneSequence(StepFace):
                 f"{verb} to {length}: the first {self.steps.origin} tokens are frozen and shared "
                 f"with other caches; ask for {self.steps.origin} to {self.length}"
             )
-        if self.steps.resume_at(0, length) != length:
+        near = self.steps.resume_at(0, length)
+        if near != length:
             raise RewindError(
-                f"{verb} to {length}: a sliding window has let go of the tokens before; this "
-                f"history resumes from {self.steps.origin} or from {self.resumable_from()} to "
+                f"{verb} to {length}: {self.steps.narrow} has let go of the tokens before; this "
+                f"history resumes from {near} or from {self.resumable_from()} to "
                 f"{self.length}; raise window_slack ({self.config.window_slack}) to keep more"
             )
         return length
@@ -154,8 +155,7 @@ class OneSequence(StepFace):
             )
         pairs = zip(self.layouts, self.steps.groups, strict=True)
         return n, [
-            np.arange(first_needed(n, group.window) - layout.base, n - layout.base)
-            for layout, group in pairs
+            np.arange(group.first_seen(n) - layout.base, n - layout.base) for layout, group in pairs
         ]
 
     def length_in(self, layer: int) -> int:
@@ -186,7 +186,7 @@ class OneSequence(StepFace):
                 f"clear it first"
             )
         for group, n in zip(self.steps.groups, held, strict=True):
-            least = length if group.window is None else min(length, group.window - 1)
+            least = length - group.first_seen(length)
             if not least <= n <= length:
                 raise RewindError(
                     f"a history of {length} tokens needs the last {least} in layers "

@@ -48,7 +48,7 @@ class ExactCells:
         """Create the exact cells of a group, all free.
 
         Args:
-            first: tokens at the start of a history to keep; 0 for a sliding window.
+            first: tokens at the start of a history to keep; 0 for a window or chunk.
             last: tokens at its end.
         """
         self.first = first
@@ -156,7 +156,7 @@ class ExactCells:
 
 def exact_cells(group: LayerGroup, kv: KvDtype) -> ExactCells | None:
     """Return the exact copies that a layer group has; None where it has none."""
-    first = kv.exact_first if group.window is None else 0
+    first = kv.exact_first if group.is_full else 0
     return ExactCells(first, kv.exact_last) if first or kv.exact_last else None
 
 

@@ -26,11 +26,6 @@ def frozen_spans(config: CacheConfig, group: int) -> FrozenSpans | None:
     return spans
 
 
-def first_needed(length: int, window: int | None) -> int:
-    """Return the first of ``length`` positions that a token behind them may see."""
-    return 0 if window is None else max(0, length - (window - 1))
-
-
 def cells_to_freeze(
     seq_id: int, tables: Sequence[IntArray], groups: Sequence[LayerGroup]
 ) -> list[IntArray]:
@@ -45,8 +40,7 @@ def cells_to_freeze(
         RewindError: it is empty, or some of those tokens have no cell.
     """
     found = [
-        table[first_needed(len(table), group.window) :]
-        for table, group in zip(tables, groups, strict=True)
+        table[group.first_seen(len(table)) :] for table, group in zip(tables, groups, strict=True)
     ]
     if not len(tables[0]) or any((table < 0).any() for table in found):
         raise RewindError(

@@ -270,8 +270,8 @@ class _Held:
 
 
 def _window_cells(group: LayerGroup, config: CacheConfig, has_one_run: bool) -> int | None:
-    """Return the most cells of one sequence in a window group; None: all of its history."""
-    if group.window is None:
+    """Return the most cells of one sequence behind a window or chunk; None: all of its history."""
+    if group.is_full:
         return None
-    keep = group.window - 1 + config.window_slack
+    keep = group.sight.most_before + config.window_slack
     return (max(2 * keep, config.min_chunk) if has_one_run else keep + MIN_RUN) + STEP_TOKENS

@@ -1,6 +1,6 @@
 """The layout of one sequence in one run: the single-stream hot path.
 
-Position p of a full group lives in cell p. A sliding-window group keeps its history in one run as
+Position p of a full group lives in cell p. A group with a window or a chunk keeps its in one run as
 well: when the run has grown to twice what must be kept, its tail is moved to the front, which
 costs about one cell's copy per token and keeps every read a plain slice.
 """
@@ -16,6 +16,7 @@ from kvcellar.bookkeeping.layout import Lengths, Stretch
 from kvcellar.bookkeeping.pool import CellMove
 from kvcellar.bookkeeping.reads import ReadsOf
 from kvcellar.bookkeeping.spans import Span
+from kvcellar.sight import Sight
 from kvcellar.types import AttendKind, AttendSpec, GroupUsage, Run, StepPlan, Write
 
 
@@ -29,7 +30,7 @@ class OneRun:
         self,
         lengths: Lengths,
         *,
-        window: int | None,
+        sight: Sight,
         slack: int,
         min_chunk: int,
         capacity: int,
@@ -41,9 +42,9 @@ class OneRun:
 
         Args:
             lengths: the length of sequence 0; whoever has the layout keeps it.
-            window: positions that a query sees; None: all.
-            slack: positions to keep behind the window.
-            min_chunk: cells that a window's run has at least, before it slides.
+            sight: how much of its history a query sees.
+            slack: positions by which it can be cut back and go on.
+            min_chunk: cells that the run of a window or chunk has at least, before it slides.
             capacity: the most tokens.
             reads: what the queries of a step read.
             origin: position of the first token that is not frozen.
@@ -51,10 +52,10 @@ class OneRun:
         """
         self.base = origin
         """Position of cell 0, the lowest that is held."""
-        self.window = window
+        self.sight = sight
         self._lengths = lengths
-        self._keep = 0 if window is None else window - 1 + slack
-        self._longest = max(2 * self._keep, min_chunk)
+        self._slack = slack
+        self._longest = max(2 * (sight.most_before + slack), min_chunk)
         self._capacity = capacity
         self._reads = reads
         self._origin = origin
@@ -63,11 +64,11 @@ class OneRun:
 
     def base_at(self, start: int) -> int:
         """Return the position of cell 0 in a step from ``start`` on: a long run slides."""
-        if self.window is None or start - self.base < self._longest:
+        if self.sight.is_full or start - self.base < self._longest:
             return self.base
-        low = start - self._keep
+        low = self.sight.first_seen(max(0, start - self._slack))
         if self._points:
-            low = min(low, max(0, self._points[0] - (self.window - 1)))
+            low = min(low, self.sight.first_seen(self._points[0]))
         return max(self.base, low)
 
     def begin(
@@ -76,14 +77,14 @@ class OneRun:
         """Plan the next tokens of the sequence; see ``Layout.begin``."""
         start = stretches[0].first_pos
         moves = self._slide(start)
-        base, window, end = self.base, self.window, start + n_tokens
+        base, end = self.base, start + n_tokens
         writes = (Write(0, Run(start - base, n_tokens)),)
         n_cells = end - base if n_held is None else n_held
         if n_tokens == 1 and self._frozen is None:  # planned for every token: all queries see all
-            low = 0 if window is None else max(0, end - window)
+            low = self.sight.first_seen(start)
             read = AttendSpec(0, 1, (Run(low - base, end - low),), AttendKind.NONE)
             return StepPlan(1, writes, (read,), n_cells), moves
-        reads = self._reads(stretches[0], window, self._spans)
+        reads = self._reads(stretches[0], self.sight, self._spans)
         return StepPlan(n_tokens, writes, tuple(reads), n_cells), moves
 
     def _spans(self, p0: int, p1: int) -> list[Span]:
@@ -106,17 +107,20 @@ class OneRun:
         """Do nothing: the length says what counts, and what slid stays in its place."""
 
     def accept(self, seq_ids: Iterable[int]) -> None:
-        """Do nothing: a window slides when the next step begins."""
+        """Do nothing: a run slides when the next step begins."""
 
     def resume_at(self, seq_id: int, length: int) -> int:
-        """Return ``length`` if what it needs is held, else 0."""
-        return length if length >= self.low else 0
+        """Return the greatest length up to ``length`` whose next query sees what is held."""
+        return self.sight.resume_at(length, self._lacks)
+
+    @property
+    def _lacks(self) -> int:
+        return self.base if self.base > self._origin else 0
 
     @property
     def low(self) -> int:
-        """The lowest length, other than 0, that the sequence can go on from."""
-        has_slid = self.window is not None and self.base > self._origin
-        return self.base + self.window - 1 if has_slid and self.window is not None else 0
+        """The length from which on the sequence can go on wherever it is cut back to."""
+        return self.sight.first_clear_of(self._lacks)
 
     def keep_point(self, seq_id: int, length: int) -> None:
         """Keep what is needed to resume at ``length``, and all that follows: it is one run."""
@@ -127,8 +131,7 @@ class OneRun:
     def cut(self, seq_id: int, p0: int, p1: int) -> None:
         """Drop the tail from ``p0`` on."""
         self._points = [at for at in self._points if at <= p0]
-        if p0 <= self._origin:
-            self.base = self._origin
+        self.base = max(self._origin, min(self.base, p0))
 
     def clear(self) -> None:
         """Forget the history."""
@@ -137,4 +140,4 @@ class OneRun:
     def usage(self) -> GroupUsage:
         """Return the cells taken."""
         live = self._lengths.get(0, self._origin) - self.base
-        return GroupUsage(self.window, self._capacity, live, 0, live)
+        return GroupUsage(self.sight.window, self._capacity, live, 0, live, self.sight.chunk)

@@ -1,4 +1,4 @@
-"""The layout of a group that keeps a row per token: blocks of cells, all of them or a window's."""
+"""The layout of a group that keeps a row per token: blocks of cells, all or those still seen."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.window import Window
 from kvcellar.checks import seen
 from kvcellar.errors import ConfigError, PositionError, RewindError
+from kvcellar.sight import FULL, Sight
 from kvcellar.types import (
     AttendSpec,
     BoolArray,
@@ -32,8 +33,8 @@ class Rows:
     """The cells of one layer group, by blocks, for many sequences.
 
     A layout, see :class:`kvcellar.bookkeeping.layout.SharedLayout`, with what tables need besides.
-    Where the group has a window, it lets go of whole blocks that every query has passed, some time
-    after, and knows where sequences cannot resume any more.
+    Where queries see a window or a chunk, it lets go of whole blocks that every query has passed,
+    some time after, and knows where sequences cannot resume any more.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Rows:
         pool: BlockPool,
         lengths: Lengths,
         *,
-        window: int | None = None,
+        sight: Sight = FULL,
         slack: int = 0,
         reads: ReadsOf = reads_of,
         origin: int = 0,
@@ -52,15 +53,15 @@ class Rows:
         Args:
             pool: the group's cells, all free.
             lengths: the sequences' lengths; whoever has the layout keeps them.
-            window: positions that a query sees; None: all.
-            slack: positions to keep behind the window.
+            sight: how much of its history a query sees.
+            slack: positions by which a sequence can be cut back and go on.
             reads: what the queries of a stretch read.
             origin: position of a sequence's first token of its own.
             frozen: where the positions before it lie; None: there are none.
         """
         self.pool = pool
-        self.window = None if window is None else Window(window, slack, pool.block_size, lengths)
-        self._size = window
+        self.sight = sight
+        self.window = None if sight.is_full else Window(sight, slack, pool.block_size, lengths)
         self._lengths = lengths
         self._reads = reads
         self._origin = origin
@@ -103,9 +104,9 @@ class Rows:
     def _reads_of(self, stretch: Stretch) -> list[AttendSpec]:
         seq_id, spans, frozen = stretch.seq_id, self.pool.spans, self._frozen
         if frozen is None:
-            return self._reads(stretch, self._size, lambda p0, p1: spans(seq_id, p0, p1))
+            return self._reads(stretch, self.sight, lambda p0, p1: spans(seq_id, p0, p1))
         return self._reads(
-            stretch, self._size, lambda p0, p1: [*frozen(p0, p1), *spans(seq_id, p0, p1)]
+            stretch, self.sight, lambda p0, p1: [*frozen(p0, p1), *spans(seq_id, p0, p1)]
         )
 
     def undo(self, stretches: Sequence[Stretch]) -> None:
@@ -258,7 +259,7 @@ class Rows:
         return length if self.window is None else self.window.resume_at(seq_id, length)
 
     def low(self, seq_id: int) -> int:
-        """Return the lowest length, other than 0 and points, that a sequence can go on from."""
+        """Return the length from which on a sequence can go on wherever it is cut back to."""
         return 0 if self.window is None else self.window.low(seq_id)
 
     def keep_point(self, seq_id: int, length: int) -> None:
@@ -353,13 +354,13 @@ class Rows:
             RewindError: the next token would see what is missing.
         """
         missing = np.flatnonzero(is_token & (table < 0))
-        if self._size is None or not missing.size:
+        if self.sight.is_full or not missing.size:
             return 0
-        if missing[-1] + self._size > len(table):
+        first = self.sight.first_seen(len(table))
+        if missing[-1] >= first:
             raise RewindError(
-                f"{who}: a sliding window of {self._size} has let go of position {missing[-1]}, "
-                f"which the next token sees; begin with a history whose last {self._size - 1} "
-                f"tokens are held"
+                f"{who}: {self.sight} has let go of position {missing[-1]}, which the next token "
+                f"sees; begin with a history whose last {len(table) - first} tokens are held"
             )
         return int(missing[-1]) + 1
 
@@ -379,7 +380,8 @@ class Rows:
         """Return the cells taken and shared."""
         pool = self.pool
         shared = int(np.count_nonzero(pool.refs > 1))
-        return GroupUsage(self._size, pool.capacity, pool.n_taken, shared, pool.n_cells)
+        window, chunk = self.sight.window, self.sight.chunk
+        return GroupUsage(window, pool.capacity, pool.n_taken, shared, pool.n_cells, chunk)
 
     def check(self, held: Sequence[int] = ()) -> None:
         """Assert the invariants; ``held`` are cells with an owner that is no sequence."""
@@ -462,11 +464,11 @@ def make_rows(
             BlockPool(
                 config.capacity if growth is None else growth.limits[index],
                 block_size,
-                reuse_first=group.window is not None,
+                reuse_first=not group.is_full,
                 n_granted=None if growth is None else 0,
             ),
             lengths,
-            window=group.window,
+            sight=group.sight,
             slack=config.window_slack,
             reads=reads,
             origin=config.origin,

@@ -1,6 +1,6 @@
 """Many sequences over shared cells: the verbs of the cache's face.
 
-Sequences fork without copying, are cut back, and let go of cells that a sliding window has passed.
+Sequences fork without copying, are cut back, and let go of cells that no query sees any more.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ class Sequences(StepFace):
         return self.steps.resume_at(seq_id, min(length, self.seq_len(seq_id)))
 
     def resumable_from(self, seq_id: int) -> int:
-        """Return the lowest length, other than 0 and points, that the sequence can go on from."""
+        """Return the length from which on the sequence can go on wherever it is cut back to.
+
+        Below it, it can at 0, at points, and where a chunk begins that every group can give.
+        """
         self.seq_len(seq_id)
         return max(self.steps.origin, *(layout.low(seq_id) for layout in self.layouts))
 
@@ -197,9 +200,10 @@ class Sequences(StepFace):
         if 0 < length < self.steps.origin:
             self._refuse_frozen(seq_id, length, verb)
         if not self.can_resume(seq_id, length):
+            near = self.resume_at(seq_id, length) if length > 0 else 0
             raise RewindError(
-                f"{verb} of sequence {seq_id} at {length}: a sliding window has let go of the "
-                f"tokens before; it resumes from 0 or from {self.resumable_from(seq_id)} to "
+                f"{verb} of sequence {seq_id} at {length}: {self.steps.narrow} has let go of the "
+                f"tokens before; it resumes from {near} or from {self.resumable_from(seq_id)} to "
                 f"{self.seq_len(seq_id)}; raise window_slack ({self.config.window_slack}) to keep "
                 f"more"
             )

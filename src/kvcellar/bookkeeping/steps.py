@@ -205,6 +205,17 @@ class Steps:
             length = max(low, self.origin)
         return length if length == self.origin else 0
 
+    @property
+    def narrow(self) -> str:
+        """Kinds of layer groups that let go of their past, in words, for messages."""
+        kinds = {"a chunk": "chunk", "a sliding window": "window"}
+        there = [
+            words
+            for words, name in kinds.items()
+            if any(getattr(group, name) is not None for group in self.groups)
+        ]
+        return " or ".join(there)
+
     # For the layers of a forward ---------------------------------------------------------------
 
     def group_of(self, layer: int) -> int:

@@ -1,27 +1,31 @@
-"""Sliding windows: positions that each sequence has let go of, and those that it must keep."""
+"""Windows and chunks: positions that each sequence has let go of, and those that it must keep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvcellar.sight import Sight
+
 
 class Window:
-    """The window of one layer group: which positions its sequences need no longer.
+    """The part of a history that one layer group's queries see: what its sequences need no longer.
 
-    A query at position p sees ``(p - size, p]``. Besides, ``slack`` positions are kept behind it,
-    and what a query at each *point* sees that ``keep_point`` was told of.
+    Kept is what the next query sees, and what it would see if the sequence were up to ``slack``
+    positions shorter. Besides, what a query at each *point* sees that ``keep_point`` was told of.
     """
 
-    def __init__(self, size: int, slack: int, block_size: int, lengths: Mapping[int, int]) -> None:
+    def __init__(
+        self, sight: Sight, slack: int, block_size: int, lengths: Mapping[int, int]
+    ) -> None:
         """Create a window that has let go of nothing.
 
         Args:
-            size: positions that a query sees, itself included.
-            slack: positions that are kept behind it.
+            sight: how much of its history a query sees; not all of it.
+            slack: positions by which a sequence can be cut back and go on.
             block_size: cells that are freed together.
             lengths: the sequences' lengths, read whenever they are needed.
         """
-        self.size = size
+        self.sight = sight
         self._slack = slack
         self._block_size = block_size
         self._lengths = lengths
@@ -30,7 +34,7 @@ class Window:
 
     def floor(self, seq_id: int) -> int:
         """Return the lowest position that must be kept, or one before it: where a block begins."""
-        floor = max(0, self._lengths.get(seq_id, 0) - (self.size - 1) - self._slack)
+        floor = self.sight.first_seen(max(0, self._lengths.get(seq_id, 0) - self._slack))
         return floor - floor % self._block_size
 
     def passed(self, seq_id: int) -> list[tuple[int, int]]:
@@ -40,7 +44,7 @@ class Window:
             return [(0, floor)] if floor else []
         at, ranges = 0, []
         for point in self._points[seq_id]:
-            low = max(0, point - (self.size - 1))
+            low = self.sight.first_seen(point)
             if low == point:  # a query that sees itself alone needs nothing
                 continue
             ranges.append((at, min(low - low % size, floor)))
@@ -49,15 +53,13 @@ class Window:
         return [(p0, p1) for p0, p1 in ranges if p0 < p1]
 
     def low(self, seq_id: int) -> int:
-        """Return the lowest length, other than 0 and points, that a sequence can go on from."""
-        let_go = self._let_go.get(seq_id)
-        return 0 if let_go is None else let_go + self.size - 1
+        """Return the length from which on a sequence can go on wherever it is cut back to."""
+        return self.sight.first_clear_of(self._let_go.get(seq_id, 0))
 
     def resume_at(self, seq_id: int, length: int) -> int:
         """Return the greatest length up to ``length`` that a sequence can go on from."""
-        if length >= self.low(seq_id):
-            return length
-        return max((at for at in self._points.get(seq_id, ()) if at <= length), default=0)
+        at = self.sight.resume_at(length, self._let_go.get(seq_id, 0))
+        return max([at, *(point for point in self._points.get(seq_id, ()) if point <= length)])
 
     def keep_point(self, seq_id: int, length: int) -> None:
         """Keep what a query at ``length`` sees, until the sequence is cut back below it."""
@@ -85,7 +87,7 @@ class Window:
             if kept:
                 self._points[seq_id] = kept
                 if kept[-1] == p0 < self.low(seq_id):
-                    self._let_go[seq_id] = max(0, p0 - (self.size - 1))
+                    self._let_go[seq_id] = self.sight.first_seen(p0)
         if p0 < self._let_go.get(seq_id, 0) <= p1:
             self._let_go[seq_id] = p0
 

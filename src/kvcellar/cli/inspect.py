@@ -21,6 +21,7 @@ from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.spec_file import spec_from_file
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec
+from kvcellar.types import LayerGroup
 
 USUAL_CONTEXT = 4096
 
@@ -232,6 +233,8 @@ class View:
                 {
                     "layers": list(group.layers),
                     "window": group.window,
+                    "chunk": group.chunk,
+                    "is_latent": group.is_latent,
                     "n_kv_heads": group.n_kv_heads,
                     "head_dim": group.head_dim,
                     "v_head_dim": group.v_head_dim,
@@ -241,8 +244,14 @@ class View:
                     spec.params.groups, spec.agent_cells(self.context), strict=True
                 )
             ],
+            "shared": [list(pair) for pair in spec.params.shared],
             "kv_dtypes": [self.row(name) for name in names],
         }
+
+
+def _narrow(group: LayerGroup) -> str:
+    """Return how much of its history a layer group sees, where that is not all."""
+    return f"window {group.window}" if group.chunk is None else f"chunk {group.chunk}"
 
 
 def _show(view: View, names: tuple[str, ...]) -> None:
@@ -261,12 +270,14 @@ def _show(view: View, names: tuple[str, ...]) -> None:
             dims += f" (V {group.v_head_dim})"
         history = (
             "full history"
-            if group.window is None
-            else f"window {group.window}: at most {n_tokens} tokens an agent"
+            if group.is_full
+            else f"{_narrow(group)}: at most {n_tokens} tokens an agent"
         )
         facts.add_row(
             "", f"{len(group.layers)} layers", f"{group.n_kv_heads} KV heads of {dims}, {history}"
         )
+    if spec.params.shared:
+        facts.add_row("", f"{len(spec.params.shared)} layers", "share the rows of others")
     facts.add_row("memory", format_size(view.limit_bytes), "what the process may hold")
     facts.add_row("- weights", format_size(spec.weight_bytes), f"{spec.dtype}; {spec.counted}")
     if spec.stored_bytes != spec.weight_bytes:

@@ -31,6 +31,7 @@ from kvcellar.errors import ConfigError, EngineFailedError
 from kvcellar.history import History
 from kvcellar.models.runner import FeatureRunner, step_limit
 from kvcellar.prefix import PrefixIndex, make_index
+from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class EngineConfig:
                 f"{self.block_size}; leave block_size out, or choose radix or hashed"
             )
         self.make_policy()
-        self.make_index((None,), self.block_size or 1)
+        self.make_index((FULL,), self.block_size or 1)
 
     def make_policy(self) -> Policy:
         """Create the policy.
@@ -105,7 +106,7 @@ class EngineConfig:
         """
         return make_policy(self.policy, self.delay_factor, self.max_prefill_beside)
 
-    def make_index(self, windows: Sequence[int | None], cache_block: int) -> PrefixIndex:
+    def make_index(self, sights: Sequence[Sight], cache_block: int) -> PrefixIndex:
         """Create the index over a cache whose blocks have so many cells.
 
         Raises:
@@ -118,7 +119,7 @@ class EngineConfig:
                 f"block_size {block_size} cannot be used over blocks of {cache_block} cells, which "
                 f"are shared and freed whole; choose a multiple, or None"
             )
-        return make_index(self.index, windows, block_size)
+        return make_index(self.index, sights, block_size)
 
 
 class Engine:
@@ -158,8 +159,8 @@ class Engine:
             raise ConfigError(
                 "an engine shares prefixes inside of its cache; give it one without a frozen prefix"
             )
-        windows = tuple(group.window for group in cache.config.params.groups)
-        self.index = self.config.make_index(windows, cache.block_size)
+        sights = tuple(group.sight for group in cache.config.params.groups)
+        self.index = self.config.make_index(sights, cache.block_size)
         residency = Residency(cache, self.index)
         speculator = None
         if drafter is not None:
@@ -392,9 +393,9 @@ class Engine:
 
 
 def _most_guesses(cache: SeqCache, wanted: int) -> int:
-    """Return how many guesses can be taken back: behind a window no more than its slack."""
-    has_window = any(group.window is not None for group in cache.config.params.groups)
-    return min(wanted, cache.config.window_slack) if has_window else wanted
+    """Return how many guesses can be taken back: where rows are let go of, the slack."""
+    keeps_all = all(group.is_full for group in cache.config.params.groups)
+    return wanted if keeps_all else min(wanted, cache.config.window_slack)
 
 
 def _teller(runner: Runner) -> FeatureRunner:

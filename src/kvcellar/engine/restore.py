@@ -203,8 +203,7 @@ class Restore:
             return False  # a block is shared whole
         groups = self.residency.cache.config.params.groups
         for group, table in zip(groups, self._here(), strict=True):
-            first = 0 if group.window is None else max(0, position - group.window + 1)
-            if (table[first:position] < 0).any():
+            if (table[group.first_seen(position) : position] < 0).any():
                 return False
         return True
 

@@ -98,9 +98,10 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._rows = rows
         self._layer = layer
         self._dtype = torch.float32
-        group = next(g for g in rows.config.params.groups if layer in g.layers)
-        self._window, self._is_latent = group.window, group.is_latent
-        self.is_sliding = self._window is not None
+        params = rows.config.params
+        group = params.groups[params.group_of[layer]]
+        self._sight, self._is_latent = group.sight, group.is_latent
+        self.is_sliding = not self._sight.is_full
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -177,7 +178,7 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many cells the next ``update`` returns, and the first one's position."""
         length = self._rows.length
-        first = 0 if self._window is None else max(0, length - self._window + 1)
+        first = self._sight.first_seen(length)
         return length + query_length - first, first
 
     def get_max_length(self) -> int:

@@ -26,6 +26,7 @@ from kvcellar.prefix.protocol import (
     SizeInfo,
 )
 from kvcellar.prefix.radix import RadixIndex
+from kvcellar.sight import Sight
 
 __all__ = [
     "Evicted",
@@ -41,21 +42,21 @@ __all__ = [
 ]
 
 
-def make_index(kind: str, windows: Sequence[int | None], block_size: int = 1) -> PrefixIndex:
+def make_index(kind: str, sights: Sequence[Sight], block_size: int = 1) -> PrefixIndex:
     """Create an empty index.
 
     Args:
         kind: ``radix``, ``hashed`` or ``naive``.
-        windows: per layer group, None for all of the history.
+        sights: per layer group, how much of its history a query sees.
         block_size: tokens that are stored and matched together, as a whole or not at all.
 
     Raises:
         ConfigError: an unknown kind, or a number below 1.
     """
     if kind == "radix":
-        return RadixIndex(windows, block_size)
+        return RadixIndex(sights, block_size)
     if kind == "hashed":
-        return HashedIndex(windows, block_size)
+        return HashedIndex(sights, block_size)
     if kind == "naive":
-        return NaiveIndex(windows)
+        return NaiveIndex(sights)
     raise ConfigError(f"prefix index {kind!r} is not known; choose radix, hashed or naive")

@@ -10,6 +10,7 @@ import xxhash
 from kvcellar.prefix.nodes import PathNode, joined, token_array
 from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
 from kvcellar.prefix.tree import PathTree
+from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray
 
 TOKEN_BYTES = 8
@@ -67,7 +68,7 @@ class HashedIndex(PathTree):
 
     def __init__(
         self,
-        windows: Sequence[int | None] = (None,),
+        sights: Sequence[Sight] = (FULL,),
         block_size: int = 16,
         *,
         digest: Callable[[int | None, bytes], int] = block_digest,
@@ -75,16 +76,16 @@ class HashedIndex(PathTree):
         """Create an empty index.
 
         Args:
-            windows: per layer group, None for all of the history.
+            sights: per layer group, how much of its history a query sees.
             block_size: tokens per block.
             digest: from the digest before (None at the start) and a block's int64 bytes to the
                 block's own.
 
         Raises:
-            ConfigError: a window or a block size below 1.
+            ConfigError: no sights, or a block size below 1.
         """
         self._digest = digest
-        super().__init__(windows, block_size)
+        super().__init__(sights, block_size)
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
         """Return the longest stored run of full blocks from which every layer group can go on.

@@ -8,21 +8,22 @@ import numpy as np
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.errors import CacheFullError
-from kvcellar.prefix.nodes import check_windows
+from kvcellar.prefix.nodes import check_sights
 from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo, Tokens
+from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray
 
 
 class NaiveIndex:
     """Stores nothing and never finds anything: every prompt is computed."""
 
-    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+    def __init__(self, sights: Sequence[Sight] = (FULL,)) -> None:
         """Create an index for so many layer groups.
 
         Raises:
-            ConfigError: a window below 1.
+            ConfigError: no sights.
         """
-        self.windows = check_windows(windows)
+        self.sights = check_sights(sights)
         self.block_size = 1
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
@@ -72,11 +73,11 @@ class NaiveIndex:
 
     def size_info(self) -> SizeInfo:
         """Return zeros."""
-        return SizeInfo(0, 0, (0,) * len(self.windows))
+        return SizeInfo(0, 0, (0,) * len(self.sights))
 
     def held_cells(self) -> tuple[IntArray, ...]:
         """Return no cells, per layer group."""
-        return tuple(_NONE.copy() for _ in self.windows)
+        return tuple(_NONE.copy() for _ in self.sights)
 
     def locked_cells(self) -> tuple[IntArray, ...]:
         """Return no cells, per layer group."""

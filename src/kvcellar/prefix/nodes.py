@@ -9,6 +9,7 @@ import numpy as np
 from kvcellar.errors import ConfigError, PrefixError
 from kvcellar.history import History
 from kvcellar.prefix.protocol import Tokens
+from kvcellar.sight import Sight
 from kvcellar.types import BoolArray, IntArray
 
 
@@ -19,7 +20,7 @@ class PathNode:
         owner: the index that it is in; None once it was evicted.
         parent: None for the root, which holds nothing.
         cells: ``[n_groups, stop - start]``, -1 where a group no longer holds the position.
-        n_held: per layer group, how many of ``cells`` are not -1; [] where no group has a window.
+        n_held: per layer group, how many of ``cells`` are not -1; [] where every group keeps all.
         n_children: nodes that follow it.
         pins: locks on handles that end at this node.
         n_locked_children: children that are locked.
@@ -84,36 +85,35 @@ def check_block_size(block_size: int) -> int:
     return block_size
 
 
-def check_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Return the windows as a tuple; raise a ConfigError where they are none or below 1."""
-    if not windows or any(window is not None and window < 1 for window in windows):
-        raise ConfigError(
-            f"one window per layer group, None or at least 1, got windows={tuple(windows)}"
-        )
-    return tuple(windows)
+def check_sights(sights: Sequence[Sight]) -> tuple[Sight, ...]:
+    """Return the sights as a tuple; raise a ConfigError where they are none."""
+    if not sights or not all(isinstance(sight, Sight) for sight in sights):
+        raise ConfigError(f"an index takes a Sight per layer group, got {sights!r}")
+    return tuple(sights)
 
 
-def can_resume(cells: IntArray, windows: Sequence[int | None], first: int, floor: int) -> BoolArray:
-    """Return for each length in ``(floor, stop]`` if every group holds the window before it.
+def can_resume(cells: IntArray, sights: Sequence[Sight], first: int, floor: int) -> BoolArray:
+    """Return for each length in ``(floor, stop]`` if every group holds what the next query sees.
 
-    A sequence of L tokens goes on if positions ``[max(0, L - w + 1), L)`` have cells: the next
+    A sequence of L tokens goes on if positions ``[sight.first_seen(L), L)`` have cells: the next
     query, at position L, sees those and itself.
 
     Args:
         cells: ``[n_groups, stop - first]``: the cells of positions ``[first, stop)``, -1 for none.
-        windows: per group, None for all of the history, which is always there.
-        first: at most ``floor + 1 - (w - 1)`` for the widest window w, and at most ``floor``; or 0.
+        sights: per group; all of a history that is seen whole is always there.
+        first: at most ``floor + 1 - n`` for the most positions n before its own that a query sees,
+            and at most ``floor``; or 0.
         floor: lengths above it are tried.
     """
     positions = np.arange(first, first + cells.shape[1])
     lengths = positions[floor - first :] + 1
     ok = np.ones(lengths.size, dtype=np.bool_)
-    for group, window in zip(cells, windows, strict=True):
-        if window is None:
+    for group, sight in zip(cells, sights, strict=True):
+        if sight.is_full:
             continue
         last_missing = np.maximum.accumulate(np.where(group < 0, positions, first - 1))
         n_held = (positions - last_missing)[floor - first :]
-        ok &= n_held >= np.minimum(window - 1, lengths)
+        ok &= n_held >= sight.n_before(lengths)
     return ok
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvcellar.bookkeeping.compaction import Relocation
 from kvcellar.history import History
+from kvcellar.sight import Sight
 from kvcellar.types import IntArray
 
 Tokens = History | IntArray | Sequence[int]
@@ -31,8 +32,8 @@ class PrefixMatch(NamedTuple):
     Attributes:
         length: tokens whose KV is there, and from which *every* layer group can go on.
         cells: per layer group ``[length]``: the cell of each position, -1 where the group no longer
-            holds it; the last w - 1 positions of a window are always there. The arrays are the
-            caller's own. Only safe to use while ``handle`` is locked, or before the next ``evict``.
+            holds it; what a query at ``length`` sees is always there. The arrays are the caller's
+            own. Only safe to use while ``handle`` is locked, or before the next ``evict``.
         handle: to lock.
         n_matched: tokens that are the same, whole blocks. More than ``length`` where a window has
             moved on: the difference is what windows cost.
@@ -95,7 +96,7 @@ class SizeInfo(NamedTuple):
 class PrefixIndex(Protocol):
     """Token content to cells. Integers only; what each method promises is said in PathTree."""
 
-    windows: tuple[int | None, ...]
+    sights: tuple[Sight, ...]
     block_size: int
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:

@@ -17,6 +17,7 @@ from kvcellar.history import common_prefix
 from kvcellar.prefix.nodes import PathNode, joined, owned, token_array
 from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
 from kvcellar.prefix.tree import PathTree
+from kvcellar.sight import FULL, Sight
 from kvcellar.types import IntArray
 
 
@@ -49,8 +50,8 @@ class RadixIndex(PathTree):
 
     _root: RadixNode
 
-    def __init__(self, windows: Sequence[int | None] = (None,), block_size: int = 1) -> None:
-        super().__init__(windows, block_size)
+    def __init__(self, sights: Sequence[Sight] = (FULL,), block_size: int = 1) -> None:
+        super().__init__(sights, block_size)
 
     def match_prefix(self, tokens: Tokens) -> PrefixMatch:
         """Return the longest stored prefix of ``tokens`` from which every layer group can go on.

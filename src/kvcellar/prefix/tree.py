@@ -25,12 +25,13 @@ from kvcellar.prefix.nodes import (
     PathNode,
     can_resume,
     check_block_size,
-    check_windows,
+    check_sights,
     joined,
     owned,
     token_array,
 )
 from kvcellar.prefix.protocol import Evicted, PrefixHandle, PrefixMatch, SizeInfo
+from kvcellar.sight import Sight
 from kvcellar.types import IntArray
 
 FIRST_LOOK = 256
@@ -48,24 +49,23 @@ class PathTree(ABC):
       - unlocked nodes are in the order in which they were used last, never behind their parent.
     """
 
-    def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
+    def __init__(self, sights: Sequence[Sight], block_size: int) -> None:
         """Create an empty index.
 
         Args:
-            windows: per layer group, None for all of the history, else w: the last w - 1 positions
-                are what a sequence needs to go on.
+            sights: per layer group, how much of its history a query sees.
             block_size: tokens per block; only whole blocks are stored and matched. A sequence whose
                 end is stored without a rest of up to block_size - 1 tokens can be resumed there
-                only if its windows still hold that much more (``CacheConfig.window_slack``).
+                only if its layer groups still hold that much more (``CacheConfig.window_slack``).
 
         Raises:
-            ConfigError: a window or a block size below 1.
+            ConfigError: no sights, or a block size below 1.
         """
-        self.windows = check_windows(windows)
+        self.sights = check_sights(sights)
         self.block_size = check_block_size(block_size)
-        self._windowed = any(window is not None for window in self.windows)
-        self._reach = max(window - 1 if window is not None else 0 for window in self.windows)
-        """How far behind a length the widest window looks."""
+        self._windowed = not all(sight.is_full for sight in self.sights)
+        self._reach = max(sight.most_before for sight in self.sights)
+        """How far behind a length a query looks at most, where it does not see all."""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -73,7 +73,7 @@ class PathTree(ABC):
         self._lru: OrderedDict[PathNode, None] = OrderedDict()
         self._n_stored = 0
         self._n_evictable = 0
-        self._evictable_cells = [0] * len(self.windows)
+        self._evictable_cells = [0] * len(self.sights)
 
     # Parts for both indexes --------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class PathTree(ABC):
         """Yield every node but the root."""
 
     def _no_cells(self) -> IntArray:
-        return np.empty((len(self.windows), 0), dtype=np.int64)
+        return np.empty((len(self.sights), 0), dtype=np.int64)
 
     def _held(self, cells: IntArray) -> list[int]:
         """Count the positions that have a cell, per layer group; [] without windows: all have."""
@@ -104,17 +104,17 @@ class PathTree(ABC):
             PrefixError: not one array per layer group, or not one cell per token.
         """
         sizes = [len(group) for group in cells]
-        if sizes != [n_tokens] * len(self.windows):
+        if sizes != [n_tokens] * len(self.sights):
             raise PrefixError(
-                f"insert_prefix got {n_tokens} tokens and {sizes} cells for {len(self.windows)} "
+                f"insert_prefix got {n_tokens} tokens and {sizes} cells for {len(self.sights)} "
                 f"layer groups; give each group one cell per token, -1 for none"
             )
         return np.array([token_array(group) for group in cells], dtype=np.int64)
 
     def _check_full(self, given: IntArray, first: int) -> None:
         """Raise a PrefixError where a full group has no cell for a position from ``first`` on."""
-        for group, window in enumerate(self.windows):
-            if window is None and bool((given[group, first:] < 0).any()):
+        for group, sight in enumerate(self.sights):
+            if sight.is_full and bool((given[group, first:] < 0).any()):
                 raise PrefixError(
                     f"layer group {group} keeps all of the history, and insert_prefix got no cell "
                     f"for {int((given[group, first:] < 0).sum())} of its positions from {first} on"
@@ -134,10 +134,10 @@ class PathTree(ABC):
         This keeps a trunk's end resumable beside a turn's end: each insertion brings its own tail.
         """
         if not self._windowed:
-            return [joined(())] * len(self.windows)
-        parts: list[list[IntArray]] = [[] for _ in self.windows]
+            return [joined(())] * len(self.sights)
+        parts: list[list[IntArray]] = [[] for _ in self.sights]
         brought = np.flatnonzero(
-            (given[[w is not None for w in self.windows], : node.stop] >= 0).any(axis=0)
+            (given[[not sight.is_full for sight in self.sights], : node.stop] >= 0).any(axis=0)
         )
         first = int(brought[0]) if brought.size else node.stop
         while node.stop > first:
@@ -191,7 +191,7 @@ class PathTree(ABC):
             lo = max(floor, hi - look)
             first = max(0, min(lo, lo + 1 - self._reach))
             cells = self._path_cells(node, first, hi)
-            lengths = np.flatnonzero(can_resume(cells, self.windows, first, lo)) + lo + 1
+            lengths = np.flatnonzero(can_resume(cells, self.sights, first, lo)) + lo + 1
             lengths = lengths[lengths % self.block_size == 0]
             if lengths.size:
                 return int(lengths[-1])
@@ -199,10 +199,10 @@ class PathTree(ABC):
         return floor
 
     def _ends_held(self, node: PathNode, stop: int) -> bool:
-        """Return true if the windows hold the token before ``stop``, which is in ``node``."""
+        """Return true if groups hold the token before ``stop``, in ``node``, that need it there."""
         return all(
-            window is None or window == 1 or cells[stop - 1 - node.start] >= 0
-            for cells, window in zip(node.cells, self.windows, strict=True)
+            sight.is_full or sight.first_seen(stop) == stop or cells[stop - 1 - node.start] >= 0
+            for cells, sight in zip(node.cells, self.sights, strict=True)
         )
 
     def _match_at(self, node: PathNode, length: int, n_matched: int) -> PrefixMatch:
@@ -374,7 +374,7 @@ class PathTree(ABC):
         cells = (
             tuple(self._evictable_cells)
             if self._windowed
-            else (self._n_evictable,) * len(self.windows)
+            else (self._n_evictable,) * len(self.sights)
         )
         return SizeInfo(self._n_evictable, self._n_stored - self._n_evictable, cells)
 
@@ -446,10 +446,10 @@ class PathTree(ABC):
             assert node.parent is not None and node.owner is self
             assert node.start == node.parent.stop, "a node starts where its parent stops"
             assert node.start < node.stop and node.stop % self.block_size == 0
-            assert node.cells.shape == (len(self.windows), node.stop - node.start)
+            assert node.cells.shape == (len(self.sights), node.stop - node.start)
             assert node.n_held == self._held(node.cells)
-            for cells, window in zip(node.cells, self.windows, strict=True):
-                assert window is not None or (cells >= 0).all(), "full groups hold everything"
+            for cells, sight in zip(node.cells, self.sights, strict=True):
+                assert not sight.is_full or (cells >= 0).all(), "full groups hold everything"
             children[node.parent] = children.get(node.parent, 0) + 1
             locked_below[node.parent] = locked_below.get(node.parent, 0) + node.is_locked
         for node in [self._root, *nodes]:

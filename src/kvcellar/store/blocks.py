@@ -282,14 +282,12 @@ def unsealed_window(
                 f"{link.stop - 1}; layer group {index} brings {_span(window.positions)}"
             )
         key.layout.check_rows(index, window.rows, len(window.positions))
-        reach = key.layout.groups[index].window
-        assert reach is not None
         lowest = int(window.positions[0]) if len(window.positions) else link.stop
-        first = max(first, lowest + reach - 1 if lowest else 0)
+        first = max(first, key.layout.groups[index].sight.first_clear_of(lowest))
     if first > link.stop:
         raise StoreError(
             f"a window state at {link.stop} tokens could be resumed from {first} on at the "
-            f"earliest: it lacks positions of a window; give the last window - 1 of each group"
+            f"earliest: it lacks positions that the next token sees; give those of each group"
         )
     size = tokens.nbytes + sum(w.positions.nbytes + rows_size_bytes(w.rows) for w in windows)
     info = Info(

@@ -114,12 +114,12 @@ class RowLayout:
     @cached_property
     def full_groups(self) -> tuple[int, ...]:
         """Indices of the groups that keep all of the history."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window is None)
+        return tuple(i for i, group in enumerate(self.groups) if group.is_full)
 
     @cached_property
     def window_groups(self) -> tuple[int, ...]:
-        """Indices of the sliding-window groups."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
+        """Indices of the groups with a window or a chunk, which let go of their past."""
+        return tuple(i for i, group in enumerate(self.groups) if not group.is_full)
 
     def rows_bytes(self, n_tokens: int) -> int:
         """Return the bytes of the rows of so many tokens in the full-history groups."""
@@ -135,6 +135,7 @@ class RowLayout:
                     "layers": list(group.layers),
                     "n_kv_heads": group.n_kv_heads,
                     "window": group.window,
+                    **({} if group.chunk is None else {"chunk": group.chunk}),
                     "k": _side_json(self.kv.k, group.head_dim),
                     "v": _side_json(self.kv.v, group.v_head_dim),
                 }

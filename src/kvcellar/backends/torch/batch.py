@@ -96,14 +96,13 @@ class TorchBatchCache(TorchCache, Sequences):
             dtype: of what is returned.
 
         Returns:
-            K and V ``[n_rows, n_kv_heads, L, dim]``; of a layer with a window its last
-            ``window - 1`` tokens, which the next one sees.
+            K and V ``[n_rows, n_kv_heads, L, dim]``; of a layer with a window or a chunk its last
+            tokens, which the next one sees.
         """
         index, pool = self.steps.group_of(layer), self.pools.of_layer[layer]
         if not self.length:
             return None
-        window = self.pools.groups[index].window
-        low = 0 if window is None else max(0, self.length - window + 1)
+        low = self.pools.groups[index].first_seen(self.length)
         exact = self.pools.exact[index]
         dtypes = torch.float32 if self.is_rotated else dtype, dtype
         sides: list[tuple[Tensor, Tensor]] = []
