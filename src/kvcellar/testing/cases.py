@@ -42,6 +42,11 @@ class Case:
         """True if a layer group has a sliding window."""
         return any(g.window is not None for g in self.groups)
 
+    @property
+    def lets_go(self) -> bool:
+        """True if a layer group has a window or a chunk, and lets go of its past."""
+        return not all(g.is_full for g in self.groups)
+
     def group(self, layer: int) -> LayerGroup:
         """Return the layer group that a layer belongs to."""
         return next(g for g in self.groups if layer in g.layers)
@@ -54,9 +59,10 @@ def group(
     v_head_dim: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> LayerGroup:
     """Return a layer group; its V rows are as long as its K rows where ``v_head_dim`` is None."""
-    return LayerGroup(layers, n_kv_heads, head_dim, v_head_dim or head_dim, window, softcap)
+    return LayerGroup(layers, n_kv_heads, head_dim, v_head_dim or head_dim, window, softcap, chunk)
 
 
 def latent_group(
@@ -117,6 +123,15 @@ CASES = (
          kv_dtype="int4:g32:rot", window_slack=4),
     Case("k32v8-mha", 2, (group((0,), 2, 128),), kv_dtype="k32v8:g64", window_slack=4),
     Case("k4v16-bf16-model", 4, (group((0, 1), 2, 32),), kv_dtype="k4v16", in_dtype="bfloat16"),
+    Case("chunk-beside-full", 4, (group((0, 2), 2, 8, chunk=4), group((1,), 4, 6, 10)),
+         window_slack=6),
+    Case("chunk-of-one-sinks-softcap", 6,
+         (group((0,), 3, 8, 6, chunk=1), group((1,), 2, softcap=2.0, chunk=7)),
+         has_sinks=True, window_slack=0),
+    Case("chunk-longer-than-the-text", 2, (group((0,), 1, chunk=1000),), kv_dtype="bfloat16",
+         in_dtype="bfloat16"),
+    Case("int8-chunk-and-window", 4, (group((0,), 2, 64, chunk=9), group((1,), 4, 32, window=5)),
+         kv_dtype="int8", window_slack=4),
     Case("latent", 4, (latent_group((0,), 4, 16),)),
     Case("latent-window-sinks-softcap", 3,
          (latent_group((0,), 6, 10, window=6), latent_group((1,), 8, 8, softcap=2.0)),

@@ -328,7 +328,7 @@ class Driver:
     ) -> dict[int, tuple[list[int], list[Token], Array]]:
         """Per sequence: its rows of the batch, all its tokens, and who may see whom by ancestry.
 
-        The last is ``[rows, tokens]``; a window comes on top of it.
+        The last is ``[rows, tokens]``; a window or chunk comes on top of it.
         """
         out = {}
         for seq in dict.fromkeys(ids):
@@ -366,10 +366,12 @@ class Driver:
         out = np.empty((self.case.n_q_heads, len(ids), group.v_head_dim))
         for rows, keys, by_ancestry in seen.values():
             where = np.array([t.pos for t in keys])
-            behind = np.array([tokens[i].pos for i in rows])[:, None] - where[None, :]
-            mask = by_ancestry & (behind >= 0)
+            queries = np.array([tokens[i].pos for i in rows])[:, None]
+            mask = by_ancestry & (where <= queries)
             if group.window is not None:
-                mask &= behind < group.window
+                mask &= where > queries - group.window
+            if group.chunk is not None:
+                mask &= where // group.chunk == queries // group.chunk
             out[:, rows] = attend_dense(
                 q[:, rows], keys, mask, layer, self.scale(layer), group.softcap, self.sinks[layer]
             )

@@ -158,7 +158,7 @@ class SequenceWalk(Walk):
         error = self.refused(d.cp, src, dst, p0, p1)
         if error is None:
             assert src in d.histories
-            assert not (conflicts and any(g.window is None for g in d.case.groups))
+            assert not (conflicts and any(g.is_full for g in d.case.groups))
         elif isinstance(error, UnknownSequenceError):
             assert src not in d.histories
         elif isinstance(error, SequenceConflictError):
@@ -166,7 +166,7 @@ class SequenceWalk(Walk):
         elif isinstance(error, StepError):
             assert dst in d.trees
         else:
-            assert isinstance(error, RewindError) and d.case.has_window
+            assert isinstance(error, RewindError) and d.case.lets_go
 
     @rule(src=st.integers(0, 8), dst=SEQ)
     def fork(self, src: int, dst: int) -> None:
@@ -187,7 +187,7 @@ class SequenceWalk(Walk):
         elif isinstance(error, UnknownSequenceError):
             assert seq not in d.histories
         elif error is not None:
-            assert isinstance(error, RewindError) and d.case.has_window and p0
+            assert isinstance(error, RewindError) and d.case.lets_go and p0
 
     @rule(pick=st.integers(0, 8), n=st.integers(1, 8))
     def rollback(self, pick: int, n: int) -> None:

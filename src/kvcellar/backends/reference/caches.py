@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,10 +246,10 @@ def _segment(pools: ReferencePools, layer: int, spec: AttendSpec) -> Segment:
 
 
 def _joined(
-    pools: ReferencePools, layer: int, runs: Iterable[Run]
+    pools: ReferencePools, layer: int, runs: Sequence[Run]
 ) -> tuple[FloatArray, FloatArray]:
     """Return K ``[n_kv_heads, n, head_dim]`` and V of some runs, one after the other."""
-    parts = [pools.read(layer, run) for run in runs]
+    parts = [pools.read(layer, run) for run in runs or (Run(0, 0),)]
     k = np.concatenate([k for k, _ in parts], axis=1)
     v = np.concatenate([v for _, v in parts], axis=1)
     return k, v

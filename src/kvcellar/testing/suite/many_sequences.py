@@ -10,7 +10,7 @@ from kvcellar.errors import (
     SequenceConflictError,
     UnknownSequenceError,
 )
-from kvcellar.testing.cases import CASES, Case
+from kvcellar.testing.cases import CASES, Case, group
 from kvcellar.testing.driver import open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
@@ -181,6 +181,24 @@ class ManySequences(Scenarios):
             d.rm(0, low)
             d.forward((0, 1), (2, 2))
             d.forward((2, 1), (0, 3))
+
+    def test_a_cut_to_where_a_chunk_begins_needs_nothing_before_it(self, kind: str) -> None:
+        case = Case("chunks", 4, (group((0,), 2), group((1,), 1, chunk=8)), window_slack=0)
+        with open_driver(self.adapter, case, kind) as d:
+            d.forward((0, 90), (1, 2))
+            d.forward((0, 1), (1, 1))
+            d.cache.end_step()
+            assert d.cache.resumable_from(0) == 88
+            assert [d.cache.resume_at(0, n) for n in (87, 80, 9, 7)] == [80, 80, 8, 0]
+            with d.refuses(RewindError):
+                d.rm(0, 43)
+            d.cp(0, 2, 0, 48)
+            d.rm(0, 40)
+            d.forward((0, 3), (2, 9), (1, 1))
+            d.cache.end_step()
+            assert d.cache.can_resume(0, 42)
+            d.rm(0, 42)
+            d.forward((0, 1), (2, 1))
 
     def test_a_full_sliding_pool_lets_go_behind_its_windows(self, kind: str) -> None:
         case = next(c for c in CASES if c.name == "two-windows-no-slack")

@@ -10,7 +10,7 @@ from kvcellar.errors import (
     RewindError,
     ShapeError,
 )
-from kvcellar.testing.cases import Case
+from kvcellar.testing.cases import Case, group
 from kvcellar.testing.driver import bytes_per_cell, misshapen, open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
 
@@ -101,6 +101,18 @@ class SingleHistory(Scenarios):
             for n in (3, 30, 1, 1, 17, 2, 40, 5, 1):
                 d.forward((0, n))
 
+    def test_a_rewind_to_where_a_chunk_begins_needs_nothing_before_it(self) -> None:
+        case = Case("chunks", 4, (group((0,), 2), group((1,), 1, chunk=8)), window_slack=0)
+        with open_driver(self.adapter, case, "decode", min_chunk=4) as d:
+            d.forward((0, 90))
+            for _ in range(20):
+                d.forward((0, 1))
+            with d.refuses(RewindError):
+                d.rewind(45)
+            d.rewind(48)
+            for n in (1, 9, 1):
+                d.forward((0, n))
+
     def test_a_pool_grows_by_doubling_up_to_capacity_and_keeps_its_bytes(self, case: Case) -> None:
         with open_driver(self.adapter, case, "decode", capacity=70, min_chunk=4) as d:
             sizes = [d.cache.usage().size_bytes]
@@ -110,7 +122,7 @@ class SingleHistory(Scenarios):
             assert d.cache.length == 70
             assert sizes == sorted(sizes)
             assert sizes[0] == 0
-            n_cells = [70 if g.window is None else None for g in case.groups]
+            n_cells = [70 if g.is_full else None for g in case.groups]
             if None not in n_cells:
                 assert sizes[-1] == 70 * bytes_per_cell(case)
                 assert sizes[1] == 4 * bytes_per_cell(case)

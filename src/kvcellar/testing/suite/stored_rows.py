@@ -47,7 +47,7 @@ class StoredRows(Scenarios):
                 zip(case.groups, d.cache.seq_table(0), strict=True)
             ):
                 for shift in (1, -3):
-                    if group.window is None:
+                    if group.is_full:
                         d.cache.steps.move(index, [(int(cells[0]), np.roll(cells, shift))])
             d.forward((0, 1))
 
