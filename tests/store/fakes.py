@@ -29,6 +29,7 @@ QUICK = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112
 
 FULL = LayerGroup((0, 2), 2, 8, 4)
 WINDOW = LayerGroup((1,), 2, 8, 8, window=6)
+CHUNK = LayerGroup((3,), 1, 8, 4, chunk=6)
 
 
 def make_key(
@@ -89,9 +90,8 @@ class History:
     def read_window(self, n: int) -> list[WindowRows]:
         out = []
         for index in self.key.layout.window_groups:
-            window = self.key.layout.groups[index].window
-            assert window is not None
-            positions = np.arange(max(0, n - (window - 1) - self.slack), n)
+            first = _first_seen(self.key.layout.groups[index], max(0, n - self.slack))
+            positions = np.arange(first, n)
             out.append(WindowRows(positions, self.rows(index, positions)))
         return out
 
@@ -104,12 +104,18 @@ class History:
 
     def check_window(self, state: WindowState) -> None:
         for index, got in zip(self.key.layout.window_groups, state.windows, strict=True):
-            window = self.key.layout.groups[index].window
-            assert window is not None
-            needed = range(max(0, state.n_tokens - (window - 1)), state.n_tokens)
+            first = _first_seen(self.key.layout.groups[index], state.n_tokens)
+            needed = range(first, state.n_tokens)
             positions = got.positions.tolist()
             assert positions[len(positions) - len(needed) :] == list(needed)
             assert_equal(got.rows, self.rows(index, got.positions))
+
+
+def _first_seen(group: LayerGroup, position: int) -> int:
+    if group.chunk is not None:
+        return position // group.chunk * group.chunk
+    assert group.window is not None
+    return max(0, position - group.window + 1)
 
 
 def assert_equal(got: GroupRows, want: GroupRows) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig
-from tests.store.fakes import FULL, QUICK, WINDOW, History, fork, load_all, make_key
+from tests.store.fakes import CHUNK, FULL, QUICK, WINDOW, History, fork, load_all, make_key
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
@@ -22,15 +22,15 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     """The oracle: one dict, name -> (tokens, parent)."""
 
     @initialize(
-        windows=st.booleans(),
+        groups=st.sampled_from([[FULL], [FULL, WINDOW], [FULL, CHUNK], [CHUNK], [CHUNK, WINDOW]]),
         warm_bytes=st.sampled_from([0, 3000, 1 << 20]),
         cold_bytes=st.sampled_from([6000, 20_000, 1 << 30]),
     )
-    def open(self, windows: bool, warm_bytes: int, cold_bytes: int) -> None:
+    def open(self, groups: list, warm_bytes: int, cold_bytes: int) -> None:
         self.folder = tempfile.mkdtemp(dir=QUICK)
         self.config = StoreConfig(warm_bytes=warm_bytes, cold_bytes=cold_bytes)
         self.store = Store(self.folder, self.config)
-        self.key = make_key(groups=[FULL, WINDOW] if windows else [FULL], block_tokens=4)
+        self.key = make_key(groups=groups, block_tokens=4)
         self.want: dict[str, list[int]] = {}
         self.parents: dict[str, tuple[str | None, int | None]] = {}
 

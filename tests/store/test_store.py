@@ -15,7 +15,17 @@ import pytest
 from kvcellar.errors import ConfigError, StoreError, UnknownReferenceError
 from kvcellar.store import EventKind, SaveState, Store, StoreConfig
 from kvcellar.types import LayerGroup
-from tests.store.fakes import FULL, WINDOW, History, fork, load_all, make_key, save, tokens_of
+from tests.store.fakes import (
+    CHUNK,
+    FULL,
+    WINDOW,
+    History,
+    fork,
+    load_all,
+    make_key,
+    save,
+    tokens_of,
+)
 
 COLD = StoreConfig(warm_bytes=0)
 
@@ -99,6 +109,27 @@ def test_a_part_can_be_loaded(tmp_path: Path) -> None:
 
 
 # Windows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slack", [0, 3])
+def test_a_chunk_is_resumed_where_a_boundary_holds_it_from_its_beginning(
+    tmp_path: Path, slack: int
+) -> None:
+    """Boundaries at 16, 37 and 60 tokens; chunks of 6 begin at 12, 36 and 60."""
+    key = make_key(groups=[FULL, CHUNK])
+    tokens = tokens_of(0, 60)
+    with Store(tmp_path, COLD) as store:
+        for n in (16, 37, 60):
+            save(store, "a", History(key, tokens[:n], slack))
+        history = History(key, tokens, slack)
+        held = {
+            0: [*range(12, 17), 36, 37, 60],
+            3: [*range(12, 17), *range(30, 38), *range(54, 61)],
+        }
+        for n in range(61):
+            want = max([0, *(m for m in held[slack] if m <= n)])
+            assert store.match(key, tokens[:n]).n_resumable == want
+            assert load_all(store, history, n) == want
 
 
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [WINDOW]])
