@@ -391,7 +391,8 @@ def freeze_prefix(cache: Cache, length: int | None = None, seq_id: int = 0) -> S
     n, cells = cache.rows_to_freeze(seq_id, length)
     layers = tuple(cache.freeze_rows(cells))
     config = cache.config
-    size_bytes = sum(layer.size_bytes for layer in layers)
+    stored = [layers[layer] for group in config.params.groups for layer in group.layers]
+    size_bytes = sum(layer.size_bytes for layer in stored)
     firsts = tuple(n - len(rows) for rows in cells)
     frozen = SharedPrefix(config.params, config.kv_dtype, n, firsts, layers, size_bytes)
     if config.budget is not None:

@@ -1,4 +1,4 @@
-"""How much of its history a query sees: all of it, a sliding window, or its chunk."""
+"""The part of its history that a query sees: all of it, a sliding window, or its chunk."""
 
 from __future__ import annotations
 

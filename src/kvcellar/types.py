@@ -226,7 +226,7 @@ class LayerGroup:
 
     @property
     def sight(self) -> Sight:
-        """How much of its history a query sees."""
+        """The part of its history that a query sees."""
         return Sight(self.window, self.chunk)
 
     @property

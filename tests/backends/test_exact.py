@@ -28,14 +28,14 @@ torch = pytest.importorskip("torch")
 kernel = pytest.importorskip("kvcellar.backends.torch.kernel")
 
 N_HEADS, N_KV_HEADS, DIM = 4, 2, 32
+N_LAYERS, SHARES = 4, {3: 0}
 PARAMS = ModelCacheParams(
-    3,
-    N_KV_HEADS,
-    DIM,
+    N_LAYERS,
     groups=(
         LayerGroup((0, 2), N_KV_HEADS, DIM, DIM),
         LayerGroup((1,), N_KV_HEADS, DIM, DIM, window=12),
     ),
+    shared=tuple(SHARES.items()),
 )
 MAKERS = {
     "decode": make_decode_session,
@@ -75,6 +75,7 @@ class Model:
     @staticmethod
     def rows(tokens: list[int], layer: int, what: str) -> np.ndarray:
         heads = N_HEADS if what == "q" else N_KV_HEADS
+        layer = layer if what == "q" else SHARES.get(layer, layer)
         out = [
             np.random.default_rng([token, layer, ord(what)]).standard_normal((heads, DIM))
             for token in tokens
@@ -92,7 +93,7 @@ class Model:
 
     def forward(self, tokens: list[int], positions: list[int]) -> list[np.ndarray]:
         outputs = []
-        for layer in range(3):
+        for layer in range(N_LAYERS):
             q, k, v = (self.rows(tokens, layer, what) for what in "qkv")
             if self.backend == "torch":
                 with torch.no_grad():

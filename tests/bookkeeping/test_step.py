@@ -13,6 +13,7 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
+from kvcellar.types import CacheConfig, LayerGroup, ModelCacheParams
 from tests.bookkeeping.byte_simulator import (
     SimulatedContiguous,
     SimulatedSeq,
@@ -81,6 +82,42 @@ def test_a_layer_cannot_have_written_before_it_asked_for_its_plan(make):
     cache.run_layer(0, [1])
     with pytest.raises(AssertionError):
         cache.wrote(1)
+
+
+SHARED = ModelCacheParams(
+    4,
+    groups=(LayerGroup((0,), 1, 1, 1), LayerGroup((1,), 1, 1, 1, window=4)),
+    shared=((2, 0), (3, 1)),
+)
+"""Layers 2 and 3 share the rows of layers 0 and 1."""
+
+
+@ALL_CACHES
+def test_a_layer_that_shares_rows_reads_by_the_plan_of_the_one_that_stores_them(make):
+    cache = make(CacheConfig(SHARED, 64, min_chunk=8, window_slack=0))
+    begin(cache, 3)
+    plans = [cache.run_layer(layer, [1, 2, 3]) and cache.plans[layer] for layer in (0, 1)]
+    assert [cache.steps.stores(layer) for layer in range(4)] == [True, True, False, False]
+    for layer in (2, 3):
+        assert cache.is_step_open, "tokens count when it has attended too"
+        assert cache.plan(layer, 3, None) is plans[layer - 2]
+        cache.wrote(layer)
+    assert length(cache) == 3
+
+
+@ALL_CACHES
+def test_a_layer_that_shares_rows_comes_after_the_one_that_stores_them(make):
+    cache = make(CacheConfig(SHARED, 64, min_chunk=8, window_slack=0))
+    begin(cache, 3)
+    refused = "layer 2 attends over the rows of layer 0, which has not written those of this forw"
+    with pytest.raises(StepError, match=refused):
+        cache.plan(2, 3, None)
+    plan = cache.plan(0, 3, None)
+    assert not cache.take_plan(2, plan)
+    with pytest.raises(StepError, match=refused):
+        cache.plan(2, 3, None)
+    cache.wrote(0)
+    assert cache.take_plan(2, plan)
 
 
 @ALL_CACHES

@@ -57,11 +57,12 @@ class RowMoves:
 
     def freeze_rows(self, cells: Sequence[IntArray]) -> list[Any]:
         """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
-        indices = [self.steps.group_of(layer) for layer in range(self.steps.n_layers)]
-        return [
-            self.pools.frozen_rows(layer, self.pools.groups[index], cells[index])
-            for layer, index in enumerate(indices)
-        ]
+        found = {
+            layer: self.pools.frozen_rows(layer, group, part)
+            for group, part in zip(self.pools.groups, cells, strict=True)
+            for layer in group.layers
+        }
+        return [found[source] for source in self.steps.config.params.sources]
 
     def read_rows(self, tables: Sequence[IntArray]) -> list[GroupParts]:
         """Return copies in host memory of the K and V of some cells, per layer group.

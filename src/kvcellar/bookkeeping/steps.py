@@ -111,6 +111,7 @@ class Steps:
         self._pools = pools
         self._unasked = unasked
         self._group_of = config.params.group_of
+        self._source_of = config.params.sources
         self._open: OpenStep | None = None
 
     # For whoever begins steps ------------------------------------------------------------------
@@ -224,6 +225,10 @@ class Steps:
             raise StepError(f"layer {layer} asked for its cache; this cache has {self.n_layers}")
         return self._group_of[layer]
 
+    def stores(self, layer: int) -> bool:
+        """Return true if ``layer`` writes rows, false if it attends over an earlier layer's."""
+        return self._source_of[layer] == layer
+
     def awaits(self, layer: int) -> bool:
         """Return true if a step is open in which ``layer`` has not had its turn."""
         step = self._open
@@ -232,6 +237,8 @@ class Steps:
     def plan(self, layer: int, n_tokens: int, positions: Positions) -> StepPlan:
         """Return what ``layer`` writes and reads in this forward; made once per layer group.
 
+        A layer that shares another's rows gets the plan of that one, and writes nothing.
+
         Args:
             layer: layer id.
             n_tokens: tokens in the flat batch.
@@ -239,11 +246,16 @@ class Steps:
 
         Raises:
             StepError: no step is open and this cache cannot open one by itself, or the number of
-                tokens is not that of the step.
+                tokens is not that of the step; or the layer shares rows that are not written yet.
             PositionError: the positions are not those that the step claimed.
         """
         group = self.group_of(layer)
         step = self._open
+        if not self._has_rows(step, layer):
+            raise StepError(
+                f"layer {layer} attends over the rows of layer {self._source_of[layer]}, which has "
+                f"not written those of this forward; run the layers in their order"
+            )
         if step is None or step.seen[layer] or step.is_complete:
             self._unasked(self, layer, n_tokens, positions)
             step = self._open
@@ -273,8 +285,15 @@ class Steps:
         step = self._open
         if step is None or step.seen[layer] or step.plans[self._group_of[layer]] is not plan:
             return False
+        if not self._has_rows(step, layer):
+            return False
         step.seen[layer] = 1
         return True
+
+    def _has_rows(self, step: OpenStep | None, layer: int) -> bool:
+        """Return false if ``layer`` shares rows that the forward has not written."""
+        source = self._source_of[layer]
+        return source == layer or (step is not None and bool(step.written[source]))
 
     def begun_plans(self) -> Sequence[StepPlan]:
         """Return the plan of each layer group in the step that is begun; none where none is."""
@@ -294,7 +313,7 @@ class Steps:
         return step.n_tokens if step.seen[layer] else 0
 
     def wrote(self, layer: int) -> None:
-        """Note that the bytes of ``layer`` are stored; after the last one, tokens count."""
+        """Note that ``layer`` has stored its bytes, if it does; after the last, tokens count."""
         step = self._open
         assert step is not None and step.seen[layer], "a layer writes after it asked for its plan"
         if not step.written[layer]:

@@ -20,6 +20,7 @@ class Case:
         in_dtype: the model's own type: that of q, k, v and of the result.
         window_slack: see ``CacheConfig``.
         capacity, min_chunk: see ``CacheConfig``.
+        shared: layers that share an earlier one's rows, see ``ModelCacheParams``.
     """
 
     name: str
@@ -31,11 +32,13 @@ class Case:
     window_slack: int = 64
     capacity: int = 256
     min_chunk: int = 8
+    shared: tuple[tuple[int, int], ...] = ()
 
     @property
     def params(self) -> ModelCacheParams:
         """Parameters of the model's cache."""
-        return ModelCacheParams(sum(len(g.layers) for g in self.groups), groups=self.groups)
+        n_layers = sum(len(g.layers) for g in self.groups) + len(self.shared)
+        return ModelCacheParams(n_layers, groups=self.groups, shared=self.shared)
 
     @property
     def has_window(self) -> bool:
@@ -48,8 +51,9 @@ class Case:
         return not all(g.is_full for g in self.groups)
 
     def group(self, layer: int) -> LayerGroup:
-        """Return the layer group that a layer belongs to."""
-        return next(g for g in self.groups if layer in g.layers)
+        """Return the layer group that a layer belongs to, or whose rows it shares."""
+        source = dict(self.shared).get(layer, layer)
+        return next(g for g in self.groups if source in g.layers)
 
 
 def group(
@@ -132,6 +136,13 @@ CASES = (
          in_dtype="bfloat16"),
     Case("int8-chunk-and-window", 4, (group((0,), 2, 64, chunk=9), group((1,), 4, 32, window=5)),
          kv_dtype="int8", window_slack=4),
+    Case("shared-full-and-window", 4,
+         (group((0,), 2, 12, 8), group((1, 2), 1, 8, window=6)), has_sinks=True, window_slack=5,
+         shared=((3, 0), (4, 2), (5, 2))),
+    Case("bf16-shared-chunk-softcap", 6,
+         (group((0,), 3, 8, 6, softcap=2.0), group((2,), 2, chunk=5)),
+         kv_dtype="bfloat16", in_dtype="bfloat16", window_slack=3, shared=((1, 0), (3, 2))),
+    Case("int4-shared", 4, (group((0, 1), 2, 64),), kv_dtype="int4:rot", shared=((2, 1),)),
     Case("latent", 4, (latent_group((0,), 4, 16),)),
     Case("latent-window-sinks-softcap", 3,
          (latent_group((0,), 6, 10, window=6), latent_group((1,), 8, 8, softcap=2.0)),

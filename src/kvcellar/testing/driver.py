@@ -58,6 +58,7 @@ class Driver:
         self.kind = kind
         self.cache = cache
         self.n_layers = case.params.n_layers
+        self.sources = dict(case.shared)  # of layers without rows of their own
         self.rng = np.random.default_rng(zlib.crc32(f"{case.name} {salt}".encode()))
         self.histories: dict[int, list[Token]] = {}
         self.lengths: dict[int, int] = {}  # more than the tokens that are held, where holes are
@@ -159,13 +160,16 @@ class Driver:
         return float(1.5 * self.case.group(layer).q_dim ** -0.5)
 
     def random_inputs(self, n_tok: int) -> Inputs:
-        """Standard normal q, k and v of the model's type."""
+        """Standard normal q, k and v of the model's type; NaN for K and V that nobody looks at."""
         q, k, v = [], [], []
         for layer in range(self.n_layers):
             g = self.case.group(layer)
             q.append(self._random(self.case.n_q_heads, n_tok, g.q_dim))
             k.append(self._random(g.n_kv_heads, n_tok, g.head_dim))
             v.append(self._random(g.n_kv_heads, n_tok, g.v_head_dim))
+            if layer in self.sources:
+                k[-1].fill(np.nan)
+                v[-1].fill(np.nan)
         return Inputs(q, k, v)
 
     def poison(self, n_tok: int) -> Inputs:
@@ -317,8 +321,9 @@ class Driver:
     def store(self, tokens: Sequence[Token], inputs: Inputs) -> None:
         """Give every token its K and V, as the pool rounds them."""
         for layer in range(self.n_layers):
-            k = stored(inputs.k[layer], self.case.kv_dtype, "k")
-            v = stored(inputs.v[layer], self.case.kv_dtype, "v")
+            source = self.sources.get(layer, layer)
+            k = stored(inputs.k[source], self.case.kv_dtype, "k")
+            v = stored(inputs.v[source], self.case.kv_dtype, "v")
             for i, token in enumerate(tokens):
                 token.k.append(k[:, i])
                 token.v.append(v[:, i])

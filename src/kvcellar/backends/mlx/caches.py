@@ -8,7 +8,7 @@ writes are evaluated where they are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -65,9 +65,11 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan in arrays, made once per forward and layer group."""
+    """A plan in arrays, made once per forward and layer group, and once for those that share."""
 
     plan: StepPlan
+    writes: tuple[Write, ...]
+    """Tokens that are written; none in layers that share rows."""
     write_cells: mx.array | None
     reads: tuple[Read, ...]
     exact_writes: tuple[Write, ...]
@@ -94,12 +96,14 @@ class MlxPools:
                     found[layer] = ExactPool(group, config, exact.n_cells)
                 else:
                     found[layer] = Pool(group, config)
-        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
+        self.stored = list(found.values())
+        """Pools of the layers that store rows."""
+        self.of_layer = [found[source] for source in config.params.sources]
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self.of_layer)
+        return sum(pool.size_bytes for pool in self.stored)
 
     def frozen_rows(self, layer: int, group: LayerGroup, cells: IntArray) -> Pool:
         """Copy a layer's rows of some cells into a pool that nobody writes to."""
@@ -144,12 +148,13 @@ class MlxCache(RowMoves):
         self.pools = pools
         self.is_rotated = pools.config.kv.k.is_rotated
         """True if K is stored rotated: who attends rotates queries too."""
-        self._prepared: list[Prepared | None] = [None] * len(pools.groups)
+        self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
+        """Per layer group for those of its layers that store rows, then for those that share."""
 
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays of the pools: to be evaluated with the result of a forward."""
-        return [part for pool in self.pools.of_layer for part in pool.parts]
+        return [part for pool in self.pools.stored for part in pool.parts]
 
     # The model's face --------------------------------------------------------------------------
 
@@ -198,7 +203,9 @@ class MlxCache(RowMoves):
     ) -> Prepared:
         """Check the shapes, ask for the plan, put it in arrays once per forward and group."""
         index = self.steps.group_of(layer)
-        prepared = self._prepared[index]
+        has_writes = self.steps.stores(layer)
+        slot = index if has_writes else index + len(self.pools.groups)
+        prepared = self._prepared[slot]
         shapes = (k.shape, v.shape, None if q is None else q.shape)
         if (
             prepared is None
@@ -210,11 +217,14 @@ class MlxCache(RowMoves):
             plan = self.steps.plan(layer, k.shape[2], positions)
             exact = self.pools.exact[index]
             own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-            cells = mx.array(plan.write_cells) if len(plan.writes) > FEW_RUNS else None
+            if not has_writes:
+                own, exact_writes = replace(own, writes=()), ()
+            cells = mx.array(own.write_cells) if len(own.writes) > FEW_RUNS else None
             reads = tuple(_read(spec) for spec in own.reads)
-            one_run = None if exact_writes else _one_run(plan)
-            prepared = Prepared(plan, cells, reads, tuple(exact_writes), shapes, one_run)
-            self._prepared[index] = prepared
+            one_run = _one_run(plan) if has_writes and not exact_writes else None
+            writes = tuple(exact_writes)
+            prepared = Prepared(plan, own.writes, cells, reads, writes, shapes, one_run)
+            self._prepared[slot] = prepared
         self.pools.of_layer[layer].ensure(prepared.plan.n_cells)
         return prepared
 
@@ -237,7 +247,7 @@ class MlxCache(RowMoves):
         if prepared.write_cells is not None:
             pool.scatter_rows(prepared.write_cells, k, v)
         else:
-            _write_runs(pool, prepared.plan.writes, k, v)
+            _write_runs(pool, prepared.writes, k, v)
         if prepared.exact_writes:
             assert isinstance(pool, ExactPool)
             _write_runs(pool.exact, prepared.exact_writes, k, v)

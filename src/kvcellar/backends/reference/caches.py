@@ -32,6 +32,8 @@ from kvcellar.types import (
     IntArray,
     LayerGroup,
     Run,
+    StepPlan,
+    Write,
     runs_of,
 )
 
@@ -76,7 +78,8 @@ class ReferencePools:
             for i, layer in enumerate(group.layers):
                 pool = BlockFirstPool(blocks, i) if blocks else _pool(group, config)
                 found[layer] = ExactPool(pool, group, exact.n_cells) if exact else pool
-        self.of_layer = [found[layer] for layer in range(config.params.n_layers)]
+        self._stored = list(found.values())
+        self.of_layer = [found[source] for source in config.params.sources]
         self._frozen = () if config.prefix is None else config.prefix.layers
         if not all(isinstance(rows, FrozenRows) for rows in self._frozen):
             raise ConfigError(
@@ -93,7 +96,7 @@ class ReferencePools:
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self.of_layer)
+        return sum(pool.size_bytes for pool in self._stored)
 
     def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
@@ -164,28 +167,40 @@ class ReferenceCache:
         check_shapes(layer, self._layer_group(layer), k.shape, v.shape, None)
         n_tokens = k.shape[2]
         plan = self.steps.plan(layer, n_tokens, _flat_positions(position, n_tokens))
-        pool = self.pools.of_layer[layer]
+        exact = self.pools.exact[self.steps.group_of(layer)]
+        own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
+        if self.steps.stores(layer):
+            self._write(self.pools.of_layer[layer], plan, exact_writes, k, v)
+        self.steps.wrote(layer)
+        return [_segment(self.pools, layer, spec) for spec in own.reads]
+
+    def _write(
+        self,
+        pool: Pool | BlockFirstPool | ExactPool,
+        plan: StepPlan,
+        exact_writes: Sequence[Write],
+        k: FloatArray,
+        v: FloatArray,
+    ) -> None:
+        """Store a forward's K and V of one layer."""
         pool.ensure(plan.n_cells)
         if len(plan.writes) == 1:
             pool.write_run(plan.writes[0].run.start, k[0], v[0])
         else:
             pool.scatter_rows(plan.write_cells, k[0], v[0])
-        exact = self.pools.exact[self.steps.group_of(layer)]
-        if exact is not None:
+        for q_start, run in exact_writes:
             assert isinstance(pool, ExactPool)
-            plan, exact_writes = exact.rewrite(plan)
-            for q_start, run in exact_writes:
-                tokens = slice(q_start, q_start + run.length)
-                pool.exact.write_run(run.start, k[0, :, tokens], v[0, :, tokens])
-        self.steps.wrote(layer)
-        return [_segment(self.pools, layer, spec) for spec in plan.reads]
+            tokens = slice(q_start, q_start + run.length)
+            pool.exact.write_run(run.start, k[0, :, tokens], v[0, :, tokens])
 
     def freeze_rows(self, cells: Sequence[IntArray]) -> list[FrozenRows]:
         """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""
-        return [
-            FrozenRows(*_joined(self.pools, layer, runs_of(cells[self.steps.group_of(layer)])))
-            for layer in range(self.steps.n_layers)
-        ]
+        found = {
+            layer: FrozenRows(*_joined(self.pools, layer, runs_of(part)))
+            for group, part in zip(self.steps.groups, cells, strict=True)
+            for layer in group.layers
+        }
+        return [found[source] for source in self.steps.config.params.sources]
 
     def _layer_group(self, layer: int) -> LayerGroup:
         return self.steps.groups[self.steps.group_of(layer)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -53,9 +53,11 @@ Reads = tuple[tuple[int, int, tuple[PartRead, ...]], ...]
 
 @dataclass(slots=True)
 class Prepared:
-    """A plan in tensors, made once per forward and layer group."""
+    """A plan in tensors, made once per forward and layer group, and once for those that share."""
 
     plan: StepPlan
+    writes: tuple[Write, ...]
+    """Tokens that are written; none in layers that share rows."""
     write_cells: Tensor | None
     reads: Reads
     decode: tuple[int, Run] | None
@@ -88,7 +90,8 @@ class TorchCache(RowMoves):
         self.pools = pools
         self.is_rotated = pools.config.kv.k.is_rotated
         """True if K is stored rotated: who attends rotates queries too."""
-        self._prepared: list[Prepared | None] = [None] * len(pools.groups)
+        self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
+        """Per layer group for those of its layers that store rows, then for those that share."""
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
 
     # The op's face -----------------------------------------------------------------------------
@@ -142,7 +145,9 @@ class TorchCache(RowMoves):
         q: Tensor | None = None,
     ) -> Prepared:
         """Check the shapes, ask for the plan, put it in tensors once per forward and group."""
-        prepared = self._prepared[index]
+        has_writes = self.steps.stores(layer)
+        slot = index if has_writes else index + len(self.pools.groups)
+        prepared = self._prepared[slot]
         shapes = (k.shape, v.shape, None if q is None else q.shape)
         if (
             prepared is not None
@@ -158,16 +163,18 @@ class TorchCache(RowMoves):
         plan = self.steps.plan(layer, n_tok, positions)
         exact = self.pools.exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
+        if not has_writes:
+            own, exact_writes = replace(own, writes=()), ()
         if q is not None and kernel.takes(k.device) and not group.is_latent:
             most = kernel.most_queries(self.config.kv, q.dtype)
             compiled, left = kernel.compile_plan(own, most)
-            prepared = Prepared(plan, None, _reads(left, k), None, shapes, compiled)
+            prepared = Prepared(plan, own.writes, None, _reads(left, k), None, shapes, compiled)
             if exact is not None and exact_writes:
                 prepared.exact_by_kernel = kernel.compile_writes(n_tok, exact_writes, exact.n_cells)
         else:
             prepared = _prepare(own, k, shapes)
             prepared.plan, prepared.exact_writes = plan, exact_writes
-        self._prepared[index] = prepared
+        self._prepared[slot] = prepared
         self.pools.of_layer[layer].ensure(plan.n_cells, k.device)
         return prepared
 
@@ -216,11 +223,10 @@ class TorchCache(RowMoves):
         return _segments(pool, prepared)
 
     def _write(self, layer: int, pool: LayerPool, prepared: Prepared, k: Tensor, v: Tensor) -> None:
-        writes = prepared.plan.writes
         if prepared.write_cells is not None:
             pool.scatter_rows(prepared.write_cells, k, v)
         else:
-            for q_start, run in writes:
+            for q_start, run in prepared.writes:
                 stop = q_start + run.length
                 pool.write_run(run.start, k[:, :, q_start:stop], v[:, :, q_start:stop])
         if prepared.exact_writes:
@@ -269,12 +275,13 @@ def _prepare(
     if plan.n_tokens == 1 and first.kind is AttendKind.NONE and len(first.runs) == 1:
         run = first.runs[0]
         reads = ((0, 1, (PartRead(run, None, None, False),)),)
-        return Prepared(plan, None, reads, (plan.writes[0].run.start, run), shapes)
+        decode = (plan.writes[0].run.start, run) if plan.writes else None
+        return Prepared(plan, plan.writes, None, reads, decode, shapes)
     with torch.inference_mode(False):
         cells = None
         if len(plan.writes) > FEW_RUNS:
             cells = torch.as_tensor(plan.write_cells, device=k.device)
-    return Prepared(plan, cells, _reads(plan.reads, k), None, shapes)
+    return Prepared(plan, plan.writes, cells, _reads(plan.reads, k), None, shapes)
 
 
 def _reads(specs: Sequence[AttendSpec], k: Tensor) -> Reads:

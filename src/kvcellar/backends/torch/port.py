@@ -35,16 +35,16 @@ class TorchPools:
             for i, layer in enumerate(group.layers):
                 pool = BlockFirstPool(blocks, i) if blocks else Pool(group, config)
                 found[layer] = ExactPool(pool, group, config, exact.n_cells) if exact else pool
-        prefix = config.prefix
-        self.of_layer = [
-            found[layer] if prefix is None else beside_frozen(found[layer], prefix.layers[layer])
-            for layer in range(config.params.n_layers)
-        ]
+        if config.prefix is not None:
+            frozen = config.prefix.layers
+            found = {layer: beside_frozen(pool, frozen[layer]) for layer, pool in found.items()}
+        self._stored = list(found.values())
+        self.of_layer = [found[source] for source in config.params.sources]
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self.of_layer)
+        return sum(pool.size_bytes for pool in self._stored)
 
     @property
     def home(self) -> torch.device:
