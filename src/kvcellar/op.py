@@ -75,6 +75,7 @@ def eager_update_and_attend(
         q: ``[1, n_heads, T, head_dim]``, rotated; of a layer with latent rows (MLA)
             ``[1, n_heads, T, v_head_dim + head_dim]``, the latent part first.
         k: ``[1, n_kv_heads, T, head_dim]``, rotated; ``n_heads`` is a multiple of ``n_kv_heads``.
+            Neither it nor v are looked at in a layer that shares an earlier one's rows.
         v: ``[1, n_kv_heads, T, v_head_dim]``: the latent row where rows are latent.
         position: ``[T]`` or ``[T, 1]`` ints, one per token of the flat batch.
         layer_id: which layer's history.

@@ -23,7 +23,7 @@ from kvcellar.backends.torch.batch import TorchBatchCache
 from kvcellar.backends.torch.loading import model_facts
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.types import CacheConfig, make_config
+from kvcellar.types import CacheConfig, ModelCacheParams, make_config
 
 __all__ = ["make_cache"]
 
@@ -52,13 +52,28 @@ def make_cache(
     facts = model_facts(model.config.to_dict())
     computed = str(model.dtype).removeprefix("torch.")
     config = make_config(
-        facts.params,
+        _stored_only(facts.params),
         max_kv_size or facts.max_positions,
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
     )
     rows = BatchRows(config)
     return Cache(layers=[CellLayer(rows, layer) for layer in range(config.params.n_layers)])
+
+
+def _stored_only(params: ModelCacheParams) -> ModelCacheParams:
+    """Return a model without its layers that share rows: transformers hands those on by itself.
+
+    Raises:
+        ConfigError: a layer that stores rows comes behind one that shares them.
+    """
+    n_stored = params.n_layers - len(params.shared)
+    if any(layer < n_stored for layer, _ in params.shared):
+        raise ConfigError(
+            f"layers {[layer for layer, _ in params.shared]} of this model share rows and are not "
+            f"its last ones; use kvcellar's own sessions for it"
+        )
+    return ModelCacheParams(n_stored, groups=params.groups)
 
 
 class BatchRows:
