@@ -22,7 +22,7 @@ from kvcellar.backends.executorch.rewriting import rewrite
 from kvcellar.backends.torch.loading import TorchModel
 from kvcellar.backends.torch.positions import Positions
 from kvcellar.backends.torch.runner import inputs_of, modules_given
-from kvcellar.errors import ConfigError, ModelError
+from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.config import default_feature_layers
@@ -155,7 +155,7 @@ def export_program(
         n_layers = loaded.params.n_layers
         asked = replace(asked, layers=asked.layers or default_feature_layers(n_layers))
         check_feature_layers(asked.layers, n_layers)
-    with _quiet():
+    with _quiet(), _told(str(loaded.config.model_type)):
         lowered = _lower(loaded, asked, report)
     report(0.9, f"writing {asked.path.name}")
     _write(lowered.program, asked.path)
@@ -351,6 +351,25 @@ def _write(program: Any, target: Path) -> None:
             staged.unlink(missing_ok=True)
     except OSError as error:
         raise ModelError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _told(family: str) -> Iterator[None]:
+    """Say of whatever the exporter raises which model it was about, and what to do.
+
+    Raises:
+        ModelError: in place of what is none of ours.
+    """
+    try:
+        yield
+    except KVCellarError:
+        raise
+    except Exception as error:  # torch.export and ExecuTorch raise classes of many kinds
+        what = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise ModelError(
+            f"the graph of {family!r} cannot be exported: {type(error).__name__}: {what.strip()}; "
+            f"run the checkpoint with the backend torch"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@
 - GELU by tanh (Gemma): XNNPACK computes the other GELU in its place, which is off by 5e-4.
 - RMS norms: XNNPACK takes no mean of a row, but it does take a linear layer of equal weights. So
   norms no longer part the layers around them.
+
+Experts are found by the interface that transformers has for them, norms by running them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-RMS_NORMS = {
-    f"{family}RMSNorm"
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "GptOss")
-}
-"""Classes of transformers; Gemma's add 1 to their weight."""
+from kvcellar.backends.torch.fast.parts import read_eps
 
 
 def rewrite(model: Any) -> None:
@@ -38,11 +35,43 @@ def rewrite(model: Any) -> None:
 
 
 def _replacement(module: Any) -> nn.Module | None:
-    if isinstance(module, GELUTanh):
+    if isinstance(module, GELUTanh) or getattr(module, "approximate", None) == "tanh":
         return TanhGelu()
-    if isinstance(module, GptOssExperts):
+    if vars(module).keys() >= _EXPERTS and not module.has_post_expert_norm:
         return DenseExperts(module)
-    return RmsNorm(module) if type(module).__name__ in RMS_NORMS else None
+    return _norm_like(module)
+
+
+_EXPERTS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"}
+"""Attributes that transformers' interface for experts gives a module."""
+
+
+def _norm_like(module: Any) -> nn.Module | None:
+    """Return an RMS norm that does what a module does; None: it does something else."""
+    weights = list(module.parameters())
+    if len(weights) != 1 or weights[0].dim() != 1 or list(module.children()):
+        return None
+    dim, dtype = len(weights[0]), weights[0].dtype
+    rows = torch.randn(1, 3, dim, generator=torch.Generator().manual_seed(5)).to(dtype)
+    try:
+        with torch.no_grad():
+            want, eps = module(rows), read_eps(module.float(), dim)
+    except Exception:  # it takes something else, so it is something else
+        return None
+    finally:
+        module.to(dtype)
+    if not isinstance(want, Tensor) or want.shape != rows.shape or want.dtype != dtype:
+        return None
+    made = [
+        RmsNorm(weights[0], eps, added=added, casts_last=casts_last)
+        for added in (0.0, 1.0)
+        for casts_last in (False, True)
+    ]
+    with torch.no_grad():
+        off = [float((one(rows) - want).abs().max()) for one in made]
+    best = min(range(len(made)), key=off.__getitem__)
+    is_same = off[best] <= torch.finfo(dtype).eps * 8 * float(want.abs().max())
+    return made[best] if is_same else None
 
 
 class TanhGelu(nn.Module):
@@ -57,13 +86,18 @@ class TanhGelu(nn.Module):
 class RmsNorm(nn.Module):
     """The norm of a model of transformers, with its mean as a product."""
 
-    def __init__(self, norm: Any) -> None:
-        """Take the place of ``norm``, whose weights it shares."""
+    def __init__(self, weight: nn.Parameter, eps: float, *, added: float, casts_last: bool) -> None:
+        """Take the place of a norm.
+
+        Args:
+            weight: ``[dim]``, which is shared.
+            eps: what is added to the mean of squares.
+            added: what is added to the weight: 1 where a model stores it so.
+            casts_last: the weight is multiplied in float32, not in the type of the rows.
+        """
         super().__init__()
-        self.weight = norm.weight
-        self.is_gemma = type(norm).__name__.startswith("Gemma")
-        self.eps: float = norm.eps if self.is_gemma else norm.variance_epsilon
-        dim = norm.weight.shape[0]
+        self.weight, self.eps, self.added, self.casts_last = weight, eps, added, casts_last
+        dim = len(weight)
         self.register_buffer("mean", torch.full((1, dim), 1 / dim), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,51 +105,50 @@ class RmsNorm(nn.Module):
         rows = x.float()
         mean = nn.functional.linear(rows * rows, self.mean)  # type: ignore[arg-type]
         rows = rows * torch.rsqrt(mean + self.eps)
-        if self.is_gemma:
-            rows = rows * (1.0 + self.weight.float())
-        else:
-            rows = self.weight * rows.to(x.dtype)
+        weight = self.weight + self.added if self.added else self.weight
+        rows = rows * weight.float() if self.casts_last else weight * rows.to(x.dtype)
         out: Tensor = rows.to(x.dtype)
         return out
 
 
 class DenseExperts(nn.Module):
-    """The experts of gpt-oss as linear layers, all of which run for every token."""
+    """Experts as linear layers, all of which run for every token."""
 
     def __init__(self, experts: Any) -> None:
-        """Take the place of ``experts``, with gate and up apart, whose columns alternate there."""
+        """Take the place of a module of transformers' interface for experts."""
         super().__init__()
-        self.alpha, self.limit = experts.alpha, experts.limit
-        inside, bias = experts.gate_up_proj.detach(), experts.gate_up_proj_bias.detach()
-        self.gate = _linears(inside[..., ::2], bias[..., ::2])
-        self.up = _linears(inside[..., 1::2], bias[..., 1::2])
-        self.down = _linears(experts.down_proj.detach(), experts.down_proj_bias.detach())
+        inside = "gate_up_proj" if experts.has_gate else "up_proj"
+        self.inside = _linears(experts, inside)
+        self.down = _linears(experts, "down_proj")
+        self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
 
-    def forward(self, hidden_states: Tensor, router_indices: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Sum over all experts, 0 for those not chosen: ``[T, hidden] -> [T, hidden]``.
 
         Args:
             hidden_states: ``[T, hidden]``.
-            router_indices: ``[T, k]``, the chosen experts.
-            weights: ``[T, k]``, their weights.
+            top_k_index: ``[T, k]``, the chosen experts.
+            top_k_weights: ``[T, k]``, their weights.
         """
-        chosen = router_indices.unsqueeze(-1) == torch.arange(len(self.gate))
-        of_expert = (chosen.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)  # [T, experts]
+        chosen = top_k_index.unsqueeze(-1) == torch.arange(len(self.down))
+        of_expert = (chosen.to(top_k_weights.dtype) * top_k_weights.unsqueeze(-1)).sum(dim=1)
         out = torch.zeros_like(hidden_states)
-        for index, (gate, up, down) in enumerate(zip(self.gate, self.up, self.down, strict=True)):
-            opened = gate(hidden_states).clamp(max=self.limit)
-            opened = opened * torch.sigmoid(opened * self.alpha)
-            added = up(hidden_states).clamp(min=-self.limit, max=self.limit) + 1
-            out = out + down(added * opened) * of_expert[:, index : index + 1]
+        for index, (inside, down) in enumerate(zip(self.inside, self.down, strict=True)):
+            found = down(self._activate(inside(hidden_states)))
+            out = out + found * of_expert[:, index : index + 1]
         return out
 
 
-def _linears(weights: Tensor, biases: Tensor) -> nn.ModuleList:
-    """Make one layer per expert of weights ``[experts, in, out]`` and biases ``[experts, out]``."""
+def _linears(experts: Any, name: str) -> nn.ModuleList:
+    """Make one layer per expert of its weights under a name."""
+    weights = getattr(experts, name).detach()
+    biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
     made = nn.ModuleList()
-    for weight, bias in zip(weights, biases, strict=True):
-        linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
-        linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
-        linear.bias = nn.Parameter(bias.contiguous(), requires_grad=False)
+    for index, weight in enumerate(weights):
+        rows = weight.T.contiguous() if experts.is_transposed else weight.contiguous()
+        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=biases is not None, device="meta")
+        linear.weight = nn.Parameter(rows, requires_grad=False)
+        if biases is not None:
+            linear.bias = nn.Parameter(biases[index].contiguous(), requires_grad=False)
         made.append(linear)
     return made
