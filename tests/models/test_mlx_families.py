@@ -22,12 +22,13 @@ from kvcellar.backends.mlx.runner import MlxRunner  # noqa: E402
 from tests.models.mlx_families import (  # noqa: E402
     FAMILIES,
     LATENT,
+    SHARED,
     VOCAB_SIZE,
     WINDOW,
     make_model,
 )
 
-every_family = pytest.mark.parametrize("family", [*FAMILIES, *LATENT])
+every_family = pytest.mark.parametrize("family", [*FAMILIES, *SHARED, *LATENT])
 TOLERANCE = 2e-5
 """Of logits, beside the largest one: MLX sums in another order for other shapes."""
 

@@ -38,9 +38,7 @@ def test_a_norm_of_any_class_is_found_by_what_it_does(kind: Any, dtype: torch.dt
     norm = norm.to(dtype)
     made, rows = rewritten(norm), 3 * torch.randn(2, 5, 24).to(dtype)
     assert isinstance(made, RmsNorm) and made.weight is norm.weight
-    torch.testing.assert_close(
-        made(rows), norm(rows), atol=0.02 if dtype.itemsize < 4 else 1e-6, rtol=0
-    )
+    torch.testing.assert_close(made(rows), norm(rows))
 
 
 def test_what_is_no_norm_of_that_kind_stays() -> None:
@@ -67,7 +65,7 @@ def test_experts_of_transformers_interface_run_as_linear_layers(family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
-def test_mixtures_and_layers_of_several_sizes_call_the_op_once_each(tmp_path: Any, family: str) -> None:
+def test_mixtures_and_layers_of_several_sizes_call_the_op_once(tmp_path: Any, family: str) -> None:
     model: Any = load_model(write_tiny(family, tmp_path), weights="none")
     rewrite(model.network)
     with quietly():
