@@ -150,6 +150,7 @@ CASES = (
     Case("latent-beside-heads", 4, (latent_group((1,), 8, 32), group((0,), 2, 8, window=5)),
          kv_dtype="bfloat16", in_dtype="bfloat16", window_slack=4),
     Case("latent-int8-rotated", 6, (latent_group((0,), 32, 64),), kv_dtype="int8:rot"),
+    Case("latent-int4", 2, (latent_group((0,), 32, 96),), kv_dtype="int4"),
 )  # fmt: skip
 
 

@@ -165,7 +165,8 @@ class TorchCache(RowMoves):
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
         if not has_writes:
             own, exact_writes = replace(own, writes=()), ()
-        if q is not None and kernel.takes(k.device) and not group.is_latent:
+        is_read = not group.is_latent or self.pools.of_layer[layer].is_joined
+        if q is not None and kernel.takes(k.device) and is_read:
             most = kernel.most_queries(self.config.kv, q.dtype)
             compiled, left = kernel.compile_plan(own, most)
             prepared = Prepared(plan, own.writes, None, _reads(left, k), None, shapes, compiled)
@@ -193,6 +194,8 @@ class TorchCache(RowMoves):
         assert prepared.by_kernel is not None
         index = self.steps.group_of(layer)
         pool, softcap = self.pools.of_layer[layer], self.steps.groups[index].softcap
+        if pool.is_joined:
+            k = torch.cat((v, k), dim=-1)
         to_exact = None
         if prepared.exact_by_kernel is not None:
             assert isinstance(pool, ExactPool)

@@ -27,6 +27,7 @@ class PoolBeside:
         self.cells = cells
         self.beside = beside
         self.dtype: torch.dtype | None = cells.dtype if cells.dtype == beside.dtype else None
+        self.is_joined: bool = cells.is_joined
         self._base = base
 
     @property

@@ -172,37 +172,60 @@ def compile_writes(n_tokens: int, writes: tuple[Write, ...], n_cells: int) -> na
 
 
 def make_pool(
-    k: Parts, v: Parts, codecs: tuple[Codec, Codec], exact: native.Pool | None
+    k: Parts,
+    v: Parts,
+    codecs: tuple[Codec, Codec],
+    exact: native.Pool | None,
+    *,
+    is_joined: bool = False,
 ) -> native.Pool:
-    """Describe parts ``[1, n_kv_heads, cells, ...]`` to the kernel, and exact cells beside them."""
-    k_side, v_side = (
-        _side(parts, codec, (1, 2)) for parts, codec in zip((k, v), codecs, strict=True)
-    )
+    """Describe parts ``[1, n_kv_heads, cells, ...]`` to the kernel, and exact cells beside them.
+
+    Joined, a K row is V's and K's together.
+    """
+    k_side, v_side = _sides(k, v, codecs, (1, 2), is_joined)
     return native.Pool(k[0].shape[1], k[0].shape[2], k_side, v_side, exact=exact)
 
 
 def make_paged_pool(
-    k: Parts, v: Parts, codecs: tuple[Codec, Codec], exact: native.Pool | None
+    k: Parts,
+    v: Parts,
+    codecs: tuple[Codec, Codec],
+    exact: native.Pool | None,
+    *,
+    is_joined: bool = False,
 ) -> native.Pool:
-    """Describe parts ``[n_blocks, n_kv_heads, block_size, ...]`` to the kernel."""
-    k_side, v_side = (
-        _side(parts, codec, (1, 2, 0)) for parts, codec in zip((k, v), codecs, strict=True)
-    )
+    """Describe parts ``[n_blocks, n_kv_heads, block_size, ...]``, as ``make_pool`` does."""
+    k_side, v_side = _sides(k, v, codecs, (1, 2, 0), is_joined)
     n_blocks, n_heads, block_size = k[0].shape[:3]
     return native.Pool(n_heads, n_blocks * block_size, k_side, v_side, block_size, exact)
 
 
-def _side(parts: Parts, codec: Codec, axes: tuple[int, ...]) -> native.Side:
-    """Describe one side; ``axes``: those of heads, cells and, if there are any, blocks."""
+def _sides(
+    k: Parts, v: Parts, codecs: tuple[Codec, Codec], axes: tuple[int, ...], is_joined: bool
+) -> tuple[native.Side, native.Side]:
+    """Describe K and V, whose rows are one where they are joined."""
+    of_k, of_v = codecs
+    v_side = _side(v, of_v, of_v.dim, axes)
+    if is_joined:
+        return _side(v, of_v, of_v.dim + of_k.dim, axes), v_side
+    return _side(k, of_k, of_k.dim, axes), v_side
+
+
+def _side(parts: Parts, codec: Codec, dim: int, axes: tuple[int, ...]) -> native.Side:
+    """Describe one side, with rows of ``dim``.
+
+    ``axes``: those of heads, cells and, if there are any, blocks.
+    """
     strides = [[part.stride(axis) * part.itemsize for axis in axes] for part in parts]
     heads, cells, *blocks = strides[0]
     if not isinstance(codec, AffineCodec):
         dtype = dtype_of(parts[0].dtype)
-        return native.Side(dtype, codec.dim, parts[0].data_ptr(), heads, cells, *blocks)
+        return native.Side(dtype, dim, parts[0].data_ptr(), heads, cells, *blocks)
     affine_heads, affine_cells, *affine_blocks = strides[1]
     return native.Side(
         native.Dtype[f"int{codec.bits}"],
-        codec.dim,
+        dim,
         parts[0].data_ptr(),
         heads,
         cells,

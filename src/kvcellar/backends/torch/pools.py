@@ -88,6 +88,36 @@ class FloatSide(PoolSide):
         return self.parts[0].narrow(2, start, length)
 
 
+def is_joined(group: LayerGroup, kv: KvDtype) -> bool:
+    """Return true if a cell's latent and its rotary row lie one behind the other.
+
+    So the CPU kernel reads both as one K row, and V as a part of it. It takes one storage type.
+    """
+    is_alike = group.is_latent and kv.k == kv.v and group.v_head_dim % 2 == 0
+    if not is_alike or not kv.k.is_quantised:
+        return is_alike
+    return kv.k.group_of(group.head_dim) == kv.v.group_of(group.v_head_dim)
+
+
+def grown_jointly(
+    k: Parts, v: Parts, axis: int, n: int, device: torch.device
+) -> tuple[Parts, Parts]:
+    """Return parts of K and V with ``n`` along an axis, in which each K row lies behind its V row.
+
+    They are views of one tensor, and hold what the parts given did.
+    """
+    both: list[tuple[Tensor, Tensor]] = []
+    for of_k, of_v in zip(k, v, strict=True):
+        shape = [*of_v.shape[:-1], of_v.shape[-1] + of_k.shape[-1]]
+        shape[axis] = n
+        new = memory.empty(tuple(shape), of_v.dtype, device)
+        parts = new[..., of_v.shape[-1] :], new[..., : of_v.shape[-1]]
+        for part, old in zip(parts, (of_k, of_v), strict=True):
+            part.narrow(axis, 0, old.shape[axis]).copy_(old)
+        both.append(parts)
+    return tuple(part for part, _ in both), tuple(part for _, part in both)
+
+
 def make_side(n_heads: int, side: SideDtype, dim: int) -> PoolSide:
     """Create a side without cells."""
     codec = make_codec(side, dim)
@@ -105,6 +135,8 @@ class Pool:
         self._config = config
         self.k = make_side(group.n_kv_heads, config.kv.k, group.head_dim)
         self.v = make_side(group.n_kv_heads, config.kv.v, group.v_head_dim)
+        self.is_joined = is_joined(group, config.kv)
+        """True if rows of V and K lie one behind the other; see :func:`is_joined`."""
         self.dtype = float_dtype(config.kv)
         """The float type that both sides store; None where there is none."""
         self._for_kernel: attend.Pool | None = None
@@ -124,15 +156,22 @@ class Pool:
         have = self.k.n_cells
         if n_cells > have:
             size = grown_size(n_cells, have, self._config.pool_chunk, self._config.capacity)
-            self.k.grow(size, device)
-            self.v.grow(size, device)
+            if self.is_joined:
+                with torch.inference_mode(False):  # pools outlive any inference_mode block
+                    parts = grown_jointly(self.k.parts, self.v.parts, 2, size, device)
+                self.k.parts, self.v.parts = parts
+                self.k.n_cells = self.v.n_cells = size
+            else:
+                self.k.grow(size, device)
+                self.v.grow(size, device)
             self._for_kernel = None
 
     def for_kernel(self, exact: attend.Pool | None = None) -> attend.Pool:
         """Describe the pool to the CPU kernel, until it grows; ``exact`` is always the same."""
         if self._for_kernel is None:
             codecs = self.k.codec, self.v.codec
-            self._for_kernel = kernel.make_pool(self.k.parts, self.v.parts, codecs, exact)
+            parts = self.k.parts, self.v.parts
+            self._for_kernel = kernel.make_pool(*parts, codecs, exact, is_joined=self.is_joined)
         return self._for_kernel
 
     def write_run(self, start: int, k: Tensor, v: Tensor) -> None:
@@ -184,6 +223,7 @@ class GroupBlocks:
     def __init__(self, group: LayerGroup, config: CacheConfig) -> None:
         """Create the blocks of a group without any; the device is that of the first rows."""
         self.dtype = float_dtype(config.kv)
+        self.is_joined = is_joined(group, config.kv)
         self.block_size = config.block_size
         self.n_layers = len(group.layers)
         self.codecs = (
@@ -208,7 +248,11 @@ class GroupBlocks:
         cells = grown_size(n_cells, have * size, self._min_chunk, self._max_blocks * size)
         self.device = device
         n_blocks = -(-cells // size)
-        self.k, self.v = (self._grown(parts, n_blocks, device) for parts in (self.k, self.v))
+        if self.is_joined:
+            with torch.inference_mode(False):  # blocks outlive any inference_mode block
+                self.k, self.v = grown_jointly(self.k, self.v, 0, n_blocks, device)
+        else:
+            self.k, self.v = (self._grown(parts, n_blocks, device) for parts in (self.k, self.v))
 
     def _grown(self, parts: Parts, n_blocks: int, device: torch.device) -> Parts:
         grown = []
@@ -231,6 +275,7 @@ class BlockFirstPool:
         """Create the part of the group's layer ``index``; the blocks are shared with the others."""
         self._blocks = blocks
         self._index = index
+        self.is_joined = blocks.is_joined
         self.dtype = blocks.dtype
         self._for_kernel: tuple[int, attend.Pool] | None = None
 
@@ -253,7 +298,9 @@ class BlockFirstPool:
         """Describe the pool to the CPU kernel; growth in any layer of the group moves the bytes."""
         n_blocks = self._blocks.k[0].shape[0]
         if self._for_kernel is None or self._for_kernel[0] != n_blocks:
-            made = kernel.make_paged_pool(*self._layer(), self._blocks.codecs, exact)
+            made = kernel.make_paged_pool(
+                *self._layer(), self._blocks.codecs, exact, is_joined=self.is_joined
+            )
             self._for_kernel = n_blocks, made
         return self._for_kernel[1]
 

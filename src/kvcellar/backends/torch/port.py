@@ -74,7 +74,7 @@ class TorchPools:
             pool = self.of_layer[layer]
             if pool.device is not None:
                 pool.ensure(base + len(src_cells), pool.device)
-                if kernel.takes(pool.device):
+                if kernel.takes(pool.device) and not pool.is_joined:  # it moves K rows, then V's
                     pool.for_kernel().move_cells(base, src_cells)
                 else:
                     pool.gather_into(base, torch.as_tensor(src_cells, device=pool.device))
