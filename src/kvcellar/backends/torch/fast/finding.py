@@ -28,6 +28,7 @@ from kvcellar.backends.torch.fast.parts import (
 )
 from kvcellar.backends.torch.fast.rotations import possible_rotations
 from kvcellar.backends.torch.fast.trial import (
+    AnyExperts,
     Attended,
     Call,
     IsLinear,
@@ -148,6 +149,9 @@ class Finder:
         }
         attentions = [one for one, part in inside.items() if isinstance(part, AttentionPart)]
         mlps = [one for one, part in inside.items() if isinstance(part, MlpPart) and not part.act]
+        mlps += [
+            one for one, child in self.exact.module(name).named_children() if _has_experts(child)
+        ]
         norms = [one for one, part in inside.items() if isinstance(part, NormPart)]
         if len(attentions) != 1 or len(mlps) != 1 or not self._is_covered(name):
             return
@@ -260,6 +264,11 @@ def _above(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return true if a module is a mixture's block: experts lie in it, beside what chooses them."""
+    return any(isinstance(one, AnyExperts) for one in module.modules() if one is not module)
 
 
 def _joined(mixes: Sequence[nn.Module]) -> nn.Module:

@@ -21,7 +21,7 @@ from kvcellar.backends.torch.fast.linears import (
     codes_well,
     torch_multiplies_bf16,
 )
-from kvcellar.backends.torch.fast.mixtures import hold_experts
+from kvcellar.backends.torch.fast.mixtures import hold_experts, n_numbers
 from kvcellar.backends.torch.fast.parts import LayerPart, Part, build
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
@@ -77,7 +77,7 @@ def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> 
     """
     _check(model, weights)
     holder = _Holder(model, weights, leave)
-    n_weights = sum(parameter.numel() for parameter in model.parameters())
+    n_weights = n_numbers(model)
     parts, whole, why_none = _find(model, holder)
     holder.hold_embeddings()
     for name in outermost(parts):
@@ -90,7 +90,9 @@ def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> 
         if isinstance(module, KernelLayer):
             module.take_addresses()
     give_back()
-    decoder = None if whole is None else KernelDecoder(model, whole)
+    layers = [model.get_submodule(name) for name in (() if whole is None else whole.layers)]
+    is_whole = all(layer.is_native for layer in layers)
+    decoder = KernelDecoder(model, whole) if whole is not None and is_whole else None
     return Held(decoder, n_weights, holder.n_held, parts, why_none)
 
 

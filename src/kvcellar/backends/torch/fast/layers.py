@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.linears import KernelLinear
 from kvcellar.backends.torch.fast.rotations import Rotation
+from kvcellar.backends.torch.fast.routed import KernelMixture
 from kvcellar.backends.torch.kernel import dtype_of
 from kvcellar.kernel import layers as native
 
@@ -198,7 +199,7 @@ class KernelLayer(nn.Module):
         before: KernelNorm,
         attention: KernelAttention,
         between: KernelNorm,
-        mlp: KernelMlp,
+        mlp: KernelMlp | KernelMixture,
     ) -> None:
         """Take the kernel's parts of a module, whose plain attributes are this one's as well."""
         super().__init__()
@@ -213,10 +214,18 @@ class KernelLayer(nn.Module):
 
     def take_addresses(self) -> None:
         """Tell the kernel the addresses of all weights, which stay where they are from now on."""
-        attention, mlp = self.self_attn, self.mlp
-        linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        attention, mlp, mixture = self.self_attn, self.mlp, None
+        linears: list[Any] = [attention.qkv_proj, attention.o_proj]
+        if isinstance(mlp, KernelMixture):
+            mlp.take_addresses()
+            mixture = mlp.native
+            if mixture is None or self._dtype != torch.bfloat16:
+                return
+        else:
+            linears += [mlp.gate_up_proj, mlp.down_proj]
         self.few = min(linear.few for linear in linears)
-        qkv, o, gate_up, down = (linear.for_kernel() for linear in linears)
+        held = [linear.for_kernel() for linear in linears]
+        qkv, o, gate_up, down = held if mixture is None else (*held, None, None)
         self._native = native.DecoderLayer(
             qkv,
             o,
@@ -231,6 +240,7 @@ class KernelLayer(nn.Module):
             attention.head_dim,
             dtype_of(self._dtype),
             attention.scaling,
+            mixture,
         )
         if not attention.rotation.is_whole:
             shape = (self.few, attention.head_dim)
@@ -239,8 +249,13 @@ class KernelLayer(nn.Module):
                 torch.zeros(shape, dtype=self._dtype),
             )
 
+    @property
+    def is_native(self) -> bool:
+        """True if it is compiled: addresses were taken, and a mixture's block is the kernel's."""
+        return self._native is not None
+
     def native(self) -> native.DecoderLayer:
-        """Return the compiled layer, for a decoder of the whole model; addresses were taken."""
+        """Return the compiled layer, for a decoder of the whole model."""
         assert self._native is not None, "weights lie where they stay"
         return self._native
 

@@ -44,10 +44,23 @@ _APART = 0.03
 
 
 def mixtures(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of experts in a model that ask transformers' interface how to run."""
-    for module in model.modules():
-        if all(name in vars(module) for name in FACTS):
-            yield module
+    """Return the modules of experts in a model that ask transformers' interface how to run."""
+    return (module for module in model.modules() if is_mixture(module))
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Return true if a module has experts and asks transformers' interface how to run them."""
+    return all(name in vars(module) for name in FACTS)
+
+
+def n_numbers(model: nn.Module) -> int:
+    """Return how many numbers a model's parameters are; a byte of MXFP4 is two of them."""
+    n = sum(parameter.numel() for parameter in model.parameters())
+    for module in mixtures(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            n += parameter.numel() * name.endswith("_blocks")
+            n -= parameter.numel() * name.endswith("_scales")
+    return n
 
 
 def matrices_of_experts(module: Any) -> Iterator[tuple[nn.Parameter, Matrix]]:

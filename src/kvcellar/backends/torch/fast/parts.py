@@ -17,6 +17,7 @@ from kvcellar.backends.torch.fast.layers import (
     KernelNorm,
 )
 from kvcellar.backends.torch.fast.rotations import Rotation
+from kvcellar.backends.torch.fast.routed import KernelMixture
 
 MakeLinear = Callable[[Sequence[nn.Module]], nn.Module]
 """Makes one layer of several whose outputs are to lie one behind the other."""
@@ -54,7 +55,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A decoder layer; all four are submodules."""
+    """A decoder layer; all four are submodules, the last an MLP or a mixture's block."""
 
     before: str
     attention: str
@@ -91,8 +92,11 @@ def build(name: str, module: nn.Module, parts: Parts, make: MakeLinear) -> nn.Mo
         act = None if part.act is None else module.get_submodule(part.act)
         return KernelMlp(linears(part.gate_up), linears([part.down]), act)
     if isinstance(part, LayerPart):
-        inner = (part.before, part.attention, part.between, part.mlp)
-        return KernelLayer(module, *(child(one) for one in inner))
+        before, attention, between, mlp = (
+            child(one) for one in (part.before, part.attention, part.between, part.mlp)
+        )
+        mlp = mlp if isinstance(mlp, KernelMlp) else KernelMixture(mlp)
+        return KernelLayer(module, before, attention, between, mlp)
     norms = None if part.norms is None else (child(part.norms[0]), child(part.norms[1]))
     qkv, o = linears(part.qkv), linears([part.o])
     return KernelAttention(module, part.heads, part.scaling, part.rotation, qkv, o, norms)

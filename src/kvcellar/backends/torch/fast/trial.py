@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.backends.torch.fast.mixtures import is_mixture
 from kvcellar.registry import use_cache
 
 IDS = (3, 1, 7, 5)
@@ -75,10 +76,14 @@ class Mixes(nn.Module):
         return torch.cat([mix(x) for mix in self._mixes], -1)
 
 
-class _Experts(nn.Module):
-    """A stand-in of what has too many parameters of its own: it returns what it is given."""
+class AnyExperts(nn.Module):
+    """A stand-in of a mixture's experts, and of what has too many parameters of its own.
+
+    It returns what it is given.
+    """
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return x, somewhat smaller."""
         return x * 0.75
 
 
@@ -305,8 +310,10 @@ def _copied(network: Any, make: RandomTensors, is_linear: IsLinear) -> nn.Module
         own = list(module.parameters(recurse=False))
         if found is not None:
             memo[id(module)] = Mix(*found, make).eval()
-        elif any(p.dim() > 2 for p in own) and sum(p.numel() for p in own) > _MOST_NUMBERS:
-            memo[id(module)] = _Experts()
+        elif is_mixture(module) or (
+            any(p.dim() > 2 for p in own) and sum(p.numel() for p in own) > _MOST_NUMBERS
+        ):
+            memo[id(module)] = AnyExperts()
     for parameter in network.parameters():
         if parameter.is_floating_point() and id(parameter) not in memo:
             values = make.numbers(*parameter.shape)

@@ -57,10 +57,9 @@ void bind_mixture(nb::module_& m) {
           "run",
           [](const Mixture& mixture, uintptr_t x, int64_t n_tokens, Dtype dtype, uintptr_t out) {
             const nb::gil_scoped_release release;
-            return run_mixture(mixture, at(x), n_tokens, dtype, at(out), 0);
+            run_mixture(mixture, at(x), n_tokens, dtype, at(out), 0);
           },
-          "x"_a, "n_tokens"_a, "dtype"_a, "out"_a,
-          "Run tokens, ``[n_tokens, hidden]`` to as many; return as :meth:`Experts.run`.");
+          "x"_a, "n_tokens"_a, "dtype"_a, "out"_a, "Run tokens, ``[n_tokens, hidden]`` to as many.");
 }
 
 }  // namespace
@@ -84,7 +83,7 @@ void bind_experts(nb::module_& m) {
           [](const ExpertLayer& layer, uintptr_t x, int64_t n_rows, uintptr_t experts, int64_t n_each, Dtype dtype,
              uintptr_t out) {
             const nb::gil_scoped_release release;
-            return run_expert_layer(layer, at(x), n_rows, at<const int64_t>(experts), n_each, dtype, at(out), 0);
+            run_expert_layer(layer, at(x), n_rows, at<const int64_t>(experts), n_each, dtype, at(out), 0);
           },
           "x"_a, "n_rows"_a, "experts"_a, "n_each"_a, "dtype"_a, "out"_a,
           "Multiply each row by the experts that it chose; each expert is read once for all.\n\n"
@@ -94,9 +93,7 @@ void bind_experts(nb::module_& m) {
           "    experts: address of int64 ``[n_rows, n_each]``; for one that is not there: zeros.\n"
           "    n_each: experts of a row.\n"
           "    dtype: float32 or bfloat16, of rows and results.\n"
-          "    out: address of ``[n_rows, n_each, n_out]``.\n\n"
-          "Returns:\n"
-          "    How many bytes of weights were read: what is read again for more rows counts again.");
+          "    out: address of ``[n_rows, n_each, n_out]``.");
 
   nb::class_<Gate>(m, "Gate", "What a mixture computes between its layers; ``native/layers/rows.h`` says more.")
       .def(
@@ -130,7 +127,7 @@ void bind_experts(nb::module_& m) {
              int64_t n_chosen, Dtype dtype, uintptr_t out) {
             const nb::gil_scoped_release release;
             const Choice choice{at<const int64_t>(chosen), at<const float>(shares), n_tokens, n_chosen};
-            return run_experts(experts, at(x), choice, dtype, at(out), 0);
+            run_experts(experts, at(x), choice, dtype, at(out), 0);
           },
           "x"_a, "n_tokens"_a, "chosen"_a, "shares"_a, "n_chosen"_a, "dtype"_a, "out"_a,
           "Sum what the experts that each token chose make of it, times their shares.\n\n"
@@ -141,10 +138,20 @@ void bind_experts(nb::module_& m) {
           "    shares: address of float32 ``[n_tokens, n_chosen]``.\n"
           "    n_chosen: experts of a token.\n"
           "    dtype: float32 or bfloat16, of x and out.\n"
-          "    out: address of ``[n_tokens, hidden]``.\n\n"
-          "Returns:\n"
-          "    How many bytes of weights were read, as :meth:`ExpertLayer.linear` counts.");
+          "    out: address of ``[n_tokens, hidden]``.");
   bind_mixture(m);
+
+  m.def(
+      "expert_counts",
+      [] {
+        const ExpertCounts found = expert_counts();
+        return nb::make_tuple(found.read_bytes, found.chosen_bytes);
+      },
+      nb::sig("def expert_counts() -> tuple[int, int]"),
+      "Return what products with experts have read since the process began.\n\n"
+      "Returns:\n"
+      "    Bytes of weights that were read, what is read again for more rows counting again; and\n"
+      "    bytes of those experts of each product that some row chose, each once.");
 }
 
 }  // namespace kvcellar

@@ -22,6 +22,8 @@ constexpr int64_t kAloneBytes = 1 << 18;                          // below, waki
 constexpr int64_t kFewPacked = 32;  // rows up to which packed weights are met as they are where there is a matrix unit
 constexpr int64_t kPieceRows = 16;
 
+std::atomic<int64_t> all_read{0}, all_chosen{0};
+
 thread_local Buffer choice_buffer, rows_buffer, inputs_buffer, mixture_buffer;
 
 int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
@@ -197,22 +199,22 @@ void add_bias(const ExpertLayer& layer, const Order& order, Dtype dtype, char* o
   }
 }
 
-// Rows in the groups' order to rows in that order; see Prepared. Returns the bytes that were read.
-int64_t run_layer(const ExpertLayer& layer, const Order& order, const void* x, int64_t n_rows, int64_t n_each,
-                  Dtype dtype, void* out, int n_threads) {
+// Rows in the groups' order to rows in that order; see Prepared.
+void run_layer(const ExpertLayer& layer, const Order& order, const void* x, int64_t n_rows, int64_t n_each, Dtype dtype,
+               void* out, int n_threads) {
   const LinearWeights& weights = layer.weights;
   const int64_t n_groups = static_cast<int64_t>(order.groups.size()), block_bytes = bytes_of_block(weights);
   const bool is_small = order.size() * weights.n_blocks * weights.block_bytes <= kAloneBytes;
   const int workers = is_small ? 1 : workers_for(n_threads);
   const Prepared prepared(layer, order, x, n_rows, n_each, dtype, out, workers);
-  std::atomic<int64_t> n_bytes{0};
+  all_chosen.fetch_add(n_groups * weights.n_blocks * block_bytes, std::memory_order_relaxed);
   std::vector<int64_t> ours;  // groups that no matrix unit takes
   int64_t most = 0;
   for (int64_t g = 0; g < n_groups; ++g) {
     if (prepared.is_for_matrix(g)) {
       const LinearCall call = prepared.call(g);
       multiply(call.weights, call.x, call.n_tokens, call.out, n_threads);
-      n_bytes += weights.n_blocks * block_bytes * ((call.n_tokens + 255) / 256);
+      all_read.fetch_add(weights.n_blocks * block_bytes * ((call.n_tokens + 255) / 256), std::memory_order_relaxed);
     } else {
       ours.push_back(g);
       most = std::max(most, order.groups[static_cast<size_t>(g)].n);
@@ -233,22 +235,21 @@ int64_t run_layer(const ExpertLayer& layer, const Order& order, const void* x, i
              n_read += ops().linear->run(prepared.call(g), prepared.inputs(g), block, until);
              first += until - block;
            }
-           n_bytes.fetch_add(n_read * block_bytes, std::memory_order_relaxed);
+           all_read.fetch_add(n_read * block_bytes, std::memory_order_relaxed);
          });
   if (layer.bias)
     spread(n_groups, 4, 1, workers,
            [&](int64_t first, int64_t stop) { add_bias(layer, order, dtype, static_cast<char*>(out), first, stop); });
-  return n_bytes;
 }
 
 }  // namespace
 
-int64_t run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts,
-                         int64_t n_each, Dtype dtype, void* out, int n_threads) {
+void run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts, int64_t n_each,
+                      Dtype dtype, void* out, int n_threads) {
   const Order order(experts, n_rows * n_each, layer.n_experts);
   const int64_t bytes = layer.weights.n_out * size_of(dtype);
   char* found = rows_buffer.get(std::max<int64_t>(1, order.size() * bytes));
-  const int64_t n_bytes = run_layer(layer, order, x, n_rows, n_each, dtype, found, n_threads);
+  run_layer(layer, order, x, n_rows, n_each, dtype, found, n_threads);
   for (int64_t i = 0; i < n_rows * n_each; ++i) {
     const int64_t place = order.place[static_cast<size_t>(i)];
     char* to = static_cast<char*>(out) + i * bytes;
@@ -257,18 +258,16 @@ int64_t run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows
     else
       std::memcpy(to, found + place * bytes, static_cast<size_t>(bytes));
   }
-  return n_bytes;
 }
 
-int64_t run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out,
-                    int n_threads) {
+void run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out, int n_threads) {
   const Order order(choice.experts, choice.n_tokens * choice.n_chosen, experts.up.n_experts);
   const int64_t hidden = experts.down.weights.n_out, inner = experts.down.weights.n_in, size = order.size();
   const int64_t up_bytes = lines(size * 2 * inner * size_of(dtype)), row_bytes = hidden * size_of(dtype);
   const int64_t gated_bytes = lines(size * inner * size_of(dtype));
   char* both = mixture_buffer.get(up_bytes + gated_bytes + size * row_bytes + 64);
   char *gated = both + up_bytes, *rows = gated + gated_bytes;
-  int64_t n_bytes = run_layer(experts.up, order, x, choice.n_tokens, choice.n_chosen, dtype, both, n_threads);
+  run_layer(experts.up, order, x, choice.n_tokens, choice.n_chosen, dtype, both, n_threads);
   constexpr int64_t kAloneNumbers = 1 << 16;
   const int workers = size * inner > kAloneNumbers ? workers_for(n_threads) : 1;
   const Gate& gate = experts.gate;
@@ -277,7 +276,7 @@ int64_t run_experts(const Experts& experts, const void* x, const Choice& choice,
   spread(size, kPieceRows, 1, workers, [&](int64_t first, int64_t stop) {
     is_silu ? ops().rows->gate(pairs, gated, first, stop) : ops().rows->gate_by(pairs, gate, gated, first, stop);
   });
-  n_bytes += run_layer(experts.down, order, gated, size, 0, dtype, rows, n_threads);
+  run_layer(experts.down, order, gated, size, 0, dtype, rows, n_threads);
   spread(choice.n_tokens, kPieceRows, 1, workers, [&](int64_t first, int64_t stop) {
     std::vector<const void*> chosen(static_cast<size_t>(choice.n_chosen));
     for (int64_t t = first; t < stop; ++t) {
@@ -289,7 +288,6 @@ int64_t run_experts(const Experts& experts, const void* x, const Choice& choice,
                         static_cast<char*>(out) + t * row_bytes);
     }
   });
-  return n_bytes;
 }
 
 namespace {
@@ -360,13 +358,15 @@ void choose(const Router& router, const void* x, int64_t n_tokens, Dtype dtype, 
   }
 }
 
-int64_t run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
+void run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads) {
   const int64_t n_chosen = mixture.router.n_chosen, n = n_tokens * n_chosen;
   char* memory = choice_buffer.get(12 * n);
   auto* experts = reinterpret_cast<int64_t*>(memory);
   auto* shares = reinterpret_cast<float*>(memory + 8 * n);
   choose(mixture.router, x, n_tokens, dtype, experts, shares, n_threads);
-  return run_experts(mixture.experts, x, {experts, shares, n_tokens, n_chosen}, dtype, out, n_threads);
+  run_experts(mixture.experts, x, {experts, shares, n_tokens, n_chosen}, dtype, out, n_threads);
 }
+
+ExpertCounts expert_counts() { return {all_read, all_chosen}; }
 
 }  // namespace kvcellar

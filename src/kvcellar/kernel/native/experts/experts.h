@@ -22,9 +22,9 @@ struct Choice {
 };
 
 // Each row of x [n_rows, n_in] through the experts [n_rows, n_each] that it chose, to [n_rows, n_each, n_out]; zeros
-// where an expert is not there. Returns how many bytes of weights were read.
-int64_t run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts,
-                         int64_t n_each, Dtype dtype, void* out, int n_threads);
+// where an expert is not there.
+void run_expert_layer(const ExpertLayer& layer, const void* x, int64_t n_rows, const int64_t* experts, int64_t n_each,
+                      Dtype dtype, void* out, int n_threads);
 
 // down(gate(up(x))) of each expert that a token chose, times its share, summed; x and out: [n_tokens, hidden]. Each
 // token's result is the same whatever other tokens come with it, as far as `linear` says so.
@@ -32,7 +32,7 @@ struct Experts {
   ExpertLayer up, down;  // up: gate and up joined, 2 inner outputs
   Gate gate;
 };
-int64_t run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out, int n_threads);
+void run_experts(const Experts& experts, const void* x, const Choice& choice, Dtype dtype, void* out, int n_threads);
 
 // By what a token chooses: softmax or sigmoid of logits, of which the highest are chosen.
 struct Router {
@@ -55,6 +55,13 @@ struct Mixture {
   Router router;
   Experts experts;
 };
-int64_t run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads);
+void run_mixture(const Mixture& mixture, const void* x, int64_t n_tokens, Dtype dtype, void* out, int n_threads);
+
+// What products with experts have read since the process began.
+struct ExpertCounts {
+  int64_t read_bytes;    // of weights and of what lies beside them; what was read again for more rows counts again
+  int64_t chosen_bytes;  // of those experts of each product that some row chose, each once
+};
+ExpertCounts expert_counts();
 
 }  // namespace kvcellar
