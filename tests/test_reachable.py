@@ -130,6 +130,9 @@ def arguments(path: tuple[str, ...], *groups: type, without: tuple[str, ...] = (
         for name, hint in get_type_hints(group).items():
             if name in options and name not in without:
                 types = {hint, *get_args(hint)}
+                if bool in types:
+                    said.append(options[name].opts[0])
+                    continue
                 value = VALUES.get(name, next((v for t, v in NUMBERS.items() if t in types), None))
                 assert value is not None, f"give {options[name].opts[0]} a value in VALUES"
                 said += [options[name].opts[0], str(value)]

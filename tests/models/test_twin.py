@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
-from kvcellar.backends.torch.tiny import default_config, tiny_network, write_tiny, zoo
-from kvcellar.backends.torch.twin import CHUNK, WINDOW, keep_layers, meta_network, twin
+from kvcellar.backends.torch.networks import empty_network
+from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, write_tiny, zoo
+from kvcellar.backends.torch.twin import CHUNK, WINDOW, keep_layers
 from kvcellar.errors import ModelError
+from kvcellar.models.configs import config_from_dict
+
+
+def config_of(model_type: str, **fields: Any) -> Any:
+    return config_from_dict(default_raw(model_type, **fields))
+
+
+def twin_of(model_type: str, **fields: Any) -> Any:
+    return config_from_dict(twin_raw(default_raw(model_type, **fields)))
 
 
 def layer_types(model_type: str) -> tuple[list[str], list[str]]:
-    config = default_config(model_type)
-    return list(config.layer_types), list(twin(config).layer_types)
+    return list(config_of(model_type).layer_types), list(twin_of(model_type).layer_types)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gemma4_text", "gpt_oss", "qwen3_next"])
@@ -26,22 +37,24 @@ def test_every_type_of_layer_is_kept_in_its_order(model_type):
 
 
 def test_dense_layers_come_before_those_with_experts_as_in_the_model():
-    config = twin(default_config("deepseek_v3"))
+    config = twin_of("deepseek_v3")
     assert 0 < config.first_k_dense_replace < config.num_hidden_layers
-    experts = ["expert" in repr(layer).lower() for layer in meta_network(config).model.layers]
+    experts = [
+        "expert" in repr(layer).lower() for layer in empty_network(config.to_dict()).model.layers
+    ]
     assert experts == sorted(experts)
     assert len(set(experts)) == 2
 
 
 def test_layers_without_rope_and_their_chunks_are_kept():
-    config = twin(default_config("llama4_text"))
+    config = twin_of("llama4_text")
     assert set(config.no_rope_layers) == {0, 1}
     assert config.attention_chunk_size == CHUNK
     assert {"chunked_attention", "full_attention"} == set(config.layer_types)
 
 
 def test_layers_that_share_keys_and_values_are_kept_with_those_that_they_share():
-    config = twin(default_config("gemma3n_text"))
+    config = twin_of("gemma3n_text")
     shared = config.num_kv_shared_layers
     own = config.layer_types[:-shared]
     assert 0 < shared < config.num_hidden_layers
@@ -49,14 +62,14 @@ def test_layers_that_share_keys_and_values_are_kept_with_those_that_they_share()
 
 
 def test_windows_and_ropes_original_lengths_are_shorter_than_a_text_of_40_tokens():
-    assert twin(default_config("mistral", sliding_window=4096)).sliding_window == WINDOW
+    assert twin_of("mistral", sliding_window=4096).sliding_window == WINDOW
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
         "original_max_position_embeddings": 4096,
     }
-    small = twin(default_config("llama", rope_parameters=rope)).rope_parameters
+    small = twin_of("llama", rope_parameters=rope).rope_parameters
     assert small["original_max_position_embeddings"] == CHUNK
     assert small["factor"] == 4.0
 
@@ -69,25 +82,30 @@ def test_longrope_has_a_factor_for_each_pair_of_the_shorter_rows():
         "long_factor": [float(i) for i in range(1, 49)],
         "short_factor": [1.0] * 48,
     }
-    config = default_config("phi3", rope_parameters=rope, max_position_embeddings=131072)
-    small = twin(config)
+    small = twin_of("phi3", rope_parameters=rope, max_position_embeddings=131072)
     pairs = small.hidden_size // small.num_attention_heads // 2
     factors = small.rope_parameters["long_factor"]
     assert len(factors) == pairs
     assert factors[0] == 1.0
-    tiny_network(small)
+    random_network(small.to_dict())
 
 
-def test_the_config_itself_stays_as_it_was_and_heads_where_that_is_asked():
-    config = default_config("gemma4_text")
-    before = config.to_dict()
-    small = twin(config, keeps_heads=True)
-    assert config.to_dict() == before
-    assert small.num_attention_heads == config.num_attention_heads
-    assert small.num_key_value_heads == config.num_key_value_heads
-    dims = [config.per_layer_config[i].head_dim for i in (0, 5)]
-    assert sorted({small.per_layer_config[i].head_dim for i in range(4)}) == dims
-    assert small.hidden_size < config.hidden_size
+def test_lengths_of_heads_stay_where_that_is_asked():
+    raw = default_raw("gemma4_text")
+    before = dict(raw)
+    small = config_from_dict(twin_raw(raw, keeps_dims=True))
+    assert raw == before
+    dims = {config_from_dict(raw).per_layer_config[i].head_dim for i in (0, 5)}
+    assert {small.per_layer_config[i].head_dim for i in range(4)} == dims
+    assert small.hidden_size < raw["hidden_size"]
+
+
+def test_a_wrappers_text_part_is_shrunk_and_its_kind_stays():
+    raw = default_raw("qwen3_vl")
+    small = twin_raw(raw)
+    assert small["model_type"] == "qwen3_vl"
+    assert small["text_config"]["num_hidden_layers"] == 2 < raw["text_config"]["num_hidden_layers"]
+    assert random_network(small).config.model_type == "qwen3_vl_text"
 
 
 def test_lists_that_name_layers_name_those_that_are_kept():
@@ -125,5 +143,5 @@ def test_the_zoo_has_what_transformers_can_build():
 
 
 def test_a_family_that_transformers_does_not_know_is_refused_by_name():
-    with pytest.raises(ModelError, match="no text config of model type 'no_such'"):
-        default_config("no_such")
+    with pytest.raises(ModelError, match="no config of model type 'no_such'"):
+        default_raw("no_such")

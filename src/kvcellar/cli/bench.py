@@ -102,6 +102,7 @@ def kv_quality(
     backend: options.Backend = "torch",
     dtype: options.Dtype = None,
     device: options.Device = None,
+    is_unchecked: options.Unchecked = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure what smaller storage types of K and V cost in quality.
@@ -115,7 +116,9 @@ def kv_quality(
     wanted = kv_dtype or list(CANDIDATES)
     for name in wanted:
         parse_kv_dtype(name)
-    loaded = _load(LoadOptions(model, backend=backend, dtype=dtype, device=device))
+    loaded = _load(
+        LoadOptions(model, backend=backend, dtype=dtype, device=device, is_unchecked=is_unchecked)
+    )
     token_ids, source = reading.of(loaded, model)
     with _bar(token_ids) as report:
         results = measure_kv_quality(
@@ -143,6 +146,7 @@ def weights_quality(
         ),
     ] = None,
     reading: ReadingOptions,
+    is_unchecked: options.Unchecked = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure what smaller formats of a model's weights cost in quality, with torch on a CPU.
@@ -160,7 +164,8 @@ def weights_quality(
         dtype = "float32" if name is None else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WeightsQualityWarning)  # it is what is measured
-            return _load(LoadOptions(model, dtype=dtype, weights=name or "none"))
+            how = LoadOptions(model, dtype=dtype, weights=name or "none", is_unchecked=is_unchecked)
+            return _load(how)
 
     base = load(None)
     token_ids, source = reading.of(base, model)

@@ -21,6 +21,7 @@ class ModelOptions:
     weights: options.Weights = None
     device: options.Device = None
     chat_template: options.ChatTemplate = None
+    is_unchecked: options.Unchecked = False
 
     def options_for(self, model: str = DEMO) -> LoadOptions:
         """Return the options as functions that load a model take them; the template is read.

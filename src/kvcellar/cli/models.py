@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcellar.budget import format_size
+from kvcellar.cli.checking import check_command
 from kvcellar.cli.commands import add_command, examples
 from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
@@ -28,7 +29,7 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="Its name, as `models
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(name="models", help="Models on this machine: list them, get them.")
+    group = typer.Typer(name="models", help="Models on this machine: list, get, check them.")
     add_command(
         group,
         "list",
@@ -42,6 +43,13 @@ def register(app: typer.Typer) -> None:
         pull_command,
         "kvcellar models pull Qwen/Qwen3-0.6B",
         "kvcellar models pull bartowski/Qwen3-0.6B-GGUF:Q4_K_M",
+    )
+    add_command(
+        group,
+        "check",
+        check_command,
+        "kvcellar models check ~/models/Qwen3-0.6B",
+        "kvcellar models check --all-tiny --json",
     )
     add_command(group, "rm", rm_command, "kvcellar models rm Qwen/Qwen3-0.6B")
     app.add_typer(

@@ -92,6 +92,15 @@ Weights = Annotated[
         "--quantize",
     ),
 ]
+Unchecked = Annotated[
+    bool,
+    in_loading(
+        None,
+        "Go on with a model that was found not to compute with a cache what it computes without "
+        "one; it is warned of at every start.",
+        "--unchecked",
+    ),
+]
 Device = Annotated[
     str | None,
     in_loading(

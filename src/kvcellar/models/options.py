@@ -69,6 +69,8 @@ class LoadOptions:
             followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
             bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary; None:
             nobody.
+        is_unchecked: a model is loaded, with a warning, that was found not to be exact behind our
+            caches; otherwise it is refused.
     """
 
     model: str | Path = DEMO
@@ -84,6 +86,7 @@ class LoadOptions:
     block_size: int | None = None
     layout: str | None = None
     speculate: str | None = None
+    is_unchecked: bool = False
 
     def __post_init__(self) -> None:
         if self.cache not in CACHES:

@@ -22,6 +22,7 @@ from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.errors import ConfigError
+from kvcellar.models.check import demand_exact, verdict_of
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -31,7 +32,7 @@ from kvcellar.models.checkpoint import (
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import format_of
 from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
@@ -141,6 +142,7 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         folder = find_checkpoint(options.model, downloading)
         reading(0.0, "reading the config")
         found = _check(folder, options, asked)
+        _prove(found, options, reading)
         reading(0.02, "reading the tokenizer")
         tokenizer = load_tokenizer(folder)
         reading(0.05, "loading weights")
@@ -167,6 +169,21 @@ def load_model(options: LoadOptions, report: ProgressFn) -> TorchModel:
         decoder=None if held is None else held.decoder,
         facts=found.facts,
     )
+
+
+def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
+    """Make sure that a model is exact behind our caches; that is found out once, and kept.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if found.folder == DEMO_FOLDER:  # its tests are ours
+        return
+    report(0.01, "checking")
+    from kvcellar.backends.torch.checking import check_checkpoint, versions
+
+    verdict = verdict_of(found.raw, versions(), lambda: check_checkpoint(found.folder, found.raw))
+    demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
 
 
 def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, int]:

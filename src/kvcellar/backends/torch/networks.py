@@ -104,12 +104,15 @@ def _check_named(named: Any, known: list[type[Any]]) -> None:
 # Networks ----------------------------------------------------------------------------------------
 
 
-def empty_network(raw: Mapping[str, Any], *, attention: str | None = None) -> Any:
+def empty_network(
+    raw: Mapping[str, Any], *, attention: str | None = None, device: str = "meta"
+) -> Any:
     """Build the network that runs a checkpoint's text on the meta device: shapes, and no weights.
 
     Args:
         raw: its ``config.json``.
         attention: name of one that is registered with transformers; None: the op.
+        device: another one for a network with the weights that its class starts with.
 
     Returns:
         A module in evaluation mode with ``config`` (of the language model), ``model`` (all but the
@@ -122,7 +125,7 @@ def empty_network(raw: Mapping[str, Any], *, attention: str | None = None) -> An
     classes = NetworkClasses.of(without_format(raw))
     classes.config._attn_implementation = attention or _op()
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             whole = _reader(classes)(classes.config)
             return _network(whole, classes).eval()
     except Exception as error:  # whatever its layers do not like
@@ -356,15 +359,15 @@ class WrappedText(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
+        past_key_values: Any = None,
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
-        past_key_values: Any = None,
     ) -> Any:
         """Run the wrapper on text; the result has ``logits``."""
         return self.whole(
             input_ids=input_ids,
             position_ids=position_ids,
+            past_key_values=past_key_values,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            past_key_values=past_key_values,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.models.auto import modeling_auto
 
-from kvcellar.backends.torch.twin import VOCAB_SIZE, meta_network, twin
+from kvcellar.backends.torch.networks import WrappedText, empty_network
+from kvcellar.backends.torch.twin import LAYER_COUNTS, VOCAB_SIZE, twin
 from kvcellar.errors import ModelError
+from kvcellar.models.configs import whole_config
 from kvcellar.models.tokenizer import quiet
 
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -27,11 +29,11 @@ CHAT_TEMPLATE = (
 _DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 """Fields that some families' own defaults leave open -> what a tiny model has there."""
 
-_MOST_NUMBERS = 20_000_000
+_MOST_NUMBERS = 50_000_000
 """Numbers of a tiny model at most."""
 
-_SPREAD = 2.0
-"""Spread of a tiny model's logits where the model itself scales them to almost nothing."""
+_TOWER_LAYERS = (*LAYER_COUNTS, "depth", "encoder_layers")
+"""Names by which configs of towers count layers."""
 
 
 def zoo() -> list[str]:
@@ -48,25 +50,26 @@ def zoo() -> list[str]:
     return sorted(found)
 
 
-def default_config(model_type: str, **fields: Any) -> Any:
-    """Return the config of a family's text model with its class's own defaults, made complete.
+def default_raw(model_type: str, **fields: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a family with its class's own defaults, made complete.
 
     Args:
         model_type: the family, as its config.json has it.
-        fields: values that are wanted in place of the defaults.
+        fields: of its text part, in place of the defaults.
 
     Raises:
-        ModelError: transformers has no such family, or its defaults make no text config.
+        ModelError: transformers has no such family, or its defaults make no config.
     """
     try:
-        config = transformers.CONFIG_MAPPING[model_type]()
-        text = config.get_text_config(decoder=True)
+        whole = transformers.CONFIG_MAPPING[model_type]()
+        text = whole.get_text_config(decoder=True)
         raw = {**text.to_dict(), **fields}
-        return type(text)(**{**raw, **_open(raw)})
+        return raw_of(with_text(whole, type(text)(**{**raw, **_open(raw)})))
     except Exception as error:  # whatever a config class does not like of its own defaults
+        said = (str(error).strip().splitlines() or [""])[-1].strip()
         raise ModelError(
-            f"transformers makes no text config of model type {model_type!r} by its defaults: "
-            f"{type(error).__name__}: {error}; give the fields that it lacks"
+            f"transformers makes no config of model type {model_type!r} by its own defaults: "
+            f"{type(error).__name__}: {said}; give the fields that it lacks"
         ) from error
 
 
@@ -79,30 +82,106 @@ def _open(raw: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in raw and raw[key] is None}
 
 
-def tiny_network(config: Any, seed: int = 0) -> Any:
-    """Return a network of a twin's config with random weights whose logits say something.
+def twin_raw(raw: Mapping[str, Any], *, keeps_dims: bool = False) -> dict[str, Any]:
+    """Return the ``config.json`` of a model's twin; a wrapper's towers get one layer.
+
+    Args:
+        raw: the model's.
+        keeps_dims: as of :func:`~kvcellar.backends.torch.twin.twin`.
 
     Raises:
-        ModelError: its parts are not small.
+        ModelError: the config makes no model, or no small one.
     """
-    n_numbers = sum(parameter.numel() for parameter in meta_network(config).parameters())
+    whole = _without_towers(raw)
+    names = {key: raw[key] for key in ("architectures",) if raw.get(key)}
+
+    def small(text: Any) -> dict[str, Any]:
+        return {**raw_of(with_text(whole, text)), **names}
+
+    text = whole.get_text_config(decoder=True)
+    return small(twin(text, lambda text: empty_network(small(text)), keeps_dims=keeps_dims))
+
+
+def _without_towers(raw: Mapping[str, Any]) -> Any:
+    """Return a config whose towers have one layer, which is what they are taken away with."""
+    config = whole_config(raw)
+    text = config.get_text_config(decoder=True)
+    low = {
+        name: {**part, **{key: 1 for key in _TOWER_LAYERS if type(part.get(key)) is int}}
+        for name, part in raw.items()
+        if isinstance(part, Mapping) and getattr(config, name, None) is not text
+    }
+    try:
+        return whole_config({**raw, **low})
+    except ModelError:  # some count theirs in other fields as well
+        return config
+
+
+def with_text(config: Any, text: Any) -> Any:
+    """Return a wrapper's config with another text part; of a text config that is all."""
+    before = config.get_text_config(decoder=True)
+    if before is config:
+        return text
+    fields = config.to_dict()
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part.get_text_config(decoder=True) is before:
+            fields[name] = with_text(part, text).to_dict()
+    return type(config)(**fields)
+
+
+def raw_of(config: Any) -> dict[str, Any]:
+    """Return what a config's ``config.json`` has."""
+    return {**config.to_dict(), "model_type": config.model_type}
+
+
+def random_network(raw: Mapping[str, Any], *, attention: str | None = None, seed: int = 0) -> Any:
+    """Return the network of a small config in memory, with random weights in float32.
+
+    The same seed gives the same weights, whatever the attention.
+
+    Args:
+        raw: its ``config.json``.
+        attention: as of :func:`~kvcellar.backends.torch.networks.empty_network`.
+        seed: of the weights.
+
+    Raises:
+        ModelError: it is not small, or cannot be built.
+    """
+    network = empty_network(raw, attention=attention)
+    n_numbers = sum(parameter.numel() for parameter in network.parameters())
     if n_numbers > _MOST_NUMBERS:
         raise ModelError(
-            f"a twin of {config.model_type} has {n_numbers:,} numbers, more than "
+            f"a twin of {raw.get('model_type')} has {n_numbers:,} numbers, more than "
             f"{_MOST_NUMBERS:,}; some of its parts have sizes that nobody here knows"
         )
-    auto: Any = transformers.AutoModelForCausalLM
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        network = auto.from_config(config, dtype=torch.float32)
+        config = whole_config(raw)
+        if config.get_text_config(decoder=True) is not config:  # towers are taken away
+            _start(network)
+        else:
+            network = empty_network(raw, attention=attention, device="cpu").float()
     randomise(network, seed)
-    network.eval()
-    head = network.get_output_embeddings()
-    with torch.no_grad():
-        spread = network(torch.arange(24)[None], use_cache=False).logits.std().item()
-        if head is not None and 0.0 < spread < 1.0:
-            head.weight.mul_(_SPREAD / spread)
-    return network
+    return network.eval()
+
+
+def _start(network: Any) -> None:
+    """Give a network on the meta device the values that its classes start with, in place.
+
+    As transformers itself does for tensors that a checkpoint lacks.
+    """
+    network.to_empty(device="cpu").float()
+    for module in network.modules():
+        module._is_hf_initialized = False
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor._is_hf_initialized = False
+    _whole(network).initialize_weights()
+
+
+def _whole(network: Any) -> Any:
+    """Return the module of transformers that a network is, or is in."""
+    return network.whole if isinstance(network, WrappedText) else network
 
 
 def randomise(network: torch.nn.Module, seed: int = 0) -> None:
@@ -131,18 +210,17 @@ def write_tiny(model_type: str, folder: Path, seed: int = 0, **fields: Any) -> P
 
     Args:
         model_type: the family, as its config.json has it.
-        folder: where to; made if it is not there.
+        folder: where to; made if it is not there. A wrapper's has its text part alone.
         seed: of the weights.
         fields: values that are wanted in place of the family's defaults.
 
     Raises:
         ModelError: transformers has no such family, or no small model of it can be built.
     """
-    config = twin(default_config(model_type, **fields))
-    network = tiny_network(config, seed)
+    network = random_network(twin_raw(default_raw(model_type, **fields)), seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     with quiet(lambda part: None):
-        network.save_pretrained(folder)
+        _whole(network).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

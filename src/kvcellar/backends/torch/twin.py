@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 
 from kvcellar.errors import ModelError
 
@@ -37,42 +36,41 @@ Build = Callable[[Any], torch.nn.Module]
 """Function from a config to its network on the meta device."""
 
 
-def twin(config: Any, *, keeps_heads: bool = False, build: Build | None = None) -> Any:
+def twin(config: Any, build: Build, *, keeps_dims: bool = False) -> Any:
     """Return a small config of the same class, whose layers are of the same kinds.
 
     Args:
         config: a text config of transformers; it stays as it is.
-        keeps_heads: heads and their lengths stay, and hidden sizes that follow from them.
-        build: makes a network of a config; None: as transformers' causal language models are made.
+        build: makes a network of a text config.
+        keeps_dims: the lengths of heads stay.
 
     Raises:
         ModelError: no small model of these classes can be built.
     """
-    make = build or meta_network
-    small = shrink(config.to_dict(), keeps_heads=keeps_heads)
-    whole = _checked(type(config), small, make)
-    n_layers, layers = layers_of(make(whole))
+    small = shrink(config.to_dict(), keeps_dims=keeps_dims)
+    whole = _checked(type(config), small, build)
+    n_layers, layers = layers_of(build(whole))
     if n_layers <= 2 * _MOST_OF_A_KIND:
         return whole
     for has_numbers in (True, False):
         kinds = [kind_of(layer, has_numbers=has_numbers) for layer in layers]
         for kept in (_some_of_each(kinds), list(range(_first_with_all(kinds)))):
             candidate = type(config)(**keep_layers(small, n_layers, kept))
-            if _kinds_there(candidate, make, has_numbers=has_numbers) == set(kinds):
+            if _kinds_there(candidate, build, has_numbers=has_numbers) == set(kinds):
                 return candidate
     return whole
 
 
-def _kinds_there(config: Any, make: Build, *, has_numbers: bool) -> set[Any]:
+def _kinds_there(config: Any, build: Build, *, has_numbers: bool) -> set[Any]:
     """Return the kinds of layers that a config's network has; none if it cannot be built."""
     try:
-        layers = layers_of(make(config))[1]
+        layers = layers_of(build(config))[1]
     except Exception:  # whatever a class does not like of other layers
         return set()
     return {kind_of(layer, has_numbers=has_numbers) for layer in layers}
 
 
-def _checked(cls: Any, fields: Mapping[str, Any], make: Build) -> Any:
+def _checked(cls: Any, fields: Mapping[str, Any], build: Build) -> Any:
     """Return a config of which a network was built.
 
     Raises:
@@ -80,21 +78,15 @@ def _checked(cls: Any, fields: Mapping[str, Any], make: Build) -> Any:
     """
     try:
         config = cls(**fields)
-        make(config)
+        build(config)
+    except ModelError:
+        raise
     except Exception as error:  # whatever its layers do not like
         raise ModelError(
             f"no small {fields.get('model_type')} model can be built: "
             f"{type(error).__name__}: {error}; try the model itself"
         ) from error
     return config
-
-
-def meta_network(config: Any) -> torch.nn.Module:
-    """Return the causal language model of a config on the meta device."""
-    auto: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        network: torch.nn.Module = auto.from_config(config)
-    return network
 
 
 # --- layers -------------------------------------------------------------------------------------
@@ -106,7 +98,7 @@ def layers_of(network: torch.nn.Module) -> tuple[int, list[torch.nn.Module]]:
     Lists within a layer, such as experts, and of other length than the config's layers are none.
     """
     config = network.config
-    counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
+    counts = [getattr(config, name, None) for name in LAYER_COUNTS]
     lists = [list(m) for m in network.modules() if isinstance(m, torch.nn.ModuleList)]
     layers: list[torch.nn.Module] = next((m for m in lists if len(m) in counts), [])
     return len(layers), layers
@@ -154,7 +146,7 @@ def _first_with_all(kinds: list[Any]) -> int:
     return max(last_new + 1, min(len(kinds), _MOST_OF_A_KIND))
 
 
-_LAYER_COUNTS = (
+LAYER_COUNTS = (
     "num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "decoder_layers",
     "num_decoder_layers", "num_layers_per_stack", "num_blocks",
 )  # fmt: skip
@@ -178,7 +170,7 @@ def keep_layers(fields: Mapping[str, Any], n_layers: int, kept: list[int]) -> di
 
 def _kept(key: str, value: Any, n_layers: int, kept: list[int]) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
-        if key in _LAYER_COUNTS and value % n_layers == 0:
+        if key in LAYER_COUNTS and value % n_layers == 0:
             return len(kept) * (value // n_layers)
         if _FIRST_LAYERS.match(key):
             return sum(layer < value for layer in kept)
@@ -224,13 +216,11 @@ class _Sizes:
     Attributes:
         hidden: the model's hidden size -> the twin's.
         head_dims: lengths of head rows -> the twin's.
-        keeps_heads: heads and their lengths stay.
         n_heads: the model's query heads.
     """
 
     hidden: tuple[int, int]
     head_dims: Mapping[int, int]
-    keeps_heads: bool
     n_heads: int
 
 
@@ -244,10 +234,10 @@ _HEADS = re.compile(
 _KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups")
 
 
-def shrink(fields: Mapping[str, Any], *, keeps_heads: bool = False) -> dict[str, Any]:
+def shrink(fields: Mapping[str, Any], *, keeps_dims: bool = False) -> dict[str, Any]:
     """Return a config's fields with everything small, and as many layers as before."""
     fields = _named(fields)
-    sizes = _sizes(fields, keeps_heads)
+    sizes = _sizes(fields, keeps_dims)
     small = _shrunk(fields, sizes)
     _fit_products(fields, small)
     _fit_rope(fields, small)
@@ -263,7 +253,7 @@ def _named(fields: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _sizes(fields: Mapping[str, Any], keeps_heads: bool) -> _Sizes:
+def _sizes(fields: Mapping[str, Any], keeps_dims: bool) -> _Sizes:
     n_heads = (
         _first(
             fields,
@@ -289,14 +279,14 @@ def _sizes(fields: Mapping[str, Any], keeps_heads: bool) -> _Sizes:
     unit = 16 if len(found) <= 1 else 8
     dims = {dim: max(unit * min(round(dim / base * 2), 8) // 2, 4) for dim in found}
     explicit = fields.get("head_dim")
-    if keeps_heads:
+    if keeps_dims:
         dims = {dim: dim for dim in found}
-        small = 64 if explicit else hidden
+        small = _N_HEADS * (explicit or max(hidden // n_heads, 1))
     elif explicit and explicit * n_heads != hidden:
         small = 96
     else:
         small = _N_HEADS * dims.get(explicit or 0, 16)
-    return _Sizes((hidden, small), dims, keeps_heads, n_heads)
+    return _Sizes((hidden, small), dims, n_heads)
 
 
 def _parts(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -329,7 +319,7 @@ def _size(key: str, value: int, fields: Mapping[str, Any], sizes: _Sizes) -> int
     """Return a twin's value of one whole number; what nobody knows stays."""
     if key.endswith(("token_id", "token_ids", "token_index", "_index", "padding_idx")):
         return value if value < VOCAB_SIZE else VOCAB_SIZE - 1 - value % 8
-    if value <= 0 or key in _LAYER_COUNTS:
+    if value <= 0 or key in LAYER_COUNTS:
         return value
     for pattern, size in _RULES:
         if pattern.search(key):
@@ -340,12 +330,6 @@ def _size(key: str, value: int, fields: Mapping[str, Any], sizes: _Sizes) -> int
 
 
 def _heads(value: int, sizes: _Sizes) -> int:
-    return value if sizes.keeps_heads else min(value, _N_HEADS if value == sizes.n_heads else 2)
-
-
-def _kv_heads(value: int, sizes: _Sizes) -> int:
-    if sizes.keeps_heads:
-        return value
     return min(value, _N_HEADS if value == sizes.n_heads else 2)
 
 
@@ -367,7 +351,7 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[int, _Sizes], int]], ...] = tuple
     (re.compile(pattern), size)
     for pattern, size in (
         (r"vocab_size", _to(VOCAB_SIZE)),
-        (_KV_HEADS.pattern, _kv_heads),
+        (_KV_HEADS.pattern, _heads),
         (r"^linear_num_value_heads$", _to(4)),
         (r"^linear_num_key_heads$", _to(2)),
         (_HEADS.pattern, _heads),

@@ -1,0 +1,200 @@
+"""Checks of models of transformers: on the model itself where that is quick, else on its twin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from kvcellar import __version__
+from kvcellar.backends.torch.latent import bind_latents
+from kvcellar.backends.torch.networks import empty_network, load_network
+from kvcellar.backends.torch.probe import learn_facts
+from kvcellar.backends.torch.ropes import hold_ropes
+from kvcellar.backends.torch.runner import TorchRunner
+from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw
+from kvcellar.errors import KVCellarError, ModelError
+from kvcellar.models.check import CAPACITY, VERSION, Subject, Verdict, compare, kinds_of
+from kvcellar.models.facts import ModelFacts
+from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.registry import CacheSession
+from kvcellar.types import IntArray
+
+MOST_NUMBERS = 4_000_000
+"""Numbers of a model that is checked itself."""
+
+_SHORT = 64
+"""Longest window or chunk that the texts of a check meet."""
+
+Report = Callable[[float], None]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a verdict depends on."""
+    return {
+        "kvcellar": __version__,
+        "check": str(VERSION),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def unheard(part: float) -> None:
+    """Report to nobody."""
+
+
+def check_checkpoint(folder: Path, raw: Mapping[str, Any], report: Report = unheard) -> Verdict:
+    """Compare a model behind our caches with its own eager attention over whole texts, in float32.
+
+    Args:
+        folder: the checkpoint.
+        raw: its ``config.json``.
+        report: is told how much is done.
+    """
+
+    def make() -> _Pair:
+        facts = learn_facts(raw)
+        spans = [span for group in facts.params.groups for span in (group.window, group.chunk)]
+        is_met = all(span is None or span <= _SHORT for span in spans) and facts.rope.is_fixed
+        if not is_met or _count(empty_network(raw)) > MOST_NUMBERS:
+            return _twins(raw)
+        ours, theirs = (
+            load_network(
+                folder, raw, dtype=torch.float32, device=torch.device("cpu"), attention=attention
+            )
+            for attention in (None, "eager")
+        )
+        return _pair(ours, theirs, facts, "the model itself, of")
+
+    return _check(str(raw.get("model_type")), make, report)
+
+
+def check_family(model_type: str, report: Report = unheard, **fields: Any) -> Verdict:
+    """Compare a family's twin with itself, made of the family's default config.
+
+    Args:
+        model_type: as ``zoo`` has it.
+        report: is told how much is done.
+        fields: of its text part, in place of the defaults.
+    """
+    return _check(model_type, lambda: _twins(default_raw(model_type, **fields)), report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One model twice.
+
+    Attributes:
+        ours: on the op.
+        theirs: with eager attention.
+        facts: of the model.
+        name: what it is.
+    """
+
+    ours: Any
+    theirs: Any
+    facts: ModelFacts
+    name: str
+
+
+def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
+    """Make a pair of networks and compare them; whatever goes wrong is the verdict's reason."""
+    start = time.perf_counter()
+    layers: tuple[str, ...] = ()
+    name, own, reason = "nothing", None, None
+    differences: dict[str, dict[str, float]] = {}
+    try:
+        pair = make()
+        name, layers = pair.name, kinds_of(pair.facts.params)
+        own = own_gap(pair.theirs, pair.facts.vocab_size)
+        differences = compare(_subject(pair, report))
+    except Exception as error:  # whatever transformers' own code does not like
+        said = (str(error).strip().splitlines() or [""])[0]
+        reason = said if isinstance(error, KVCellarError) else f"{type(error).__name__}: {said}"
+    seconds = round(time.perf_counter() - start, 2)
+    return Verdict(family, layers, name, differences, own, reason, versions(), seconds)
+
+
+def _twins(raw: Mapping[str, Any]) -> _Pair:
+    """Return a pair of networks of a model's twin, with the same random weights.
+
+    Raises:
+        ModelError: there is no twin, or its attention cannot be served.
+    """
+    try:
+        small = twin_raw(raw)
+        facts = learn_facts(small)
+    except ModelError:  # some sizes belong to heads, and are nowhere in the config
+        small = twin_raw(raw, keeps_dims=True)
+        facts = learn_facts(small)
+    facts.params  # noqa: B018 (what cannot be served is refused first)
+    theirs = random_network(small, attention="eager")
+    ours = random_network(small)
+    ours.load_state_dict(theirs.state_dict())
+    return _pair(ours, theirs, facts, f"a twin of {facts.n_layers} layers and")
+
+
+def _pair(ours: Any, theirs: Any, facts: ModelFacts, name: str) -> _Pair:
+    """Return a pair of networks of which one is held as loading holds it."""
+    hold_ropes(ours)
+    bind_latents(ours, facts.latents)
+    return _Pair(ours, theirs, facts, f"{name} {_count(theirs):,} numbers")
+
+
+def _count(network: Any) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def own_gap(network: Any, vocab_size: int) -> float | None:
+    """Return how far a network's own chunked logits are from those of the whole text at once.
+
+    With the cache that it makes itself. None: it does not take tokens in chunks.
+    """
+    ids = torch.from_numpy(np.random.default_rng(1).integers(0, min(vocab_size, 250), (1, 60)))
+    at = torch.arange(60)[None]
+    gap, past = 0.0, None
+    try:
+        with torch.inference_mode():
+            want = network(input_ids=ids, position_ids=at, use_cache=False).logits
+            for start, stop in ((0, 30), (30, 31), (31, 60)):
+                out = network(
+                    input_ids=ids[:, start:stop],
+                    position_ids=at[:, start:stop],
+                    past_key_values=past,
+                    use_cache=True,
+                )
+                past = out.past_key_values
+                gap = max(gap, (out.logits - want[:, start:stop]).abs().max().item())
+    except Exception:  # not every model does
+        return None
+    return gap
+
+
+def _subject(pair: _Pair, report: Report) -> Subject:
+    """Return a pair of networks as the neutral check takes them."""
+    facts = pair.facts
+
+    def oracle(texts: IntArray) -> FloatArray:
+        ids = torch.from_numpy(texts)
+        at = torch.arange(ids.shape[1])[None].expand_as(ids)
+        with torch.inference_mode():
+            logits = pair.theirs(input_ids=ids, position_ids=at, use_cache=False).logits
+        found: FloatArray = logits.float().numpy()
+        return found
+
+    def bind(session: CacheSession[Any]) -> Runner:
+        length = facts.rope.length_for(CAPACITY)
+        return TorchRunner(
+            pair.ours, None, facts.params, facts.vocab_size, session, rope_length=length
+        )
+
+    subject = Subject(facts.params, facts.vocab_size, oracle, bind, "torch", report=report)
+    if not facts.rope.is_fixed:  # factors are those of the longest text that the caches hold
+        subject.n_columns = CAPACITY
+    return subject

@@ -1,0 +1,396 @@
+"""Proof that a model behind our caches is the model: its logits against those of its own code.
+
+Texts are run in every way that a cache is used in, through three kinds of caches, and each token's
+logits are held to those that the model's own code computes from the whole text at once, without a
+cache. A model for which that is not so is refused; a person may go on with a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcellar.errors import ModelError
+from kvcellar.models.known import keep, known_path
+from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.registry import (
+    CacheSession,
+    make_decode_session,
+    make_seq_session,
+    make_tree_session,
+)
+from kvcellar.types import IntArray, LayerGroup, ModelCacheParams, make_config
+
+TOLERANCE = 2e-4
+"""Most that a logit may differ, in float32."""
+
+VERSION = 1
+"""Version of what is compared; verdicts of another one are found again."""
+
+CACHES: Mapping[str, Callable[..., CacheSession[Any]]] = {
+    "contiguous": make_decode_session,
+    "seq": make_seq_session,
+    "tree": make_tree_session,
+}
+"""Kinds of caches that a model is checked on."""
+
+PARTS = ("prefill", "chunks", "decode", "rollback", "fork", "batch")
+"""Ways in which tokens come, in the order in which they are compared."""
+
+CAPACITY = 320
+"""Cells of the caches."""
+
+_LENGTH, _PREFILL, _DECODES, _FORK, _CUT = 88, 64, 16, 40, 70
+"""Tokens of a text; of its first forward; those that come one by one behind 8 more; and where a
+fork and another end begin."""
+
+_MAIN, _LEFT, _RIGHT, _OTHER, _FIRST, _SECOND, _THIRD, _CHANGED = range(8)
+"""Texts: one, two that leave it at the fork, one that leaves it at the cut, three strangers, and
+the first with another first token."""
+
+_TELLING = 100 * TOLERANCE
+"""Least that another first token must move a logit behind it."""
+
+Oracle = Callable[[IntArray], FloatArray]
+"""Function from tokens ``[B, T]`` to the model's own logits ``[B, T, vocab_size]``, uncached."""
+
+
+class InexactModelWarning(UserWarning):
+    """A model that is used though it was found not to be exact behind our caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Outcome of a check.
+
+    Attributes:
+        family: ``model_type`` of the model's text part.
+        layers: kinds of its layers, with how many there are of each.
+        subject: what was compared.
+        differences: cache -> way in which tokens came -> most that a logit differed.
+        own: most that the model's own code, with its own cache in chunks, differs from itself
+            without; None: it was not tried, or cannot do it.
+        reason: why nothing, or not all, could be compared; None: all was.
+        versions: of what this depends on.
+        seconds: that it took.
+    """
+
+    family: str
+    layers: tuple[str, ...]
+    subject: str
+    differences: Mapping[str, Mapping[str, float]]
+    own: float | None
+    reason: str | None
+    versions: Mapping[str, str]
+    seconds: float
+
+    @property
+    def worst(self) -> float:
+        """Most that any logit differed; infinite where nothing was compared."""
+        found = [value for parts in self.differences.values() for value in parts.values()]
+        return max(found, default=float("inf"))
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every logit was within the tolerance in every way."""
+        return self.reason is None and self.worst <= TOLERANCE
+
+    def worst_of(self, part: str) -> float | None:
+        """Return the most that a logit differed in one way, on any cache; None: not compared."""
+        found = [parts[part] for parts in self.differences.values() if part in parts]
+        return max(found, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as a JSON object, with what follows from its figures."""
+        worst = self.worst if self.differences else None
+        return {**asdict(self), "worst": worst, "is_exact": self.is_exact, "tolerance": TOLERANCE}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Verdict:
+        """Make a verdict of what ``to_json`` wrote.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            own = {one.name: value[one.name] for one in fields(cls)}
+            made = cls(**{**own, "layers": tuple(own["layers"])})
+            if made.reason is None and set(made.differences) != set(CACHES):
+                raise TypeError("caches are missing")
+            made.worst  # noqa: B018 (its figures are numbers)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is no verdict: {error}") from error
+        return made
+
+    def refusal(self, name: str) -> str:
+        """Return in a sentence that a model is not exact, with the figures."""
+        if self.reason is not None:
+            return f"{name} cannot be run exactly behind a cache of kvcellar: {self.reason}"
+        parts = ", ".join(
+            f"{part} {value:.1e}"
+            for part in PARTS
+            if (value := self.worst_of(part)) is not None and value > TOLERANCE
+        )
+        own = ""
+        if self.own is not None and self.own > TOLERANCE:
+            own = f"; the model's own code differs from itself by {self.own:.1e} in chunks"
+        return (
+            f"{name} is not exact behind a cache of kvcellar: logits differ from the model's own "
+            f"by {self.worst:.1e} ({parts}), and at most {TOLERANCE:.0e} is allowed{own}; compared "
+            f"was {self.subject}"
+        )
+
+
+def kinds_of(params: ModelCacheParams) -> tuple[str, ...]:
+    """Return the kinds of a model's layers in a few words each, with how many there are."""
+    said = [f"{len(group.layers)} {_kind(group)}" for group in params.groups]
+    return (*said, *([f"{len(params.shared)} shared"] if params.shared else []))
+
+
+def _kind(group: LayerGroup) -> str:
+    """Return what a query of a group's layers sees, in a word or two."""
+    latent = "latent " if group.is_latent else ""
+    if group.window is not None:
+        return f"{latent}window {group.window}"
+    return f"{latent}chunk {group.chunk}" if group.chunk is not None else f"{latent}full"
+
+
+def verdict_of(
+    raw: Mapping[str, Any], versions: Mapping[str, str], find: Callable[[], Verdict]
+) -> Verdict:
+    """Return the verdict on a model, which is found and kept where it is not known.
+
+    Args:
+        raw: its ``config.json``.
+        versions: of what a verdict depends on; one of others is found again.
+        find: is called where there is none.
+    """
+    path = verdict_path(raw, versions)
+    with suppress(OSError, ValueError, RecursionError):
+        verdict = Verdict.from_json(json.loads(path.read_text(encoding="utf-8")))
+        if dict(verdict.versions) == dict(versions):
+            return verdict
+    verdict = find()
+    keep_verdict(raw, versions, verdict)
+    return verdict
+
+
+def keep_verdict(raw: Mapping[str, Any], versions: Mapping[str, str], verdict: Verdict) -> None:
+    """Keep a verdict for later loads; a folder that cannot be written is no error."""
+    keep(verdict_path(raw, versions), verdict.to_json())
+
+
+def verdict_path(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+    """Return where the verdict on a model is kept: beside its facts."""
+    return known_path(raw, f"transformers {versions['transformers']}").with_suffix(".check.json")
+
+
+def demand_exact(verdict: Verdict, name: str, *, is_unchecked: bool) -> None:
+    """Refuse a model that is not exact, or warn of it where a person goes on with it.
+
+    Args:
+        verdict: on the model.
+        name: as a person knows it.
+        is_unchecked: the person goes on.
+
+    Raises:
+        ModelError: it is not exact; with the figures, and the way out.
+
+    Warns:
+        InexactModelWarning: it is not exact, and ``is_unchecked``.
+    """
+    if verdict.is_exact:
+        return
+    if not is_unchecked:
+        raise ModelError(
+            f"{verdict.refusal(name)}. Choose another model, or go on at your own risk with "
+            f"--unchecked"
+        )
+    warnings.warn(verdict.refusal(name), InexactModelWarning, stacklevel=3)
+
+
+# --- playing ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Subject:
+    """Model to be checked, in whatever runtime.
+
+    Attributes:
+        params: facts for its caches.
+        vocab_size: rows of its embedding.
+        oracle: the model's own code.
+        bind: joins the model with a session.
+        backend: whose sessions it takes.
+        n_columns: tokens of the texts that the oracle is given; it is compared on the first of
+            them. More than those where a text's length changes every position.
+        report: is told how much of the check is done.
+    """
+
+    params: ModelCacheParams
+    vocab_size: int
+    oracle: Oracle
+    bind: Callable[[CacheSession[Any]], Runner]
+    backend: str
+    n_columns: int = _LENGTH
+    report: Callable[[float], None] = field(default=lambda part: None)
+
+
+def compare(subject: Subject) -> dict[str, dict[str, float]]:
+    """Play all texts on all kinds of caches; return cache -> part -> most that a logit differed.
+
+    Raises:
+        Exception: whatever the model raises.
+    """
+    texts = make_texts(subject.vocab_size, subject.n_columns)
+    want = subject.oracle(texts)
+    _check_telling(want)
+    found: dict[str, dict[str, float]] = {}
+    for done, (kind, make_session) in enumerate(CACHES.items()):
+        subject.report(done / len(CACHES))
+        parts: dict[str, float] = {}
+        for play in _PLAYS if kind != "contiguous" else _PLAYS[:2]:
+            config = make_config(subject.params, CAPACITY, min_chunk=_PREFILL)
+            with make_session(subject.backend, config) as session:
+                player = _Player(session, subject.bind(session), texts, kind == "contiguous")
+                for part, row, at, got in play(player):
+                    gap = float(np.abs(got - want[row, at : at + len(got)]).max())
+                    worst = max(parts.get(part, 0.0), gap)
+                    parts[part] = worst if np.isfinite(gap) else float("inf")
+        found[kind] = parts
+    subject.report(1.0)
+    return found
+
+
+def _check_telling(logits: FloatArray) -> None:
+    """Make sure that logits would tell if a model saw other tokens than it should.
+
+    Raises:
+        ModelError: they hardly would.
+    """
+    if not np.isfinite(logits).all():
+        raise ModelError("the model's own logits are not finite on random tokens")
+    moved = float(np.abs(logits[_CHANGED, 1:5] - logits[_MAIN, 1:5]).max())
+    if moved < _TELLING:
+        raise ModelError(
+            f"the model's own logits say too little: another first token moves them by "
+            f"{moved:.1e}, and it must be {_TELLING:.0e} for the check to mean anything"
+        )
+
+
+def make_texts(vocab_size: int, n_columns: int) -> IntArray:
+    """Return the texts ``[8, n_columns]``: random tokens, alike as far as the plays want them.
+
+    Only low ids: high ones may stand for images.
+    """
+    texts = np.random.default_rng(7).integers(0, min(vocab_size, 250), (8, n_columns))
+    texts[[_LEFT, _RIGHT], :_FORK] = texts[_MAIN, :_FORK]
+    texts[_OTHER, :_CUT] = texts[_MAIN, :_CUT]
+    texts[_CHANGED, 1:] = texts[_MAIN, 1:]
+    return texts
+
+
+_Piece = tuple[str, int, int, FloatArray]
+"""Part, text, position of the first token, and logits ``[T, vocab_size]``."""
+
+
+class _Player:
+    """A session and a model bound to it, fed with the texts."""
+
+    def __init__(
+        self, session: CacheSession[Any], runner: Runner, texts: IntArray, is_one: bool
+    ) -> None:
+        """Start with an empty cache."""
+        self.cache: Any = session.cache
+        self._runner, self._texts = runner, texts
+        self._is_one = is_one
+        self._at: dict[int, int] = {}
+
+    def feed(self, text: int, n_tokens: int, seq_id: int = 0) -> FloatArray:
+        """Run the next tokens of a text in one forward; return their logits."""
+        return self.batch([(seq_id, text, n_tokens)])[0]
+
+    def batch(self, pieces: Sequence[tuple[int, int, int]]) -> list[FloatArray]:
+        """Run pieces of several texts as one flat batch; return the logits of each piece.
+
+        Args:
+            pieces: sequence, text and number of tokens of each.
+        """
+        ids: list[int] = []
+        seq_ids: list[int] = []
+        for seq_id, text, n_tokens in pieces:
+            at = self._at.get(seq_id, 0)
+            ids += self._texts[text, at : at + n_tokens].tolist()
+            seq_ids += [seq_id] * n_tokens
+            self._at[seq_id] = at + n_tokens
+        positions = (
+            range(self.cache.length, self.cache.length + len(ids))
+            if self._is_one
+            else self.cache.begin_step(seq_ids)
+        )
+        logits = self._runner.forward(ids, list(positions), range(len(ids)))
+        ends = np.cumsum([n_tokens for _, _, n_tokens in pieces])[:-1]
+        return np.split(logits, ends)
+
+    def cut(self, length: int, seq_id: int = 0) -> None:
+        """Go back to the first tokens of a sequence."""
+        if self._is_one:
+            self.cache.rewind(length)
+        else:
+            self.cache.seq_rm(seq_id, length)
+        self._at[seq_id] = length
+
+    def fork(self, seq_id: int, to: int) -> None:
+        """Have another sequence go on from where one is."""
+        self.cache.seq_cp(seq_id, to)
+        self._at[to] = self._at[seq_id]
+
+
+def _play_one(player: _Player) -> Iterator[_Piece]:
+    """Play a text in two forwards and then token by token, take it back twice, and go on."""
+    yield "prefill", _MAIN, 0, player.feed(_MAIN, _PREFILL)
+    at = _LENGTH - _DECODES
+    yield "chunks", _MAIN, _PREFILL, player.feed(_MAIN, at - _PREFILL)
+    for i in range(at, _LENGTH):
+        yield "decode", _MAIN, i, player.feed(_MAIN, 1)
+    player.cut(_LENGTH - 5)
+    yield "rollback", _MAIN, _LENGTH - 5, player.feed(_MAIN, 3)
+    player.cut(_CUT)
+    yield "rollback", _OTHER, _CUT, player.feed(_OTHER, _LENGTH - _CUT)
+
+
+def _play_chunks(player: _Player) -> Iterator[_Piece]:
+    """Play a text token by token, then seven at a time, and the rest at once."""
+    at = 0
+    for size in [1] * 12 + [7] * 4 + [_LENGTH - 40]:
+        yield "chunks", _FIRST, at, player.feed(_FIRST, size)
+        at += size
+
+
+def _play_many(player: _Player) -> Iterator[_Piece]:
+    """Fork a text and go on with both, beside three others, in flat batches."""
+    player.feed(_MAIN, _FORK)
+    player.fork(0, 1)
+    at = _FORK
+    for size in (5, 1, 12, 1):
+        left, right = player.batch([(0, _LEFT, size), (1, _RIGHT, size)])
+        yield "fork", _LEFT, at, left
+        yield "fork", _RIGHT, at, right
+        at += size
+    starts = [0, 0, 0]
+    for sizes in ((21, 5, 12), (1, 1, 1), (1, 7, 1), (1, 1, 19), (1, 1, 1)):
+        pieces = [(2 + i, _FIRST + i, size) for i, size in enumerate(sizes)]
+        order = pieces[1:] + pieces[:1]
+        for (seq_id, text, size), got in zip(order, player.batch(order), strict=True):
+            yield "batch", text, starts[seq_id - 2], got
+            starts[seq_id - 2] += size
+
+
+_PLAYS = (_play_one, _play_chunks, _play_many)

@@ -1,0 +1,233 @@
+"""Models of every family are exact behind our caches; what is not is refused, with the figures."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar.backends.torch import checking
+from kvcellar.backends.torch.checking import check_checkpoint, check_family, versions
+from kvcellar.backends.torch.tiny import write_tiny
+from kvcellar.errors import ModelError
+from kvcellar.models import check as check_module
+from kvcellar.models import load_model
+from kvcellar.models.check import (
+    CACHES,
+    PARTS,
+    TOLERANCE,
+    InexactModelWarning,
+    Verdict,
+    verdict_path,
+)
+from kvcellar.models.checkpoint import read_config
+
+EXACT = """
+afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
+deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma
+gemma2 gemma3 gemma3_text gemma4 gemma4_unified glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 jais2 kolibri1 laguna llama mellum
+mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert-decoder
+nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen3 qwen3_moe
+qwen3_vl
+"""
+"""Families that are exact. One that is here and is not any more is a fault."""
+
+REFUSED = {
+    "bert": "lets a token of layer 0 see others than those before it",
+    "bart": "reads with an encoder",
+    "bloom": "takes no position_ids",
+    "gpt_neox_japanese": "does not call its attention through the interface",
+    "deepseek_v32": "gives the attention of layer 0 indices",
+    "diffllama": "attends more than once in layer 0",
+    "kimi_linear": "keeps something else than K and V per token in",
+    "qwen3_next": "keeps something else than K and V per token in",
+}
+"""Families that are refused -> why, one of each kind."""
+
+
+@pytest.mark.parametrize("family", EXACT.split())
+def test_a_family_is_exact_in_every_way_and_on_every_cache(family):
+    verdict = check_family(family)
+    assert verdict.reason is None
+    assert verdict.worst <= TOLERANCE, verdict.differences
+    assert set(verdict.differences) == set(CACHES)
+    assert set(verdict.differences["seq"]) == set(verdict.differences["tree"]) == set(PARTS)
+
+
+LONG = {"long_factor": [1.5 + i for i in range(48)], "short_factor": [1.0] * 48}
+
+ROPES: dict[str, dict[str, Any]] = {
+    "longrope": {"factor": 32.0, **LONG, "original_max_position_embeddings": 4096},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
+    "linear": {"factor": 2.0},
+}
+"""Kinds of RoPE with numbers of their own."""
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_that_are_scaled_are_exact_beyond_the_original_length(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    family = "phi3" if kind == "longrope" else "llama"
+    verdict = check_family(family, rope_parameters=rope, max_position_embeddings=131072)
+    assert verdict.reason is None
+    assert verdict.is_exact, verdict.differences
+
+
+def test_at_least_55_families_are_exact():
+    assert len(set(EXACT.split())) >= 55
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_served_is_refused_by_what_it_needs(family):
+    verdict = check_family(family)
+    assert not verdict.is_exact
+    assert not verdict.differences
+    assert REFUSED[family] in str(verdict.reason)
+
+
+# What the check finds -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: Any) -> Path:
+    """A tiny checkpoint with a window in half of its layers."""
+    return write_tiny("gemma2", tmp_path_factory.mktemp("tiny") / "gemma2")
+
+
+def checked(folder: Path) -> Verdict:
+    return check_checkpoint(folder, read_config(folder))
+
+
+def test_a_small_checkpoint_is_checked_itself(tiny):
+    verdict = checked(tiny)
+    assert verdict.is_exact
+    assert verdict.subject.startswith("the model itself")
+    assert verdict.layers == ("2 window 8", "2 full")
+    assert verdict.own is not None
+    assert verdict.own <= TOLERANCE
+
+
+def test_a_window_that_is_a_token_too_long_is_found_in_every_part(tiny, monkeypatch):
+    learn = checking.learn_facts
+    monkeypatch.setattr(checking, "learn_facts", lambda raw: with_windows(learn(raw), 1))
+    verdict = checked(tiny)
+    assert verdict.reason is None
+    assert not verdict.is_exact
+    assert all(gap > TOLERANCE for parts in verdict.differences.values() for gap in parts.values())
+
+
+def with_windows(facts: Any, longer: int) -> Any:
+    layers = tuple(
+        replace(layer, window=layer.window and layer.window + longer) for layer in facts.layers
+    )
+    return replace(facts, layers=layers)
+
+
+def test_sequences_that_see_each_other_are_found_in_flat_batches_alone(tiny, monkeypatch):
+    """A runner that gives the second sequence of a batch the first one's logits."""
+    bound = checking.TorchRunner
+
+    class Mixing(bound):  # type: ignore[misc,valid-type]
+        def _by_modules(self, ids: Any, positions: Any, rows: Any, modules: Any) -> Any:
+            logits, features = super()._by_modules(ids, positions, rows, modules)
+            if (np.diff(positions) < 0).any():
+                logits = logits[::-1].copy()
+            return logits, features
+
+    monkeypatch.setattr(checking, "TorchRunner", Mixing)
+    found = checked(tiny).differences
+    wrong = {part for parts in found.values() for part, gap in parts.items() if gap > TOLERANCE}
+    assert wrong == {"fork", "batch"}
+
+
+def test_a_model_whose_logits_say_nothing_is_not_called_exact(tiny, monkeypatch):
+    monkeypatch.setattr(check_module, "_TELLING", 1e3)
+    verdict = checked(tiny)
+    assert not verdict.is_exact
+    assert "say too little" in str(verdict.reason)
+
+
+# Loading ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[Path]:
+    """The folders that were checked."""
+    folders: list[Path] = []
+
+    def count(folder: Path, *args: Any) -> Verdict:
+        folders.append(folder)
+        return check_checkpoint(folder, *args)
+
+    monkeypatch.setattr(checking, "check_checkpoint", count)
+    return folders
+
+
+def inexact(folder: Path, raw: Any, *args: Any) -> Verdict:
+    gaps = {kind: {"decode": 0.5, "prefill": 1e-6} for kind in CACHES}
+    return Verdict("gemma2", ("4 full",), "a twin", gaps, 3e-3, None, versions(), 0.1)
+
+
+def test_a_checkpoint_is_checked_at_its_first_load_and_no_more(tiny, home, counted):
+    said: list[str] = []
+    load_model(tiny, progress=lambda part, what: said.append(what))
+    assert "checking" in said
+    load_model(tiny)
+    assert counted == [tiny]
+    path = verdict_path(read_config(tiny), versions())
+    path.write_text("{}")
+    load_model(tiny)
+    assert counted == [tiny, tiny], "a damaged verdict is found again"
+
+
+def test_a_verdict_of_other_versions_is_found_again(tiny, home, counted, monkeypatch):
+    load_model(tiny)
+    monkeypatch.setattr(checking, "VERSION", 10**6)
+    load_model(tiny)
+    assert counted == [tiny, tiny]
+
+
+def test_the_bundled_model_is_not_checked_when_it_is_loaded(home, counted):
+    load_model("demo")
+    assert counted == []
+
+
+def test_a_model_that_is_not_exact_is_refused_with_figures_and_the_way_out(tiny, home, monkeypatch):
+    monkeypatch.setattr(checking, "check_checkpoint", inexact)
+    says = r"by 5\.0e-01 \(decode 5\.0e-01\).*itself by 3\.0e-03 in chunks.*--unchecked"
+    with pytest.raises(ModelError, match=says):
+        load_model(tiny)
+
+
+def test_a_person_may_go_on_and_is_warned_at_every_start(tiny, home, monkeypatch):
+    monkeypatch.setattr(checking, "check_checkpoint", inexact)
+    for _ in range(2):
+        with pytest.warns(InexactModelWarning, match="not exact"):
+            load_model(tiny, is_unchecked=True)
+
+
+def test_a_model_that_is_exact_is_not_warned_of(tiny, home):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(tiny, is_unchecked=True)
+
+
+def test_a_verdict_that_was_written_is_read_as_it_was(tiny):
+    verdict = checked(tiny)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    for broken in ({}, [], {**verdict.to_json(), "differences": {}}, "no"):
+        with pytest.raises(ValueError, match="no verdict"):
+            Verdict.from_json(broken)
