@@ -19,6 +19,7 @@ from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams,
 from kvcellar.store import ModelKey, RowLayout, Store, StoreConfig
 from kvcellar.types import make_config
 from tests.engine.fakes import (
+    CHUNK_PARAMS,
     FULL_PARAMS,
     PARAMS,
     ByteTokenizer,
@@ -170,4 +171,4 @@ def nothing_is_held(agents: AgentManager) -> None:
     assert cache.capacity - cache.n_free == info.evictable
 
 
-__all__ = ["FULL_PARAMS", "PARAMS"]
+__all__ = ["CHUNK_PARAMS", "FULL_PARAMS", "PARAMS"]

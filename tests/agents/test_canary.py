@@ -13,6 +13,7 @@ from kvcellar.engine import EngineConfig, SamplingParams
 from kvcellar.errors import AgentError
 from kvcellar.store import StoreConfig
 from tests.agents.fakes import (
+    CHUNK_PARAMS,
     FULL_PARAMS,
     PARAMS,
     RowCells,
@@ -52,7 +53,9 @@ def misread(monkeypatch: Any, *positions: int) -> None:
     monkeypatch.setattr(RowCells, "read_rows", read_rows)
 
 
-@pytest.mark.parametrize("params", [PARAMS, FULL_PARAMS], ids=["windows", "full"])
+@pytest.mark.parametrize(
+    "params", [PARAMS, FULL_PARAMS, CHUNK_PARAMS], ids=["windows", "full", "chunks"]
+)
 @pytest.mark.parametrize("warm_bytes", [0, 1 << 24])
 def test_rows_that_were_saved_wrong_are_used_without_a_canary_and_found_with_one(
     tmp_path, monkeypatch, params, warm_bytes

@@ -11,6 +11,7 @@ import pytest
 from kvcellar.agents import Turn
 from kvcellar.errors import AgentError, PromptError, UnknownAgentError
 from tests.agents.fakes import (
+    CHUNK_PARAMS,
     FULL_PARAMS,
     PARAMS,
     continued,
@@ -47,7 +48,7 @@ def test_a_history_grows_turn_by_turn_and_each_turn_computes_only_what_is_new(tm
         run(main(agents))
 
 
-@pytest.mark.parametrize("params", [PARAMS, FULL_PARAMS])
+@pytest.mark.parametrize("params", [PARAMS, FULL_PARAMS, CHUNK_PARAMS])
 def test_an_agent_outlives_the_process(tmp_path, params):
     def load(name: str) -> Any:
         return make_host(name, params=params)

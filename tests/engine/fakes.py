@@ -27,6 +27,13 @@ PARAMS = ModelCacheParams(
 )
 """One layer sees all of the history and one a window of it."""
 
+CHUNK_PARAMS = ModelCacheParams(
+    n_layers=3,
+    groups=(LayerGroup((0,), 1, 4, 4), LayerGroup((1,), 2, 4, 4, chunk=6)),
+    shared=((2, 1),),
+)
+"""One layer sees all of the history, and two the same chunk of it."""
+
 FULL_PARAMS = ModelCacheParams(n_layers=2, n_kv_heads=1, head_dim=4)
 """All layers see all of the history."""
 
@@ -88,11 +95,14 @@ def make_session(kind: str, capacity: int = 256) -> CacheSession[Any]:
 
 def logits_of(history: Sequence[int], vocab_size: int, params: ModelCacheParams) -> np.ndarray:
     """The oracle: the logits after ``history``, from the tokens alone."""
-    seen = [
-        tuple(history if group.window is None else history[-group.window :])
-        for group in params.groups
-    ]
+    seen = [tuple(history[_first_seen(group, len(history) - 1) :]) for group in params.groups]
     return _hashed(seen, vocab_size)
+
+
+def _first_seen(group: LayerGroup, position: int) -> int:
+    if group.chunk is not None:
+        return position // group.chunk * group.chunk
+    return 0 if group.window is None else max(0, position - group.window + 1)
 
 
 def _hashed(seen: Sequence[tuple[int, ...]], vocab_size: int) -> np.ndarray:
@@ -142,7 +152,8 @@ class HashRunner:
             group = cache.steps.group_of(layer)
             plan = cache.steps.plan(layer, len(token_ids), positions)
             cells = cache.stored[group]
-            cells[plan.write_cells] = token_ids
+            if cache.steps.stores(layer):
+                cells[plan.write_cells] = token_ids
             per_query: list[tuple[int, ...]] = []
             for read in plan.reads:
                 per_query += _seen_by_queries(cells, read)

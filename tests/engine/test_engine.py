@@ -20,6 +20,7 @@ from kvcellar.engine.speculate import Draft
 from kvcellar.errors import DeadlineError, PromptError
 from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import (
+    CHUNK_PARAMS,
     FULL_PARAMS,
     PARAMS,
     ByteTokenizer,
@@ -161,7 +162,9 @@ class GuessAgain:
         pass
 
 
-@pytest.mark.parametrize("params", [FULL_PARAMS, PARAMS], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "params", [FULL_PARAMS, PARAMS, CHUNK_PARAMS], ids=["full", "window", "chunk"]
+)
 @settings(max_examples=60)
 @given(
     arrivals=st.lists(
@@ -254,7 +257,7 @@ def test_any_mixture_gives_the_tokens_of_the_plain_loop(
 @given(
     arrivals=st.lists(st.tuples(requests(), st.integers(0, 4)), max_size=9),
     index=st.sampled_from(["radix", "hashed", "naive"]),
-    params=st.sampled_from([FULL_PARAMS, PARAMS]),
+    params=st.sampled_from([FULL_PARAMS, PARAMS, CHUNK_PARAMS]),
     block_size=st.sampled_from([1, 3, 4]),
     n_blocks=st.integers(16, 30),
     max_num_seqs=st.integers(1, 5),

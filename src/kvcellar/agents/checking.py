@@ -108,13 +108,14 @@ def check_said(
 
 def _group(value: Any) -> LayerGroup:
     group = object_of(value, "a layer group")
-    window = group["window"]
+    window, chunk = group["window"], group.get("chunk")
     return LayerGroup(
         tuple(whole(layer, "a layer", 0, MOST_SIZE) for layer in items(group["layers"], "layers")),
         whole(group["n_kv_heads"], "n_kv_heads", 1, MOST_SIZE),
         whole(object_of(group["k"], "k")["dim"], "k.dim", 1, MOST_SIZE),
         whole(object_of(group["v"], "v")["dim"], "v.dim", 1, MOST_SIZE),
         None if window is None else whole(window, "window", 1, MOST_SIZE),
+        chunk=None if chunk is None else whole(chunk, "chunk", 1, MOST_SIZE),
     )
 
 
