@@ -173,8 +173,11 @@ def test_both_groups_are_granted_or_none():
     assert window > full
 
 
-def test_full_groups_leave_the_windows_of_one_sequence_their_room():
-    cache = KINDS["seq"](config(MemoryBudget(700_000), MIXED))
+@pytest.mark.parametrize("seen", [{"window": 6}, {"chunk": 6}], ids=["window", "chunk"])
+def test_full_groups_leave_the_windows_of_one_sequence_their_room(seen):
+    narrow = LayerGroup((2, 3, 4, 5), 2, 8, 8, **seen)
+    mixed = ModelCacheParams(6, groups=(LayerGroup((0, 1), 2, 8, 8), narrow))
+    cache = KINDS["seq"](config(MemoryBudget(700_000), mixed))
     tokens = 0
     while cache.can_begin_step([0]) and tokens < 10_000:
         feed(cache, 0, 1)
@@ -194,10 +197,10 @@ def test_a_short_request_after_a_long_one_finds_its_cells_again():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_fits_is_counted_in_steps_between_which_windows_let_go(kind):
-    params = ModelCacheParams(
-        9, 2, 8, groups=(LayerGroup((0,), 2, 8, 8), LayerGroup(tuple(range(1, 9)), 2, 8, 8, 6))
-    )
+@pytest.mark.parametrize("seen", [{"window": 6}, {"chunk": 6}], ids=["window", "chunk"])
+def test_what_fits_is_counted_in_steps_between_which_windows_let_go(kind, seen):
+    narrow = LayerGroup(tuple(range(1, 9)), 2, 8, 8, **seen)
+    params = ModelCacheParams(9, groups=(LayerGroup((0,), 2, 8, 8), narrow))
     cache = KINDS[kind](config(MemoryBudget(1_500_000), params, block_size=4))
     # All at once the window group alone would take capacity * 8 layers * 128 bytes.
     assert cache.capacity * 8 * 128 > 1.5 * 1_500_000

@@ -90,6 +90,23 @@ def test_a_window_caps_what_a_long_context_costs():
     assert more == 2048 * 65_536  # the full group's alone
 
 
+def test_chunks_and_layers_that_share_rows_are_said_and_sized(tmp_path):
+    path = tmp_path / "spec.json"
+    group = {"n_kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
+    groups = [group | {"layers": 2, "chunk": 64}, group | {"layers": 1, "head_dim": 32}]
+    fields = {"n_layers": 5, "max_positions": 8192, "weight_bytes": 10**6}
+    fields |= {"groups": groups, "shared": [[3, 2], [4, 1]]}
+    path.write_text(json.dumps(fields))
+    value = inspected("--spec", str(path), "--context", "1000", "--kv-dtype", "bfloat16")
+    assert [group["chunk"] for group in value["groups"]] == [64, None]
+    assert [group["agent_tokens"] for group in value["groups"]] == [128, 1000]
+    assert value["shared"] == [[3, 2], [4, 1]]
+    assert value["kv_dtypes"][0]["bytes_per_token"] == 2 * (2 * 2 * (16 + 8) + 2 * (32 + 8))
+    text = re.sub(r"\s+", " ", run("inspect", "--spec", str(path), "--context", "1000").stdout)
+    assert "2 layers 2 KV heads of 16 (V 8), chunk 64: at most 128 tokens an agent" in text
+    assert "2 layers share the rows of others" in text
+
+
 def test_the_table_says_where_the_memory_goes_and_what_fits():
     asked = ("--memory", "36GB", "--context", "32768", "--agents", "4", "--weights", "none")
     result = run("inspect", GEMMA, *asked)
@@ -163,14 +180,18 @@ def test_an_agent_that_is_too_long_is_told_with_its_figures():
     assert 0 < row["longest_context"] < 131072
 
 
-@pytest.mark.parametrize("window", [None, 100, 128, 1024])
+@pytest.mark.parametrize(
+    "seen", [{}, {"window": 100}, {"window": 128}, {"window": 1024}, {"chunk": 128}], ids=str
+)
 @pytest.mark.parametrize(("context", "n_agents"), [(300, 1), (700, 1), (3000, 1), (1500, 3)])
-def test_without_a_budget_an_agent_takes_what_pools_allocate(tmp_path, window, context, n_agents):
-    """Pools double, and a window has room for a step besides what it keeps."""
-    groups = [{"layers": 2}, {"layers": 2, "window": window}]
-    fields = {"n_layers": 4, "n_kv_heads": 2, "head_dim": 16, "max_positions": 8192}
+def test_without_a_budget_an_agent_takes_what_pools_allocate(tmp_path, seen, context, n_agents):
+    """Pools double, and a window has room for a step besides what it keeps; a fifth layer shares
+    the rows of the first."""
+    groups = [{"layers": 2}, {"layers": 2} | seen]
+    fields = {"n_layers": 5, "n_kv_heads": 2, "head_dim": 16, "max_positions": 8192}
+    fields |= {"weight_bytes": 10**6, "groups": groups, "shared": [[4, 0]]}
     path = tmp_path / "spec.json"
-    path.write_text(json.dumps(fields | {"weight_bytes": 10**6, "groups": groups}))
+    path.write_text(json.dumps(fields))
     spec, kv = spec_from_file(path), parse_kv_dtype("bfloat16")
     with make_seq_session("torch", make_config(spec.params, 8192, "bfloat16")) as session:
         cache = session.cache
@@ -179,11 +200,11 @@ def test_without_a_budget_an_agent_takes_what_pools_allocate(tmp_path, window, c
                 n = min(512, context - at)
                 positions, rows = torch.arange(at, at + n), torch.zeros(1, 2, n, 16)
                 cache.begin_step([agent] * n)
-                for layer in range(4):
+                for layer in range(5):
                     cache.update_and_fetch(layer, positions, rows.bfloat16(), rows.bfloat16())
                 cache.end_step()
         allocated = cache.usage().size_bytes
-    if n_agents > 1:  # each with room behind its tail
+    if n_agents > 1 or "chunk" in seen:  # each with room behind its tail; a chunk is rarely full
         assert allocated <= spec.pool_bytes(context, kv, n_agents) <= 2 * allocated
         return
     assert spec.pool_bytes(context, kv) == allocated

@@ -14,6 +14,7 @@ from tests.models.tiny_checkpoints import FAMILIES, WINDOW
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kvcellar.backends.torch.loading import model_facts  # noqa: E402
 from kvcellar.backends.torch.tiny import write_tiny  # noqa: E402
 from kvcellar.integrations.transformers import make_cache  # noqa: E402
 
@@ -62,6 +63,23 @@ def test_latents_and_rotary_rows_come_back_as_transformers_has_them(tmp_path: An
     model(torch.tensor([text(9)]), past_key_values=other)
     assert cache.layers[0].keys.shape[3] == other.layers[0].keys.shape[3]
     assert cache.layers[0].values.shape[3] == other.layers[0].values.shape[3]
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "llama4_text"])
+def test_layers_that_share_rows_and_chunks_go_on_as_with_transformers_own_cache(
+    family: str, tmp_path: Any
+) -> None:
+    folder = write_tiny(family, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    params, cache = model_facts(model.config.to_dict()).params, make_cache(model)
+    assert bool(params.shared) == (family == "gemma3n_text")
+    assert any(group.chunk for group in params.groups) == (family == "llama4_text")
+    said = greedy(model, text(37), 4, cache)
+    assert said == greedy(model, text(37), 4)
+    assert len(cache.layers) == params.n_layers - len(params.shared)
+    cache.crop(-2)
+    other = (*text(37), said[0], 9, 11)
+    assert greedy(model, other, 3, cache) == greedy(model, other, 3)
 
 
 @every_family
