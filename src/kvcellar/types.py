@@ -23,7 +23,7 @@ MIN_CHUNK = 512
 """Cells that a pool allocates at first, where nothing else is asked for."""
 
 WINDOW_SLACK = 64
-"""Positions kept behind each sliding window, where nothing else is said."""
+"""Positions by which histories can be cut back behind windows, where nothing else is said."""
 
 MOST_CELLS = 2**31 - 1
 """Of one layer group; kernels count in 32 bits."""
@@ -424,7 +424,7 @@ class CacheConfig:
             budget of the session. A fork's shared cells count once, a draft tree's nodes count.
         kv_dtype: how K and V are stored: a name that ``kv_dtype.parse_kv_dtype`` reads.
         min_chunk: cells that a pool allocates at first; it doubles from there up to capacity.
-        window_slack: positions kept behind each sliding window, so that a sequence can be cut
+        window_slack: positions kept behind each window or chunk, so that a sequence can be cut
             back by that many tokens and go on exactly.
         block_size: cells per block of a paged cache; the others have token cells.
         layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.

@@ -21,7 +21,7 @@ CAUSES = {
     "rewind the agent",
     "edited": "an earlier message changed; fork or rewind the agent in place of editing",
     "evicted": "the KV was neither in the cache nor in the store; give either more room",
-    "window": "a sliding window had moved on; it goes on from the nearest turn's end",
+    "window": "a window or chunk had moved on; it goes on from the nearest turn's end",
     "recomputed": "computing it again was expected to be faster than loading it",
     "other model": "the history belongs to another model, whose KV means nothing to this one",
 }

@@ -29,7 +29,7 @@ class CellRows:
         return self._read({index: self._held.tables[index][p0:p1] for index in full})
 
     def read_window(self, n: int) -> Sequence[WindowRows]:
-        """Copy what each sliding-window group holds without a hole before position ``n``."""
+        """Copy what groups with a window or chunk hold without a hole before position ``n``."""
         positions = {}
         for index in self._layout.window_groups:
             missing = np.flatnonzero(self._held.tables[index][:n] < 0)

@@ -106,7 +106,7 @@ class OneSequence(StepFace):
         """Cut the history back to its first ``new_length`` tokens. Moves no bytes.
 
         Raises:
-            RewindError: it would grow, or a sliding window has let go of what it needs to go on
+            RewindError: it would grow, or a window or chunk has let go of what it needs to go on
                 from there; nothing was changed.
         """
         new_length = self._check_resume("rewind", new_length)

@@ -292,7 +292,7 @@ class Sequences(StepFace):
 
         Raises:
             UnknownSequenceError: no such sequence; nothing was changed.
-            RewindError: a sliding window has let go of what the sequence needs to go on from
+            RewindError: a window or chunk has let go of what the sequence needs to go on from
                 ``p0``; nothing was changed.
             StepError: a part is dropped under a tree; commit it (or commit([])) first.
         """

@@ -112,7 +112,7 @@ def inspect_command(
     """Say what fits in memory: bytes per token, per agent, and how many agents.
 
     It reads a model's config.json alone; the weights need not be there. Agents share nothing here:
-    forks of one trunk take less. A sliding window's layers hold no more than the window.
+    forks of one trunk take less. Layers with a window or chunk hold no more than that.
 
     With --memory pools are granted what they need; without it they double as they grow, and what
     they allocate is what is shown. All figures are there also for what does not fit: then `fits` is

@@ -125,7 +125,7 @@ class Conversation:
         """Take back the last turn; return what the user said in it, None where there is none.
 
         The cache is cut back to before the turn, as far as the turn began with the same tokens.
-        Where a sliding window cannot, it is emptied and the next turn computes the history again.
+        Where a window or chunk cannot, it is emptied and the next turn computes the history again.
         """
         if not self._turns:
             return None

@@ -56,7 +56,7 @@ class SequenceView:
         """Cut the history back to its first ``new_length`` tokens.
 
         Raises:
-            RewindError: a sliding window has let go of what it needs to go on from there; nothing
+            RewindError: a window or chunk has let go of what it needs to go on from there; nothing
                 was changed.
         """
         if new_length >= self.length:

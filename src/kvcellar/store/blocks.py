@@ -48,7 +48,7 @@ class Kind(enum.StrEnum):
     """Kinds of files that an address names.
 
     BLOCK: K and V of consecutive tokens in the full-history groups.
-    WINDOW: what the sliding-window groups hold at the end of a history.
+    WINDOW: what the groups with a window or chunk hold at the end of a history.
     """
 
     BLOCK = "block"

@@ -61,7 +61,7 @@ Rows = tuple[GroupRows, ...]
 
 
 class WindowRows(NamedTuple):
-    """Rows of one sliding-window group at the end of a history.
+    """Rows of one group with a window or chunk at the end of a history.
 
     Attributes:
         positions: ``[n]`` int64, consecutive, ascending; the last is the history's last.

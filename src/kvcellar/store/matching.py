@@ -135,11 +135,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowState:
-    """Rows that the sliding-window groups need to go on after ``n_tokens``.
+    """Rows that the groups with a window or chunk need to go on after ``n_tokens``.
 
     Attributes:
         n_tokens: tokens after which the history goes on.
-        windows: per sliding-window group, positions below ``n_tokens`` and their rows; views of
+        windows: per such group, positions below ``n_tokens`` and their rows; views of
             what others may read too: not to be written to.
         is_exact: whether they are bit for bit what was saved.
         address: of the state that they are from.

@@ -147,7 +147,7 @@ class Store:
             self._writer.offer(self._write_used, 0)
 
     def load_window(self, match: Match, limit: int | None = None) -> WindowState | None:
-        """Load what the sliding-window groups need, at the greatest length up to ``limit``.
+        """Load what groups with a window or chunk need, at the greatest length up to ``limit``.
 
         Load it first: its ``n_tokens`` says how many rows are of use. None where there is no
         boundary at or before the limit (the history starts from nothing) and for models without
@@ -225,7 +225,7 @@ class Store:
     def seen(self, key: ModelKey, tokens: Tokens) -> int:
         """Return how much of a history's beginning was stored when that was last looked at.
 
-        Waits for nothing; of a model with sliding windows it says nothing: 0.
+        Waits for nothing; of a model with windows or chunks it says nothing: 0.
         """
         if key.layout.window_groups:
             return 0

@@ -45,9 +45,9 @@ class RowSource(Protocol):
         ...
 
     def read_window(self, n: int) -> Sequence[WindowRows]:
-        """Return what each sliding-window group holds of the positions below ``n``.
+        """Return what each group with a window or chunk holds of the positions below ``n``.
 
-        At least the last ``window - 1``, or all where there are fewer; more allow a resume at
+        At least what a query at ``n`` sees of them, consecutive; more allow a resume at
         lengths before ``n`` too.
         """
         ...
