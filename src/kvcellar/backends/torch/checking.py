@@ -15,10 +15,11 @@ import transformers
 from kvcellar import __version__
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
+from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.probe import learn_facts
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
-from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw
+from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
 from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import CAPACITY, VERSION, Subject, Verdict, compare, kinds_of
 from kvcellar.models.facts import ModelFacts
@@ -135,7 +136,7 @@ def _twins(raw: Mapping[str, Any]) -> _Pair:
         facts = learn_facts(small)
     facts.params  # noqa: B018 (what cannot be served is refused first)
     theirs = random_network(small, attention="eager")
-    ours = random_network(small)
+    ours = started_network(small)
     ours.load_state_dict(theirs.state_dict())
     return _pair(ours, theirs, facts, f"a twin of {facts.n_layers} layers and")
 
@@ -143,6 +144,7 @@ def _twins(raw: Mapping[str, Any]) -> _Pair:
 def _pair(ours: Any, theirs: Any, facts: ModelFacts, name: str) -> _Pair:
     """Return a pair of networks of which one is held as loading holds it."""
     hold_ropes(ours)
+    tell_past_lengths(ours)
     bind_latents(ours, facts.latents)
     return _Pair(ours, theirs, facts, f"{name} {_count(theirs):,} numbers")
 

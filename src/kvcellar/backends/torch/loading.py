@@ -18,6 +18,7 @@ from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
+from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
@@ -200,6 +201,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         keeps_mxfp4=found.weights is not None,
     )
     hold_ropes(network)
+    tell_past_lengths(network)
     n_parameters = sum(parameter.numel() for parameter in network.parameters())
     bind_latents(network, found.facts.latents)
     if found.weights is None:

@@ -148,21 +148,26 @@ def random_network(raw: Mapping[str, Any], *, attention: str | None = None, seed
     Raises:
         ModelError: it is not small, or cannot be built.
     """
-    network = empty_network(raw, attention=attention)
-    n_numbers = sum(parameter.numel() for parameter in network.parameters())
+    n_numbers = sum(parameter.numel() for parameter in empty_network(raw).parameters())
     if n_numbers > _MOST_NUMBERS:
         raise ModelError(
             f"a twin of {raw.get('model_type')} has {n_numbers:,} numbers, more than "
             f"{_MOST_NUMBERS:,}; some of its parts have sizes that nobody here knows"
         )
+    network = started_network(raw, attention=attention, seed=seed)
+    randomise(network, seed)
+    return network.eval()
+
+
+def started_network(raw: Mapping[str, Any], *, attention: str | None = None, seed: int = 0) -> Any:
+    """Return the network of a config in memory, in float32, with what its classes start with."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         config = whole_config(raw)
-        if config.get_text_config(decoder=True) is not config:  # towers are taken away
-            _start(network)
-        else:
-            network = empty_network(raw, attention=attention, device="cpu").float()
-    randomise(network, seed)
+        if config.get_text_config(decoder=True) is config:
+            return empty_network(raw, attention=attention, device="cpu").float()
+        network = empty_network(raw, attention=attention)  # its towers are taken away by now
+        _start(network)
     return network.eval()
 
 

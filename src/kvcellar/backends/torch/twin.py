@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ MAX_POSITIONS = 512
 
 _N_EXPERTS, _TOP_K, _N_HEADS = 8, 2, 4
 
-_MOST_OF_A_KIND = 2
+_MOST_OF_A_KIND, _MANY_KINDS = 2, 4
 
 Build = Callable[[Any], torch.nn.Module]
 """Function from a config to its network on the meta device."""
@@ -48,45 +49,27 @@ def twin(config: Any, build: Build, *, keeps_dims: bool = False) -> Any:
         ModelError: no small model of these classes can be built.
     """
     small = shrink(config.to_dict(), keeps_dims=keeps_dims)
-    whole = _checked(type(config), small, build)
-    n_layers, layers = layers_of(build(whole))
+    try:
+        whole = type(config)(**small)
+        n_layers, layers = layers_of(build(whole))
+    except ModelError:
+        raise
+    except Exception as error:  # whatever its classes do not like
+        raise ModelError(
+            f"no small {config.model_type} model can be built: {type(error).__name__}: {error}; "
+            f"try the model itself"
+        ) from error
     if n_layers <= 2 * _MOST_OF_A_KIND:
         return whole
     for has_numbers in (True, False):
         kinds = [kind_of(layer, has_numbers=has_numbers) for layer in layers]
         for kept in (_some_of_each(kinds), list(range(_first_with_all(kinds)))):
-            candidate = type(config)(**keep_layers(small, n_layers, kept))
-            if _kinds_there(candidate, build, has_numbers=has_numbers) == set(kinds):
-                return candidate
+            with suppress(Exception):  # whatever a class does not like of other layers
+                candidate = type(config)(**keep_layers(small, n_layers, kept))
+                there = layers_of(build(candidate))[1]
+                if {kind_of(layer, has_numbers=has_numbers) for layer in there} == set(kinds):
+                    return candidate
     return whole
-
-
-def _kinds_there(config: Any, build: Build, *, has_numbers: bool) -> set[Any]:
-    """Return the kinds of layers that a config's network has; none if it cannot be built."""
-    try:
-        layers = layers_of(build(config))[1]
-    except Exception:  # whatever a class does not like of other layers
-        return set()
-    return {kind_of(layer, has_numbers=has_numbers) for layer in layers}
-
-
-def _checked(cls: Any, fields: Mapping[str, Any], build: Build) -> Any:
-    """Return a config of which a network was built.
-
-    Raises:
-        ModelError: it could not be.
-    """
-    try:
-        config = cls(**fields)
-        build(config)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever its layers do not like
-        raise ModelError(
-            f"no small {fields.get('model_type')} model can be built: "
-            f"{type(error).__name__}: {error}; try the model itself"
-        ) from error
-    return config
 
 
 # --- layers -------------------------------------------------------------------------------------
@@ -130,12 +113,13 @@ def kind_of(layer: torch.nn.Module, *, has_numbers: bool = True) -> Any:
 
 
 def _some_of_each(kinds: list[Any]) -> list[int]:
-    """Return the numbers of the first two layers of every kind."""
+    """Return the numbers of the first two layers of every kind; one each where kinds are many."""
+    most = _MOST_OF_A_KIND if len(set(kinds)) <= _MANY_KINDS else 1
     seen: dict[Any, int] = {}
     kept = []
     for layer, kind in enumerate(kinds):
         seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= _MOST_OF_A_KIND:
+        if seen[kind] <= most:
             kept.append(layer)
     return kept
 
