@@ -37,9 +37,9 @@ from kvcellar.backends.torch.fast.trial import (
     Mixes,
     Recorder,
     Trial,
+    recorded,
     run,
 )
-from kvcellar.registry import use_cache
 
 
 class Finder:
@@ -234,7 +234,7 @@ class Finder:
         bound.arguments["past_key_values"] = LongPast()
         recorder = Recorder()
         try:
-            with use_cache(recorder), torch.inference_mode():  # type: ignore[arg-type]
+            with recorded(recorder, self.exact.positions):
                 module(*bound.args, **bound.kwargs)
         except Exception:  # it asks for more than its length
             return False

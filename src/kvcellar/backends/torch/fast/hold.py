@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from kvcellar.backends.torch.fast.linears import (
     torch_multiplies_bf16,
 )
 from kvcellar.backends.torch.fast.mixtures import hold_experts, n_numbers
-from kvcellar.backends.torch.fast.parts import LayerPart, Part, build
+from kvcellar.backends.torch.fast.parts import LayerPart, Part, Parts, build
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
@@ -37,6 +39,7 @@ class Held:
         decoder: the model as one call of the kernel; None where not all of its parts are.
         n_weights: numbers that the model has.
         n_held: those that the kernel holds.
+        n_compiled: decoder layers that are two calls of the kernel each for a few tokens.
         parts: modules of the model that are the kernel's, by name.
         why_none: what kept parts from being looked for; None: nothing did.
     """
@@ -44,6 +47,7 @@ class Held:
     decoder: KernelDecoder | None
     n_weights: int
     n_held: int
+    n_compiled: int
     parts: dict[str, Part]
     why_none: str | None
 
@@ -54,11 +58,10 @@ class Held:
             weights: what was asked for.
         """
         share = f"{100 * self.n_held / max(1, self.n_weights):.0f}% of the weights are {weights}"
-        n_layers = sum(isinstance(part, LayerPart) for part in self.parts.values())
         if self.decoder is not None:
             return f"{share}, and a step is one call of the kernel"
-        if n_layers:
-            return f"{share}, and {n_layers} layers are two calls of the kernel each"
+        if self.n_compiled:
+            return f"{share}, and {self.n_compiled} layers are two calls of the kernel each"
         return share
 
 
@@ -81,19 +84,22 @@ def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> 
     parts, whole, why_none = _find(model, holder)
     holder.hold_embeddings()
     for name in outermost(parts):
-        module = model.get_submodule(name)
-        model.set_submodule(name, build(name, module, parts, holder.make))
+        holder.put(name, build(name, model.get_submodule(name), parts, holder.make))
+    for name, place in _beside_experts(parts):
+        held = build(name, model.get_submodule(place), parts, holder.make)
+        model.set_submodule(place, held)
     holder.hold_others()
     holder.hold_experts()
     holder.move_rest()
-    for module in model.modules():
-        if isinstance(module, KernelLayer):
-            module.take_addresses()
+    compiled = [module for module in model.modules() if isinstance(module, KernelLayer)]
+    for layer in compiled:
+        layer.take_addresses()
     give_back()
+    n_compiled = sum(layer.is_native for layer in compiled)
     layers = [model.get_submodule(name) for name in (() if whole is None else whole.layers)]
     is_whole = all(layer.is_native for layer in layers)
     decoder = KernelDecoder(model, whole) if whole is not None and is_whole else None
-    return Held(decoder, n_weights, holder.n_held, parts, why_none)
+    return Held(decoder, n_weights, holder.n_held, n_compiled, parts, why_none)
 
 
 def _check(model: Any, weights: str) -> None:
@@ -148,7 +154,11 @@ class _Holder:
             for name, one in found
             if self._can_hold(one.in_features)
         }
+        self._left = WeakSet(model.get_submodule(name) for name in self.linears)
         self._embeddings = held_embeddings(model)
+        self._names = _names(model)
+        self._times = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+        self._shared: dict[tuple[int, ...], tuple[KernelLinear, list[nn.Linear]]] = {}
         self._tied = self._find_tied()
         self._keeps_embedding = not self._is_packed and self._tied is None
 
@@ -172,11 +182,29 @@ class _Holder:
             return bits_of(self._weights, is_most_exact=is_head)
         return 12 if codes_well(layer.weight.detach()) else 16
 
+    def put(self, name: str, held: nn.Module) -> None:
+        """Put a module wherever the model has the one of a name."""
+        for one in self._names.get(name, [name]):
+            self._model.set_submodule(one, held)
+
     def make(self, modules: Sequence[nn.Module]) -> KernelLinear:
-        """Make the kernel's layer of one of torch's, or of several behind one another."""
-        layer = join([one for one in map(linear_of, modules) if one is not None])
+        """Make the kernel's layer of one of torch's, or of several behind one another.
+
+        Layers that have the same weights get the same one.
+        """
+        linears = [one for one in map(linear_of, modules) if one is not None]
+        if all(self._times[id(one.weight)] <= 1 for one in linears):
+            return self._make(linears, is_head=modules[0] is self._head)
+        key = tuple(id(parameter) for one in linears for parameter in one.parameters())
+        if key not in self._shared:  # with the layers, so that nothing else gets their ids
+            made = self._make(linears, is_head=modules[0] is self._head)
+            self._shared[key] = made, linears
+        return self._shared[key][0]
+
+    def _make(self, linears: Sequence[nn.Linear], *, is_head: bool) -> KernelLinear:
+        layer = join(linears)
         self.n_held += layer.in_features * layer.out_features
-        bits = self._bits(layer, is_head=modules[0] is self._head)
+        bits = self._bits(layer, is_head=is_head)
         is_moved = bits == 16 and layer.weight is self._embedding.weight
         return KernelLinear(layer, bits, self._expanded, None if is_moved else self._arena)
 
@@ -193,19 +221,17 @@ class _Holder:
                 layer.weight = weight
                 held = KernelLinear(layer, MOST_EXACT_BITS, self._expanded, self._arena)
                 self.n_held += weight.numel()
-                self._model.set_submodule(name, KernelEmbedding(held, dtype, rows.scale))
+                self.put(name, KernelEmbedding(held, dtype, rows.scale))
 
     def hold_others(self) -> None:
         """Replace the linear layers that are no part of anything larger; the tied embedding too."""
-        there = dict(self._model.named_modules())
-        for name in self.linears:
-            module = there.pop(name, None)
-            if module is not None and not isinstance(module, KernelLinear):
-                self._model.set_submodule(name, self.make([module]))
+        there = self._model.named_modules(remove_duplicate=False)
+        for name in [name for name, module in there if module in self._left]:
+            self._model.set_submodule(name, self.make([self._model.get_submodule(name)]))
         if self._tied is not None:
             name, rows = self._tied
             held, dtype = self._model.get_output_embeddings(), self._embedding.weight.dtype
-            self._model.set_submodule(name, KernelEmbedding(held, dtype, rows.scale))
+            self.put(name, KernelEmbedding(held, dtype, rows.scale))
 
     def hold_experts(self) -> None:
         """Have the kernel hold the experts of mixtures."""
@@ -219,6 +245,23 @@ class _Holder:
             there.append(self._embedding.weight)
         ids = {id(weight) for weight in there}
         self._arena.move(one for one in self._model.parameters() if id(one) not in ids)
+
+
+def _beside_experts(parts: Parts) -> Iterator[tuple[str, str]]:
+    """Yield parts inside the mixtures of layers, and where they lie once the layer is replaced."""
+    for layer, part in parts.items():
+        block = f"{layer}.{part.mlp}" if isinstance(part, LayerPart) else ""
+        if block and block not in parts:
+            for name in outermost([one for one in parts if one.startswith(f"{block}.")]):
+                yield name, f"{layer}.mlp.own{name.removeprefix(block)}"
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each module that a model has in more than one place, by the first."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[id(module)].append(name)
+    return {names[0]: names for names in found.values() if len(names) > 1}
 
 
 def _name_in(model: nn.Module, module: nn.Module) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from kvcellar.backends.torch.fast.mixtures import matrices_of_experts, mixtures
 from kvcellar.models.weights import BLOCK, Matrix
@@ -101,16 +102,19 @@ def rows_of(module: nn.Module) -> Rows | None:
     if type(module).forward is nn.Embedding.forward:
         return Rows(None)
     ids = torch.tensor([[2, 0, 1]])
-    n, dim, dtype = module.num_embeddings, module.embedding_dim, module.weight.dtype
-    line = torch.randn(n + dim, generator=torch.Generator().manual_seed(5)).to(dtype)
-    weight = line.as_strided((n, dim), (1, 1))
+    shape, dtype = (ids.numel(), module.embedding_dim), module.weight.dtype
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
     memo: dict[int, Any] = {id(module.weight): nn.Parameter(weight, requires_grad=False)}
-    numbers = [value for value in vars(module).values() if isinstance(value, float)]
-    scales = [b for b in module.buffers() if b.numel() == 1 and b.device.type != "meta"]
-    scales += [torch.tensor(value) for value in numbers]
+    scales = [torch.tensor(value) for value in vars(module).values() if isinstance(value, float)]
+    for buffer in module.buffers():
+        is_empty = buffer.device.type == "meta"
+        memo[id(buffer)] = torch.full(buffer.shape, 1.5, dtype=buffer.dtype) if is_empty else buffer
+        scales += [memo[id(buffer)]] * (buffer.numel() == 1)
     try:
+        there = copy.deepcopy(module, memo)
+        there.padding_idx = None  # it may be another row
         with torch.inference_mode():
-            got = copy.deepcopy(module, memo)(ids)
+            got = there(ids)
     except Exception:  # other arguments
         return None
     want = F.embedding(ids, weight)
@@ -176,6 +180,8 @@ def _choosers(network: nn.Module) -> Iterator[nn.Module]:
     modules = dict(network.named_modules())
     for name, module in modules.items():
         n_experts = {p.shape[0] for p in module.parameters(recurse=False) if p.dim() > 2}
+        if isinstance(module, _ConvNd):
+            continue
         if isinstance(module, nn.ModuleList) and _are_alike(module):
             n_experts = {len(module)}
         if not n_experts:

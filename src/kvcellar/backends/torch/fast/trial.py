@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.backends.torch.fast.mixtures import is_mixture
+from kvcellar.backends.torch.positions import Positions
 from kvcellar.registry import use_cache
 
 IDS = (3, 1, 7, 5)
@@ -34,6 +35,9 @@ _MOST_NUMBERS = 1 << 22
 """Of parameters that a module has itself; others are too many to make up."""
 
 _MOST_TERMS = 16
+
+_ROWS = 64
+"""Rows of an embedding at most."""
 
 _OTHERS = 1 / 20
 """Results that may be other ones in bfloat16: a sum taken in another order rounds otherwise."""
@@ -166,8 +170,9 @@ class Recorder:
     ) -> Tensor:
         """Answer with numbers that depend on the layer alone."""
         generator = torch.Generator().manual_seed(layer_id)
-        shape = (*q.shape[:-1], v.shape[-1])
-        result = torch.randn(shape, generator=generator).to(out_dtype)
+        _, n_heads, n_tokens, _ = q.shape
+        shape = (1, n_tokens, n_heads, v.shape[-1])  # lies as a cache's results do
+        result = torch.randn(shape, generator=generator).to(out_dtype).transpose(1, 2)
         module = self.inside[-1] if self.inside else ""
         self.seen.append(
             Attended(
@@ -263,7 +268,7 @@ class Trial:
         recorder = Recorder()
         calls = self.calls[name]
         try:
-            with use_cache(recorder), torch.inference_mode():  # type: ignore[arg-type]
+            with recorded(recorder, self.positions):
                 results = [candidate(*_kept(call.args), **_kept(call.kwargs)) for call in calls]
         except Exception:  # another signature, other shapes: whatever it is, it is not the same
             return False
@@ -292,7 +297,7 @@ IsLinear = Callable[[nn.Module], tuple[int, int, bool] | None]
 
 def run(network: Any, positions: Sequence[int], recorder: Recorder) -> Tensor:
     """Run a network on the trial's tokens and return its logits ``[1, T, n_vocab]``."""
-    with use_cache(recorder), torch.inference_mode():  # type: ignore[arg-type]
+    with recorded(recorder, positions):
         logits: Tensor = network(
             input_ids=torch.tensor([IDS]),
             position_ids=torch.tensor([positions]),
@@ -300,6 +305,14 @@ def run(network: Any, positions: Sequence[int], recorder: Recorder) -> Tensor:
             logits_to_keep=0,
         ).logits
     return logits
+
+
+@contextmanager
+def recorded(recorder: Recorder, positions: Sequence[int]) -> Iterator[None]:
+    """Have attention recorded while a ``with`` lasts, and tell it where tokens are."""
+    at = Positions(torch.tensor([positions]))
+    with use_cache(recorder), torch.inference_mode(), at:  # type: ignore[arg-type]
+        yield
 
 
 def _copied(network: Any, make: RandomTensors, is_linear: IsLinear) -> nn.Module:
@@ -314,13 +327,20 @@ def _copied(network: Any, make: RandomTensors, is_linear: IsLinear) -> nn.Module
             any(p.dim() > 2 for p in own) and sum(p.numel() for p in own) > _MOST_NUMBERS
         ):
             memo[id(module)] = AnyExperts()
-    for parameter in network.parameters():
+        elif isinstance(module, nn.Embedding):
+            values = make.numbers(min(module.num_embeddings, _ROWS), module.embedding_dim)
+            memo[id(module.weight)] = nn.Parameter(values, requires_grad=False)
+    rest = (module for module in network.modules() if id(module) not in memo)
+    for parameter in (one for module in rest for one in module.parameters(recurse=False)):
         if parameter.is_floating_point() and id(parameter) not in memo:
             values = make.numbers(*parameter.shape)
             memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
     for buffer in network.buffers():
         memo[id(buffer)] = buffer
     copied: nn.Module = copy.deepcopy(network, memo)
+    for module in copied.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # it may be behind the rows that are left
     return copied
 
 
