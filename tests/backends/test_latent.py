@@ -91,8 +91,15 @@ def test_exact_ends_of_a_history_of_latents_are_exact(backend: str) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("has_kernel", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_a_long_history_of_latents_is_read_where_it_lies(kv_dtype: str, tmp_path: Path) -> None:
+def test_a_long_history_of_latents_is_read_where_it_lies(
+    kv_dtype: str, has_kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcellar.backends.torch import kernel
+
+    if not has_kernel:
+        monkeypatch.setattr(kernel, "takes", lambda device: False)
     n, dtype = 32_768, getattr(torch, kv_dtype)
     with make_decode_session("torch", config_of(kv_dtype, n, min_chunk=n)) as session:
         cache = session.cache
@@ -180,6 +187,34 @@ def test_the_shape_of_deepseek_v3_takes_a_tenth_of_its_expanded_bytes() -> None:
             sizes.append(session.cache.usage().size_bytes)
     assert sizes[0] == 64 * 2 * (512 + 64)
     assert sizes[1] == 64 * 2 * 128 * (192 + 128) == sizes[0] * 640 // 9
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "rotary", "latent", "is_joined"),
+    [
+        ("float32", 8, 32, True),
+        ("bfloat16", 64, 512, True),
+        ("int8", 64, 512, True),
+        ("int8", 32, 256, False),  # groups of 32 numbers in one and of 64 in the other
+        ("int8:g32", 32, 256, True),
+        ("int4", 32, 256, True),
+        ("int4:rot", 32, 256, False),
+        ("k8v4", 64, 512, False),
+    ],
+)
+def test_rows_of_one_type_lie_joined_for_the_kernel(
+    kv_dtype: str, rotary: int, latent: int, is_joined: bool
+) -> None:
+    group = LayerGroup((0,), 1, rotary, latent, is_latent=True)
+    config = make_config(params_of(group), 64, kv_dtype)
+    rows = normal(1, 2, 3, group.q_dim), normal(1, 1, 3, rotary), normal(1, 1, 3, latent)
+    with make_decode_session("torch", config) as session, torch.no_grad():
+        session.cache.update_and_attend(*rows, [0, 1, 2], 0, 0.1, torch.float32)
+        (pool,) = session.cache.pools.of_layer
+        assert pool.is_joined is is_joined
+        k, v = (side.parts[0].untyped_storage().data_ptr() for side in (pool.k, pool.v))
+        assert (k == v) is is_joined
+        assert pool.size_bytes == 64 * group.cell_bytes(config.kv)
 
 
 def test_queries_without_a_latent_part_are_refused() -> None:
