@@ -14,7 +14,9 @@ import torch
 
 import kvcellar as kv
 from kvcellar.backends.executorch import Program
+from kvcellar.backends.executorch.program import LIST_KEYS
 from kvcellar.errors import StepError
+from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import load_model
 from kvcellar.registry import CacheRegistry, use_cache
 from tests.backends.executorch.programs import quietly
@@ -36,6 +38,15 @@ def session_for(program: Program, kind: Any = kv.make_decode_session, **policy: 
 @pytest.fixture
 def program(exported):
     return Program(exported("llama"))
+
+
+def test_every_list_of_the_cache_facts_is_read_as_a_list():
+    groups = (
+        kv.LayerGroup((0,), 1, 8, 16, chunk=4, is_latent=True),
+        kv.LayerGroup((1,), 2, 8, 8, window=3),
+    )
+    facts = write_kv_cache_metadata({}, n_layers=3, groups=groups, shared=((2, 0),))
+    assert {name for name, value in facts.items() if isinstance(value, list)} <= LIST_KEYS
 
 
 def test_a_method_finds_its_session_by_cache_key_and_keeps_the_cache_alive(program, oracle):

@@ -27,9 +27,12 @@ from kvcellar.types import ModelCacheParams
 OWN_PREFIX = "kvcellar."
 """Beginning of the names of kvcellar's own constants, beside those of the cache."""
 
-LISTS = ("layer_groups", "group_windows", "group_n_kv_heads", "group_head_dims")
-_LIST_KEYS = {
-    *(PREFIX + name for name in (*LISTS, "group_v_head_dims")),
+_LISTS = (
+    "layer_groups", "layer_sources", "group_windows", "group_chunks", "group_is_latent",
+    "group_n_kv_heads", "group_head_dims", "group_v_head_dims",
+)  # fmt: skip
+LIST_KEYS = {
+    *(PREFIX + name for name in _LISTS),
     OWN_PREFIX + "eos_token_ids",
     OWN_PREFIX + "feature_layers",
 }
@@ -158,7 +161,7 @@ class Program:
             found, _ = self.run(name, ())
         except StepError as error:
             raise ModelError(f"{self.path} is damaged: constant {name}: {error}") from error
-        return found if name in _LIST_KEYS or len(found) != 1 else found[0]
+        return found if name in LIST_KEYS or len(found) != 1 else found[0]
 
     def _check_open(self) -> None:
         """Refuse a program that was closed."""
