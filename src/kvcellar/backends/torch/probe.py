@@ -115,12 +115,12 @@ def probe(network: Any) -> ModelFacts:
         latents = find_latents(network)
     layers = _with_latents(_layers_of(family, seen.calls), latents)
     _check_whole(config, layers, seen.states)
-    n_layers = max([*(layer.layer for layer in layers), *seen.states]) + 1
+    last = max([*(layer.layer for layer in layers), *seen.states])
     return ModelFacts(
         family=family,
         layers=layers,
         others=tuple((at, "+".join(sorted(kinds))) for at, kinds in sorted(seen.states.items())),
-        n_layers=n_layers,
+        n_layers=max(last + 1, int(config.num_hidden_layers)),
         hidden_size=int(config.hidden_size),
         inner_size=_inner_size(network, seen),
         vocab_size=int(network.get_input_embeddings().weight.shape[0]),
@@ -407,7 +407,7 @@ def _check_whole(
     family = config.model_type
     there = {layer.layer for layer in layers} | set(states)
     missing = sorted(set(range(int(config.num_hidden_layers))) - there)
-    if missing:
+    if missing and not states:  # beside states a layer may keep nothing
         raise ModelError(
             f"architecture {family!r} has {len(missing)} layers of {config.num_hidden_layers} "
             f"whose attention is not seen, from layer {missing[0]} on, so that no cache of ours "
