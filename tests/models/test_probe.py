@@ -14,7 +14,6 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from kvcellar.backends.torch import probe
 from kvcellar.backends.torch.loading import model_facts
 from kvcellar.backends.torch.visibility import FARTHEST, read_mask
-from kvcellar.bookkeeping.reads import position_mask
 from kvcellar.errors import ModelError
 from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
 from kvcellar.models import known
@@ -174,8 +173,11 @@ def test_a_window_sees_what_the_mask_of_transformers_shows(family):
         past_key_values=None,
         position_ids=torch.arange(n_tokens)[None],
     )
-    positions = np.arange(n_tokens)
-    assert np.array_equal(mask[0, 0].numpy() == 0, position_mask(positions, positions, WINDOW))
+    group = next(one for one in params_from_config(config).groups if one.window)
+    at = np.arange(n_tokens)
+    firsts = np.array([group.first_seen(position) for position in range(n_tokens)])
+    seen = (at <= at[:, None]) & (at >= firsts[:, None])
+    assert np.array_equal(mask[0, 0].numpy() == 0, seen)
 
 
 # Refused ------------------------------------------------------------------------------------------
@@ -327,6 +329,8 @@ def test_a_window_past_all_texts_is_all_of_the_history():
         lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 4)),  # a window, and the first four
         lambda b, h, q, k: (k <= q) & (k > q - 8 - h),  # by head
         lambda b, h, q, k: abs(q - k) <= 4,
+        lambda b, h, q, k: torch.ones(1, 5)[b, k] > 0,  # by what the tokens are
+        lambda b, h, q, k: (k <= q) & torch.ones(1, 5, device="meta")[0, 0].bool(),
     ],
 )
 def test_other_masks_are_none(mask):

@@ -41,14 +41,21 @@ def read_mask(function: MaskFunction) -> tuple[int | None, int | None] | None:
     With neither, a query sees all of the history. It is looked at in places from which a window or
     chunk cannot be told from anything else by chance, near and far from the beginning.
     """
-    with _NoPadding():
-        if not _sees(function, FARTHEST, 0):
-            span = _span(function)
-            places = (*_NEAR, *_around(span))
-            if _agrees(function, span, None, places):
-                return span, None
-            return (None, span) if _agrees(function, None, span, places) else None
+    try:
+        with _NoPadding():
+            return _read(function)
+    except (RuntimeError, TypeError, IndexError):  # it depends on more than positions
+        return None
+
+
+def _read(function: MaskFunction) -> tuple[int | None, int | None] | None:
+    if _sees(function, FARTHEST, 0):
         return (None, None) if _agrees(function, None, None, (*_NEAR, 70_001)) else None
+    span = _span(function)
+    places = (*_NEAR, *_around(span))
+    if _agrees(function, span, None, places):
+        return span, None
+    return (None, span) if _agrees(function, None, span, places) else None
 
 
 def _sees(function: MaskFunction, query: int, key: int) -> bool:
