@@ -129,3 +129,32 @@ def test_what_cannot_be_served_is_refused_by_name(family: str, more: Any, said: 
 def test_a_window_that_mlx_lm_does_not_know_is_the_caches() -> None:
     learnt = learn(make_model("qwen2"), "qwen2", [WINDOW, None, None, None], adds_windows=True)
     assert [(g.layers, g.window) for g in learnt.params.groups] == [((0,), 8), ((1, 2, 3), None)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "glm4_moe_lite"])
+def test_a_model_is_checked_beside_mlx_lm(family: str, monkeypatch: Any) -> None:
+    from kvcellar.backends.mlx import checking
+    from kvcellar.backends.mlx.binding import Forward
+
+    model, learnt = model_of(family)
+    verdict = checking.check_network(model, learnt, family)
+    assert verdict.is_exact and verdict.reason is None and 0 <= verdict.worst < verdict.tolerance
+    assert set(verdict.differences) == {"contiguous", "seq", "tree"}
+    begin = Forward.begin
+
+    def late(self: Any, positions: Any, rows: Any) -> None:
+        begin(self, positions, rows)
+        self.offsets = self.offsets + (self.offsets > 40)
+
+    monkeypatch.setattr(Forward, "begin", late)
+    wrong = checking.check_network(model, learnt, family)
+    assert not wrong.is_exact and "is not exact" in wrong.refusal(family)
+
+
+def test_what_mlx_lms_own_code_does_not_keep_to_is_no_rounding(monkeypatch: Any) -> None:
+    from kvcellar.backends.mlx import checking
+
+    model, learnt = model_of("qwen3")
+    monkeypatch.setattr(checking, "_ROUNDING", -1.0)
+    verdict = checking.check_network(model, learnt, "qwen3")
+    assert not verdict.is_exact and "own logits of a text in pieces" in str(verdict.reason)

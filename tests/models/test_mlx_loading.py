@@ -19,7 +19,7 @@ from kvcellar.models import load_model
 from kvcellar.models.sizing import size_model
 from tests.models.players import Player, text
 from tests.models.test_features import inputs_of
-from tests.models.tiny_checkpoints import COMMON, make_model, save
+from tests.models.tiny_checkpoints import COMMON, WINDOW, make_model, save
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'kvcellar[mlx]'")
@@ -277,3 +277,27 @@ def test_features_are_those_of_transformers(loaded: Any, oracle: Any, family: st
         np.testing.assert_allclose(np.concatenate(found), want, atol=1e-3)
         np.testing.assert_allclose(logits, oracle(family).logits(prompt)[[9]], atol=1e-3)
         assert player.feed(prompt, 1).shape == logits.shape, "and without"
+
+
+def test_a_model_that_is_not_what_mlx_lm_says_is_refused_unless_a_person_goes_on(
+    checkpoint: Any, monkeypatch: Any
+) -> None:
+    from kvcellar.backends.mlx import loading
+    from kvcellar.models.check import CACHES, InexactModelWarning, Verdict
+
+    asked: list[str] = []
+
+    def inexact(network: Any, learnt: Any, family: str, device: Any) -> Verdict:
+        asked.append(family)
+        found = {kind: {"decode": 0.5} for kind in CACHES}
+        return Verdict(family, (), "a test", found, 0.0, None, loading.versions("x"), 1.0)
+
+    monkeypatch.setattr(loading, "check_network", inexact)
+    monkeypatch.setattr(loading, "versions", lambda dtype: {"mlx-lm": "of a test"})
+    with pytest.raises(ModelError, match=r"differ from the model's own by 5.0e-01 \(decode"):
+        load_model(checkpoint("llama"), backend="mlx")
+    with pytest.warns(InexactModelWarning, match=r"5.0e-01"):
+        load_model(checkpoint("llama"), backend="mlx", is_unchecked=True)
+    assert asked == ["llama"], "a verdict is kept"
+    assert load_model(checkpoint("mistral"), backend="mlx").learnt.added_window == WINDOW
+    assert asked == ["llama"], "mlx-lm's own code knows no window"

@@ -80,6 +80,8 @@ class Verdict:
         reason: why nothing, or not all, could be compared; None: all was.
         versions: of what this depends on.
         seconds: that it took.
+        tolerance: most that a logit may differ; more than in float32 where a runtime computes in
+            another type, and its own code differs from itself.
     """
 
     family: str
@@ -90,6 +92,7 @@ class Verdict:
     reason: str | None
     versions: Mapping[str, str]
     seconds: float
+    tolerance: float = TOLERANCE
 
     @property
     def worst(self) -> float:
@@ -100,7 +103,7 @@ class Verdict:
     @property
     def is_exact(self) -> bool:
         """True if every logit was within the tolerance in every way."""
-        return self.reason is None and self.worst <= TOLERANCE
+        return self.reason is None and self.worst <= self.tolerance
 
     def worst_of(self, part: str) -> float | None:
         """Return the most that a logit differed in one way, on any cache; None: not compared."""
@@ -110,7 +113,7 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as a JSON object, with what follows from its figures."""
         worst = self.worst if self.differences else None
-        return {**asdict(self), "worst": worst, "is_exact": self.is_exact, "tolerance": TOLERANCE}
+        return {**asdict(self), "worst": worst, "is_exact": self.is_exact}
 
     @classmethod
     def from_json(cls, value: Any) -> Verdict:
@@ -136,15 +139,15 @@ class Verdict:
         parts = ", ".join(
             f"{part} {value:.1e}"
             for part in PARTS
-            if (value := self.worst_of(part)) is not None and value > TOLERANCE
+            if (value := self.worst_of(part)) is not None and value > self.tolerance
         )
         own = ""
-        if self.own is not None and self.own > TOLERANCE:
+        if self.own is not None and self.own > self.tolerance:
             own = f"; the model's own code differs from itself by {self.own:.1e} in chunks"
         return (
             f"{name} is not exact behind a cache of kvcellar: logits differ from the model's own "
-            f"by {self.worst:.1e} ({parts}), and at most {TOLERANCE:.0e} is allowed{own}; compared "
-            f"was {self.subject}"
+            f"by {self.worst:.1e} ({parts}), and at most {self.tolerance:.0e} is allowed{own}; "
+            f"compared was {self.subject}"
         )
 
 
@@ -189,7 +192,8 @@ def keep_verdict(raw: Mapping[str, Any], versions: Mapping[str, str], verdict: V
 
 def verdict_path(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
     """Return where the verdict on a model is kept: beside its facts."""
-    return known_path(raw, f"transformers {versions['transformers']}").with_suffix(".check.json")
+    runtime = next(name for name in ("mlx-lm", "transformers") if name in versions)
+    return known_path(raw, f"{runtime} {versions[runtime]}").with_suffix(".check.json")
 
 
 def demand_exact(verdict: Verdict, name: str, *, is_unchecked: bool) -> None:

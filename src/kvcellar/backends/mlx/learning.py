@@ -43,6 +43,8 @@ class Learnt:
         vocab_size: logits per token.
         hidden_size: numbers per token between layers.
         dtype: type of K, which is what the model computes in.
+        added_window: the shortest window that the config says and the model of mlx-lm does not
+            know; None: there is none.
         is_head_bound: the module that makes logits was found, and runs on the wanted rows alone.
         caches: what its caches were, by place: nested where mlx-lm's are, each leaf its kind.
     """
@@ -51,6 +53,7 @@ class Learnt:
     vocab_size: int
     hidden_size: int
     dtype: mx.Dtype
+    added_window: int | None
     is_head_bound: bool
     caches: tuple[Any, ...]
 
@@ -127,11 +130,14 @@ def learn(
     is_head = head.out.shape == logits.shape
     if is_head:
         bind_head(head.module, head.method)
+    sight = _Sight(seen, said, adds_windows=adds_windows)
+    layers = tuple(_layers(shapes, sight))
     return Learnt(
-        tuple(_layers(shapes, _Sight(seen, said, adds_windows=adds_windows))),
+        layers,
         int(logits.shape[-1]),
         int(head.args[0].shape[-1]),
         shapes.updates[0].keys.dtype,
+        min(sight.added, default=None),
         is_head,
         _kinds(shapes),
     )
@@ -204,6 +210,8 @@ class _Sight:
         self._record = record
         self._said = tuple(said) if len(said) == n_layers else (None,) * n_layers
         self._adds_windows = adds_windows
+        self.added: list[int] = []
+        """Windows of layers that the model of mlx-lm does not know."""
         self._firsts: dict[int, tuple[int, int]] = {}
 
     def of(self, layer: int) -> tuple[int | None, int | None]:
@@ -218,7 +226,10 @@ class _Sight:
             return None, None
         leaf = self._record.leaves[attend.source.place]
         firsts = self._first_seen(attend.mask, leaf, layer)
-        if firsts == (0, 0) and (said is None or self._adds_windows):
+        if firsts == (0, 0) and said is None:
+            return None, None
+        if firsts == (0, 0) and said is not None and self._adds_windows:
+            self.added.append(said)
             return said, None
         window, chunk = FAR + 1 - firsts[0], getattr(leaf, "chunk_size", None)
         if firsts[1] == firsts[0] + 1 and said in (None, window):

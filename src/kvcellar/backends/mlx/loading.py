@@ -18,16 +18,18 @@ import mlx_lm.utils
 from mlx_lm.models.rope_utils import YarnRoPE
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from kvcellar.backends.mlx.checking import LENGTH, check_network, versions
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.errors import BackendError, ConfigError, ModelError
+from kvcellar.models.check import demand_exact, verdict_of
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.configs import config_from_dict, positions_of
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import without_format
 from kvcellar.models.generation import sampling_defaults
-from kvcellar.models.hub import find_checkpoint, is_local
+from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
 from kvcellar.models.known import facts_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
@@ -115,6 +117,9 @@ def load_model(options: LoadOptions, report: ProgressFn) -> MlxModel:
         _untruncate(model, config)
         learnt = _learn(model, config)
         mx.eval(_arrays(model))  # what stayed lazy would belong to this thread
+        if folder != DEMO_FOLDER:  # its tests are ours
+            report(0.97, "checking")
+            _prove(raw, model, learnt, options)
     check_vocabulary(tokenizer, learnt.vocab_size, folder)
     report(1.0, "ready")
     return MlxModel(
@@ -146,6 +151,24 @@ def _learn(model: Any, config: Any) -> Learnt:
     is_plain = not any(isinstance(part, Mapping) for part in rope.values())
     name, windows = str(config.model_type), windows_of(config)
     return learn(model, name, windows, adds_windows=is_plain)
+
+
+def _prove(raw: Mapping[str, Any], model: Any, learnt: Learnt, options: LoadOptions) -> None:
+    """Make sure that a model is exact behind our caches; that is found out once, and kept.
+
+    Where mlx-lm's own code sees more than it should in so short a text, there is nothing to hold
+    the model to.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if learnt.added_window is not None and learnt.added_window <= LENGTH:
+        return
+    family, device = str(raw.get("model_type")), _pick_device(options.device)
+    verdict = verdict_of(
+        raw, versions(str(learnt.dtype)), lambda: check_network(model, learnt, family, device)
+    )
+    demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
 
 
 def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
