@@ -17,7 +17,7 @@ from kvcellar.bookkeeping import Steps
 from kvcellar.bookkeeping.exact import ExactCells
 from kvcellar.errors import ShapeError
 from kvcellar.kv_dtype import KvDtype, SideDtype
-from kvcellar.types import IntArray, LayerGroup
+from kvcellar.types import IntArray, LayerGroup, ModelCacheParams
 
 SideArrays = tuple[NDArray[Any], ...]
 GroupParts = tuple[SideArrays, SideArrays]
@@ -84,6 +84,18 @@ class RowMoves:
                 if exact is not None:
                     exact.drop(cells)  # their rows were quantised before
                 pools.write_rows(group, cells, given)
+
+
+def slots_of(params: ModelCacheParams) -> tuple[int, ...]:
+    """Return per layer where its plan is kept: at its group's index, behind all if it shares rows.
+
+    The layers of a group that store rows have one plan, and those that share them one without
+    writes.
+    """
+    pairs = enumerate(zip(params.group_of, params.sources, strict=True))
+    return tuple(
+        group if source == layer else group + len(params.groups) for layer, (group, source) in pairs
+    )
 
 
 def empty_rows(group: LayerGroup, n: int, kv: KvDtype) -> GroupParts:

@@ -112,6 +112,7 @@ class Steps:
         self._unasked = unasked
         self._group_of = config.params.group_of
         self._source_of = config.params.sources
+        self._shares = bool(config.params.shared)
         self._open: OpenStep | None = None
 
     # For whoever begins steps ------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Steps:
         """
         group = self.group_of(layer)
         step = self._open
-        if not self._has_rows(step, layer):
+        if self._shares and not self._has_rows(step, layer):
             raise StepError(
                 f"layer {layer} attends over the rows of layer {self._source_of[layer]}, which has "
                 f"not written those of this forward; run the layers in their order"
@@ -285,7 +286,7 @@ class Steps:
         step = self._open
         if step is None or step.seen[layer] or step.plans[self._group_of[layer]] is not plan:
             return False
-        if not self._has_rows(step, layer):
+        if self._shares and not self._has_rows(step, layer):
             return False
         step.seen[layer] = 1
         return True

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvcellar.backends.host_rows import GroupParts, RowMoves
+from kvcellar.backends.host_rows import GroupParts, RowMoves, slots_of
 from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
 from kvcellar.backends.mlx.codecs import rotate, rotate_queries
@@ -150,6 +150,7 @@ class MlxCache(RowMoves):
         """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
         """Per layer group for those of its layers that store rows, then for those that share."""
+        self._slots = slots_of(pools.config.params)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -203,8 +204,7 @@ class MlxCache(RowMoves):
     ) -> Prepared:
         """Check the shapes, ask for the plan, put it in arrays once per forward and group."""
         index = self.steps.group_of(layer)
-        has_writes = self.steps.stores(layer)
-        slot = index if has_writes else index + len(self.pools.groups)
+        slot = self._slots[layer]
         prepared = self._prepared[slot]
         shapes = (k.shape, v.shape, None if q is None else q.shape)
         if (
@@ -217,7 +217,8 @@ class MlxCache(RowMoves):
             plan = self.steps.plan(layer, k.shape[2], positions)
             exact = self.pools.exact[index]
             own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-            if not has_writes:
+            has_writes = slot == index
+            if not has_writes:  # it shares the rows of another layer
                 own, exact_writes = replace(own, writes=()), ()
             cells = mx.array(own.write_cells) if len(own.writes) > FEW_RUNS else None
             reads = tuple(_read(spec) for spec in own.reads)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.backends.host_rows import RowMoves
+from kvcellar.backends.host_rows import RowMoves, slots_of
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.backends.torch import kernel
 from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
@@ -92,6 +92,7 @@ class TorchCache(RowMoves):
         """True if K is stored rotated: who attends rotates queries too."""
         self._prepared: list[Prepared | None] = [None] * (2 * len(pools.groups))
         """Per layer group for those of its layers that store rows, then for those that share."""
+        self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
 
     # The op's face -----------------------------------------------------------------------------
@@ -145,8 +146,7 @@ class TorchCache(RowMoves):
         q: Tensor | None = None,
     ) -> Prepared:
         """Check the shapes, ask for the plan, put it in tensors once per forward and group."""
-        has_writes = self.steps.stores(layer)
-        slot = index if has_writes else index + len(self.pools.groups)
+        slot = self._slots[layer]
         prepared = self._prepared[slot]
         shapes = (k.shape, v.shape, None if q is None else q.shape)
         if (
@@ -163,7 +163,7 @@ class TorchCache(RowMoves):
         plan = self.steps.plan(layer, n_tok, positions)
         exact = self.pools.exact[index]
         own, exact_writes = (plan, ()) if exact is None else exact.rewrite(plan)
-        if not has_writes:
+        if slot != index:  # it shares the rows of another layer
             own, exact_writes = replace(own, writes=()), ()
         is_read = not group.is_latent or self.pools.of_layer[layer].is_joined
         if q is not None and kernel.takes(k.device) and is_read:
