@@ -154,7 +154,6 @@ GPT_OSS = str(CONFIGS / "gpt-oss-20b.json")
         ((GEMMA, "--memory", "16GB"), "a memory budget of 16.00 GB does not hold the model: its "),
         ((GEMMA, "--memory", "16GB", "--weights", "none"), "weights are 23.53 GB in bfloat16"),
         ((GPT_OSS, "--memory", "24GB", "--weights", "none"), "weights are 41.83 GB in bfloat16"),
-        ((GPT_OSS, "--memory", "24GB"), "its files hold 13.76 GB"),
     ],
 )
 def test_what_exceeds_the_memory_has_all_figures_too(args, words):

@@ -434,3 +434,22 @@ def _is_running(pid: int) -> bool:
         return state.rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+PARTS = """\
+{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}\
+{% if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text }}{% endif %}\
+{% endfor %}<|end|>{% endfor %}"""
+
+
+def test_a_template_that_reads_lists_of_parts_alone_gets_texts_as_such():
+    known = wrapped(byte_level(), PARTS, [special("<|end|>"), special("<|user|>")])
+    messages = [{"role": "user", "content": "I am <|end|>"}, {"role": "assistant", "content": "é"}]
+    rendered = render(known, messages)
+    assert rendered.text == "<|user|>I am <|end|><|end|><|assistant|>é<|end|>"
+    assert encode(known, rendered).count(known.convert_tokens_to_ids("<|end|>")) == 2
+    both = PARTS.replace(
+        "{% for part", "{% if m.content is string %}{{ m.content }}{% else %}{% for part"
+    )
+    known.chat_template = both.replace("{% endfor %}<|end|>", "{% endfor %}{% endif %}<|end|>")
+    assert render(known, messages).text == rendered.text

@@ -188,9 +188,9 @@ def _files_digest(root: Path, names: tuple[str, ...], without: str) -> str:
 
 def _template_digest(root: Path) -> str:
     found = [[n, _digest((root / n).read_bytes())] for n in TEMPLATE_FILES if (root / n).is_file()]
-    path = root / "tokenizer_config.json"
-    if path.is_file():
-        inline = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-        if inline is not None:
-            found.append([path.name, _digest(json.dumps(inline, sort_keys=True))])
+    for path in (root / "tokenizer_config.json", root / "processor_config.json"):
+        if path.is_file():
+            inline = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+            if inline is not None:
+                found.append([path.name, _digest(json.dumps(inline, sort_keys=True))])
     return _digest(json.dumps(found))

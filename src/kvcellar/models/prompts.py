@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from kvcellar.errors import ModelError, PromptError, TemplateLimitError
@@ -143,13 +144,50 @@ def _apply(
     known: Any = tokenizer
     if not messages:
         raise ValueError("there is no message")
+    template = known.get_chat_template(None, tools)
+    words = {k: v for k, v in known.special_tokens_map.items() if isinstance(v, str)}
+    said = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    if _reads_parts_alone(template, tuple(words.items())):
+        said = [_in_parts(message) for message in said]
     job = {
-        "conversations": [[{k: v for k, v in m.items() if v is not None} for m in messages]],
+        "conversations": [said],
         "tools": tools,
-        "chat_template": known.get_chat_template(None, tools),
+        "chat_template": template,
         "add_generation_prompt": is_asking,
     }
     return ask_renderer({**known.special_tokens_map, **job})
+
+
+@lru_cache(maxsize=64)
+def _reads_parts_alone(template: str, words: tuple[tuple[str, str], ...]) -> bool:
+    """Return true if a template shows the text of a message only where it is in a list of parts.
+
+    Some templates of models that see images are so.
+    """
+    text = "kvcellar"
+    for content in (text, [{"type": "text", "text": text}]):
+        job = {
+            "conversations": [[{"role": "user", "content": content}]],
+            "tools": None,
+            "chat_template": template,
+            "add_generation_prompt": False,
+        }
+        try:
+            if text in ask_renderer({**dict(words), **job}):
+                return content != text
+        except TemplateLimitError:
+            raise
+        except ModelError:  # it wants other messages
+            continue
+    return False
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content, where it is a text, is a list with that text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _is_rendered_by_transformers(tokenizer: Any) -> bool:

@@ -41,13 +41,12 @@ from kvcellar.models.weights import (
 )
 from kvcellar.spec import DTYPE_BYTES, ModelCacheSpec
 
-_NOT_TEXT = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
+_NOT_TEXT = tuple(
+    f"{whole}{part}"
+    for whole in ("", "model.", "thinker.")
+    for part in ("vision", "visual", "audio", "multi_modal", "mm_", "embed_vision", "embed_audio")
 )
-"""Tensors of a multimodal checkpoint that are not loaded."""
+"""Beginnings of names of a multimodal checkpoint's tensors that are not loaded."""
 
 _OF_A_LAYER = re.compile(r"\.\d+\.")
 """Weights that are stored in fewer bits where a config says that some are."""

@@ -21,23 +21,34 @@ from kvcellar.models.checkpoint import read_json
 _NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that speak up when transformers imports a torchao that was built for another Python."""
 
+_PROCESSORS = ("chat_template.json", "processor_config.json")
+"""Files of a model that sees or hears as well, in which its chat template may be."""
+
 _lock = threading.RLock()
 """Held while loading: the verbosity and the progress hook of transformers are process-wide."""
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer, with the template of its processor where it has none itself.
 
     Raises:
         ModelError: it cannot be read.
     """
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of many kinds: JSON, tokenizers' own, missing packages
         raise ModelError(
             f"the tokenizer in {folder} cannot be read: {error}; copy its files again from where "
             f"the model came from"
         ) from error
+    for name in _PROCESSORS if not getattr(tokenizer, "chat_template", None) else ():
+        said = read_json(folder / name) if (folder / name).is_file() else {}
+        if isinstance(said.get("chat_template"), str):
+            tokenizer.chat_template = said["chat_template"]
+            break
+    return tokenizer
 
 
 def opening_tokens(tokenizer: Any) -> list[int]:

@@ -46,7 +46,7 @@ from kvcellar.models.tokenizer import (
     load_tokenizer,
     quiet,
 )
-from kvcellar.models.weights import WEIGHTS, Matrix, choose_weights, parse_weights
+from kvcellar.models.weights import Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import CacheConfig
@@ -94,11 +94,9 @@ class TorchModel(LoadedModel):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights as they are stored, or as the kernel holds them."""
-        if self.weights in WEIGHTS:
-            tensors = [*self.network.parameters(), *self.network.buffers()]
-            return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-        return self.stored_bytes
+        """Bytes of the weights as they are held, those of what is not loaded left out."""
+        tensors = [*self.network.parameters(), *self.network.buffers()]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def touch_weights(self) -> int:
         """Read a byte of every page of the weights; see :meth:`LoadedModel.touch_weights`."""

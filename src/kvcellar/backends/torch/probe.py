@@ -163,6 +163,8 @@ def _watch(network: Any, family: str) -> _Seen:
                 position_ids=torch.arange(_N_TOKENS, device=device)[None],
                 past_key_values=_WatchedCache(),
                 use_cache=False,
+                # All of them: given a number, Gemma 4 cuts the masks of its last layers.
+                logits_to_keep=torch.arange(_N_TOKENS, device=device),
             )
     except Exception as error:  # whatever its layers do not like
         raise ModelError(

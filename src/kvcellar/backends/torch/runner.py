@@ -70,7 +70,8 @@ class TorchRunner(BoundRunner):
         modules: Sequence[Any],
     ) -> tuple[FloatArray, FloatArray]:
         """Run the tokens as transformers does; features are what these modules are given."""
-        keep = 1 if rows is None else self._tensor(rows)
+        # By index: told how many, Gemma 4 leaves tokens out of the layers that share K and V.
+        keep = self._tensor(np.array([len(ids) - 1], np.int64) if rows is None else rows)
         at = self._tensor(positions[None])
         with inputs_of(modules) as seen, Positions(at, self._rope_length):
             logits = self._network(
