@@ -124,7 +124,7 @@ def prompt_ratio(quick: bool) -> float:
             "ours": lambda: experts(x, chosen, shares),
             "transformers": lambda: grouped_mm(own, x, chosen, shares),
         }
-        times = alternate(calls, rounds=7 if quick else 40, warmup=1)
+        times = alternate(calls, rounds=4 if quick else 40, warmup=1)
     ours, theirs = median_ms(times["ours"]), median_ms(times["transformers"])
     print(
         f"{PROMPT} tokens through {n_experts} experts: {ours:.1f} ms in 4 bits, {theirs:.1f} ms by"
@@ -140,7 +140,7 @@ def measure(quick: bool) -> Mapping[str, Any]:
     assert all(one.decoder for one in held), "a step of either is one call of the kernel"
     with decoding(mixture, held[0]) as of_mixture, decoding(dense, held[1]) as of_dense:
         calls = {"mixture": lambda: of_mixture(1), "dense": lambda: of_dense(1)}
-        rounds = 100 if quick else 400
+        rounds = 80 if quick else 400
         times = alternate(calls, rounds=rounds, warmup=8)
         once = read_once(of_mixture)
     ratio = median_ratio(times, "mixture", "dense")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.kernel import attend, layers, levels, linear
+from kvcellar.kernel import attend, experts, layers, levels, linear
 from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 
 FOLDER = Path(levels.__file__).parent
@@ -30,6 +30,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 N_HEADS, N_KV_HEADS, DIM, LENGTH = 32, 8, 64, 4096
 N_IN, N_OUT = 2048, 4096
+N_EXPERTS, N_CHOSEN, INNER = 32, 8, 768
 ROUNDS, LEAST_S = 15, 0.02
 
 Operation = Callable[[], None]
@@ -105,6 +106,49 @@ def product(bits: int, n_tokens: int, held: list[np.ndarray]) -> Operation:
     return lambda: weights.linear(x.ctypes.data, n_tokens, bf16, out.ctypes.data, bf16)
 
 
+def random_bytes(n: int, held: list[np.ndarray], most: int = 256) -> int:
+    """Return the address of random bytes."""
+    numbers = np.random.default_rng(0).integers(most - 4 if most < 256 else 0, most, n, np.uint8)
+    held.append(numbers)
+    return int(numbers.ctypes.data)
+
+
+def product_mxfp4(n_tokens: int, held: list[np.ndarray]) -> Operation:
+    """Return the same product of weights in MXFP4."""
+    data, exponents = (
+        random_bytes(N_OUT * N_IN // 2, held),
+        random_bytes(N_OUT * N_IN // 32, held, 123),
+    )
+    weights = linear.LinearWeights(linear.WeightFormat.mxfp4, N_IN, N_OUT, data, exponents)
+    x, out = random_bits((n_tokens, N_IN), np.uint16), np.empty((n_tokens, N_OUT), np.uint16)
+    held += [x, out]
+    bf16 = attend.Dtype.bfloat16
+    return lambda: weights.linear(x.ctypes.data, n_tokens, bf16, out.ctypes.data, bf16)
+
+
+def mixture(n_tokens: int, held: list[np.ndarray]) -> Operation:
+    """Return a mixture in 4 bits of which each token chooses 8 experts."""
+
+    def layer(n_in: int, n_out: int) -> experts.ExpertLayer:
+        n = N_EXPERTS * n_in * n_out
+        scales = np.full(n // 32, 0.01, np.float16)
+        held.append(scales)
+        data = random_bytes(n // 2, held)
+        form = linear.WeightFormat.int4
+        weights = linear.LinearWeights(form, n_in, n_out, data, scales.ctypes.data)
+        return experts.ExpertLayer(weights, N_EXPERTS)
+
+    made = experts.Experts(layer(N_IN, 2 * INNER), layer(INNER, N_IN), experts.Gate())
+    rng = np.random.default_rng(0)
+    rows = [rng.permutation(N_EXPERTS)[:N_CHOSEN] for _ in range(n_tokens)]
+    chosen, shares = np.stack(rows).astype(np.int64), np.ones((n_tokens, N_CHOSEN), np.float32)
+    x = random_bits((n_tokens, N_IN), np.uint16)
+    out = np.empty_like(x)
+    held += [chosen, shares, x, out]
+    at = x.ctypes.data, n_tokens, chosen.ctypes.data, shares.ctypes.data, N_CHOSEN
+    return lambda: made.run(*at, attend.Dtype.bfloat16, out.ctypes.data)
+
+
 def passes(held: list[np.ndarray]) -> Operation:
     """Return what lies around a layer's products for one token: two norms, a rotation, a gate."""
     n, bf16 = N_IN, attend.Dtype.bfloat16
@@ -133,6 +177,10 @@ def operations(held: list[np.ndarray]) -> dict[str, Operation]:
     for bits in (12, 8, 4):
         found[f"linear, 64 tokens, {bits} bits"] = product(bits, 64, held)
     found["norms, rotation, gate, 1 token"] = passes(held)
+    for n_tokens, said in ((1, "1 token"), (64, "64 tokens")):
+        found[f"linear, {said}, MXFP4"] = product_mxfp4(n_tokens, held)
+    for n_tokens, said in ((1, "1 token"), (64, "64 tokens")):
+        found[f"8 of 32 experts, {said}, 4 bits"] = mixture(n_tokens, held)
     return found
 
 

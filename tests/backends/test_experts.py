@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,3 +181,31 @@ def test_shipped_mxfp4_gives_what_its_numbers_give(dtype: Any, weights: str) -> 
         want = plain[0](x.float(), chosen, shares.float())
         # Inputs are rounded to one of 255 steps for each 32.
         assert far(model[0](x, chosen, shares), want) < (0.012 if dtype == torch.float32 else 0.015)
+
+
+@pytest.mark.slow
+def test_experts_of_every_family_that_asks_the_interface_are_held() -> None:
+    import transformers
+
+    from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, zoo
+    from kvcellar.errors import ModelError
+
+    folder = Path(transformers.__file__).parent / "models"
+    asking = {
+        path.parent.name
+        for path in folder.glob("*/modeling_*.py")
+        if "@use_experts_implementation" in path.read_text(encoding="utf-8")
+    }
+    held, others = [], []
+    for name in sorted(asking.intersection(zoo())):
+        try:
+            network = random_network(twin_raw(default_raw(name)), attention="eager")
+        except (ModelError, ValueError, TypeError):  # its defaults make no small model
+            continue
+        network.requires_grad_(False)
+        there = list(mixtures.mixtures(network))
+        mixtures.hold_experts(network, "int8", Arena())
+        is_held = all(mixtures.HELD in module._modules for module in there)
+        (held if is_held else others).append(name)
+    assert not others
+    assert len(held) > 40

@@ -298,7 +298,8 @@ def _is_understood(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, parts[0][0].shape[1], generator=generator).to(dtype)
     some = sorted({0, n_experts // 2, n_experts - 1})
-    chosen = torch.tensor([(some * 2)[i : i + min(2, len(some))] for i in range(3)])
+    slots = range(min(2, len(some)))
+    chosen = torch.tensor([[some[(i + j) % len(some)] for j in slots] for i in range(3)])
     shares = torch.rand(chosen.shape, generator=generator).to(dtype)
     with torch.inference_mode():
         want = _eager(module, x, chosen, shares).float()
