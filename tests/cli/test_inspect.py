@@ -107,6 +107,17 @@ def test_chunks_and_layers_that_share_rows_are_said_and_sized(tmp_path):
     assert "2 layers share the rows of others" in text
 
 
+def test_latents_are_said_and_sized(tmp_path):
+    path = tmp_path / "spec.json"
+    rows = {"n_kv_heads": 1, "head_dim": 64, "v_head_dim": 512}
+    fields = {"n_layers": 61, "max_positions": 163_840, "weight_bytes": 10**6}
+    path.write_text(json.dumps(fields | {"groups": [rows | {"layers": 61, "is_latent": True}]}))
+    value = inspected("--spec", str(path), "--context", "1000", "--kv-dtype", "bfloat16")
+    assert value["kv_dtypes"][0]["bytes_per_token"] == 61 * 2 * 576
+    text = re.sub(r"\s+", " ", run("inspect", "--spec", str(path), "--context", "1000").stdout)
+    assert "61 layers latents of 512 and 64 rotary numbers, full history" in text
+
+
 def test_the_table_says_where_the_memory_goes_and_what_fits():
     asked = ("--memory", "36GB", "--context", "32768", "--agents", "4", "--weights", "none")
     result = run("inspect", GEMMA, *asked)

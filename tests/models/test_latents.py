@@ -27,6 +27,7 @@ from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.latents import Latents
+from kvcellar.models.sizing import size_model
 from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.models.players import Oracle, Player, assert_close, text
 from tests.models.tiny_checkpoints import COMMON, randomize
@@ -232,6 +233,8 @@ def test_packed_weights_leave_those_of_latents_as_they_are(folder: Any, weights:
     model: Any = load_model(folder("minicpm3"), weights=weights)
     bound = [m for m in model.network.modules() if isinstance(m, LatentLinear)]
     assert len(bound) == model.params.n_layers
+    counted = size_model(folder("minicpm3"), weights=weights).weight_bytes
+    assert 0 <= model.size_bytes - counted < 100, "but for what RoPE keeps"
     assert {str(m.up_k.dtype) for m in bound} == {f"torch.{model.dtype}"}
     prompt = text(40)
     want = Oracle(folder("minicpm3")).logits(prompt)

@@ -265,17 +265,17 @@ def _show(view: View, names: tuple[str, ...]) -> None:
     facts.add_column()
     facts.add_row("model", "", f"{spec.name} ({spec.family}), {spec.params.n_layers} layers")
     for group, n_tokens in zip(spec.params.groups, spec.agent_cells(view.context), strict=True):
-        dims = str(group.head_dim)
-        if group.v_head_dim != group.head_dim:
+        dims = f"{group.n_kv_heads} KV heads of {group.head_dim}"
+        if group.is_latent:
+            dims = f"latents of {group.v_head_dim} and {group.head_dim} rotary numbers"
+        elif group.v_head_dim != group.head_dim:
             dims += f" (V {group.v_head_dim})"
         history = (
             "full history"
             if group.is_full
             else f"{_narrow(group)}: at most {n_tokens} tokens an agent"
         )
-        facts.add_row(
-            "", f"{len(group.layers)} layers", f"{group.n_kv_heads} KV heads of {dims}, {history}"
-        )
+        facts.add_row("", f"{len(group.layers)} layers", f"{dims}, {history}")
     if spec.params.shared:
         facts.add_row("", f"{len(spec.params.shared)} layers", "share the rows of others")
     facts.add_row("memory", format_size(view.limit_bytes), "what the process may hold")

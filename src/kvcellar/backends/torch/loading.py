@@ -313,5 +313,6 @@ def count_parameters(raw: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, 
     """
     with quiet(lambda part: None):
         network = empty_network(raw)
+        bind_latents(network, model_facts(raw).latents)
     sizes = {name: int(weight.numel()) for name, weight in network.named_parameters()}
     return sizes, matrices_of(network)
