@@ -33,6 +33,9 @@ MOST_NUMBERS = 4_000_000
 _SHORT = 64
 """Longest window or chunk that the texts of a check meet."""
 
+_MOST_SAID = 400
+"""Letters of a reason."""
+
 Report = Callable[[float], None]
 
 
@@ -116,7 +119,7 @@ def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
         own = own_gap(pair.theirs, pair.facts.vocab_size)
         differences = compare(_subject(pair, report))
     except Exception as error:  # whatever transformers' own code does not like
-        said = (str(error).strip().splitlines() or [""])[0]
+        said = " ".join(str(error).split())[:_MOST_SAID]
         reason = said if isinstance(error, KVCellarError) else f"{type(error).__name__}: {said}"
     seconds = round(time.perf_counter() - start, 2)
     return Verdict(family, layers, name, differences, own, reason, versions(), seconds)
@@ -184,7 +187,7 @@ def _subject(pair: _Pair, report: Report) -> Subject:
 
     def oracle(texts: IntArray) -> FloatArray:
         ids = torch.from_numpy(texts)
-        at = torch.arange(ids.shape[1])[None].expand_as(ids)
+        at = torch.arange(ids.shape[1]).repeat(len(ids), 1)
         with torch.inference_mode():
             logits = pair.theirs(input_ids=ids, position_ids=at, use_cache=False).logits
         found: FloatArray = logits.float().numpy()

@@ -99,7 +99,11 @@ def twin_raw(raw: Mapping[str, Any], *, keeps_dims: bool = False) -> dict[str, A
         return {**raw_of(with_text(whole, text)), **names}
 
     text = whole.get_text_config(decoder=True)
-    return small(twin(text, lambda text: empty_network(small(text)), keeps_dims=keeps_dims))
+    return small(
+        twin(
+            text, lambda text: empty_network(small(text), attention="eager"), keeps_dims=keeps_dims
+        )
+    )
 
 
 def _without_towers(raw: Mapping[str, Any]) -> Any:
@@ -118,16 +122,36 @@ def _without_towers(raw: Mapping[str, Any]) -> Any:
 
 
 def with_text(config: Any, text: Any) -> Any:
-    """Return a wrapper's config with another text part; of a text config that is all."""
+    """Return a wrapper's config with another text part; of a text config that is all.
+
+    Where a tower must be as wide as the text part, its fields that were as wide follow.
+    """
     before = config.get_text_config(decoder=True)
     if before is config:
         return text
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    texts = {
+        name: with_text(part, text).to_dict()
+        for name, part in parts.items()
+        if part is not None and part.get_text_config(decoder=True) is before
+    }
     fields = config.to_dict()
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None and part.get_text_config(decoder=True) is before:
-            fields[name] = with_text(part, text).to_dict()
-    return type(config)(**fields)
+    try:
+        return type(config)(**{**fields, **texts})
+    except Exception:  # its validators raise classes of their own
+        fields = _as_wide(fields, before.hidden_size, text.hidden_size)
+        return type(config)(**{**fields, **texts})
+
+
+def _as_wide(fields: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+    """Return fields, nested ones too, of which all of one width, or a half or quarter, follow."""
+    widths = {before // part: after // part for part in (4, 2, 1)}
+    return {
+        key: _as_wide(value, before, after)
+        if isinstance(value, Mapping)
+        else (widths.get(value, value) if type(value) is int else value)
+        for key, value in fields.items()
+    }
 
 
 def raw_of(config: Any) -> dict[str, Any]:
@@ -148,7 +172,9 @@ def random_network(raw: Mapping[str, Any], *, attention: str | None = None, seed
     Raises:
         ModelError: it is not small, or cannot be built.
     """
-    n_numbers = sum(parameter.numel() for parameter in empty_network(raw).parameters())
+    n_numbers = sum(
+        parameter.numel() for parameter in empty_network(raw, attention="eager").parameters()
+    )
     if n_numbers > _MOST_NUMBERS:
         raise ModelError(
             f"a twin of {raw.get('model_type')} has {n_numbers:,} numbers, more than "
