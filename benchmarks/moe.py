@@ -35,7 +35,7 @@ SHAPE = {
     "vocab_size": VOCABULARY,
 }
 N_EXPERTS, N_CHOSEN, INNER = 128, 8, 768
-TOGETHER, PROMPT = 8, 256
+TOGETHER, PROMPT = 8, 128
 
 MIXTURE = {
     "num_experts": N_EXPERTS,
@@ -109,7 +109,7 @@ def prompt_ratio(quick: bool) -> float:
     from transformers.integrations.moe import grouped_mm_experts_forward as grouped_mm
 
     block = make("qwen3_moe", layers=1, **MIXTURE).model.layers[0].mlp
-    experts, n_experts = block.experts, 32  # of bfloat16 some are enough
+    experts, n_experts = block.experts, 16  # of bfloat16 some are enough
     for name, parameter in list(experts.named_parameters()):
         own = torch.nn.Parameter(parameter[:n_experts].clone(), requires_grad=False)
         experts.register_parameter(name, own)
