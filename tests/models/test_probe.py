@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from kvcellar.backends.torch import probe
+from kvcellar.backends.torch import probe, tiny
 from kvcellar.backends.torch.loading import model_facts
 from kvcellar.backends.torch.visibility import FARTHEST, read_mask
 from kvcellar.errors import ModelError
@@ -303,6 +303,15 @@ def test_a_config_may_hold_floats_that_json_has_not():
     fields = transformers.FalconH1Config(num_hidden_layers=2).to_dict()
     fields["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
     assert probe.learn_facts(fields).family == "falcon_h1"
+
+
+@pytest.mark.parametrize("family", ["jetmoe", "longcat_flash"])
+def test_a_small_network_that_does_not_run_without_numbers_is_run_with_some(family):
+    small = tiny.twin_raw(tiny.default_raw(family))
+    facts = probe.learn_facts(small)
+    assert facts.n_layers == len(facts.layers)
+    with pytest.raises(ModelError, match="could not be seen"):
+        probe.learn_facts(tiny.default_raw(family))
 
 
 # Masks --------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ NAME = "kvcellar_probe"
 
 _N_TOKENS = 5
 
+_MOST_NUMBERS = 20_000_000
+"""Numbers of a model that is run in memory where it does not run on the meta device."""
+
 _POSITIONS = frozenset({"position_ids", "cache_position"})
 """Tensors that an attention is told and that the cache knows better."""
 
@@ -93,7 +96,14 @@ def learn_facts(raw: Mapping[str, Any]) -> ModelFacts:
         if NAME not in str(error):
             raise
         raise _not_called(raw.get("model_type")) from error
-    return probe(network)
+    try:
+        return probe(network)
+    except _UnseenError:
+        if sum(parameter.numel() for parameter in network.parameters()) > _MOST_NUMBERS:
+            raise
+    from kvcellar.backends.torch.tiny import random_network  # few need it
+
+    return probe(random_network(raw, attention=NAME))
 
 
 def probe(network: Any) -> ModelFacts:
@@ -167,7 +177,7 @@ def _watch(network: Any, family: str) -> _Seen:
                 logits_to_keep=torch.arange(_N_TOKENS, device=device),
             )
     except Exception as error:  # whatever its layers do not like
-        raise ModelError(
+        raise _UnseenError(
             f"architecture {family!r} cannot be served: what its attention needs could not be "
             f"seen ({type(error).__name__}: {error}); choose another model"
         ) from error
@@ -182,6 +192,10 @@ def _seeing() -> Iterator[_Seen]:
         yield seen
     finally:
         del _watching.seen
+
+
+class _UnseenError(ModelError):
+    """A network did not run: some read numbers, which the meta device has not."""
 
 
 class _WatchedCache(Cache):
