@@ -70,7 +70,10 @@ class DecodeCache(Cache, Protocol):
         ...
 
     def resumable_from(self) -> int:
-        """Return the lowest length, other than 0 and points, that ``rewind`` accepts."""
+        """Return the length from which on ``rewind`` accepts every one.
+
+        Below it, it accepts 0, points, and where chunks begin in all groups that lack rows.
+        """
         ...
 
     def keep_point(self, length: int) -> None:
@@ -130,7 +133,7 @@ class SeqCache(Cache, Protocol):
         ...
 
     def resumable_from(self, seq_id: int) -> int:
-        """Return the lowest length, other than 0 and points, that it can be cut back to."""
+        """Return the length from which on it can be cut back to any; see ``resume_at`` below it."""
         ...
 
     def resume_at(self, seq_id: int, length: int) -> int:

@@ -161,10 +161,7 @@ class Sequences(StepFace):
         return self.steps.resume_at(seq_id, min(length, self.seq_len(seq_id)))
 
     def resumable_from(self, seq_id: int) -> int:
-        """Return the length from which on the sequence can go on wherever it is cut back to.
-
-        Below it, it can at 0, at points, and where a chunk begins that every group can give.
-        """
+        """Return the length from which on the sequence can go on wherever it is cut back to."""
         self.seq_len(seq_id)
         return max(self.steps.origin, *(layout.low(seq_id) for layout in self.layouts))
 
