@@ -82,6 +82,18 @@ def test_layers_that_share_rows_and_chunks_go_on_as_with_transformers_own_cache(
     assert greedy(model, other, 3, cache) == greedy(model, other, 3)
 
 
+def test_rows_that_are_padded_have_chunks_of_their_own(tmp_path: Any) -> None:
+    folder = write_tiny("llama4_text", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([text(21), text(21, seed=1), text(21, seed=2)])
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, :13] = 0, 0
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 20}
+    want = model.generate(ids, **options)
+    got = model.generate(ids, past_key_values=make_cache(model, rollback=0), **options)
+    assert got.tolist() == want.tolist()
+
+
 @every_family
 def test_a_crop_goes_on_as_if_the_rest_had_never_been(model_of: Any, family: str) -> None:
     model, prompt = model_of(family), text(40)

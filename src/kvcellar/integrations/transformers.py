@@ -52,7 +52,7 @@ def make_cache(
     facts = model_facts(model.config.to_dict())
     computed = str(model.dtype).removeprefix("torch.")
     config = make_config(
-        _stored_only(facts.params),
+        _for_masks(facts.params),
         max_kv_size or facts.max_positions,
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
@@ -61,8 +61,11 @@ def make_cache(
     return Cache(layers=[CellLayer(rows, layer) for layer in range(config.params.n_layers)])
 
 
-def _stored_only(params: ModelCacheParams) -> ModelCacheParams:
-    """Return a model without its layers that share rows: transformers hands those on by itself.
+def _for_masks(params: ModelCacheParams) -> ModelCacheParams:
+    """Return what a cache must know whose model attends by its own masks.
+
+    Layers that share rows are left out, since transformers hands those on by itself. Chunks are as
+    windows of their length: where they begin depends on the padding of each row, as masks know.
 
     Raises:
         ConfigError: a layer that stores rows comes behind one that shares them.
@@ -73,7 +76,11 @@ def _stored_only(params: ModelCacheParams) -> ModelCacheParams:
             f"layers {[layer for layer, _ in params.shared]} of this model share rows and are not "
             f"its last ones; use kvcellar's own sessions for it"
         )
-    return ModelCacheParams(n_stored, groups=params.groups)
+    groups = (
+        group if group.chunk is None else replace(group, window=group.chunk, chunk=None)
+        for group in params.groups
+    )
+    return ModelCacheParams(n_stored, groups=tuple(groups))
 
 
 class BatchRows:
