@@ -16,6 +16,7 @@ from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
 from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
+from kvcellar.backends.torch.fast.mixtures import n_numbers
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.positions import tell_past_lengths
@@ -200,7 +201,7 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     )
     hold_ropes(network)
     tell_past_lengths(network)
-    n_parameters = sum(parameter.numel() for parameter in network.parameters())
+    n_parameters = n_numbers(network)
     bind_latents(network, found.facts.latents)
     if found.weights is None:
         return network, None, n_parameters
