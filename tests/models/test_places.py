@@ -198,6 +198,10 @@ def test_the_list_says_what_each_would_take_and_why_one_would_not_load(home):
     assert demo["path"] == str(DEMO_FOLDER) and demo["memory_bytes"] > demo["size_bytes"] > 0
     gguf = rows[str(home / "own" / "models" / "x" / "X-Q4_0.gguf")]
     assert gguf["memory_bytes"] is None and gguf["reason"]
+    assert demo["is_exact"] is gguf["is_exact"] is None
+    assert run("check", "demo").exit_code == 0
+    (exact,) = (row for row in json.loads(run("list", "--json").stdout) if row["name"] == "demo")
+    assert exact["is_exact"] is True
 
 
 def test_a_name_that_is_not_on_the_hub_is_not_pulled(home, monkeypatch):

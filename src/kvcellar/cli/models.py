@@ -16,6 +16,8 @@ from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import print_note, progress_bar, write
 from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.check import known_verdict
+from kvcellar.models.checkpoint import read_config
 from kvcellar.models.hub import DEMO_FOLDER, pull
 from kvcellar.models.options import DEMO, LoadOptions
 from kvcellar.models.places import FoundModel, found_models, models_in, remove
@@ -67,11 +69,13 @@ class Row:
         model: where it lies.
         memory_bytes: the process with its weights and one agent of ``CONTEXT`` tokens, as
             ``kvcellar inspect`` counts them; None: it would not load.
-        reason: why it would not.
+        is_exact: what the check of it found; None: it was not checked yet.
+        reason: why it would not load.
     """
 
     model: FoundModel
     memory_bytes: int | None
+    is_exact: bool | None
     reason: str | None
 
     def as_object(self) -> dict[str, Any]:
@@ -85,6 +89,7 @@ class Row:
             "size_bytes": self.model.size_bytes,
             "lacks": list(self.model.lacks),
             "memory_bytes": self.memory_bytes,
+            "is_exact": self.is_exact,
             "reason": self.reason,
         }
 
@@ -94,7 +99,8 @@ def list_command(as_json: AsJson = False) -> None:
 
     Looked through are the Hugging Face cache, LM Studio's and Ollama's folders, and `models` in
     KVCELLAR_HOME. The name in the first column is what other commands take. Memory is that of the
-    process with the model loaded as it would be by default, and one agent of 4,096 tokens.
+    process with the model loaded as it would be by default, and one agent of 4,096 tokens. Checked
+    are models that were loaded once, and those of `kvcellar models check`.
     """
     with progress_bar("looking for models") as report:
         found = _all_models()
@@ -119,21 +125,33 @@ def _row(model: FoundModel) -> Row:
 
     if model.lacks:
         reason = f"{len(model.lacks)} of its files are missing; get them with: models pull"
-        return Row(model, None, reason)
+        return Row(model, None, None, reason)
     backend = "mlx" if model.format == "mlx" else "torch"
     try:
         spec = size_model(LoadOptions(DEMO if model.name == DEMO else model.path, backend=backend))
     except KVCellarError as error:
-        return Row(model, None, str(error))
+        return Row(model, None, None, str(error))
     kv = parse_kv_dtype(LoadOptions().kv_dtype_for(spec.dtype))
     context = min(CONTEXT, spec.max_positions)
     held_bytes = spec.weight_bytes + spec.agent_bytes(context, kv) + spec.scratch_bytes(context)
-    return Row(model, PROCESS_BYTES + held_bytes, None)
+    return Row(
+        model, PROCESS_BYTES + held_bytes, _is_exact(model) if backend == "torch" else None, None
+    )
+
+
+def _is_exact(model: FoundModel) -> bool | None:
+    """Return what the check of a checkpoint found; None: it was not checked yet."""
+    try:
+        from kvcellar.backends.torch.checking import versions
+    except ModuleNotFoundError:  # without torch nothing is checked
+        return None
+    verdict = known_verdict(read_config(model.path), versions())
+    return None if verdict is None else verdict.is_exact
 
 
 def _show(rows: list[Row]) -> None:
     """Print a table, a line for each model; those that would not load say why below."""
-    lines = [("MODEL", "FAMILY", "FORMAT", "ON DISK", "IN MEMORY", "WHERE")]
+    lines = [("MODEL", "FAMILY", "FORMAT", "ON DISK", "IN MEMORY", "CHECKED", "WHERE")]
     lines += [
         (
             row.model.name,
@@ -141,6 +159,7 @@ def _show(rows: list[Row]) -> None:
             row.model.format,
             format_size(row.model.size_bytes),
             "-" if row.memory_bytes is None else format_size(row.memory_bytes),
+            {None: "-", True: "exact", False: "not exact"}[row.is_exact],
             row.model.place,
         )
         for row in rows

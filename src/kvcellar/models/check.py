@@ -175,14 +175,21 @@ def verdict_of(
         versions: of what a verdict depends on; one of others is found again.
         find: is called where there is none.
     """
+    verdict = known_verdict(raw, versions)
+    if verdict is None:
+        verdict = find()
+        keep_verdict(raw, versions, verdict)
+    return verdict
+
+
+def known_verdict(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Verdict | None:
+    """Return the verdict that was kept on a model; None: there is none of these versions."""
     path = verdict_path(raw, versions)
     with suppress(OSError, ValueError, RecursionError):
         verdict = Verdict.from_json(json.loads(path.read_text(encoding="utf-8")))
         if dict(verdict.versions) == dict(versions):
             return verdict
-    verdict = find()
-    keep_verdict(raw, versions, verdict)
-    return verdict
+    return None
 
 
 def keep_verdict(raw: Mapping[str, Any], versions: Mapping[str, str], verdict: Verdict) -> None:
