@@ -14,6 +14,7 @@ from kvcellar.errors import ModelError
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'kvcellar[mlx]'")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'kvcellar[mlx]'")
+mlx_nn = pytest.importorskip("mlx.nn")
 
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
@@ -158,3 +159,17 @@ def test_what_mlx_lms_own_code_does_not_keep_to_is_no_rounding(monkeypatch: Any)
     monkeypatch.setattr(checking, "_ROUNDING", -1.0)
     verdict = checking.check_network(model, learnt, "qwen3")
     assert not verdict.is_exact and "own logits of a text in pieces" in str(verdict.reason)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_quantised_weights_of_any_family_are_served_as_mlx_lm_serves_them(family: str) -> None:
+    from kvcellar.backends.mlx.checking import check_network
+
+    model = make_model(family)
+
+    def can_quantise(path: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    mlx_nn.quantize(model, group_size=32, bits=4, class_predicate=can_quantise)
+    verdict = check_network(model, learn(model, family), family)
+    assert verdict.is_exact and verdict.worst < 1e-3

@@ -301,3 +301,14 @@ def test_a_model_that_is_not_what_mlx_lm_says_is_refused_unless_a_person_goes_on
     assert asked == ["llama"], "a verdict is kept"
     assert load_model(checkpoint("mistral"), backend="mlx").learnt.added_window == WINDOW
     assert asked == ["llama"], "mlx-lm's own code knows no window"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_words_that_mlx_lm_demands_are_found_in_the_config(family: str, tmp_path: Path) -> None:
+    from kvcellar.backends.torch.tiny import write_tiny
+
+    model = load_model(write_tiny(family, tmp_path), backend="mlx")
+    prompt = text(30)
+    with Player(model, "seq") as player:
+        tokens, _ = player.greedy(player.feed(prompt), 4)
+    assert tokens == mlx_lm_says(model.network, prompt, 4)

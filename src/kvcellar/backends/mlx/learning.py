@@ -106,7 +106,8 @@ def learn(
     Args:
         model: of mlx-lm, its weights read or not.
         name: of its architecture, for messages.
-        said: the window of each layer by the model's config; empty: it does not say.
+        said: the window of each layer by the model's config, None for those that see all; empty:
+            it does not say.
         adds_windows: where the config says a window and the model of mlx-lm sees all, as some do,
             the window is the cache's to keep; false: such a model is refused.
 
@@ -209,6 +210,7 @@ class _Sight:
             )
         self._record = record
         self._said = tuple(said) if len(said) == n_layers else (None,) * n_layers
+        self._is_said = len(said) == n_layers
         self._adds_windows = adds_windows
         self.added: list[int] = []
         """Windows of layers that the model of mlx-lm does not know."""
@@ -232,13 +234,13 @@ class _Sight:
             self.added.append(said)
             return said, None
         window, chunk = FAR + 1 - firsts[0], getattr(leaf, "chunk_size", None)
-        if firsts[1] == firsts[0] + 1 and said in (None, window):
+        if firsts[1] == firsts[0] + 1 and (said == window or not self._is_said):
             return window, None
-        if chunk is not None and firsts[0] == firsts[1] == FAR - FAR % chunk and said is None:
+        if chunk is not None and not self._is_said and firsts == 2 * (FAR - FAR % chunk,):
             return None, int(chunk)
         raise ModelError(
             f"layer {layer} of mlx-lm's {name} sees from position {firsts[0]} on at {FAR} and from "
-            f"{firsts[1]} at {FAR + 1}; its config says a window of {said}; {WAY_OUT}"
+            f"{firsts[1]} at {FAR + 1}; by its config a window of {said}; {WAY_OUT}"
         )
 
     def _check_latent(self, layer: int) -> None:

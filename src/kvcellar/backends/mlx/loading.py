@@ -6,6 +6,7 @@ embeddings by a default of its own. So its arguments are made from the config of
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -216,12 +217,29 @@ def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
     if type(config) is not PretrainedConfig and not hasattr(type(config), "layer_types"):
         text["layer_types"] = None  # of no meaning there, and mlx-lm would take it for one
     types = list(text.get("layer_types") or ())
-    if set(types) == {_FULL, _SLIDING}:
+    if set(types) == {_FULL, _SLIDING} and not isinstance(text.get("sliding_window_pattern"), str):
         text["sliding_window_pattern"] = types.index(_FULL) + 1
     text.pop("architectures", None)
     if "text_config" in raw:
         return {**raw, "text_config": text, "vocab_size": text["vocab_size"]}
-    return text
+    return {**text, **_demanded(raw, text, config)}
+
+
+def _demanded(raw: Mapping[str, Any], text: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return what mlx-lm demands and the config says in other words, or leaves to its class."""
+    _, asked = mlx_lm.utils._get_classes(dict(raw))
+    derived = {
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "rotary_pct": text.get("partial_rotary_factor"),
+        "rotary_emb_base": text.get("rope_theta"),
+        "n_ctx": getattr(config, "n_positions", None),
+    }
+    return {
+        name: value
+        for name, parameter in inspect.signature(asked).parameters.items()
+        if parameter.default is parameter.empty and text.get(name) is None
+        if (value := getattr(config, name, None) or derived.get(name)) is not None
+    }
 
 
 def text_config(raw: Mapping[str, Any]) -> Any:
@@ -255,6 +273,8 @@ def windows_of(config: Any) -> list[int | None]:
     if not hasattr(known, "layer_types"):
         return [config.sliding_window] * int(config.num_hidden_layers)
     types = config.layer_types or ()
+    if not {_FULL, _SLIDING} >= set(types):
+        return []
     return [config.sliding_window if kind == _SLIDING else None for kind in types]
 
 
@@ -354,8 +374,8 @@ def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
 
 def _facts_of_config(raw: Mapping[str, Any]) -> ModelFacts:
     config = text_config(raw)
-    words = {**_decoded(raw), **arguments(raw, config)}
     try:
+        words = {**_decoded(raw), **arguments(raw, config)}
         model_class, arguments_class = mlx_lm.utils._get_classes(words)
         model = model_class(arguments_class.from_dict(words))
     except Exception as error:  # its models raise whatever their arguments lead to
