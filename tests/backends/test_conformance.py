@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcellar.testing import ConformanceSuite, NumpyAdapter
+from kvcellar.testing import CASES, ConformanceSuite, NumpyAdapter
 from tests.backends.adapters import (
     MlxAdapter,
     MlxInSmallPieces,
@@ -12,11 +12,12 @@ from tests.backends.adapters import (
     TorchWithoutKernel,
     needs_mlx,
     quantised,
+    walked,
 )
 
 
 class TestReference(ConformanceSuite):
-    adapter = NumpyAdapter("reference")
+    adapter = NumpyAdapter("reference", walked=walked(CASES))
 
 
 class TestTorch(ConformanceSuite):
