@@ -181,8 +181,7 @@ Tensor& attend(KernelRuntimeContext& context, const Tensor& q, const Tensor& k, 
                int64_t layer_id, double scale, ScalarType out_dtype, const optional<Tensor>& sinks, Tensor& out) {
   const bool is_plain = q.dim() == 4 && k.dim() == 4 && q.size(3) == k.size(3);  // else of latent rows
   if (!is_bhsd(q) || !is_bhsd(k) || !is_bhsd(v) || q.size(2) != k.size(2) || k.size(2) != v.size(2) ||
-      k.size(1) != v.size(1) || (!is_plain && q.size(3) != k.size(3) + v.size(3)) ||
-      position.numel() != k.size(2))
+      k.size(1) != v.size(1) || (!is_plain && q.size(3) != k.size(3) + v.size(3)) || position.numel() != k.size(2))
     return misshapen(context, out,
                      "q, k and v are not [1, heads, T, dim] of one T, with as many positions: the "
                      "program is not one for caches with all tokens on one axis");
