@@ -240,3 +240,18 @@ def test_layers_that_others_read_are_left():
     assert network.model.layers[1].self_attn.k_proj is left
     kinds = Counter(type(part).__name__ for part in held.parts.values())
     assert (kinds["LayerPart"], held.decoder) == (1, None)
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_5_text", "smollm3", "opt"])
+def test_parts_that_were_found_before_are_read(monkeypatch, tmp_path, family):
+    known = tmp_path / "parts.json"
+    first = hold_weights(copy.deepcopy(made(family)), "int8", known=known)
+    other = hold_weights(copy.deepcopy(made(family)).bfloat16(), "int8", known=tmp_path / "other")
+    with monkeypatch.context() as only:
+        only.setattr(Finder, "__init__", lambda *_: pytest.fail("they are known"))
+        again = hold_weights(copy.deepcopy(made(family)), "int8", known=known)
+    assert again.parts == first.parts and said(again) == said(first)
+    known.write_text(known.read_text()[:-9])
+    assert hold_weights(copy.deepcopy(made(family)), "int8", known=known).parts == first.parts
+    same = hold_weights(copy.deepcopy(made(family)).bfloat16(), "int8", known=known)
+    assert same.parts == other.parts

@@ -35,7 +35,7 @@ from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import format_of
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
-from kvcellar.models.known import facts_of
+from kvcellar.models.known import facts_of, known_path
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
@@ -51,6 +51,9 @@ from kvcellar.models.weights import Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
 from kvcellar.types import CacheConfig
+
+_BY = f"transformers {transformers.__version__}"
+"""Whose rules a model's facts and parts are learnt by."""
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
@@ -206,7 +209,8 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
     if found.weights is None:
         return network, None, n_parameters
     report(0.95, "packing the weights")
-    return network, hold_weights(network, found.weights), n_parameters
+    known = known_path(found.raw, _BY).with_suffix(f".{found.weights}.parts.json")
+    return network, hold_weights(network, found.weights, known=known), n_parameters
 
 
 def _warn_of_weights(found: _Found, name: str, n_parameters: int) -> None:
@@ -258,7 +262,7 @@ def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
 
             return learn_facts(raw)
 
-    return facts_of(raw, learn, f"transformers {transformers.__version__}")
+    return facts_of(raw, learn, _BY)
 
 
 def pick_types(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +15,7 @@ from torch import nn
 from kvcellar.backends.torch.fast.decoder import KernelDecoder, Whole, find_whole
 from kvcellar.backends.torch.fast.finding import Finder, outermost
 from kvcellar.backends.torch.fast.holdable import Rows, held_embeddings, held_linears, linear_of
+from kvcellar.backends.torch.fast.kept import keep_parts, key_of, read_parts
 from kvcellar.backends.torch.fast.layers import KernelEmbedding, KernelLayer, join
 from kvcellar.backends.torch.fast.linears import (
     EXPANDED,
@@ -65,7 +67,9 @@ class Held:
         return share
 
 
-def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> Held:
+def hold_weights(
+    model: Any, weights: str, leave: Container[nn.Module] = (), known: Path | None = None
+) -> Held:
     """Put what the kernel computes in the place of a model's own modules. Others stay.
 
     Args:
@@ -74,6 +78,7 @@ def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> 
         weights: a name of ``WEIGHTS``. The last layer has 8 bits where others have 4, and so have
             embeddings.
         leave: linear layers whose weights others read; they stay as they are.
+        known: where its parts are kept once they are found; None: they are found again.
 
     Raises:
         BackendError: the kernel is not built here, or the model is elsewhere; it is unchanged.
@@ -81,7 +86,7 @@ def hold_weights(model: Any, weights: str, leave: Container[nn.Module] = ()) -> 
     _check(model, weights)
     holder = _Holder(model, weights, leave)
     n_weights = n_numbers(model)
-    parts, whole, why_none = _find(model, holder)
+    parts, whole, why_none = _find(model, holder, known)
     holder.hold_embeddings()
     for name in outermost(parts):
         holder.put(name, build(name, model.get_submodule(name), parts, holder.make))
@@ -117,15 +122,24 @@ def _check(model: Any, weights: str) -> None:
         )
 
 
-def _find(model: Any, holder: _Holder) -> tuple[dict[str, Part], Whole | None, str | None]:
+def _find(
+    model: Any, holder: _Holder, known: Path | None
+) -> tuple[dict[str, Part], Whole | None, str | None]:
     """Find parts all of whose linear layers can be held; the model as a whole; or why not."""
+    key = key_of(model, holder.linears)
+    kept = None if known is None else read_parts(known, key)
+    if kept is not None:
+        return *kept, None
     sizes = {id(model.get_submodule(name)): size for name, size in holder.linears.items()}
     try:
         finder = Finder(model, lambda module: sizes.get(id(module)))
         finder.find()
-        return finder.parts, find_whole(finder), None
+        parts, whole = finder.parts, find_whole(finder)
     except Exception as error:  # whatever does not like random numbers: it runs as it is
         return {}, None, f"{type(error).__name__}: {error}"
+    if known is not None:
+        keep_parts(known, key, parts, whole)
+    return parts, whole, None
 
 
 class _Holder:
