@@ -65,6 +65,7 @@ LLAMA4 = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "llama4": {"text_config": LLAMA4},
     "qwen2": {},
     "qwen2_moe": {},
     "qwen3": {},

@@ -90,6 +90,8 @@ def test_layers_may_differ_in_heads_sizes_and_windows() -> None:
     assert params.groups == (
         kv.LayerGroup((0, 2), 4, 24, 16, WINDOW), kv.LayerGroup((1, 3), 2, 24, 16))  # fmt: skip
     assert model_of("gemma2")[1].params.groups[0].softcap == 5.0
+    chunked, full = model_of("llama4")[1].params.groups
+    assert (chunked.layers, chunked.chunk, full.layers, full.is_full) == ((0, 1, 2), 8, (3,), True)
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4_text"])

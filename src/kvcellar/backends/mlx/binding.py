@@ -270,20 +270,53 @@ def _attending(base: type) -> type | None:
     names = {name for owner in base.__mro__ for name in vars(owner)}
     found = {name: getattr(base, name) for name in names}
     methods = {
-        name: _rebound(method)
+        name: made
         for name, method in found.items()
-        if isinstance(method, FunctionType)
-        and ATTENTION in method.__code__.co_names
-        and method.__globals__.get(ATTENTION) is scaled_dot_product_attention
+        if isinstance(method, FunctionType) and (made := _rebound(method)) is not None
     }
     return subclass(base, methods) if methods else None
 
 
-def _rebound(method: FunctionType) -> FunctionType:
-    """Return a function of the same code for which attention is ours."""
-    names = {**method.__globals__, ATTENTION: _attention}
+class _Counting:
+    """MLX, for methods that count positions from a cache's offset: one count per sequence."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def arange(self, *args: Any, **kwargs: Any) -> mx.array:
+        """Return ``mx.arange``; of offsets ``[T]`` the positions ``[T, 1, 1]`` of one token each.
+
+        So many axes, and one that a model adds, stand for sequences, heads and tokens.
+        """
+        counted = [arg for arg in args if isinstance(arg, mx.array) and arg.ndim]
+        return counted[0][:, None, None] if counted else mx.arange(*args, **kwargs)
+
+
+_OURS: dict[str, tuple[Any, Any]] = {
+    ATTENTION: (scaled_dot_product_attention, _attention),
+    "mx": (mx, _Counting()),
+}
+"""Global names of mlx-lm's modules -> what they stand for there, and in a bound method."""
+
+
+def _rebound(method: FunctionType) -> FunctionType | None:
+    """Return a function of the same code with names of ours; None: it has no need of them."""
+    used = method.__code__.co_names
+    wanted = [ATTENTION] * (ATTENTION in used) + ["mx"] * ("arange" in used)
+    names = {
+        name: ours
+        for name in wanted
+        for theirs, ours in [_OURS[name]]
+        if method.__globals__.get(name) is theirs
+    }
+    if not names:
+        return None
     made = FunctionType(
-        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+        method.__code__,
+        {**method.__globals__, **names},
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
     )
     made.__kwdefaults__ = method.__kwdefaults__
     return made
