@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from kvcellar.backends.torch.networks import load_network
 from kvcellar.errors import ModelError
+from kvcellar.models import load_model
 from kvcellar.models.checkpoint import read_config
 from kvcellar.models.formats import format_of
+from kvcellar.models.sizing import size_model
+from tests.models.players import Player, text
 from tests.models.tiny_checkpoints import COMMON, make_checkpoint, randomize, save
 from tests.models.tiny_wrappers import make_wrapper, save_wrapper
 
@@ -216,6 +219,26 @@ def test_compressed_tensors_of_packed_integers(bits, has_zero, is_shuffled, tmp_
         groups(bits, 16, has_zero=has_zero, is_shuffled=is_shuffled),
     )
     same(weights(tmp_path), want)
+
+
+def test_a_model_whose_file_is_in_fp8_is_the_one_of_its_plain_numbers(tmp_path):
+    plain, small = tmp_path / "plain", tmp_path / "small"
+    mixture(small)
+    said = FP8_SAID | {"weight_block_size": [20, 24]}
+    store(small, said, blocks(20, 24))
+    config = json.loads((small / "config.json").read_text())
+    mixture(plain)
+    with torch.no_grad():
+        network = transformers.AutoModelForCausalLM.from_pretrained(plain)
+        network.load_state_dict(weights(small))
+        network.save_pretrained(plain)
+    want, got = load_model(plain), load_model(small)
+    assert config["quantization_config"] == said and got.dtype == "float32"
+    with Player(want, "seq") as one, Player(got, "seq") as other:
+        assert (one.feed(text(20), rows="all") == other.feed(text(20), rows="all")).all()
+    spec = size_model(small)
+    assert 0 <= got.size_bytes - spec.weight_bytes < 256
+    assert "FP8 is expanded to float32 when it is loaded" in spec.counted
 
 
 def test_scales_that_fit_no_blocks_are_refused(tmp_path):

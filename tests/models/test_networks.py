@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -109,6 +111,21 @@ def test_a_wrapper_that_was_published_with_names_of_long_ago(tmp_path):
     with torch.no_grad():
         want = wrapper(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(logits(load(tmp_path)), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_a_head_that_only_the_whole_config_says_is_tied(name, tmp_path):
+    wrapper = make_wrapper(name, is_tied=True)
+    save_wrapper(wrapper, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    network = load(tmp_path)
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    assert network.config.tie_word_embeddings is True
+    with torch.no_grad():
+        want = wrapper(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(logits(network), want, rtol=0, atol=1e-4)
 
 
 def change(folder, **tensors):

@@ -24,6 +24,7 @@ from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import CAPACITY, VERSION, Subject, Verdict, compare, kinds_of
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.runner import FloatArray, Runner
+from kvcellar.models.tokenizer import quiet
 from kvcellar.registry import CacheSession
 from kvcellar.types import IntArray
 
@@ -68,12 +69,12 @@ def check_checkpoint(folder: Path, raw: Mapping[str, Any], report: Report = unhe
         is_met = all(span is None or span <= _SHORT for span in spans) and facts.rope.is_fixed
         if not is_met or _count(empty_network(raw)) > MOST_NUMBERS:
             return _twins(raw)
-        ours, theirs = (
-            load_network(
-                folder, raw, dtype=torch.float32, device=torch.device("cpu"), attention=attention
+        cpu = torch.device("cpu")
+        with quiet(unheard):
+            ours, theirs = (
+                load_network(folder, raw, dtype=torch.float32, device=cpu, attention=attention)
+                for attention in (None, "eager")
             )
-            for attention in (None, "eager")
-        )
         return _pair(ours, theirs, facts, "the model itself, of")
 
     return _check(str(raw.get("model_type")), make, report)
