@@ -28,14 +28,14 @@ from kvcellar.models.checkpoint import read_config
 
 EXACT = """
 afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
-deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma
-gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_unified glm glm4 glm4_moe glm4_moe_lite gpt2
-gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 jais2 kolibri1 laguna llama llama4
-mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral
-modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-qwen2_moe qwen3 qwen3_moe qwen3_vl seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-youtu
+deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint
+fun_asr_nano gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_unified glm glm4 glm4_moe
+glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_docling granite_swa granitemoe
+granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+jais2 kimi_k25 kolibri1 kosmos-2.5 laguna lfm2 llama llama4 mellum mimo_v2_flash minicpm3
+minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert-decoder nanochat nemotron olmo
+olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen3 qwen3_moe
+qwen3_vl seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 """Families that are exact. One that is here and is not any more is a fault."""
 

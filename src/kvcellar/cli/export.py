@@ -70,6 +70,7 @@ def export_command(
             "numbers with commas between, or eagle3 for those that heads read by default.",
         ),
     ] = None,
+    is_unchecked: options.Unchecked = False,
     as_json: AsJson = False,
 ) -> None:
     """Export a model as one ExecuTorch program, lowered to XNNPACK.
@@ -91,6 +92,7 @@ def export_command(
             max_tokens_per_step=max_tokens_per_step,
             method=method,
             feature_layers=layers,
+            is_unchecked=is_unchecked,
             progress=report,
         )
     if as_json:

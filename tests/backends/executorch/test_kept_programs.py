@@ -18,7 +18,7 @@ def fake_export(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
     calls = []
 
-    def export(name_or_path, to, *, quantize, dtype, progress):
+    def export(name_or_path, to, *, quantize, dtype, is_unchecked, progress):
         calls.append((quantize, dtype))
         progress(0.5, "lowering")
         to.write_text(f"{quantize} {dtype}")
@@ -41,6 +41,11 @@ def test_it_is_exported_once_for_each_set_of_options(fake_export):
         ("8da8w", "float32"),
         ("none", "float16"),
     ]
+
+
+def test_what_nobody_checked_is_kept_apart(fake_export):
+    unchecked = LoadOptions(weights="none", is_unchecked=True)
+    assert loading._exported(unchecked, lambda part, what: None) != kept()
 
 
 def test_another_version_exports_again(fake_export, monkeypatch):

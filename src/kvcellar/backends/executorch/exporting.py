@@ -114,6 +114,7 @@ def export_program(
     max_tokens_per_step: int = 512,
     method: str = "forward",
     feature_layers: Sequence[int] | None = None,
+    is_unchecked: bool = False,
     progress: ProgressFn | None = None,
 ) -> ExportReport:
     """Export a checkpoint as one file that runs with any cache.
@@ -128,6 +129,7 @@ def export_program(
         feature_layers: layers whose inputs are a second output, for an EAGLE-3 head, as
             ``LoadedModel.bind`` takes them; none: those that heads read by default; None: no
             second output.
+        is_unchecked: a model that is not exact is exported with a warning.
         progress: called with how much is done, 0 to 1, and the stage.
 
     Raises:
@@ -143,6 +145,7 @@ def export_program(
         name_or_path,
         dtype=dtype,
         weights="none",
+        is_unchecked=is_unchecked,
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)

@@ -350,7 +350,10 @@ def _exported(options: LoadOptions, report: ProgressFn) -> Path:
         on_progress=lambda part, what: report(0.1 + 0.04 * part, what),
     )
     digest = hashlib.blake2b(digest_size=8)
-    for part in (kvcellar.__version__, executorch_version(), wanted, weights, fingerprint.value):
+    parts = [kvcellar.__version__, executorch_version(), wanted, weights, fingerprint.value]
+    if options.is_unchecked:  # kept apart: nobody else is given it
+        parts.append("unchecked")
+    for part in parts:
         digest.update(part.encode() + b"\0")
     name = DEMO if options.model == DEMO else folder.name
     path = default_home() / "executorch" / "programs" / f"{name}-{digest.hexdigest()}.pte"
@@ -367,6 +370,7 @@ def _exported(options: LoadOptions, report: ProgressFn) -> Path:
                 path,
                 quantize=weights,
                 dtype=wanted,
+                is_unchecked=options.is_unchecked,
                 progress=lambda part, what: report(0.15 + 0.85 * part, f"exporting: {what}"),
             )
     return path
