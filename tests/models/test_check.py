@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvcellar.backends.torch import checking
 from kvcellar.backends.torch.checking import check_checkpoint, check_family, versions
@@ -199,6 +201,20 @@ def test_a_verdict_of_other_versions_is_found_again(tiny, home, counted, monkeyp
     monkeypatch.setattr(checking, "VERSION", 10**6)
     load_model(tiny)
     assert counted == [tiny, tiny]
+
+
+def test_a_model_that_was_refused_is_checked_again(tiny, home, counted, tmp_path):
+    """A folder that lacked a tensor says nothing of the one that has them all."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "copied"))
+    weights = load_file(folder / "model.safetensors")
+    lacking = {name: tensor for name, tensor in weights.items() if ".1.self_attn.q" not in name}
+    save_file(lacking, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lacks 1 tensors"):
+        load_model(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(folder)
+    load_model(folder)
+    assert counted == [folder, folder]
 
 
 def test_the_bundled_model_is_not_checked_when_it_is_loaded(home, counted):

@@ -168,15 +168,17 @@ def _kind(group: LayerGroup) -> str:
 def verdict_of(
     raw: Mapping[str, Any], versions: Mapping[str, str], find: Callable[[], Verdict]
 ) -> Verdict:
-    """Return the verdict on a model, which is found and kept where it is not known.
+    """Return the verdict on a model, which is found and kept where it is not known to be exact.
+
+    One that it is not may be of other weights, a file that lacked some, or memory that ran out.
 
     Args:
         raw: its ``config.json``.
         versions: of what a verdict depends on; one of others is found again.
-        find: is called where there is none.
+        find: is called where there is none, or the model was refused.
     """
     verdict = known_verdict(raw, versions)
-    if verdict is None:
+    if verdict is None or not verdict.is_exact:
         verdict = find()
         keep_verdict(raw, versions, verdict)
     return verdict
