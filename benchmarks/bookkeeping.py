@@ -19,8 +19,9 @@ import numpy as np
 from harness import median_ratio, run
 
 from kvcellar.bookkeeping import BlockPool, Sequences
+from kvcellar.cache_config import make_config
 from kvcellar.prefix import RadixIndex
-from kvcellar.types import ModelCacheParams, make_config
+from kvcellar.types import ModelCacheParams
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONG = 100_000

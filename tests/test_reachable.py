@@ -19,6 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvcellar.agents.planning import Turn
+from kvcellar.cache_config import CacheConfig
 from kvcellar.cli import app
 from kvcellar.cli.groups import CacheOptions, SamplingOptions
 from kvcellar.cli.serving import EngineOptions
@@ -30,7 +31,6 @@ from kvcellar.server.app import create_api
 from kvcellar.server.schemas.agents import GenerateRequest
 from kvcellar.server.schemas.base import Body
 from kvcellar.server.schemas.openai import ChatRequest, CompletionRequest
-from kvcellar.types import CacheConfig
 from tests.server.live import serving
 
 SETTINGS = (EngineConfig, CacheConfig, LoadOptions, SamplingParams, Request, Turn)

@@ -13,6 +13,7 @@ import pytest
 
 from kvcellar import registry
 from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
+from kvcellar.cache_config import make_config
 from kvcellar.errors import BackendError, ConfigError, SessionClosedError, UnknownCacheError
 from kvcellar.registry import (
     Backend,
@@ -28,7 +29,7 @@ from kvcellar.registry import (
     register_backend,
     use_cache,
 )
-from kvcellar.types import ModelCacheParams, make_config
+from kvcellar.types import ModelCacheParams
 
 CONFIG = make_config(ModelCacheParams(1, 1, 1), 8)
 

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache import grown_size
+from kvcellar.cache_config import CacheConfig, GroupUsage, make_config
 from kvcellar.errors import ConfigError, KVCellarError
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
-    CacheConfig,
-    GroupUsage,
     LayerGroup,
     ModelCacheParams,
     Run,
@@ -23,7 +22,6 @@ from kvcellar.types import (
     Write,
     cells_of,
     join_runs,
-    make_config,
     runs_of,
 )
 

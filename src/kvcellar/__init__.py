@@ -5,6 +5,7 @@ of that backend is made.
 """
 
 from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeCache, TreeSeqCache
+from kvcellar.cache_config import CacheConfig, SharedPrefix, make_config
 from kvcellar.errors import KVCellarError
 from kvcellar.metadata import read_kv_cache_metadata, write_kv_cache_metadata
 from kvcellar.registry import (
@@ -19,17 +20,7 @@ from kvcellar.registry import (
     make_tree_session,
     register_backend,
 )
-from kvcellar.types import (
-    AttendKind,
-    AttendSpec,
-    CacheConfig,
-    LayerGroup,
-    ModelCacheParams,
-    Run,
-    SharedPrefix,
-    StepPlan,
-    make_config,
-)
+from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams, Run, StepPlan
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from kvcellar.bookkeeping.compaction import Compacted
 from kvcellar.bookkeeping.growth import grown_size
-from kvcellar.types import CacheConfig, CacheUsage, IntArray
+from kvcellar.cache_config import CacheConfig, CacheUsage
+from kvcellar.types import IntArray
 
 __all__ = [
     "Cache",

@@ -16,9 +16,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import StepError
 from kvcellar.registry import active_cache
-from kvcellar.types import CacheConfig
 
 NAMESPACE = "kvcache"
 _ARGS = (

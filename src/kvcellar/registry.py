@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from kvcellar.budget import format_size
 from kvcellar.cache import Cache, DecodeCache, SeqCache, TreeSeqCache
+from kvcellar.cache_config import CacheConfig, SharedPrefix
 from kvcellar.checks import seen, text
 from kvcellar.errors import (
     BackendError,
@@ -30,7 +31,7 @@ from kvcellar.errors import (
     SessionClosedError,
     UnknownCacheError,
 )
-from kvcellar.types import CacheConfig, IntArray, SharedPrefix
+from kvcellar.types import IntArray
 
 Face = TypeVar("Face", bound=Cache)
 CacheBuilder = Callable[[CacheConfig], Cache]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kvcellar.bookkeeping.growth import STEP_TOKENS, grown_size
 from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN
+from kvcellar.cache_config import MIN_CHUNK, WINDOW_SLACK
 from kvcellar.kv_dtype import KvDtype
-from kvcellar.types import MIN_CHUNK, WINDOW_SLACK, ModelCacheParams
+from kvcellar.types import ModelCacheParams
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number, by the names that configs and files use."""

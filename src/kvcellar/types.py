@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcellar.budget import MemoryBudget, format_size
-from kvcellar.checks import flag, number, seen, text, whole, wholes
+from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import KvDtype, parse_kv_dtype
+from kvcellar.kv_dtype import KvDtype
 from kvcellar.sight import Sight
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 
-MIN_CHUNK = 512
-"""Cells that a pool allocates at first, where nothing else is asked for."""
-
-WINDOW_SLACK = 64
-"""Positions by which histories can be cut back behind windows, where nothing else is said."""
 
 MOST_CELLS = 2**31 - 1
 """Of one layer group; kernels count in 32 bits."""
-
-LAYOUTS = ("layer_first", "block_first")
-"""How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
 
 
 class Run(NamedTuple):
@@ -363,203 +354,3 @@ def _layer_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
         raise ConfigError(f"shared must be a tuple of (layer, source), got {seen(pairs)}")
     found = [wholes(pair, "shared layers") for pair in pairs]
     return tuple(sorted((layer, source) for layer, source in found))
-
-
-FROZEN = 1 << 41
-"""Index of the first row of a frozen prefix, past any cell."""
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class SharedPrefix:
-    """K and V of a history's first tokens, frozen for all caches whose histories begin so.
-
-    Nobody writes to it. It is as large as its tokens, however many caches read it, and is freed
-    with the last of them. ``kvcellar.freeze_prefix`` makes it.
-
-    Attributes:
-        params: the model's facts.
-        kv_dtype: how K and V are stored.
-        length: its tokens.
-        firsts: per layer group, the first position that it has rows of: of a window, the last ones.
-        layers: per layer what the backend has frozen.
-        size_bytes: bytes of all layers.
-    """
-
-    params: ModelCacheParams
-    kv_dtype: str
-    length: int
-    firsts: tuple[int, ...]
-    layers: tuple[Any, ...]
-    size_bytes: int
-
-    def __post_init__(self) -> None:
-        kv = parse_kv_dtype(self.kv_dtype)
-        if kv.exact_first or kv.exact_last:
-            raise ConfigError(
-                f"{self.kv_dtype} keeps the ends of each history in float32 beside, which caches "
-                f"cannot share; freeze a prefix in a kv_dtype without exact ends"
-            )
-
-    def check_fits(self, config: CacheConfig) -> None:
-        """Refuse a cache that cannot read it.
-
-        Raises:
-            ConfigError: it is of another model, or of another storage type.
-        """
-        if self.params != config.params or self.kv_dtype != config.kv_dtype:
-            raise ConfigError(
-                f"the frozen prefix of {self.length} tokens has K and V in {self.kv_dtype} of "
-                f"{self.params}, and this cache {config.kv_dtype} of {config.params}; freeze a "
-                f"prefix of the same model, in a cache with the same kv_dtype"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """All that is needed to build a cache: the model's facts and the caller's policy.
-
-    Attributes:
-        params: the model's facts.
-        capacity: the most cells that a layer group may hold, over all sequences; the context
-            budget of the session. A fork's shared cells count once, a draft tree's nodes count.
-        kv_dtype: how K and V are stored: a name that ``kv_dtype.parse_kv_dtype`` reads.
-        min_chunk: cells that a pool allocates at first; it doubles from there up to capacity.
-        window_slack: positions kept behind each window or chunk, so that a sequence can be cut
-            back by that many tokens and go on exactly.
-        block_size: cells per block of a paged cache; the others have token cells.
-        layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.
-        budget: whom pools ask before they grow; None: they grow up to the capacity.
-        prefix: what every sequence begins with; it takes none of the cells.
-    """
-
-    params: ModelCacheParams
-    capacity: int
-    kv_dtype: str = "float32"
-    min_chunk: int = MIN_CHUNK
-    window_slack: int = WINDOW_SLACK
-    block_size: int = 16
-    layout: str = "layer_first"
-    budget: MemoryBudget | None = None
-    prefix: SharedPrefix | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.params, ModelCacheParams):
-            raise ConfigError(f"params must be a ModelCacheParams, got {seen(self.params)}")
-        for name in ("capacity", "min_chunk", "window_slack", "block_size"):
-            value = whole(getattr(self, name), name, most=MOST_CELLS)
-            object.__setattr__(self, name, value)
-        if self.capacity < 1:
-            raise ConfigError(
-                f"capacity is the number of tokens a cache can hold and must be at least 1, "
-                f"got {seen(self.capacity)}"
-            )
-        if self.min_chunk < 1:
-            raise ConfigError(f"min_chunk must be at least 1 cell, got {seen(self.min_chunk)}")
-        if self.window_slack < 0:
-            raise ConfigError(f"window_slack cannot be negative, got {seen(self.window_slack)}")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1 cell, got {seen(self.block_size)}")
-        text(self.kv_dtype, "kv_dtype")
-        text(self.layout, "layout")
-        if self.budget is not None and not isinstance(self.budget, MemoryBudget):
-            raise ConfigError(f"budget must be a MemoryBudget or None, got {seen(self.budget)}")
-        for group in self.params.groups:
-            for side, dim in ((self.kv.k, group.head_dim), (self.kv.v, group.v_head_dim)):
-                side.row_bytes(dim)  # a group size that does not divide the row is refused
-        if self.layout not in LAYOUTS:
-            raise ConfigError(
-                f"layout {self.layout!r} is not known; choose one of {', '.join(LAYOUTS)}"
-            )
-        if self.prefix is not None:
-            if not isinstance(self.prefix, SharedPrefix):
-                raise ConfigError(
-                    f"prefix must be what freeze_prefix gives, got {seen(self.prefix)}"
-                )
-            self.prefix.check_fits(self)
-
-    @property
-    def origin(self) -> int:
-        """The position of a sequence's first own token: behind the frozen prefix."""
-        return 0 if self.prefix is None else self.prefix.length
-
-    @property
-    def kv(self) -> KvDtype:
-        """``kv_dtype``, read."""
-        return parse_kv_dtype(self.kv_dtype)
-
-    @property
-    def pool_chunk(self) -> int:
-        """``min_chunk`` of ``grown_size`` for a pool: 0 where a budget grants its cells."""
-        return self.min_chunk if self.budget is None else 0
-
-    @property
-    def more_room(self) -> str:
-        """The way out of a full cache, for messages."""
-        if self.budget is None:
-            return "raise capacity"
-        return (
-            f"give more memory (KV may take {format_size(self.budget.kv_bytes)} of "
-            f"{format_size(self.budget.limit_bytes)}, {format_size(self.budget.available_bytes)} "
-            f"are left)"
-        )
-
-
-def make_config(
-    params: ModelCacheParams,
-    capacity: int,
-    kv_dtype: str = "float32",
-    min_chunk: int = MIN_CHUNK,
-    *,
-    window_slack: int = WINDOW_SLACK,
-    block_size: int = 16,
-    layout: str = "layer_first",
-    budget: MemoryBudget | None = None,
-    prefix: SharedPrefix | None = None,
-) -> CacheConfig:
-    """Join the model's facts and the caller's policy.
-
-    Raises:
-        ConfigError: a value that cannot work; the message names it.
-    """
-    return CacheConfig(
-        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, budget, prefix
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupUsage:
-    """Cells of one layer group at one moment.
-
-    Attributes:
-        window: the group's window, None where it has none.
-        capacity: cells that the group may hold.
-        live: cells that some sequence or draft tree owns.
-        shared: of these, the cells with more than one owner.
-        n_cells: one past the highest live cell: what the pools have to hold.
-        chunk: the group's chunk, None where it has none.
-    """
-
-    window: int | None
-    capacity: int
-    live: int
-    shared: int
-    n_cells: int
-    chunk: int | None = None
-
-    @property
-    def free(self) -> int:
-        """Cells that can be claimed."""
-        return self.capacity - self.live
-
-
-@dataclass(frozen=True, slots=True)
-class CacheUsage:
-    """Contents of a cache at one moment, in cells and bytes.
-
-    Attributes:
-        groups: cells by layer group.
-        size_bytes: bytes that the pools have allocated for K and V.
-    """
-
-    groups: tuple[GroupUsage, ...]
-    size_bytes: int = field(default=0)

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvcellar.agents import AgentManager, ModelHost, ModelRegistry, Turn, TurnEnd, check_template
 from kvcellar.agents.costs import Costs, Estimate
+from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService, SamplingParams, TokenEvent
 from kvcellar.store import ModelKey, RowLayout, Store, StoreConfig
-from kvcellar.types import make_config
 from tests.engine.fakes import (
     CHUNK_PARAMS,
     FULL_PARAMS,

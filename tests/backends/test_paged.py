@@ -23,12 +23,12 @@ from kvcellar import (
     make_seq_session,
 )
 from kvcellar.cache import TreeSeqCache
+from kvcellar.cache_config import LAYOUTS, CacheConfig
 from kvcellar.errors import CacheFullError, ConfigError
 from kvcellar.testing import BackendAdapter, ConformanceSuite, NumpyAdapter, driver
 from kvcellar.testing.driver import Case, open_driver
 from kvcellar.testing.suite.trees import Trees
 from kvcellar.testing.walks import BATCH, BOUND, FATES, NODES, SEQ, SequenceWalk, Walk
-from kvcellar.types import LAYOUTS, CacheConfig
 from tests.backends.adapters import (
     MlxAdapter,
     MlxInSmallPieces,

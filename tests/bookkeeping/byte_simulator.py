@@ -19,11 +19,11 @@ import numpy as np
 from kvcellar.bookkeeping import BlockPool, OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.pool import CellMove
 from kvcellar.bookkeeping.reads import TILE
+from kvcellar.cache_config import CacheConfig
 from kvcellar.sight import Sight
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
-    CacheConfig,
     IntArray,
     LayerGroup,
     ModelCacheParams,

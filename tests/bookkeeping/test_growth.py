@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, Growth, grown_size
 from kvcellar.budget import MemoryBudget
+from kvcellar.cache_config import make_config
 from kvcellar.errors import CacheFullError, ConfigError, KVCellarError
-from kvcellar.types import LayerGroup, ModelCacheParams, make_config
+from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.engine.fakes import KINDS
 
 FULL = ModelCacheParams(4, 2, 8)  # 4 layers * 2 heads * (8 + 8) * 4 bytes = 512 bytes a cell

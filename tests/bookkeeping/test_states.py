@@ -12,9 +12,10 @@ from kvcellar.bookkeeping.begin import begin_tokens, refuse, stretches_of
 from kvcellar.bookkeeping.layout import Demand
 from kvcellar.bookkeeping.room import Room
 from kvcellar.bookkeeping.rows import Rows, appends_of
+from kvcellar.cache_config import GroupUsage
 from kvcellar.errors import CacheFullError
 from kvcellar.sight import Sight
-from kvcellar.types import MOST_CELLS, AttendKind, AttendSpec, GroupUsage, Run, StepPlan, Write
+from kvcellar.types import MOST_CELLS, AttendKind, AttendSpec, Run, StepPlan, Write
 from tests.bookkeeping.byte_simulator import TokenIds, config_of, seen_by, snapshot, visible
 
 WINDOW, SLACK = 4, 1

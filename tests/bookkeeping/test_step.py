@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import (
     CacheFullError,
     PositionError,
@@ -13,7 +14,7 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
-from kvcellar.types import CacheConfig, LayerGroup, ModelCacheParams
+from kvcellar.types import LayerGroup, ModelCacheParams
 from tests.bookkeeping.byte_simulator import (
     SimulatedContiguous,
     SimulatedSeq,

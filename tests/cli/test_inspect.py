@@ -11,13 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvcellar.cache_config import make_config
 from kvcellar.cli import app
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.sizing import size_model
 from kvcellar.models.spec_file import spec_from_file
 from kvcellar.registry import make_seq_session
 from kvcellar.spec import PROCESS_BYTES
-from kvcellar.types import make_config
 
 CONFIGS = Path(__file__).parent.parent / "models" / "configs"
 GEMMA = str(CONFIGS / "gemma-3-12b-it.json")

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
+from kvcellar.cache_config import make_config
 from kvcellar.engine.speculate import Draft, DraftRequest
 from kvcellar.history import History
 from kvcellar.registry import CacheSession
-from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams, make_config
+from kvcellar.types import AttendKind, AttendSpec, LayerGroup, ModelCacheParams
 
 WINDOW = 5
 PARAMS = ModelCacheParams(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams, SamplingState, sample
 from kvcellar.engine.policy import Mixed
 from kvcellar.engine.request import Sequence
 from kvcellar.errors import ConfigError
-from kvcellar.types import make_config
 from tests.engine.fakes import PARAMS, ByteTokenizer, HashRunner, SeqCells
 
 VOCAB = 260

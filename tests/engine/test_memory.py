@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.budget import MemoryBudget
+from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFullError, PromptError
-from kvcellar.types import ModelCacheParams, make_config
+from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, ByteTokenizer, HashRunner
 from tests.engine.test_engine import (
     GuessAgain,

@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvcellar.cache_config import make_config
 from kvcellar.prefix import HashedIndex, PrefixIndex, RadixIndex
 from kvcellar.prefix.hashed import block_digest
 from kvcellar.sight import FULL
-from kvcellar.types import make_config
 from tests.engine.fakes import FULL_PARAMS, KINDS, PARAMS, HashRunner
 
 PROMPT = list(range(11))

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcellar.agents import ModelHost, open_host
+from kvcellar.cache_config import make_config
 from kvcellar.engine import SamplingParams, generate, last
 from kvcellar.models import load_model
 from kvcellar.registry import make_decode_session
-from kvcellar.types import make_config
 from tests.models.tiny_checkpoints import COMMON, make_tokenizer, randomize
 from tests.server.live import Live, serving
 

@@ -15,6 +15,7 @@ from kvcellar.agents.gate import Gate
 from kvcellar.agents.memory import NGRAM, Capacity, budgets_of_host, choose_capacity, head_of
 from kvcellar.agents.templates import TemplateReport, check_template
 from kvcellar.budget import MemoryBudget, format_size
+from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.engine import Engine, EngineConfig, EngineService
 from kvcellar.engine.speculate import (
     Drafter,
@@ -33,7 +34,6 @@ from kvcellar.models.sizing import size_model
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
 from kvcellar.store import ModelKey, RowLayout
-from kvcellar.types import CacheConfig, make_config
 
 T = TypeVar("T")
 

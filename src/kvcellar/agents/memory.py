@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvcellar.bookkeeping.growth import ARRAY_BYTES, INDEX_BYTES, STEP_TOKENS
 from kvcellar.bookkeeping.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget, format_size, machine_bytes
+from kvcellar.cache_config import MIN_CHUNK
 from kvcellar.engine import EngineConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, KvDtype, parse_kv_dtype
@@ -18,7 +19,6 @@ from kvcellar.models.sizing import size_model
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
-from kvcellar.types import MIN_CHUNK
 
 NGRAM = "ngram"
 """As a drafter: what followed before, without a model."""

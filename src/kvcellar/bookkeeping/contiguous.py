@@ -14,9 +14,10 @@ from kvcellar.bookkeeping.layout import Bytes, NoBytes, Stretch
 from kvcellar.bookkeeping.one_run import OneRun
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.steps import Positions, Steps
+from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, PositionError, RewindError, StepError
-from kvcellar.types import CacheConfig, IntArray
+from kvcellar.types import IntArray
 
 
 class OneSequence(StepFace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcellar.bookkeeping.steps import Steps
-from kvcellar.types import CacheConfig, CacheUsage
+from kvcellar.cache_config import CacheConfig, CacheUsage
 
 
 class StepFace:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcellar.bookkeeping.spans import Span
+from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import RewindError
-from kvcellar.types import FROZEN, CacheConfig, IntArray, LayerGroup
+from kvcellar.types import IntArray, LayerGroup
 
 FrozenSpans = Callable[[int, int], list[Span]]
 """(p0, p1) -> the span of those of positions [p0, p1) that lie in the frozen prefix, if any."""

@@ -12,8 +12,9 @@ from weakref import finalize
 from kvcellar.bookkeeping.exact import exact_bytes
 from kvcellar.bookkeeping.pool import MIN_RUN
 from kvcellar.budget import MemoryBudget
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
-from kvcellar.types import CacheConfig, LayerGroup
+from kvcellar.types import LayerGroup
 
 STEP_TOKENS = 512
 """Tokens of one forward that a window group gets room for besides its window."""

@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 
 from kvcellar.bookkeeping.drafts import DraftTree
 from kvcellar.bookkeeping.pool import Appends, CellMove
-from kvcellar.types import GroupUsage, IntArray, StepPlan
+from kvcellar.cache_config import GroupUsage
+from kvcellar.types import IntArray, StepPlan
 
 
 @dataclass(slots=True)

@@ -16,8 +16,9 @@ from kvcellar.bookkeeping.layout import Lengths, Stretch
 from kvcellar.bookkeeping.pool import CellMove
 from kvcellar.bookkeeping.reads import ReadsOf
 from kvcellar.bookkeeping.spans import Span
+from kvcellar.cache_config import GroupUsage
 from kvcellar.sight import Sight
-from kvcellar.types import AttendKind, AttendSpec, GroupUsage, Run, StepPlan, Write
+from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write
 
 
 class OneRun:

@@ -8,8 +8,8 @@ from typing import NoReturn
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Demand, SharedLayout
 from kvcellar.bookkeeping.pool import Appends
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import CacheFullError
-from kvcellar.types import CacheConfig
 
 NOTHING: Appends = {}
 

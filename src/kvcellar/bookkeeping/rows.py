@@ -14,19 +14,11 @@ from kvcellar.bookkeeping.pool import MAX_GAP, MIN_RUN, Appends, BlockCopy, Bloc
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.window import Window
+from kvcellar.cache_config import CacheConfig, GroupUsage
 from kvcellar.checks import seen
 from kvcellar.errors import ConfigError, PositionError, RewindError
 from kvcellar.sight import FULL, Sight
-from kvcellar.types import (
-    AttendSpec,
-    BoolArray,
-    CacheConfig,
-    GroupUsage,
-    IntArray,
-    StepPlan,
-    Write,
-    cells_of,
-)
+from kvcellar.types import AttendSpec, BoolArray, IntArray, StepPlan, Write, cells_of
 
 
 class Rows:

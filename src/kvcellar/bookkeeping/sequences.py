@@ -22,6 +22,7 @@ from kvcellar.bookkeeping.room import Room
 from kvcellar.bookkeeping.rows import appends_of, check_tables, lacks_of, make_rows
 from kvcellar.bookkeeping.spans import spans_of
 from kvcellar.bookkeeping.steps import Positions, Steps
+from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import (
     PositionError,
@@ -30,7 +31,7 @@ from kvcellar.errors import (
     StepError,
     UnknownSequenceError,
 )
-from kvcellar.types import MOST_CELLS, CacheConfig, IntArray, runs_of
+from kvcellar.types import MOST_CELLS, IntArray, runs_of
 
 
 class Sequences(StepFace):

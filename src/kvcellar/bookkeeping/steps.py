@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from kvcellar.bookkeeping.drafts import Drafts
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, Layout, Stretch
+from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.checks import wholes
 from kvcellar.errors import PositionError, StepError
-from kvcellar.types import CacheConfig, CacheUsage, IntArray, StepPlan
+from kvcellar.types import IntArray, StepPlan
 
 Positions = Sequence[int] | IntArray | None
 """One per token of the flat batch; None where they are known."""

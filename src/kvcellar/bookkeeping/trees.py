@@ -8,9 +8,9 @@ from kvcellar.bookkeeping.begin import begin_sequence_0, check_seq_id
 from kvcellar.bookkeeping.drafts import DraftTree
 from kvcellar.bookkeeping.layout import Bytes
 from kvcellar.bookkeeping.sequences import Sequences
+from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes
 from kvcellar.errors import CacheFullError, ProposalError, UnknownSequenceError
-from kvcellar.types import CacheConfig
 
 
 class TreeSequences(Sequences):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.cache import SeqCache
+from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.checks import whole
 from kvcellar.engine.generate import (
     Finish,
@@ -21,7 +22,6 @@ from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState, samp
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import TextStream, Tokenizer
 from kvcellar.errors import ConfigError
-from kvcellar.types import CacheConfig, CacheUsage
 
 if TYPE_CHECKING:
     from kvcellar.models.runner import FloatArray, Runner

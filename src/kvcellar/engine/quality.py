@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.cache_config import make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES, parse_kv_dtype
 from kvcellar.models import LoadedModel
 from kvcellar.models.kv_quality import KvQuality, WeightsQuality
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import CacheSession, make_decode_session
-from kvcellar.types import make_config
 
 BASE = "float32"
 """What every other storage type is compared with."""

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcellar.types import CacheUsage
+from kvcellar.cache_config import CacheUsage
 
 if TYPE_CHECKING:
     from kvcellar.engine.scheduler import Scheduler

@@ -27,9 +27,10 @@ from mlx_lm.models.base import create_causal_mask
 from kvcellar.backends.mlx.attention import joined
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES, Quantised, Stored
 from kvcellar.backends.mlx.run import MlxRunCache
+from kvcellar.cache_config import make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import GROUP_SIZES, KvDtype
-from kvcellar.types import LayerGroup, ModelCacheParams, make_config
+from kvcellar.types import LayerGroup, ModelCacheParams
 
 __all__ = ["load_prompt_cache", "make_prompt_cache", "save_prompt_cache"]
 

@@ -21,9 +21,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcellar.backends.torch.batch import TorchBatchCache
 from kvcellar.backends.torch.loading import model_facts
+from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
-from kvcellar.types import CacheConfig, ModelCacheParams, make_config
+from kvcellar.types import ModelCacheParams
 
 __all__ = ["make_cache"]
 

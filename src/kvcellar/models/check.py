@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcellar.cache_config import make_config
 from kvcellar.errors import ModelError
 from kvcellar.models.known import keep, known_path
 from kvcellar.models.runner import FloatArray, Runner
@@ -26,7 +27,7 @@ from kvcellar.registry import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.types import IntArray, LayerGroup, ModelCacheParams, make_config
+from kvcellar.types import IntArray, LayerGroup, ModelCacheParams
 
 TOLERANCE = 2e-4
 """Most that a logit may differ, in float32."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import BackendError, ConfigError
 from kvcellar.models.fingerprint import Fingerprint, Progress, fingerprint_checkpoint
 from kvcellar.models.kv_quality import KvQualityWarning, known_quality
 from kvcellar.models.runner import Runner
 from kvcellar.models.weights import PACKINGS
 from kvcellar.registry import CacheSession
-from kvcellar.types import CacheConfig, ModelCacheParams
+from kvcellar.types import ModelCacheParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.budget import MemoryBudget
+from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.registry import (
@@ -17,7 +18,7 @@ from kvcellar.registry import (
     make_seq_session,
     make_tree_session,
 )
-from kvcellar.types import CacheConfig, ModelCacheParams, make_config
+from kvcellar.types import ModelCacheParams
 
 CACHES: Mapping[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
     "contiguous": make_decode_session,

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.kv_dtype import KvDtype, SideDtype, parse_kv_dtype
-from kvcellar.types import CacheConfig, IntArray, LayerGroup
+from kvcellar.types import IntArray, LayerGroup
 
 BLOCK_TOKENS = 256
 """Tokens of a full block."""

@@ -21,10 +21,10 @@ from kvcellar import (
     make_tree_session,
 )
 from kvcellar.cache import TreeCache
+from kvcellar.cache_config import SharedPrefix
 from kvcellar.testing.adapter import BackendAdapter
 from kvcellar.testing.cases import Case
 from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, row_bytes, stored
-from kvcellar.types import SharedPrefix
 
 MAKERS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
     "decode": make_decode_session,

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.cache_config import make_config
 from kvcellar.engine import Request, SamplingParams, generate, last
 from kvcellar.engine.draft import LATER
 from kvcellar.engine.speculate import DraftModel, DraftRequest
 from kvcellar.errors import ConfigError
-from kvcellar.types import make_config
 from tests.engine.fakes import (
     FULL_PARAMS,
     PARAMS,

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.cache_config import make_config
 from kvcellar.engine import Request, SamplingParams
 from kvcellar.engine.draft import LATER
 from kvcellar.engine.engine import Engine, EngineConfig
 from kvcellar.engine.speculate import Eagle3Drafter
 from kvcellar.errors import ConfigError
-from kvcellar.types import ModelCacheParams, make_config
+from kvcellar.types import ModelCacheParams
 from tests.engine.fakes import (
     FULL_PARAMS,
     ByteTokenizer,

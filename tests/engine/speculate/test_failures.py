@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.cache_config import make_config
 from kvcellar.engine import Engine, EngineConfig, Request, SamplingParams
 from kvcellar.engine.speculate import Draft, DraftModel, DraftRequest
-from kvcellar.types import make_config
 from tests.engine.fakes import (
     FULL_PARAMS,
     ByteTokenizer,

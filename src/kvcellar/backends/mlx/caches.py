@@ -23,11 +23,11 @@ from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
-    CacheConfig,
     IntArray,
     LayerGroup,
     Run,

@@ -16,9 +16,10 @@ import mlx.core as mx
 from kvcellar.backends.mlx.codecs import Codec, Parts, Stored, make_codec
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
+from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import SideDtype
-from kvcellar.types import FROZEN, CacheConfig, LayerGroup
+from kvcellar.types import LayerGroup
 
 
 class PoolSide:

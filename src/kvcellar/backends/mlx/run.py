@@ -14,7 +14,8 @@ from kvcellar.backends.mlx.caches import MlxContiguousCache
 from kvcellar.backends.mlx.codecs import Stored, rotate
 from kvcellar.backends.mlx.pools import ExactPool
 from kvcellar.bookkeeping.reads import whole_reads
-from kvcellar.types import CacheConfig, Run
+from kvcellar.cache_config import CacheConfig
+from kvcellar.types import Run
 
 
 class MlxRunCache(MlxContiguousCache):

@@ -22,13 +22,12 @@ from kvcellar.backends.reference.pools import (
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import exact_cells
+from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.types import (
-    FROZEN,
     AttendKind,
     AttendSpec,
     BoolArray,
-    CacheConfig,
     IntArray,
     LayerGroup,
     Run,

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from kvcellar.backends.reference.quantise import QuantisedRows, dequantise, quantise, rotate
 from kvcellar.bookkeeping.exact import BASE
 from kvcellar.cache import grown_size
+from kvcellar.cache_config import CacheConfig
 from kvcellar.kv_dtype import SideDtype, parse_kv_dtype
-from kvcellar.types import CacheConfig, IntArray, LayerGroup
+from kvcellar.types import IntArray, LayerGroup
 
 FloatArray = NDArray[np.floating[Any]]
 Parts = list[NDArray[Any]]

@@ -15,13 +15,9 @@ from kvcellar.backends.torch.exact import LayerPool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import Sequences
 from kvcellar.bookkeeping.reads import whole_reads
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ShapeError
-from kvcellar.types import (
-    CacheConfig,
-    Run,
-    StepPlan,
-    cells_of,
-)
+from kvcellar.types import Run, StepPlan, cells_of
 
 Places = list[Run | Tensor]
 """Per row what it reads: a run, or cells by index."""

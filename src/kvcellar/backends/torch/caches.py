@@ -17,19 +17,10 @@ from kvcellar.backends.torch.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.exact import ExactPool, LayerPool
 from kvcellar.backends.torch.port import TorchPools
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
+from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
-from kvcellar.types import (
-    FROZEN,
-    AttendKind,
-    AttendSpec,
-    CacheConfig,
-    Run,
-    StepPlan,
-    Write,
-    cells_of,
-    clip_runs,
-)
+from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of, clip_runs
 
 LONG_RUN = 512
 """Runs of at least this many cells are attended where they lie; shorter ones are gathered."""

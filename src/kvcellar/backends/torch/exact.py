@@ -11,9 +11,10 @@ from torch import Tensor
 from kvcellar.backends.torch.codecs import Parts, Stored
 from kvcellar.backends.torch.pools import BlockFirstPool, Pool
 from kvcellar.bookkeeping.exact import BASE
+from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import attend
-from kvcellar.types import FROZEN, CacheConfig, IntArray, LayerGroup, Write
+from kvcellar.types import IntArray, LayerGroup, Write
 
 
 class PoolBeside:

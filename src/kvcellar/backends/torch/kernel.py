@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kvcellar.backends.torch.codecs import AffineCodec, Codec, Parts
+from kvcellar.cache_config import FROZEN
 from kvcellar.kernel import attend as native
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import KvDtype
-from kvcellar.types import FROZEN, AttendKind, AttendSpec, StepPlan, Write
+from kvcellar.types import AttendKind, AttendSpec, StepPlan, Write
 
 FEW_QUERIES = 8
 """Up to this many queries of a read the kernel is faster than torch's matrix multiplications.

@@ -23,6 +23,7 @@ from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
+from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
 from kvcellar.models.check import demand_exact, verdict_of
 from kvcellar.models.checkpoint import (
@@ -50,7 +51,6 @@ from kvcellar.models.tokenizer import (
 from kvcellar.models.weights import Matrix, choose_weights, parse_weights
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
-from kvcellar.types import CacheConfig
 
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""

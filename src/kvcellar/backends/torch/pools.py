@@ -11,9 +11,10 @@ from torch import Tensor
 from kvcellar.backends.torch import kernel, memory
 from kvcellar.backends.torch.codecs import FLOAT_DTYPES, Codec, Parts, Stored, make_codec
 from kvcellar.cache import grown_size
+from kvcellar.cache_config import CacheConfig
 from kvcellar.kernel import attend
 from kvcellar.kv_dtype import KvDtype, SideDtype
-from kvcellar.types import CacheConfig, LayerGroup
+from kvcellar.types import LayerGroup
 
 
 class PoolSide:

@@ -9,7 +9,8 @@ from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.exact import ExactPool, LayerPool, beside_frozen, frozen_rows
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, Pool
 from kvcellar.bookkeeping.exact import exact_cells
-from kvcellar.types import CacheConfig, IntArray, LayerGroup
+from kvcellar.cache_config import CacheConfig
+from kvcellar.types import IntArray, LayerGroup
 
 
 class TorchPools:

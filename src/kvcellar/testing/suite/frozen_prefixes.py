@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvcellar.cache_config import SharedPrefix
 from kvcellar.errors import ConfigError, RewindError
 from kvcellar.registry import FreezableCache, freeze_prefix
 from kvcellar.testing.cases import CASES, Case
 from kvcellar.testing.driver import Driver, open_driver
 from kvcellar.testing.suite.scenarios import Scenarios
-from kvcellar.types import SharedPrefix
 
 LENGTH = 21
 """Tokens that are frozen: of two or three windows, and no whole number of blocks."""
