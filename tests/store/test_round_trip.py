@@ -144,7 +144,7 @@ def test_rows_of_another_shape_are_refused_and_nothing_is_saved(tmp_path: Path) 
         wrong = Wrong(history.key, history.tokens)
         with pytest.raises(ShapeError, match="V of layer group 0"):
             store.save("a", history.key, history.tokens, wrong)
-        with pytest.raises(StoreError, match="lacks positions of a window"):
+        with pytest.raises(StoreError, match="lacks positions that the next token sees"):
             too_few = TooFew(history.key, history.tokens)
             store.save("a", history.key, history.tokens, too_few)
         store.flush()
