@@ -126,6 +126,20 @@ def test_a_window_that_is_a_token_too_long_is_found_in_every_part(tiny, monkeypa
     assert all(gap > TOLERANCE for parts in verdict.differences.values() for gap in parts.values())
 
 
+def test_a_cap_on_the_logits_that_is_lost_is_found(monkeypatch):
+    learn = checking.learn_facts
+
+    def uncapped(raw: Any) -> Any:
+        facts = learn(raw)
+        assert all(layer.softcap for layer in facts.layers)
+        return replace(facts, layers=tuple(replace(at, softcap=None) for at in facts.layers))
+
+    monkeypatch.setattr(checking, "learn_facts", uncapped)
+    verdict = check_family("gemma2")
+    assert verdict.reason is None
+    assert verdict.worst > 100 * TOLERANCE
+
+
 def with_windows(facts: Any, longer: int) -> Any:
     layers = tuple(
         replace(layer, window=layer.window and layer.window + longer) for layer in facts.layers

@@ -26,6 +26,9 @@ WINDOW = 8
 CHUNK = 16
 """Tokens of what counts in chunks or blocks, and RoPE's original length."""
 
+SOFTCAP = 1.0
+"""Cap on a twin's attention logits, which are small: published caps, such as 50, do nothing."""
+
 MAX_POSITIONS = 512
 """The longest text of a twin."""
 
@@ -215,6 +218,7 @@ _HEADS = re.compile(
     r"^(num_attention_heads|n_heads?|num_heads|attention_heads|"
     r"\w*num_attention_heads\w*|(en|de)coder_attention_heads|num_\w*attention_heads)$"
 )
+_SOFTCAP = re.compile(r"^(attn|attention)_logit_(softcapping|softcap|cap)$")
 _KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups")
 
 
@@ -294,6 +298,8 @@ def _shrunk(fields: Mapping[str, Any], sizes: _Sizes) -> dict[str, Any]:
             small[key] = [
                 _size(key, item, fields, sizes) if type(item) is int else item for item in value
             ]
+        elif value and _SOFTCAP.search(key):
+            small[key] = min(float(value), SOFTCAP)
         else:
             small[key] = _size(key, value, fields, sizes) if type(value) is int else value
     return small
