@@ -259,6 +259,8 @@ def test_a_model_that_is_exact_is_not_warned_of(tiny, home):
 def test_a_verdict_that_was_written_is_read_as_it_was(tiny):
     verdict = checked(tiny)
     assert Verdict.from_json(verdict.to_json()) == verdict
-    for broken in ({}, [], {**verdict.to_json(), "differences": {}}, "no"):
+    odd = [{kind: {"prefill": value} for kind in CACHES} for value in ("0", float("nan"), None)]
+    lists = [{**verdict.to_json(), "differences": value} for value in ({}, *odd)]
+    for broken in ({}, [], *lists, {**verdict.to_json(), "versions": None}, "no"):
         with pytest.raises(ValueError, match="no verdict"):
             Verdict.from_json(broken)

@@ -398,6 +398,12 @@ def test_another_config_or_another_version_is_another_model(home):
     assert len(paths) == 3
 
 
+def test_facts_of_another_version_of_this_package_are_learnt_again(home, monkeypatch):
+    before = known.known_path(raw("llama"), "me")
+    monkeypatch.setattr(known, "__version__", "0.0.0")
+    assert known.known_path(raw("llama"), "me") != before
+
+
 def test_what_is_refused_is_not_kept(home):
     with pytest.raises(ModelError):
         model_facts(raw("doge"))

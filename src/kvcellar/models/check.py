@@ -128,7 +128,10 @@ class Verdict:
             made = cls(**{**own, "layers": tuple(own["layers"])})
             if made.reason is None and set(made.differences) != set(CACHES):
                 raise TypeError("caches are missing")
-            made.worst  # noqa: B018 (its figures are numbers)
+            figures = [value for parts in made.differences.values() for value in parts.values()]
+            if not all(value >= 0 for value in (*figures, made.tolerance)):  # NaN is not
+                raise TypeError("a figure is none")
+            dict(made.versions)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no verdict: {error}") from error
         return made

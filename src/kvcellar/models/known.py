@@ -1,7 +1,8 @@
 """Facts of models that were learnt before, kept in the user's own folder.
 
-They are found by the digest of a model's config and by whose rules they were learnt. A file that
-is damaged, or that cannot be written, costs the time to learn them again, and nothing else.
+They are found by the digest of a model's config, of whose rules they were learnt by, and of the
+version of this package. A file that is damaged, or that cannot be written, costs the time to learn
+them again, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from kvcellar import __version__
 from kvcellar.home import default_home, open_own
 from kvcellar.models.facts import VERSION, ModelFacts
 from kvcellar.models.fingerprint import VOLATILE
@@ -42,7 +44,7 @@ def facts_of(raw: Mapping[str, Any], learn: Learn, by: str) -> ModelFacts:
 def known_path(raw: Mapping[str, Any], by: str) -> Path:
     """Return where the facts of a config are kept; other files about it begin with its stem."""
     told = {key: value for key, value in raw.items() if key not in VOLATILE}
-    text = json.dumps([told, by, VERSION], sort_keys=True, default=str)
+    text = json.dumps([told, by, VERSION, __version__], sort_keys=True, default=str)
     return default_home() / "models" / f"{xxhash.xxh3_128_hexdigest(text.encode())}.json"
 
 
