@@ -210,6 +210,35 @@ def test_a_checkpoint_is_checked_at_its_first_load_and_no_more(tiny, home, count
     assert counted == [tiny, tiny], "a damaged verdict is found again"
 
 
+def test_a_half_copied_checkpoint_is_no_verdict_on_others_of_its_config(tiny, home, tmp_path):
+    half = Path(shutil.copytree(tiny, tmp_path / "half"))
+    whole = load_file(tiny / "model.safetensors")
+    name = next(name for name in whole if name.endswith("q_proj.weight"))
+    for rest, says in (
+        ({key: value for key, value in whole.items() if key != name}, "lacks 1 tensors"),
+        (whole | {name: whole[name][:-1].contiguous()}, rf"{name} is \[.*\] and not \["),
+    ):
+        save_file(rest, half / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=says) as refused:
+            load_model(half)
+        assert "--unchecked" not in str(refused.value)
+    load_model(tiny)
+    shutil.copy(tiny / "model.safetensors", half)
+    load_model(half)
+
+
+def test_a_verdict_without_figures_is_found_again(tiny, home, monkeypatch):
+    def lacking(folder: Path, raw: Any, *args: Any) -> Verdict:
+        return replace(inexact(folder, raw), reason="MemoryError: no room", differences={})
+
+    monkeypatch.setattr(checking, "check_checkpoint", lacking)
+    with pytest.raises(ModelError, match="no room"):
+        load_model(tiny)
+    monkeypatch.undo()
+    monkeypatch.setenv("KVCELLAR_HOME", str(home))
+    load_model(tiny)
+
+
 def test_a_verdict_of_other_versions_is_found_again(tiny, home, counted, monkeypatch):
     load_model(tiny)
     monkeypatch.setattr(checking, "VERSION", 10**6)

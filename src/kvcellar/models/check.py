@@ -189,18 +189,26 @@ def verdict_of(
 
 
 def known_verdict(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Verdict | None:
-    """Return the verdict that was kept on a model; None: there is none of these versions."""
+    """Return the verdict that was kept on a model; None: there is none of these versions.
+
+    One without figures counts as none, whoever wrote it; see ``keep_verdict``.
+    """
     path = verdict_path(raw, versions)
     with suppress(OSError, ValueError, RecursionError):
         verdict = Verdict.from_json(json.loads(path.read_text(encoding="utf-8")))
-        if dict(verdict.versions) == dict(versions):
+        if verdict.reason is None and dict(verdict.versions) == dict(versions):
             return verdict
     return None
 
 
 def keep_verdict(raw: Mapping[str, Any], versions: Mapping[str, str], verdict: Verdict) -> None:
-    """Keep a verdict for later loads; a folder that cannot be written is no error."""
-    keep(verdict_path(raw, versions), verdict.to_json())
+    """Keep a verdict for later loads; a folder that cannot be written is no error.
+
+    One without figures is not kept: why a model could not be compared may be its files, or a lack
+    of memory, which the next load need not meet.
+    """
+    if verdict.reason is None:
+        keep(verdict_path(raw, versions), verdict.to_json())
 
 
 def verdict_path(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Path:

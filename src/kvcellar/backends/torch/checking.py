@@ -20,6 +20,7 @@ from kvcellar.backends.torch.probe import learn_facts
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
+from kvcellar.backends.torch.weights import UnreadWeightsError
 from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import CAPACITY, VERSION, Subject, Verdict, compare, kinds_of
 from kvcellar.models.facts import ModelFacts
@@ -61,6 +62,9 @@ def check_checkpoint(folder: Path, raw: Mapping[str, Any], report: Report = unhe
         folder: the checkpoint.
         raw: its ``config.json``.
         report: is told how much is done.
+
+    Raises:
+        UnreadWeightsError: its weights cannot be read, which says nothing of the model.
     """
 
     def make() -> _Pair:
@@ -109,7 +113,11 @@ class _Pair:
 
 
 def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
-    """Make a pair of networks and compare them; whatever goes wrong is the verdict's reason."""
+    """Make a pair of networks and compare them; what goes wrong is the verdict's reason.
+
+    Raises:
+        UnreadWeightsError: from ``make``.
+    """
     start = time.perf_counter()
     layers: tuple[str, ...] = ()
     name, own, reason = "nothing", None, None
@@ -119,6 +127,8 @@ def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
         name, layers = pair.name, kinds_of(pair.facts.params)
         own = own_gap(pair.theirs, pair.facts.vocab_size)
         differences = compare(_subject(pair, report))
+    except UnreadWeightsError:
+        raise
     except Exception as error:  # whatever transformers' own code does not like
         said = " ".join(str(error).split())[:_MOST_SAID]
         reason = said if isinstance(error, KVCellarError) else f"{type(error).__name__}: {said}"

@@ -29,6 +29,10 @@ _PAGE = 4096
 """The smallest page of memory in use."""
 
 
+class UnreadWeightsError(ModelError):
+    """Weights that are missing, damaged, or not those of their config's architecture."""
+
+
 def load_weights(
     folder: Path,
     config: Any,
@@ -53,7 +57,7 @@ def load_weights(
         attention: name of an attention that is registered with transformers.
 
     Raises:
-        ModelError: weights that are missing, or not this architecture's.
+        UnreadWeightsError: weights that are missing, or not this architecture's.
     """
     try:
         with _source(folder, format, dtype) as (path, options):
@@ -65,10 +69,11 @@ def load_weights(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused by name below
                 **options,
             )
     except (RuntimeError, ValueError, OSError, ImportError, SafetensorError) as error:
-        raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
+        raise UnreadWeightsError(f"the weights in {folder} cannot be loaded: {error}") from error
     _check_keys(info, whole, folder)
     network = finish(whole).to(device).eval()
     if device.type == "cpu":
@@ -95,14 +100,23 @@ def _check_keys(info: Mapping[str, Any], whole: Any, folder: Path) -> None:
     """Refuse a checkpoint whose tensors are not those of the class.
 
     Raises:
-        ModelError: some are missing, or some of its layers are not known.
+        UnreadWeightsError: some are missing, of other shapes, or of layers that it has not.
     """
     name = type(whole).__name__
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ModelError(
+        raise UnreadWeightsError(
             f"{folder} lacks {len(missing)} tensors that a {name} has: {few(missing)}; the "
             f"checkpoint is half copied or of another architecture"
+        )
+    shapes = [
+        f"{key} is {list(found)} and not {list(wanted)}"
+        for key, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    if shapes:
+        raise UnreadWeightsError(
+            f"{folder} has {len(shapes)} tensors of other shapes than a {name} has: "
+            f"{few(shapes)}; its config.json is of another checkpoint, or a file is damaged"
         )
     layers = tuple(
         f"{path}.{i}."
@@ -112,7 +126,7 @@ def _check_keys(info: Mapping[str, Any], whole: Any, folder: Path) -> None:
     )
     strangers = sorted(key for key in info["unexpected_keys"] if key.startswith(layers))
     if strangers:
-        raise ModelError(
+        raise UnreadWeightsError(
             f"{folder} has {len(strangers)} tensors that a {name} does not know: "
             f"{few(strangers)}; its config.json is of another architecture"
         )
