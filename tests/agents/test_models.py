@@ -129,6 +129,27 @@ def test_another_model_reads_the_conversation_anew_says_so_and_keeps_the_old(tmp
         assert len(agents.directory.infos()) == 2
 
 
+def test_the_same_model_in_another_form_goes_on_from_all_that_was_said(tmp_path):
+    def in_form(block_tokens: int) -> Any:
+        return lambda name: make_host(name, block_tokens=block_tokens)
+
+    async def create(agents: Any) -> None:
+        await agents.lifecycle.create("a", system="Be brief.")
+
+    async def say(agents: Any, text: str) -> list[str]:
+        end = await turn(agents, "a", text)
+        check(agents, end)
+        said = agents.directory.conversation("a")
+        return [message["content"] for message in said if message["role"] == "user"]
+
+    with manager(tmp_path, in_form(16)) as agents:
+        run(create(agents))
+    texts = ["first", "second", "third", "fourth"]
+    for n, block_tokens in enumerate([32, 16, 32, 16]):
+        with manager(tmp_path, in_form(block_tokens)) as agents:
+            assert run(say(agents, texts[n])) == texts[: n + 1], "nothing that was said is lost"
+
+
 def test_a_waiting_agent_is_the_first_to_go_and_comes_back(tmp_path):
     def small(name: str) -> Any:
         return make_host(name, params=FULL_PARAMS, capacity=700)

@@ -263,22 +263,25 @@ class Directory:
             self._agents.pop(agent.name, None)
 
     def on_model(self, agent: Agent, host: ModelHost) -> Agent:
-        """Return the agent of the same name on this model; a fresh one where there is none yet."""
+        """Return the agent of the same name on this model; a fresh one where there is none yet.
+
+        Another model goes on from what was said to it. The same model as it is now (in another
+        ``kv_dtype``, for other lengths of RoPE) goes on from all that was said.
+        """
         name = reference_name(agent.agent_id, model_tag(host.key))
         with self._lock:
-            if name in self._agents:
-                return self._agents[name]
-            fresh = Agent(agent.agent_id, host.name, host.key)
-            fresh.notes = (
+            there = self._agents.get(name)
+            if there is None:
+                there = self._agents[name] = Agent(agent.agent_id, host.name, host.key)
+            elif not there.is_older_state_of(agent):
+                return there
+            there.notes = (
                 f"agent {agent.agent_id!r} belongs to model {agent.model!r} as it was; its "
                 f"conversation is read anew by {host.name!r}, and its {len(agent.tokens)} tokens "
                 f"there are kept",
             )
-            fresh.messages = tuple({**m, "content": m.get("content") or ""} for m in agent.messages)
-            fresh.tools = agent.tools
-            fresh.miss = Miss("other model", len(agent.tokens), 0)
-            self._agents[name] = fresh
-            return fresh
+            there.read_anew(agent)
+            return there
 
     # Inside ------------------------------------------------------------------------------------
 

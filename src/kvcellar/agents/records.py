@@ -171,6 +171,23 @@ class Agent:
         is_same = other.tokens.common_prefix(self.tokens) == n
         return is_same and other.messages[: len(messages)] == messages
 
+    def is_older_state_of(self, other: Agent) -> bool:
+        """Return true if the other is of the same model, and went on from what this one said."""
+        n = len(self.messages)
+        is_same = self.model == other.model and not self.gate.is_taken
+        return (
+            is_same
+            and n < len(other.messages)
+            and plain(other.messages[:n]) == plain(self.messages)
+        )
+
+    def read_anew(self, other: Agent) -> None:
+        """Take over what was said to another, of which no token is this one's yet."""
+        self.messages, self.tools = plain(other.messages), other.tools
+        self.tokens, self.turns, self.is_rewound = History(), (), False
+        self.miss = Miss("other model", len(other.tokens), 0)
+        self.advance()
+
     def take_history(self, other: Agent) -> None:
         """Take over what another has said, under the own name."""
         self.tokens, self.turns, self.tools = other.tokens, other.turns, other.tools
@@ -337,3 +354,8 @@ class Agent:
         agent = cls(facts["id"], facts["model"], key_of(ref))
         agent.take(ref)
         return agent
+
+
+def plain(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return messages each of which has a content, as every template reads them."""
+    return tuple({**message, "content": message.get("content") or ""} for message in messages)
