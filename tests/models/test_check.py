@@ -24,6 +24,7 @@ from kvcellar.models.check import (
     TOLERANCE,
     InexactModelWarning,
     Verdict,
+    unit_of,
     verdict_path,
 )
 from kvcellar.models.checkpoint import read_config
@@ -293,3 +294,8 @@ def test_a_verdict_that_was_written_is_read_as_it_was(tiny):
     for broken in ({}, [], *lists, {**verdict.to_json(), "versions": None}, "no"):
         with pytest.raises(ValueError, match="no verdict"):
             Verdict.from_json(broken)
+
+
+def test_differences_of_large_logits_count_in_proportion():
+    assert unit_of(np.array([[-9.0, 4.0]])) == 1.0
+    assert unit_of(np.array([[-300.0, 4.0]])) == 30.0

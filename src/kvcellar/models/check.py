@@ -30,7 +30,10 @@ from kvcellar.registry import (
 from kvcellar.types import IntArray, LayerGroup, ModelCacheParams
 
 TOLERANCE = 2e-4
-"""Most that a logit may differ, in float32."""
+"""Most that a logit may differ, in float32, where the largest is up to ``LARGE``."""
+
+LARGE = 10.0
+"""Logit from which on differences are counted in proportion to the largest one."""
 
 VERSION = 1
 """Version of what is compared; verdicts of another one are found again."""
@@ -81,8 +84,8 @@ class Verdict:
         reason: why nothing, or not all, could be compared; None: all was.
         versions: of what this depends on.
         seconds: that it took.
-        tolerance: most that a logit may differ; more than in float32 where a runtime computes in
-            another type, and its own code differs from itself.
+        tolerance: most that a logit may differ; more than ``TOLERANCE`` where the model's own code
+            rounds as badly.
     """
 
     family: str
@@ -271,12 +274,15 @@ class Subject:
 def compare(subject: Subject) -> dict[str, dict[str, float]]:
     """Play all texts on all kinds of caches; return cache -> part -> most that a logit differed.
 
+    Where the model's own logits are larger than ``LARGE`` they are counted as if scaled to that.
+
     Raises:
         Exception: whatever the model raises.
     """
     texts = make_texts(subject.vocab_size, subject.n_columns)
     want = subject.oracle(texts)
     _check_telling(want)
+    unit = unit_of(want)
     found: dict[str, dict[str, float]] = {}
     for done, (kind, make_session) in enumerate(CACHES.items()):
         subject.report(done / len(CACHES))
@@ -286,12 +292,17 @@ def compare(subject: Subject) -> dict[str, dict[str, float]]:
             with make_session(subject.backend, config) as session:
                 player = _Player(session, subject.bind(session), texts, kind == "contiguous")
                 for part, row, at, got in play(player):
-                    gap = float(np.abs(got - want[row, at : at + len(got)]).max())
+                    gap = float(np.abs(got - want[row, at : at + len(got)]).max()) / unit
                     worst = max(parts.get(part, 0.0), gap)
                     parts[part] = worst if np.isfinite(gap) else float("inf")
         found[kind] = parts
     subject.report(1.0)
     return found
+
+
+def unit_of(logits: FloatArray) -> float:
+    """Return by what differences of such logits are divided: above 1 where they are large."""
+    return max(1.0, float(np.abs(logits).max()) / LARGE)
 
 
 def _check_telling(logits: FloatArray) -> None:

@@ -15,8 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from kvcellar.backends.executorch.exporting import export_program, trace
 from kvcellar.backends.executorch.rewriting import DenseExperts, RmsNorm, TanhGelu, rewrite
-from kvcellar.backends.torch.tiny import default_config, tiny_network, write_tiny
-from kvcellar.backends.torch.twin import twin
+from kvcellar.backends.torch.tiny import default_raw, random_network, twin_raw, write_tiny
 from kvcellar.errors import ModelError
 from kvcellar.models import load_model
 from tests.backends.executorch.programs import MAX_TOKENS, quietly
@@ -51,7 +50,7 @@ def test_what_is_no_norm_of_that_kind_stays() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_experts_of_transformers_interface_run_as_linear_layers(family: str) -> None:
-    network = tiny_network(twin(default_config(family)))
+    network = random_network(twin_raw(default_raw(family)))
     experts = next(m for m in network.modules() if hasattr(m, "has_gate"))
     made = rewritten(experts)
     assert isinstance(made, DenseExperts)

@@ -14,6 +14,7 @@ import transformers
 
 from kvcellar import __version__
 from kvcellar.backends.torch.latent import bind_latents
+from kvcellar.backends.torch.memory import give_back
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.probe import learn_facts
@@ -22,7 +23,17 @@ from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
 from kvcellar.backends.torch.weights import UnreadWeightsError
 from kvcellar.errors import KVCellarError, ModelError
-from kvcellar.models.check import CAPACITY, VERSION, Subject, Verdict, compare, kinds_of
+from kvcellar.models.check import (
+    CAPACITY,
+    TOLERANCE,
+    VERSION,
+    Subject,
+    Verdict,
+    compare,
+    kinds_of,
+    make_texts,
+    unit_of,
+)
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.models.tokenizer import quiet
@@ -34,6 +45,10 @@ MOST_NUMBERS = 4_000_000
 
 _SHORT = 64
 """Longest window or chunk that the texts of a check meet."""
+
+_SLACK, _MOST_SLACK = 4.0, 1e-3
+"""How many times a model's own rounding is allowed where that is more, and never more than that: a
+model that amplifies noise would hide a fault as large."""
 
 _MOST_SAID = 400
 """Letters of a reason."""
@@ -122,18 +137,23 @@ def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
     layers: tuple[str, ...] = ()
     name, own, reason = "nothing", None, None
     differences: dict[str, dict[str, float]] = {}
+    pair, allowed = None, TOLERANCE
     try:
         pair = make()
         name, layers = pair.name, kinds_of(pair.facts.params)
         own = own_gap(pair.theirs, pair.facts.vocab_size)
-        differences = compare(_subject(pair, report))
+        subject = _subject(pair, report)
+        differences = compare(subject)
+        allowed = _allowed(pair, subject, differences)
     except UnreadWeightsError:
         raise
     except Exception as error:  # whatever transformers' own code does not like
         said = " ".join(str(error).split())[:_MOST_SAID]
         reason = said if isinstance(error, KVCellarError) else f"{type(error).__name__}: {said}"
+    del pair
+    give_back()  # a process that is measured afterwards holds the model alone
     seconds = round(time.perf_counter() - start, 2)
-    return Verdict(family, layers, name, differences, own, reason, versions(), seconds)
+    return Verdict(family, layers, name, differences, own, reason, versions(), seconds, allowed)
 
 
 def _twins(raw: Mapping[str, Any]) -> _Pair:
@@ -190,6 +210,25 @@ def own_gap(network: Any, vocab_size: int) -> float | None:
     except Exception:  # not every model does
         return None
     return gap
+
+
+def _allowed(pair: _Pair, subject: Subject, differences: Mapping[str, Any]) -> float:
+    """Return how much a logit may differ: more where float32 itself is further from float64.
+
+    That is looked at last, and only where it matters: the pair's own network is made float64.
+    """
+    found = max(gap for parts in differences.values() for gap in parts.values())
+    if not TOLERANCE < found <= _MOST_SLACK:
+        return TOLERANCE
+    texts = make_texts(subject.vocab_size, subject.n_columns)
+    rounded = subject.oracle(texts)
+    try:
+        pair.theirs.double()
+        exact = subject.oracle(texts)
+    except Exception:  # not every model's code runs in it
+        return TOLERANCE
+    noise = float(np.abs(rounded - exact).max()) / unit_of(rounded)
+    return max(TOLERANCE, min(_SLACK * noise, _MOST_SLACK))
 
 
 def _subject(pair: _Pair, report: Report) -> Subject:
