@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -299,3 +300,13 @@ def test_a_verdict_that_was_written_is_read_as_it_was(tiny):
 def test_differences_of_large_logits_count_in_proportion():
     assert unit_of(np.array([[-9.0, 4.0]])) == 1.0
     assert unit_of(np.array([[-300.0, 4.0]])) == 30.0
+
+
+def test_a_pipe_in_place_of_a_verdict_or_of_facts_is_not_waited_for(tiny, home):
+    load_model(tiny, dtype="float32")
+    kept = sorted((home / "models").glob("*.json"))
+    assert kept
+    for path in kept:
+        path.unlink()
+        os.mkfifo(path)
+    assert load_model(tiny, dtype="float32").params == load_model(tiny, dtype="float32").params

@@ -38,8 +38,9 @@ def check_command(
     attention over the whole text, in float32, with torch. A large model is checked on a twin: its
     own classes with few small layers of every kind, and windows and chunks that a short text meets.
 
-    The verdict on MODEL is kept, and found again at its first load with other versions. Exit code
-    1: a model that was compared is not exact, or MODEL could not be compared.
+    The verdict on MODEL is kept until kvcellar, torch or transformers is another; while it is not
+    exact, each load checks again. Exit code 1: a model that was compared is not exact, or MODEL
+    could not be compared.
     """
     if model is not None and all_tiny:
         raise ConfigError(f"--all-tiny is of no model, and {model!r} was given; leave one out")

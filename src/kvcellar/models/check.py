@@ -7,7 +7,6 @@ cache. A model for which that is not so is refused; a person may go on with a wa
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ import numpy as np
 
 from kvcellar.cache_config import make_config
 from kvcellar.errors import ModelError
-from kvcellar.models.known import keep, known_path
+from kvcellar.models.known import keep, known_path, read_kept
 from kvcellar.models.runner import FloatArray, Runner
 from kvcellar.registry import (
     CacheSession,
@@ -198,7 +197,7 @@ def known_verdict(raw: Mapping[str, Any], versions: Mapping[str, str]) -> Verdic
     """
     path = verdict_path(raw, versions)
     with suppress(OSError, ValueError, RecursionError):
-        verdict = Verdict.from_json(json.loads(path.read_text(encoding="utf-8")))
+        verdict = Verdict.from_json(read_kept(path))
         if verdict.reason is None and dict(verdict.versions) == dict(versions):
             return verdict
     return None

@@ -25,10 +25,10 @@ PREFIXES = (OLLAMA_PREFIX, LM_STUDIO_PREFIX)
 DEMO_FOLDER = Path(__file__).parent / "demo"
 
 CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""What is downloaded of a checkpoint."""
+"""Patterns of the files that are downloaded of a checkpoint."""
 
 OTHER_FORMATS = ("*/*", "consolidated*")
-"""What is not: the same weights in other formats."""
+"""Patterns of files that are not downloaded: the same weights in other formats."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

@@ -35,7 +35,7 @@ def facts_of(raw: Mapping[str, Any], learn: Learn, by: str) -> ModelFacts:
     """
     path = known_path(raw, by)
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        return ModelFacts.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return ModelFacts.from_json(read_kept(path))
     facts = learn(raw)
     keep(path, facts.to_json())
     return facts
@@ -46,6 +46,17 @@ def known_path(raw: Mapping[str, Any], by: str) -> Path:
     told = {key: value for key, value in raw.items() if key not in VOLATILE}
     text = json.dumps([told, by, VERSION, __version__], sort_keys=True, default=str)
     return default_home() / "models" / f"{xxhash.xxh3_128_hexdigest(text.encode())}.json"
+
+
+def read_kept(path: Path) -> Any:
+    """Read a JSON value that ``keep`` wrote.
+
+    Raises:
+        OSError: there is no such file, or it is a link, a pipe or the like.
+        ValueError, RecursionError: it is no JSON.
+    """
+    with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
+        return json.load(file)
 
 
 def keep(path: Path, value: Any) -> None:

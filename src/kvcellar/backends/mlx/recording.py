@@ -103,7 +103,7 @@ class Record:
         self.leaves: list[Any] = []
         """Caches that the model made for itself, one after another."""
         self.taken: list[Any] = []
-        """The same, nested as the model made them."""
+        """Caches of the layers as the model returned them: lists of caches may be inside."""
 
     def tap(self, made: Any) -> Any:
         """Have a cache that the model made write down what it is given.

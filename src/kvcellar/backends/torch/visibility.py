@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
-"""Of transformers: (row of the batch, head, query, key) to whether the query sees the key."""
+"""Mask function of transformers: (batch row, head, query, key) to whether that query sees it."""
 
 FARTHEST = 1 << 22
 """A window or chunk of so many positions or more is all of the history."""

@@ -32,7 +32,7 @@ PAIRS = 4096
 Rows = Callable[[Tensor], Tensor]
 
 _NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-"""What 4 bits of MXFP4 stand for."""
+"""Numbers that the 16 codes of MXFP4 (E2M1) stand for, in the order of the codes."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvcellar.backends.torch.fast.mixtures import matrices_of_experts, mixtures
 from kvcellar.models.weights import BLOCK, Matrix
 
 _SIZES = (0.01, 1.0, 1000.0)
-"""Of inputs that tell a product from what is one for some numbers only."""
+"""Sizes of the inputs on which a module is tried: a product of matrices scales with all of them."""
 
 
 def linear_of(module: nn.Module) -> nn.Linear | None:

@@ -26,7 +26,7 @@ from kvcellar.backends.torch.fast.parts import (
     Parts,
 )
 from kvcellar.backends.torch.fast.rotations import Rotation
-from kvcellar.models.known import keep
+from kvcellar.models.known import keep, read_kept
 
 VERSION = 1
 """Version of how parts are found and written; those of another one are found again."""
@@ -55,7 +55,7 @@ def _class_of(module: nn.Module) -> str:
 def read_parts(path: Path, key: str) -> Found | None:
     """Return parts that were kept under a key; None where there are none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = read_kept(path)
         if told["key"] != key:
             return None
         parts = {name: _part(kind, fields) for name, (kind, fields) in told["parts"].items()}

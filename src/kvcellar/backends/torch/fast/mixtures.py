@@ -34,13 +34,13 @@ HELD = "held_by_kernel"
 """Name of what a module of experts has in place of its parameters."""
 
 FACTS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-"""What transformers' interface writes on every module of experts."""
+"""Attributes that transformers' experts interface sets on every module of experts."""
 
 _FAR = 1e6
 """More than any limit of a gate."""
 
 _APART = 0.03
-"""What two orders of rounding differ by at most, as a share of the result's length."""
+"""Most that results may differ by rounding in another order, as a share of the result's norm."""
 
 
 def mixtures(model: nn.Module) -> Iterator[nn.Module]:

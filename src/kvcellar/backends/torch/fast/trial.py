@@ -32,7 +32,7 @@ LONG_PAST = 300_000
 """Tokens that a cache of transformers says that it has, where a module asks one."""
 
 _MOST_NUMBERS = 1 << 22
-"""Of parameters that a module has itself; others are too many to make up."""
+"""Most numbers of a module's own parameters for which random ones are made up."""
 
 _MOST_TERMS = 16
 
