@@ -19,6 +19,10 @@ WINDOW_SLACK = 64
 """Positions by which histories can be cut back behind windows, where nothing else is said."""
 
 
+SLOTS = 64
+"""Slots for the states of recurrent layers, where nothing else is said."""
+
+
 LAYOUTS = ("layer_first", "block_first")
 """How paged caches lay out their bytes: each layer's blocks together, or each block's layers."""
 
@@ -88,6 +92,8 @@ class CacheConfig:
         layout: how a paged cache lays out its bytes: one of ``LAYOUTS``.
         budget: whom pools ask before they grow; None: they grow up to the capacity.
         prefix: what every sequence begins with; it takes none of the cells.
+        n_slots: the most slots for the states of recurrent layers: while a step is open, two for
+            each of its sequences; the others are for snapshots.
     """
 
     params: ModelCacheParams
@@ -99,11 +105,12 @@ class CacheConfig:
     layout: str = "layer_first"
     budget: MemoryBudget | None = None
     prefix: SharedPrefix | None = None
+    n_slots: int = SLOTS
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, ModelCacheParams):
             raise ConfigError(f"params must be a ModelCacheParams, got {seen(self.params)}")
-        for name in ("capacity", "min_chunk", "window_slack", "block_size"):
+        for name in ("capacity", "min_chunk", "window_slack", "block_size", "n_slots"):
             value = whole(getattr(self, name), name, most=MOST_CELLS)
             object.__setattr__(self, name, value)
         if self.capacity < 1:
@@ -117,6 +124,11 @@ class CacheConfig:
             raise ConfigError(f"window_slack cannot be negative, got {seen(self.window_slack)}")
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1 cell, got {seen(self.block_size)}")
+        if self.n_slots < 2:
+            raise ConfigError(
+                f"a step reads one slot and writes another: n_slots must be at least 2, got "
+                f"{seen(self.n_slots)}"
+            )
         text(self.kv_dtype, "kv_dtype")
         text(self.layout, "layout")
         if self.budget is not None and not isinstance(self.budget, MemoryBudget):
@@ -173,6 +185,7 @@ def make_config(
     layout: str = "layer_first",
     budget: MemoryBudget | None = None,
     prefix: SharedPrefix | None = None,
+    n_slots: int = SLOTS,
 ) -> CacheConfig:
     """Join the model's facts and the caller's policy.
 
@@ -180,7 +193,16 @@ def make_config(
         ConfigError: a value that cannot work; the message names it.
     """
     return CacheConfig(
-        params, capacity, kv_dtype, min_chunk, window_slack, block_size, layout, budget, prefix
+        params,
+        capacity,
+        kv_dtype,
+        min_chunk,
+        window_slack,
+        block_size,
+        layout,
+        budget,
+        prefix,
+        n_slots,
     )
 
 

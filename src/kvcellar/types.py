@@ -14,6 +14,7 @@ from kvcellar.checks import flag, number, seen, whole, wholes
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype
 from kvcellar.sight import Sight
+from kvcellar.states import STATE_SIGHT, StateGroup
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
@@ -262,6 +263,7 @@ class ModelCacheParams:
         groups: the layer groups; each layer that stores rows is in one of them.
         shared: ``(layer, source)`` for each layer that stores no rows and attends over those of an
             earlier one, as that one sees them.
+        state: the recurrent layers, which have numbers of their own; None: there are none.
     """
 
     n_layers: int
@@ -270,6 +272,7 @@ class ModelCacheParams:
     v_head_dim: int | None = 0
     groups: tuple[LayerGroup, ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
+    state: StateGroup | None = None
 
     def __post_init__(self) -> None:
         n_layers = whole(self.n_layers, "n_layers of a model", most=MOST_CELLS)
@@ -280,6 +283,8 @@ class ModelCacheParams:
             isinstance(group, LayerGroup) for group in self.groups
         ):
             raise ConfigError(f"groups must be a tuple of LayerGroup, got {seen(self.groups)}")
+        if self.state is not None and not isinstance(self.state, StateGroup):
+            raise ConfigError(f"state must be a StateGroup or None, got {seen(self.state)}")
         self._check_shape()
         object.__setattr__(self, "shared", _layer_pairs(self.shared))
         if not self.groups:
@@ -327,7 +332,14 @@ class ModelCacheParams:
     def __str__(self) -> str:
         """Return the model's layers in words, for messages."""
         shared = f"; {len(self.shared)} share those of others" if self.shared else ""
-        return f"{self.n_layers} layers ({'; '.join(map(str, self.groups))}{shared})"
+        state = "" if self.state is None else f", and {self.state}"
+        return f"{self.n_layers} layers ({'; '.join(map(str, self.groups))}{shared}){state}"
+
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        """Per table of a sequence what a query sees: those of the groups, and of states behind."""
+        of_states = () if self.state is None else (STATE_SIGHT,)
+        return (*(group.sight for group in self.groups), *of_states)
 
     @property
     def sources(self) -> tuple[int, ...]:
