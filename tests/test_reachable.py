@@ -102,6 +102,7 @@ VALUES = {
     "cache": "paged",
     "layout": "block_first",
     "memory": "3GB",
+    "snapshots": "100MB",
     "policy": "prefill-first",
     "index": "hashed",
     "index_block": 32,

@@ -31,6 +31,7 @@ from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
+from kvcellar.models.snapshots import slots_bytes
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
 from kvcellar.store import ModelKey, RowLayout
@@ -133,14 +134,18 @@ def open_host(
         options, progress=lambda part, what: report(0.8 * part, f"{options.name}: {what}")
     )
     chosen = chosen or choose_capacity(options, config)  # loading says what is wrong with a model
-    cache_config = options.config_for(loaded.params, loaded.dtype, chosen.cells, budgets[0])
+    n_running = (config or EngineConfig()).max_num_seqs
+    cache_config = options.config_for(
+        loaded.params, loaded.dtype, chosen.cells, budgets[0], n_running
+    )
     fingerprint = loaded.fingerprint(
         cache_file=default_home() / "fingerprints.json",
         on_progress=lambda part, what: report(0.8 + 0.2 * part, f"{options.name}: {what}"),
         rope_length=loaded.rope_length_for(cache_config),
     )
     layout = RowLayout.from_config(cache_config)
-    rows_bytes = layout.rows_bytes(cache_config.capacity)
+    of_states = slots_bytes(loaded.params, cache_config.n_slots)
+    cache_bytes = layout.rows_bytes(cache_config.capacity) + of_states
     with ExitStack() as stack:
         engine = _start_engine(options, loaded, cache_config, budgets[1], config, stack)
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
@@ -151,7 +156,7 @@ def open_host(
             tokenizer=loaded.tokenizer,
             key=ModelKey(fingerprint.of_kv, layout),
             eos_token_ids=loaded.eos_token_ids,
-            size_bytes=options.memory_bytes or loaded.size_bytes + rows_bytes,
+            size_bytes=options.memory_bytes or loaded.size_bytes + cache_bytes,
             max_positions=loaded.max_positions,
             sampling=loaded.sampling,
             weights=loaded.weights or loaded.dtype,
@@ -206,9 +211,10 @@ def check_host(options: LoadOptions, config: EngineConfig | None = None) -> None
     check_model(options)
     spec = size_model(options)
     cells = spec.max_positions if options.capacity is None else options.capacity
-    cache_config = options.config_for(spec.params, spec.dtype, cells)
+    config = config or EngineConfig()
+    cache_config = options.config_for(spec.params, spec.dtype, cells, n_running=config.max_num_seqs)
     block_size = cache_config.block_size if options.cache == "paged" else 1
-    (config or EngineConfig()).make_index((FULL,), block_size)
+    config.make_index((FULL,), block_size)
     if options.memory_bytes is not None:
         budgets_of_host(options, config)
     if options.speculate in (None, NGRAM):

@@ -16,6 +16,7 @@ from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.loading import accelerator_bytes
 from kvcellar.models.options import LoadOptions
 from kvcellar.models.sizing import size_model
+from kvcellar.models.snapshots import slots_bytes, slots_for
 from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec, most
 from kvcellar.store import BLOCK_TOKENS
 from kvcellar.store.config import GIB
@@ -123,7 +124,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Bytes of one model: its weights, what it sets aside, and the KV of so many tokens."""
+    """Bytes of one model: its weights, what it sets aside, and KV and states of so many tokens."""
 
     weight_bytes: int
     reserve_bytes: int
@@ -254,6 +255,7 @@ def _sizer(
     speculate = options.speculate
     spec = size_model(options)
     n_rows = config.max_num_seqs
+    guessing = replace(options, kv_dtype=None, snapshot_bytes=None)
     draft, n_draft_rows = None, 0
     if speculate is not None:
         n_rows = min(config.max_num_batched_tokens, n_rows * (1 + config.max_drafted))
@@ -264,11 +266,11 @@ def _sizer(
         n_draft_rows = config.max_num_batched_tokens
 
     def sizes(capacity: int, *, keeps_windows: bool = False) -> list[_Size]:
-        found = [_size_of(spec, capacity, options.kv_dtype, config, n_rows, keeps_windows)]
+        found = [_size_of(spec, capacity, options, config, n_rows, keeps_windows)]
         if speculate == NGRAM:
             found.append(_Size(0, 2 * capacity * NGRAM_BYTES, 0))
         elif draft is not None:
-            found.append(_size_of(draft, capacity, None, config, n_draft_rows, keeps_windows))
+            found.append(_size_of(draft, capacity, guessing, config, n_draft_rows, keeps_windows))
         return found
 
     return spec.max_positions, sizes
@@ -286,17 +288,17 @@ def head_of(speculate: str) -> str | None:
 def _size_of(
     spec: ModelCacheSpec,
     capacity: int,
-    kv_dtype: str | None,
+    options: LoadOptions,
     config: EngineConfig,
     n_rows: int,
     keeps_windows: bool = False,
 ) -> _Size:
-    """Size a model: weights, KV, a forward, and the blocks of a restore on their way in.
+    """Size a model: weights, KV and states, a forward, and the blocks of a restore on the way in.
 
     Pools of windows grow like the others as conversations come and go, unless a budget keeps them
     at what one sequence needs where there is no more room.
     """
-    kv = _kv_of(spec, kv_dtype)
+    kv = _kv_of(spec, options.kv_dtype)
     context = min(capacity, spec.max_positions)
     forward = spec.scratch_bytes(context, config.max_num_batched_tokens, n_rows)
     cells = [capacity] * len(spec.params.groups)
@@ -307,6 +309,8 @@ def _size_of(
         n * (size + INDEX_BYTES + ARRAY_BYTES)
         for n, size in zip(cells, spec.group_bytes(kv), strict=True)
     )
+    n_slots = slots_for(spec.params, capacity, kv, options.snapshot_bytes, config.max_num_seqs)
+    kv_bytes += slots_bytes(spec.params, n_slots)
     in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv)
     return _Size(spec.weight_bytes, forward + in_flight, kv_bytes)
 

@@ -27,10 +27,11 @@ class ModelOptions:
         """Return the options as functions that load a model take them; the template is read.
 
         Raises:
-            ConfigError: the chat template cannot be read, or is none.
+            ConfigError: the chat template cannot be read, or is none; or snapshots of no size.
         """
         given = {key: value for key, value in asdict(self).items() if key != "memory"}
         given["chat_template"] = options.read_template(self.chat_template)
+        given["snapshot_bytes"] = options.snapshot_bytes(given.pop("snapshots", None))
         return LoadOptions(model, **given)
 
 
@@ -46,6 +47,7 @@ class CacheOptions(ModelOptions):
     layout: options.Layout = None
     capacity: options.Capacity = None
     memory: options.Memory = None
+    snapshots: options.Snapshots = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvcellar.budget import parse_size
 from kvcellar.cli.commands import option
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.kv_dtype import KV_DTYPES
@@ -58,6 +59,15 @@ Memory = Annotated[
         "SIZE",
         "What the whole process may hold, such as 24GB or 8GiB: weights, KV, everything. The "
         "cache grows inside it.",
+    ),
+]
+Snapshots = Annotated[
+    str | None,
+    in_loading(
+        "SIZE",
+        "Of a model with recurrent layers: what snapshots of their states may take, such as 2GB, "
+        "inside of --memory. A conversation goes on from the nearest one. Default: a quarter of "
+        "the memory for K, V and states. Other models have no use for it.",
     ),
 ]
 KvDtype = Annotated[
@@ -169,6 +179,21 @@ ChatTemplate = Annotated[
     in_loading("FILE", "A chat template (Jinja) in place of the model's own."),
 ]
 System = Annotated[str | None, option("TEXT", "The system message of the chat.")]
+
+
+def snapshot_bytes(size: str | None) -> int | None:
+    """Return the bytes of ``--snapshots``; None: nothing was said.
+
+    Raises:
+        ConfigError: it is no size, or no memory at all.
+    """
+    try:
+        return None if size is None else parse_size(size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--snapshots: {error}; without snapshots recurrent layers would read a conversation "
+            f"from its beginning at every turn"
+        ) from None
 
 
 def read_template(file: Path | None) -> str | None:

@@ -10,7 +10,8 @@ from typing import Any
 from kvcellar.budget import MemoryBudget
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError
-from kvcellar.kv_dtype import FLOAT_KV_DTYPES
+from kvcellar.kv_dtype import FLOAT_KV_DTYPES, parse_kv_dtype
+from kvcellar.models.snapshots import check_snapshot_bytes, slots_for
 from kvcellar.registry import (
     CacheSession,
     make_decode_session,
@@ -70,6 +71,9 @@ class LoadOptions:
             followed before), ``eagle3:PATH`` (a head that reads the model's own layers; the
             bundled model brings one: ``eagle3``), or a smaller model of the same vocabulary; None:
             nobody.
+        snapshot_bytes: of a model with recurrent layers: what snapshots of their states may take,
+            from which conversations go on, beside what running answers live on; None: a quarter of
+            the memory for K, V and states.
         is_unchecked: a model is loaded, with a warning, that was found not to be exact behind our
             caches; otherwise it is refused.
     """
@@ -87,11 +91,13 @@ class LoadOptions:
     block_size: int | None = None
     layout: str | None = None
     speculate: str | None = None
+    snapshot_bytes: int | None = None
     is_unchecked: bool = False
 
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
             raise ConfigError(f"cache {self.cache!r} is unknown; choose one of {', '.join(CACHES)}")
+        object.__setattr__(self, "snapshot_bytes", check_snapshot_bytes(self.snapshot_bytes))
         for name in ("block_size", "layout"):
             value = getattr(self, name)
             if value is not None and self.cache != "paged":
@@ -120,6 +126,7 @@ class LoadOptions:
         dtype: str,
         capacity: int,
         budget: MemoryBudget | None = None,
+        n_running: int = 1,
     ) -> CacheConfig:
         """Return the settings of the model's cache.
 
@@ -128,6 +135,7 @@ class LoadOptions:
             dtype: of its weights.
             capacity: cells, where the options leave them to whoever knows the memory.
             budget: whom the cache asks before it grows.
+            n_running: answers that run at a time.
 
         Raises:
             ConfigError: a value that cannot work; the message names it.
@@ -135,7 +143,9 @@ class LoadOptions:
         given = {"block_size": self.block_size, "layout": self.layout}
         paged: dict[str, Any] = {name: it for name, it in given.items() if it is not None}
         kv_dtype = self.kv_dtype_for(dtype)
-        return make_config(params, capacity, kv_dtype, budget=budget, **paged)
+        kv = parse_kv_dtype(kv_dtype)
+        n_slots = slots_for(params, capacity, kv, self.snapshot_bytes, n_running)
+        return make_config(params, capacity, kv_dtype, budget=budget, n_slots=n_slots, **paged)
 
 
 def no_progress(fraction: float, what: str) -> None:
