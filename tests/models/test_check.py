@@ -50,8 +50,6 @@ REFUSED = {
     "gpt_neox_japanese": "does not call its attention through the interface",
     "deepseek_v32": "gives the attention of layer 0 indices",
     "diffllama": "attends more than once in layer 0",
-    "kimi_linear": "keeps something else than K and V per token in",
-    "qwen3_next": "keeps something else than K and V per token in",
 }
 """Families that are refused -> why, one of each kind."""
 

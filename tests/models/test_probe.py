@@ -239,15 +239,43 @@ def test_indexed_attention_is_refused_by_name():
         params_from_config(fields)
 
 
-def test_layers_that_keep_a_state_are_listed_with_their_kind():
+def test_recurrent_layers_name_their_states_and_the_modules_that_ask_for_them():
     config = transformers.Qwen3NextConfig(
         num_hidden_layers=4, hidden_size=64, num_experts=16, moe_intermediate_size=8
     )
     facts = probe.learn_facts(config.to_dict())
-    assert [layer for layer, _ in facts.others] == [0, 1, 2]
-    assert {kind for _, kind in facts.others} == {"convolution+recurrent"}
+    assert not facts.others
     assert [layer.layer for layer in facts.layers] == [3]
-    with pytest.raises(ModelError, match=r"in 3 of 4 layers \(convolution\+recurrent\)"):
+    assert [at.layer for at in facts.states] == [0, 1, 2]
+    assert facts.states[1].shapes == (("convolution", (8192, 4)), ("recurrent", (32, 128, 128)))
+    assert facts.states[1].indices == (0, 0)
+    assert facts.states[1].askers == (("model.layers.1.linear_attn", "cache_params"),)
+    assert ModelFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def test_layers_with_attention_are_numbered_without_gaps_for_a_cache():
+    config = transformers.NemotronHConfig(
+        hidden_size=64, layers_block_type=["mamba", "attention", "mlp", "mamba", "attention"]
+    )
+    facts = probe.learn_facts(config.to_dict())
+    assert facts.n_layers == 5
+    assert facts.attention_numbers == {1: 0, 4: 1}
+    assert facts.state_numbers == {0: 0, 3: 1}
+    params = facts.params
+    assert (params.n_layers, params.groups[0].layers) == (2, (0, 1))
+    assert params.state is not None
+    assert params.state.layers == tuple(at.shapes for at in facts.states)
+
+
+def test_a_layer_may_have_attention_and_states():
+    facts = probe.learn_facts(tiny.twin_raw(tiny.default_raw("falcon_h1")))
+    assert [at.layer for at in facts.layers] == [at.layer for at in facts.states] == [0, 1]
+
+
+def test_a_model_without_attention_is_refused():
+    facts = probe.learn_facts(tiny.twin_raw(tiny.default_raw("granitemoehybrid")))
+    assert not facts.layers
+    with pytest.raises(ModelError, match="has no layer with attention"):
         _ = facts.params
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from kvcellar.errors import ConfigError, ModelError
 from kvcellar.models.latents import Latents
+from kvcellar.states import StateGroup, StateShape
 from kvcellar.types import LayerGroup, ModelCacheParams
 
-VERSION = 2
+VERSION = 3
 """Version of what is learnt and how it is written; facts of another one are learnt again."""
 
 ROPES = ("none", "fixed", "longrope", "dynamic")
@@ -58,6 +59,28 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class StateFacts:
+    """Facts of one recurrent layer.
+
+    Attributes:
+        layer: the model's number of it; it may have attention besides.
+        shapes: of its states.
+        indices: per state, its number among those of its kind in the runtime's own cache.
+        askers: ``(path, argument)`` of the modules of the network that ask the cache for them, and
+            of the argument by which the cache reaches them; none where the runtime binds otherwise.
+    """
+
+    layer: int
+    shapes: tuple[StateShape, ...]
+    indices: tuple[int, ...]
+    askers: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.shapes) != len(self.indices):
+            raise TypeError(f"{len(self.shapes)} states have {len(self.indices)} numbers")
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary positions of a model.
 
@@ -93,13 +116,14 @@ class ModelFacts:
     Attributes:
         family: ``model_type`` of its text part.
         layers: of its attention, ascending.
-        others: ``(layer, kind)`` of layers that keep something else than K and V per token.
+        others: ``(layer, kind)`` of layers that keep what no cache here can serve.
         n_layers: all of them.
         hidden_size: numbers per token between layers.
         inner_size: numbers per token inside of a layer's MLP, all its active experts together.
         vocab_size: logits per token.
         max_positions: the longest sequence that it was made for.
         rope: how positions are turned.
+        states: of its recurrent layers, ascending.
     """
 
     family: str
@@ -111,11 +135,22 @@ class ModelFacts:
     vocab_size: int
     max_positions: int
     rope: Rope
+    states: tuple[StateFacts, ...] = ()
 
     @property
     def n_heads(self) -> int:
         """The most query heads of a layer."""
-        return max(layer.n_heads for layer in self.layers)
+        return max((layer.n_heads for layer in self.layers), default=0)
+
+    @property
+    def attention_numbers(self) -> dict[int, int]:
+        """By the model's number of a layer that has attention, the number that caches know."""
+        return {at.layer: number for number, at in enumerate(self.layers)}
+
+    @property
+    def state_numbers(self) -> dict[int, int]:
+        """By the model's number of a recurrent layer, the number that caches know."""
+        return {at.layer: number for number, at in enumerate(self.states)}
 
     @property
     def latents(self) -> dict[int, Latents]:
@@ -130,14 +165,18 @@ class ModelFacts:
             ModelError: layers that no cache here can serve.
         """
         self.check_served()
+        numbers = self.attention_numbers
         alike: dict[tuple[Any, ...], list[int]] = {}
         for layer in self.layers:
             if layer.source is None:
-                alike.setdefault(_kind_of(layer), []).append(layer.layer)
-        shared = tuple((at.layer, at.source) for at in self.layers if at.source is not None)
+                alike.setdefault(_kind_of(layer), []).append(numbers[layer.layer])
+        shared = tuple(
+            (numbers[at.layer], numbers[at.source]) for at in self.layers if at.source is not None
+        )
         try:
             groups = tuple(LayerGroup(tuple(ids), *kind) for kind, ids in alike.items())
-            return ModelCacheParams(len(self.layers), groups=groups, shared=shared)
+            state = StateGroup(tuple(at.shapes for at in self.states)) if self.states else None
+            return ModelCacheParams(len(self.layers), groups=groups, shared=shared, state=state)
         except ConfigError as error:
             raise ModelError(
                 f"the attention of {self.family!r} cannot be served: {error}; choose another model"
@@ -152,9 +191,14 @@ class ModelFacts:
         if self.others:
             kinds = sorted({kind for _, kind in self.others})
             raise ModelError(
-                f"architecture {self.family!r} keeps something else than K and V per token in "
-                f"{len(self.others)} of {self.n_layers} layers ({', '.join(kinds)}), which no "
-                f"cache here can serve; choose a model whose layers all have attention"
+                f"architecture {self.family!r} keeps something else than K and V per token, or a "
+                f"state, in {len(self.others)} of {self.n_layers} layers ({', '.join(kinds)}), "
+                f"which no cache here can serve; choose another model"
+            )
+        if not self.layers:
+            raise ModelError(
+                f"architecture {self.family!r} has no layer with attention, and caches here hold "
+                f"the K and V of at least one; choose a model that has attention in some layers"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -173,10 +217,13 @@ class ModelFacts:
             own["layers"] = tuple(_layer_facts(layer) for layer in own["layers"])
             own["others"] = tuple((_whole(layer), str(kind)) for layer, kind in own["others"])
             own["rope"] = Rope(**_fields(Rope, own["rope"]))
+            own["states"] = tuple(_state_facts(layer) for layer in own["states"])
             made = cls(**own)
             for name in ("n_layers", "hidden_size", "inner_size", "vocab_size", "max_positions"):
                 _whole(getattr(made, name))
-            if not made.others:
+            if not (made.layers or made.states or made.others):
+                raise TypeError("no layer keeps anything")
+            if made.layers and not made.others:
                 made.params  # noqa: B018 (it checks the layers)
         except (TypeError, KeyError, AttributeError, ModelError) as error:
             raise ValueError(f"these are no facts of a model: {error}") from error
@@ -189,6 +236,17 @@ def _layer_facts(value: Mapping[str, Any]) -> LayerFacts:
     if own["latents"] is not None:
         own["latents"] = Latents(**_fields(Latents, own["latents"]))
     return LayerFacts(**own)
+
+
+def _state_facts(value: Mapping[str, Any]) -> StateFacts:
+    """Make facts of a recurrent layer from a JSON object."""
+    own = _fields(StateFacts, value)
+    return StateFacts(
+        layer=_whole(own["layer"]),
+        shapes=tuple(StateShape(str(kind), tuple(map(_whole, of))) for kind, of in own["shapes"]),
+        indices=tuple(map(_whole, own["indices"])),
+        askers=tuple((str(path), str(argument)) for path, argument in own["askers"]),
+    )
 
 
 def _kind_of(layer: LayerFacts) -> tuple[Any, ...]:

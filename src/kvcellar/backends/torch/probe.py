@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -30,6 +29,7 @@ from kvcellar.backends.torch.finding_latents import find_latents
 from kvcellar.backends.torch.networks import empty_network
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.visibility import MaskFunction, read_mask
+from kvcellar.backends.torch.watched_cache import WatchedCache
 from kvcellar.errors import ModelError
 from kvcellar.models.configs import positions_of, rope_of
 from kvcellar.models.facts import LayerFacts, ModelFacts
@@ -75,12 +75,12 @@ class _Seen:
 
     Attributes:
         calls: of the attention, in their order.
-        states: layer -> what it keeps besides K and V, by the cache's own words.
+        cache: what the layers have besides, which notes what they ask.
         active: numbers per token inside of the experts that run for it.
     """
 
     calls: list[_Call] = field(default_factory=list)
-    states: dict[int, set[str]] = field(default_factory=dict)
+    cache: WatchedCache = field(default_factory=lambda: WatchedCache(_N_TOKENS))
     active: int = 0
 
 
@@ -119,23 +119,25 @@ def probe(network: Any) -> ModelFacts:
     config = network.config
     family = str(config.model_type)
     seen = _watch(network, family)
-    if not seen.calls and not seen.states:
+    states, others = seen.cache.states, seen.cache.others
+    if not seen.calls and not states and not others:
         raise _not_called(family)
     with _seeing():
         latents = find_latents(network)
     layers = _with_latents(_layers_of(family, seen.calls), latents)
-    _check_whole(config, layers, seen.states)
-    last = max([*(layer.layer for layer in layers), *seen.states])
+    keeps = {at.layer for at in layers} | {at.layer for at in states} | {at for at, _ in others}
+    _check_whole(config, layers, keeps, is_hybrid=bool(states or others))
     return ModelFacts(
         family=family,
         layers=layers,
-        others=tuple((at, "+".join(sorted(kinds))) for at, kinds in sorted(seen.states.items())),
-        n_layers=max(last + 1, int(config.num_hidden_layers)),
+        others=others,
+        n_layers=max(max(keeps) + 1, int(config.num_hidden_layers)),
         hidden_size=int(config.hidden_size),
         inner_size=_inner_size(network, seen),
         vocab_size=int(network.get_input_embeddings().weight.shape[0]),
         max_positions=positions_of(config),
         rope=rope_of(config),
+        states=states,
     )
 
 
@@ -167,11 +169,11 @@ def _watch(network: Any, family: str) -> _Seen:
     hold_ropes(network)
     device = network.get_input_embeddings().weight.device
     try:
-        with _seeing() as seen, torch.inference_mode():
+        with _seeing() as seen, seen.cache.watching(network), torch.inference_mode():
             network(
                 input_ids=torch.zeros(1, _N_TOKENS, dtype=torch.long, device=device),
                 position_ids=torch.arange(_N_TOKENS, device=device)[None],
-                past_key_values=_WatchedCache(),
+                past_key_values=seen.cache,
                 use_cache=False,
                 # All of them: given a number, Gemma 4 cuts the masks of its last layers.
                 logits_to_keep=torch.arange(_N_TOKENS, device=device),
@@ -196,58 +198,6 @@ def _seeing() -> Iterator[_Seen]:
 
 class _UnseenError(ModelError):
     """A network did not run: some read numbers, which the meta device has not."""
-
-
-class _WatchedCache(Cache):
-    """A cache that keeps nothing and notes what layers would have it keep."""
-
-    def __init__(self) -> None:
-        """Create a cache for any number of layers."""
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return this forward's K and V: there is no past."""
-        return key_states, value_states
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None: there is no past."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None: there is no past."""
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Note a state of a convolution, and return it."""
-        return _note(layer_idx, "convolution", conv_states)
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Note a recurrent state, and return it."""
-        return _note(layer_idx, "recurrent", recurrent_states)
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Note keys of an index, and return them."""
-        return _note(layer_idx, "indexed attention", indexer_key_states)
-
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        """Return False: there is no past."""
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: nothing is recorded."""
-        return False
-
-
-def _note(layer: int, kind: str, state: Tensor) -> Tensor:
-    seen: _Seen = _watching.seen
-    seen.states.setdefault(layer, set()).add(kind)
-    return state
 
 
 def _attention(
@@ -278,6 +228,7 @@ def _attention(
         ),
     )
     _watching.seen.calls.append(call)
+    _watching.seen.cache.note_attention()
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -413,17 +364,22 @@ def _with_latents(
 
 
 def _check_whole(
-    config: Any, layers: tuple[LayerFacts, ...], states: Mapping[int, set[str]]
+    config: Any, layers: tuple[LayerFacts, ...], keeps: set[int], *, is_hybrid: bool
 ) -> None:
     """Make sure that every layer was seen, and did what the config says.
+
+    Args:
+        config: of the text part.
+        layers: facts of its attention.
+        keeps: the layers that keep something.
+        is_hybrid: some keep states; others may then keep nothing.
 
     Raises:
         ModelError: a layer keeps nothing that was seen, or a cap on the logits is ignored.
     """
     family = config.model_type
-    there = {layer.layer for layer in layers} | set(states)
-    missing = sorted(set(range(int(config.num_hidden_layers))) - there)
-    if missing and not states:  # beside states a layer may keep nothing
+    missing = sorted(set(range(int(config.num_hidden_layers))) - keeps)
+    if missing and not is_hybrid:
         raise ModelError(
             f"architecture {family!r} has {len(missing)} layers of {config.num_hidden_layers} "
             f"whose attention is not seen, from layer {missing[0]} on, so that no cache of ours "
