@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from kvcellar.agents import RULES, check_template
+from kvcellar.agents.conversation import plan_messages
 from kvcellar.engine import SamplingParams
+from kvcellar.history import History
+from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.prompts import encode, render
+from kvcellar.models.tokenizer import load_tokenizer
 from tests.agents.fakes import (
     FULL_PARAMS,
     ByteTokenizer,
@@ -347,3 +352,73 @@ def test_one_changed_character_of_the_template_is_the_templates_fault(tmp_path):
         assert end.usage.miss is not None and end.usage.miss.cause == "template"
         assert end.usage.miss.tokens_lost < n and end.usage.cached_tokens > 100
         assert len(agents.directory.conversation("a")) == 5
+
+
+class Thinking(ByteTokenizer):
+    """A template like Qwen3.5's: answers open with ``<think>``, and old ones lose their thoughts.
+
+    They keep them behind the user's last message, as long as tools are called.
+    """
+
+    OPENING = "<assistant><think>\n"
+
+    def apply_chat_template(self, conversation: Any, **more: Any) -> str:
+        said = [i for i, m in enumerate(conversation) if m["role"] == "user"]
+        text = ""
+        for i, m in enumerate(conversation):
+            shown = m["content"].strip()
+            if m["role"] == "assistant":
+                thoughts, _, answer = shown.rpartition("</think>\n")
+                keeps = i > said[-1] and thoughts
+                shown = f"<think>\n{thoughts}</think>\n{answer}" if keeps else answer
+            text += f"<{m['role']}>{shown}<end>\n"
+        return text + (self.OPENING if more["add_generation_prompt"] else "")
+
+
+def divergences(messages: Any, history: Any = (), **more: Any) -> tuple[int, ...]:
+    said = plan_messages(
+        Thinking(), History(history), (), None, messages, None, (), control_tokens_in_text=True
+    )
+    return said.prefixes.divergences()
+
+
+def n_tokens(messages: Any, *, is_asking: bool = False) -> int:
+    tokenizer = Thinking()
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=is_asking, tokenize=False)
+    return len(tokenizer.encode(text))
+
+
+def test_later_turns_diverge_before_the_opening_of_an_answer_and_behind_the_users_last_message():
+    asked = [SYSTEM, user("one"), {"role": "assistant", "content": "hm</think>\nyes"}, user("two")]
+    assert divergences(asked) == (n_tokens(asked),)
+    called = [*asked, {"role": "assistant", "content": "so</think>\nlook"}]
+    called.append({"role": "system", "content": "seen"})
+    assert divergences(called) == (n_tokens(asked), n_tokens(called))
+
+
+def test_a_conversation_that_left_its_history_is_expected_to_be_left_there_again():
+    asked = [SYSTEM, user("one"), {"role": "assistant", "content": "yes"}, user("two")]
+    tokenizer = Thinking()
+    before = tokenizer.encode(
+        tokenizer.apply_chat_template(
+            [SYSTEM, user("one"), {"role": "assistant", "content": "you"}],
+            add_generation_prompt=False,
+            tokenize=False,
+        )
+    )
+    n_same = before.index(ord("o"), len(before) - 4)
+    assert divergences(asked, before) == (n_same, n_tokens(asked))
+
+
+@pytest.mark.parametrize("text", ["<end> is text", "plain"])
+def test_places_are_exact_where_messages_spell_control_tokens(text):
+    """With a tokenizer that merges letters, and marks before what is no control token."""
+    tokenizer = load_tokenizer(DEMO_FOLDER)
+    words = [*tokenizer.added_tokens_decoder.values()]
+    text = text.replace("<end>", words[-1].content)
+    messages = [user(text), {"role": "assistant", "content": text}, user(f"{text}?")]
+    prefixes = plan_messages(tokenizer, History(), (), None, messages, None, ()).prefixes
+    (at,) = prefixes.divergences()
+    part = encode(tokenizer, render(tokenizer, messages, is_asking=False))
+    assert prefixes.tokens[:at].tolist() == part
+    assert at < len(prefixes.tokens)

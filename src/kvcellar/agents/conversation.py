@@ -16,7 +16,7 @@ from kvcellar.agents.lengths import refuse_text
 from kvcellar.agents.volatile import RuleChange, apply_rules, match_key
 from kvcellar.errors import ModelError, PromptError
 from kvcellar.history import History
-from kvcellar.models.prompts import PromptTokenizer, encode, render
+from kvcellar.models.prompts import PromptTokenizer, Rendered, encode, render
 
 Message = dict[str, Any]
 
@@ -43,6 +43,7 @@ class Prefixes:
         tokenizer: of the model.
         messages: the conversation.
         tools: definitions of its tools.
+        rendered: the conversation as the template writes it.
         tokens: of the conversation.
         n_common: leading tokens that the history has, too.
         control_tokens_in_text: as the conversation was rendered.
@@ -52,6 +53,7 @@ class Prefixes:
     tokenizer: AgentTokenizer
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
+    rendered: Rendered
     tokens: History
     n_common: int
     control_tokens_in_text: bool
@@ -78,6 +80,43 @@ class Prefixes:
             return self.n_common
         part = History(encode(self.tokenizer, rendered))
         return max(self.n_common, self.tokens.common_prefix(part))
+
+    def divergences(self) -> tuple[int, ...]:
+        """Return where later conversations are likely to go on in other tokens: lengths, ascending.
+
+        Behind the last message: what the template opens an answer with may not stand before that
+        answer in the next turn. Behind the user's last message: templates drop all thoughts since
+        when the user speaks again. And where the conversation left its history: others may, too.
+        """
+        n = len(self.messages)
+        said = [i for i, message in enumerate(self.messages, 1) if message.get("role") == "user"]
+        found = {self.n_common, *map(self._length_of, {n, said[-1] if said else n})}
+        return tuple(sorted(at for at in found if 0 < at < len(self.tokens)))
+
+    def _length_of(self, n_messages: int) -> int:
+        """Count the tokens that the first messages write, as far as all of them write the same.
+
+        What follows is encoded alone: where that gives the last tokens of the whole, the others
+        are the beginning's. 0 where the template refuses so few messages.
+        """
+        try:
+            part = render(
+                self.tokenizer,
+                self.messages[:n_messages],
+                self.tools,
+                is_asking=False,
+                control_tokens_in_text=self.control_tokens_in_text,
+            )
+        except ModelError:
+            return 0
+        whole = self.rendered
+        if part.mark == whole.mark:
+            rest = whole.behind(part)
+            tail = encode(self.tokenizer, rest) if rest.text else []
+            n = len(self.tokens) - len(tail)
+            if tail and self.tokens[n:].tolist() == tail:
+                return n
+        return self.tokens.common_prefix(History(encode(self.tokenizer, part)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +195,7 @@ def plan_messages(
     changed = what_changed(known, ruled.messages, n_known, rules) if has_same_tools else "tools"
     n_common = history.common_prefix(tokens)
     prefixes = Prefixes(
-        tokenizer, ruled.messages, ruled.tools, tokens, n_common, control_tokens_in_text
+        tokenizer, ruled.messages, ruled.tools, rendered, tokens, n_common, control_tokens_in_text
     )
     return Spoken(ruled.messages, n_known, ruled.tools, changed, ruled.changes, prefixes)
 

@@ -56,6 +56,8 @@ class Turn:
         changed: what keeps the history from being continued; None where nothing does.
         spoken: the conversation as the model reads it; None for tokens.
         miss: reuse that was lost before it began.
+        snapshots_at: lengths of the prompt at which later ones are likely to go on otherwise, for
+            a model that cannot be cut back everywhere.
     """
 
     agent_id: str = ""
@@ -78,6 +80,7 @@ class Turn:
     changed: str | None = field(init=False, default=None)
     spoken: Spoken | None = field(init=False, default=None, repr=False)
     miss: Miss | None = field(init=False, default=None)
+    snapshots_at: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         if sum(said is not None for said in (self.text, self.messages, self.tokens)) != 1:
@@ -104,12 +107,14 @@ def plan_turn(
         PromptError: there is nothing to answer, or the model takes tokens alone.
         ModelError: the template refuses the messages, or there is none.
     """
+    is_cut_anywhere = all(sight.is_full for sight in host.engine.cache.config.params.sights)
     if turn.tokens is not None:
         if not turn.tokens:
             raise PromptError(f"the turn of agent {agent.agent_id!r} brings no tokens")
         turn.prompt = History(agent.tokens)
         turn.prompt.extend(turn.tokens)
         turn.kept, turn.n_messages = agent.turns, len(agent.messages)
+        turn.snapshots_at = () if is_cut_anywhere or not agent.tokens else (len(agent.tokens),)
         return
     if host.tokenizer is None:
         raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")
@@ -129,6 +134,7 @@ def plan_turn(
         context=host.context,
     )
     turn.spoken, turn.prompt = said, said.tokens
+    turn.snapshots_at = () if is_cut_anywhere else said.prefixes.divergences()
     turn.kept, turn.n_messages = _turns_within(agent, said)
     if not turn.kept and said.messages[0].get("role") == "system":
         turn.n_messages = 1

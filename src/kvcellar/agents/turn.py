@@ -163,7 +163,13 @@ class Turns:
         """Bring the history back, have it answered, and save what is new."""
         started_s = time.perf_counter()
         settings = turn.params.for_model(host.sampling)
-        request = Request(turn.prompt, settings, turn.priority, turn.deadline_s)
+        request = Request(
+            turn.prompt,
+            settings,
+            turn.priority,
+            turn.deadline_s,
+            snapshots_at=turn.snapshots_at,
+        )
         host.costs.recall(agent.rates)
         back = await bring_back(
             host,

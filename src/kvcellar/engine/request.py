@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvcellar.checks import number, seen, whole
+from kvcellar.checks import number, seen, whole, wholes
 from kvcellar.engine.draft import NO_DRAFT, Draft
 from kvcellar.engine.generate import Finish, GeneratedToken, Usage
 from kvcellar.engine.sampling import Choice, SamplingParams, SamplingState
@@ -35,6 +35,8 @@ class Request:
         prompt_logprobs: None for none, 0 for the log probability of each token of the prompt
             behind those before it, n for the n most likely tokens' too; they come as a
             :class:`PromptEvent`. All of the prompt is computed for it, whatever the cache has.
+        snapshots_at: lengths of the prompt from which later requests are likely to go on
+            otherwise. A model that cannot be cut back everywhere is made ready to resume there.
     """
 
     prompt_ids: History
@@ -42,6 +44,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     prompt_logprobs: int | None = None
+    snapshots_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
@@ -49,11 +52,26 @@ class Request:
                 f"prompt_logprobs must be 0 or more, or None, got {self.prompt_logprobs}"
             )
         object.__setattr__(self, "prompt_ids", History(self.prompt_ids))
+        object.__setattr__(self, "snapshots_at", self._checked_lengths())
         if not isinstance(self.params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams, got {seen(self.params)}")
         whole(self.priority, "priority")
         if self.deadline_s is not None and number(self.deadline_s, "deadline_s") < 0:
             raise ConfigError(f"deadline_s must be 0 or more seconds, got {self.deadline_s}")
+
+    def _checked_lengths(self) -> tuple[int, ...]:
+        """Return ``snapshots_at`` as plain numbers.
+
+        Raises:
+            ConfigError: one of them is no length of the prompt.
+        """
+        lengths = tuple(wholes(self.snapshots_at, "snapshots_at"))
+        n_prompt = len(self.prompt_ids)
+        if any(not 0 < n <= n_prompt for n in lengths):
+            raise ConfigError(
+                f"snapshots_at are lengths of the prompt, 1 to {n_prompt}, got {seen(lengths)}"
+            )
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class Residency:
             sequence.handle, sequence.n_computed = match.handle, match.length
         if match.n_matched > sequence.n_computed:  # a window had moved on: make it a resume point
             sequence.publish_at.add(match.n_matched)
+        ahead = (n for n in sequence.request.snapshots_at if n > sequence.n_computed)
+        sequence.publish_at.update(ahead)
         self.counts.reused_tokens += sequence.n_computed
 
     def _expect(self, sequence: Sequence) -> None:

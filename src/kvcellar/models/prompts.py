@@ -65,6 +65,17 @@ class Rendered:
     mark: str = ""
     is_literal: bool = False
 
+    def behind(self, other: Rendered) -> Rendered:
+        """Return what follows the beginning that it has in common with another of the same mark."""
+        mine, its = self.marked or self.text, other.marked or other.text
+        n = len(its)
+        if not mine.startswith(its):
+            n = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), n)
+        rest = mine[n:]
+        if not self.mark:
+            return Rendered(rest, is_literal=self.is_literal)
+        return Rendered(rest.replace(self.mark, ""), rest, self.mark)
+
 
 def render(
     tokenizer: PromptTokenizer,
