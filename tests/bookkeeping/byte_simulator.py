@@ -64,7 +64,9 @@ def sight_of(window: Window) -> Sight:
 def first_seen(window: Window, position: int) -> int:
     """The visibility rule: the first position that a query at ``position`` sees."""
     if isinstance(window, Sight):
-        return position // window.chunk * window.chunk
+        if window.chunk is not None:
+            return position // window.chunk * window.chunk
+        window = window.window
     return 0 if window is None else max(0, position - window + 1)
 
 

@@ -15,6 +15,7 @@ from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix import HashedIndex, RadixIndex
 from kvcellar.prefix import tree as prefix_tree
 from kvcellar.sight import Sight
+from kvcellar.states import STATE_SIGHT
 from tests.bookkeeping.byte_simulator import Window, first_seen, sight_of
 
 
@@ -35,6 +36,9 @@ class Blocks:
     blocks: dict[tuple[int, ...], Block] = field(default_factory=dict)
     locks: list[tuple[int, ...]] = field(default_factory=list)
     clock: int = 0
+    level: int = 0
+    marks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of snapshots, by slot: the level when they were used last, and when that was."""
 
     def keys(self, tokens):
         """The whole blocks of a history, shortest first."""
@@ -44,6 +48,41 @@ class Blocks:
         self.clock += 1
         for key in keys:
             self.blocks[key].used = self.clock
+
+    @property
+    def has_states(self):
+        return self.windows[-1] is STATE_SIGHT
+
+    def use(self, slots):
+        for slot in slots:
+            if self.has_states and slot >= 0:
+                self.clock += 1
+                self.marks[slot] = (self.level, self.clock)
+
+    def snapshots(self):
+        """Every snapshot: (slot, key of its block, index in the block, tokens that it saves)."""
+        found = []
+        for key, block in self.blocks.items():
+            for i, slot in enumerate(block.cells[-1]):
+                if slot >= 0:
+                    length = len(key) - self.size + i + 1
+                    before = [p + 1 for p, c in enumerate(self.cells(key)[-1]) if c >= 0]
+                    saved = length - max((n for n in before if n < length), default=0)
+                    found.append((slot, key, i, saved))
+        return found
+
+    def evict_states(self, n_slots, held):
+        gone = []
+        while len(gone) < n_slots * self.has_states:
+            there = [one for one in self.snapshots() if one[0] not in held]
+            if not there:
+                break
+            worth = {s: (self.marks[s][0] + saved, self.marks[s][1]) for s, _, _, saved in there}
+            slot, key, i, _ = min(there, key=lambda one: worth[one[0]])
+            self.level = max(self.level, worth[slot][0])
+            self.blocks[key].cells[-1][i] = -1
+            gone.append(slot)
+        return gone
 
     def cells(self, key):
         """Per group, the cells of this path."""
@@ -60,6 +99,8 @@ class Blocks:
         stored = [key for key in self.keys(tokens) if key in self.blocks]
         longest = max((key for key in stored if self.resumes(key)), key=len, default=())
         self.touch(self.keys(longest))
+        if longest:
+            self.use(self.blocks[longest].cells[-1][-1:])
         return longest, len(max(stored, key=len, default=()))
 
     def insert(self, tokens, given):
@@ -76,6 +117,9 @@ class Blocks:
                         cells[i] = cell
                         adopted[g].append(cell)
         self.touch(self.keys(tokens))
+        self.use(adopted[-1])
+        for key in self.keys(tokens)[-1:]:
+            self.use(self.blocks[key].cells[-1][-1:])
         return n_present, adopted
 
     def is_locked(self, key):
@@ -118,6 +162,7 @@ WINDOWS = st.sampled_from(
     [
         *((None,), (None,), (None, 3), (2,), (1,), (None, 5, 2), (7, None), (40, None)),
         *((Sight(chunk=4),), (None, Sight(chunk=6)), (Sight(chunk=1), 3), (None, Sight(chunk=40))),
+        *((None, STATE_SIGHT), (None, 5, STATE_SIGHT), (Sight(chunk=4), STATE_SIGHT)),
     ]
 )
 
@@ -179,7 +224,13 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
         for window in self.want.windows:
             cells = list(range(self.n_cells, self.n_cells + n))
             self.n_cells += n
-            if window is not None:
+            if window is STATE_SIGHT:
+                every = 1 + tail % 5
+                cells = [
+                    cell if p == n - 1 - hole or (p + early) % 7 % every == 1 else -1
+                    for p, cell in enumerate(cells)
+                ]
+            elif window is not None:
                 kept = range(early, early + sight_of(window).most_before + 1)
                 missing = {*range(n - tail)} - {*kept} | {n - hole}
                 cells = [-1 if p in missing else cell for p, cell in enumerate(cells)]
@@ -258,6 +309,27 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
         assert [sorted(cells.tolist()) for cells in evicted.cells] == [sorted(c) for c in gone]
         self.let_go(evicted.cells)
 
+    @rule(n=st.integers(0, 6), held=st.integers(0, 5))
+    def evict_states(self, n, held):
+        slots = {slot for slot in self.held[-1].elements() if slot % 4 == held}
+        evicted = self.index.evict_states(n, slots)
+        assert evicted.n_tokens == 0
+        assert evicted.cells[-1].tolist() == self.want.evict_states(n, slots)
+        assert not any(cells.size for cells in evicted.cells[:-1]), "rows stay"
+        self.let_go(evicted.cells)
+
+    @rule(**HISTORY)
+    def find(self, base, cut, words, rest):
+        """What is stored is found, whether a sequence can go on from it or not."""
+        tokens = self.history(base, cut, words, rest)
+        handle = self.index.find_prefix(tokens)
+        key = max((k for k in self.want.keys(tokens) if k in self.want.blocks), key=len, default=())
+        assert handle.length == len(key)
+        self.want.touch(self.want.keys(key))
+        if key:
+            self.want.use(self.want.blocks[key].cells[-1][-1:])
+        self.remember(handle, key)
+
     def let_go(self, cells):
         for held, gone in zip(self.held, cells, strict=True):
             held.subtract(gone.tolist())
@@ -273,6 +345,8 @@ class IndexAgainstBlocks(RuleBasedStateMachine):
                 self.held[g] = Counter({int(new[c]): n for c, n in self.held[g].items()})
                 for block in self.want.blocks.values():
                     block.cells[g] = new[block.cells[g]].tolist()
+        if moved[-1] is not None and self.want.has_states:
+            self.want.marks = {int(moved[-1][s]): m for s, m in self.want.marks.items() if s >= 0}
 
     @rule(dice=st.integers(0, 9))
     def reset(self, dice):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import xxhash
 
-from kvcellar.prefix.nodes import PathNode, joined, token_array
+from kvcellar.prefix.nodes import PathNode, cells_array, joined, token_array
 from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
 from kvcellar.prefix.tree import PathTree
 from kvcellar.sight import FULL, Sight
@@ -101,6 +101,12 @@ class HashedIndex(PathTree):
             node = node.parent
         return self._match_at(node, length, n_matched)
 
+    def find_prefix(self, tokens: Tokens) -> PrefixHandle:
+        """Return the longest stored prefix, whether it can be resumed or not; it counts as used."""
+        node = self._walk(self._chain(token_array(tokens)))
+        self._touch(node)
+        return PrefixHandle(node.stop, node)
+
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
         """Return the cells of the longest stored run of blocks, per layer group; change nothing.
 
@@ -122,7 +128,7 @@ class HashedIndex(PathTree):
             PrefixError: cells that do not fit the tokens; nothing was changed.
         """
         array = token_array(tokens)
-        given = self._cells_array(cells, array.size)
+        given = cells_array(cells, len(self.sights), array.size)
         chain = list(self._chain(array))
         node, size = self._walk(chain), self.block_size
         n_present = node.stop
@@ -139,12 +145,11 @@ class HashedIndex(PathTree):
             )
             self._blocks[digest] = node
             self._append(node)
-        self._touch(node)
         adopted = [
             joined((old, new[new >= 0]))
             for old, new in zip(adopted, given[:, n_present : node.stop], strict=True)
         ]
-        return Inserted(n_present, PrefixHandle(node.stop, node), tuple(adopted))
+        return self._inserted(node, n_present, adopted)
 
     def _chain(self, tokens: IntArray) -> Iterator[tuple[int, bytes]]:
         """Yield (digest, int64 bytes) of each full block; a rest that fills none is left out."""

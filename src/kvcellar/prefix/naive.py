@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -30,6 +30,10 @@ class NaiveIndex:
         """Return a match of no tokens."""
         return PrefixMatch(0, self.held_cells(), PrefixHandle(0, None), 0)
 
+    def find_prefix(self, tokens: Tokens) -> PrefixHandle:
+        """Return a handle of no tokens."""
+        return PrefixHandle(0, None)
+
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
         """Return no cells, per layer group."""
         return self.held_cells()
@@ -55,6 +59,10 @@ class NaiveIndex:
                 f"asked to evict {n_tokens} tokens, 0 evictable of 0 stored: this index is naive; "
                 f"end a sequence or ask for less"
             )
+        return Evicted(0, self.held_cells())
+
+    def evict_states(self, n_slots: int, held: Collection[int] = ()) -> Evicted:
+        """Give up nothing: no snapshot is stored."""
         return Evicted(0, self.held_cells())
 
     def demote(self, handle: PrefixHandle) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -78,6 +78,21 @@ def token_array(tokens: Tokens) -> IntArray:
     return array.astype(np.int64, copy=False)
 
 
+def cells_array(cells: Sequence[IntArray], n_groups: int, n_tokens: int) -> IntArray:
+    """Copy cells that an index is given into one array, ``[n_groups, n_tokens]``.
+
+    Raises:
+        PrefixError: not one array per layer group, or not one cell per token.
+    """
+    sizes = [len(group) for group in cells]
+    if sizes != [n_tokens] * n_groups:
+        raise PrefixError(
+            f"insert_prefix got {n_tokens} tokens and {sizes} cells for {n_groups} "
+            f"layer groups; give each group one cell per token, -1 for none"
+        )
+    return np.array([token_array(group) for group in cells], dtype=np.int64)
+
+
 def check_block_size(block_size: int) -> int:
     """Return the block size; raise a ConfigError where it is below 1."""
     if block_size < 1:
@@ -127,3 +142,33 @@ def owned(part: IntArray) -> IntArray:
 def joined(parts: Sequence[IntArray]) -> IntArray:
     """Return one array of some, or of none."""
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def chains_of(
+    nodes: Iterable[PathNode], root: PathNode, by_use: Iterable[PathNode]
+) -> list[IntArray]:
+    """Return the cells of stretches of paths in which nothing branches off, last used first.
+
+    Args:
+        nodes: all but the root.
+        root: of the tree.
+        by_use: those that are in an order, the last used last; the others count as used since.
+    """
+    used = {node: at for at, node in enumerate(by_use)}
+    follows: dict[PathNode, PathNode] = {}
+    heads: list[PathNode] = []
+    for node in nodes:
+        assert node.parent is not None
+        if node.parent is not root and node.parent.n_children == 1:
+            follows[node.parent] = node
+        else:
+            heads.append(node)
+    heads.sort(key=lambda head: -used.get(head, len(used)))
+    found = []
+    for head in heads:
+        parts, node = [head.cells], head
+        while node in follows:
+            node = follows[node]
+            parts.append(node.cells)
+        found.append(np.concatenate(parts, axis=1))
+    return found

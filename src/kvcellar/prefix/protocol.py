@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -65,7 +65,7 @@ class Evicted(NamedTuple):
     """Result of an eviction from an index.
 
     Attributes:
-        n_tokens: how many tokens; at least what was asked.
+        n_tokens: how many tokens; at least what was asked. None where it was snapshots alone.
         cells: per layer group, the cells that the index no longer refers to; the caller releases
             them, once each. A window holds fewer cells than tokens.
     """
@@ -103,6 +103,10 @@ class PrefixIndex(Protocol):
         """Return the longest stored prefix from which every layer group can go on."""
         ...
 
+    def find_prefix(self, tokens: Tokens) -> PrefixHandle:
+        """Return the longest stored prefix, whether it can be resumed or not."""
+        ...
+
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
         """Return the cells of the longest stored prefix; to look is not to use."""
         ...
@@ -121,6 +125,10 @@ class PrefixIndex(Protocol):
 
     def evict(self, n_tokens: int) -> Evicted:
         """Give up at least ``n_tokens`` tokens, the least recently used first."""
+        ...
+
+    def evict_states(self, n_slots: int, held: Collection[int] = ()) -> Evicted:
+        """Give up ``n_slots`` snapshots of states, or all that may go; rows stay."""
         ...
 
     def demote(self, handle: PrefixHandle) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvcellar.history import common_prefix
-from kvcellar.prefix.nodes import PathNode, joined, owned, token_array
+from kvcellar.prefix.nodes import PathNode, cells_array, joined, owned, token_array
 from kvcellar.prefix.protocol import Inserted, PrefixHandle, PrefixMatch, Tokens
 from kvcellar.prefix.tree import PathTree
 from kvcellar.sight import FULL, Sight
@@ -66,6 +66,13 @@ class RadixIndex(PathTree):
             node = node.parent
         return self._match_at(self._ending_at(node, length), length, n_matched)
 
+    def find_prefix(self, tokens: Tokens) -> PrefixHandle:
+        """Return the longest stored prefix, whether it can be resumed or not; it counts as used."""
+        node, n_matched = self._walk(token_array(tokens))
+        node = self._ending_at(node, n_matched)
+        self._touch(node)
+        return PrefixHandle(node.stop, node)
+
     def peek_prefix(self, tokens: Tokens) -> tuple[IntArray, ...]:
         """Return the cells of the longest stored prefix, per layer group; change nothing at all.
 
@@ -87,7 +94,7 @@ class RadixIndex(PathTree):
             PrefixError: cells that do not fit the tokens; nothing was changed.
         """
         array = token_array(tokens)
-        given = self._cells_array(cells, array.size)
+        given = cells_array(cells, len(self.sights), array.size)
         stop = array.size - array.size % self.block_size
         node, n_present = self._walk(array)
         self._check_full(given[:, :stop], n_present)
@@ -103,8 +110,7 @@ class RadixIndex(PathTree):
                 joined((old, group[group >= 0])) for old, group in zip(adopted, new, strict=True)
             ]
             node = leaf
-        self._touch(node)
-        return Inserted(n_present, PrefixHandle(node.stop, node), tuple(adopted))
+        return self._inserted(node, n_present, adopted)
 
     def _walk(self, tokens: IntArray) -> tuple[RadixNode, int]:
         """Return the last node that has some of these tokens, and how many match: whole blocks."""

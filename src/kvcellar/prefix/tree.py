@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,14 +24,16 @@ from kvcellar.errors import CacheFullError, PrefixError
 from kvcellar.prefix.nodes import (
     PathNode,
     can_resume,
+    chains_of,
     check_block_size,
     check_sights,
     joined,
     owned,
-    token_array,
 )
-from kvcellar.prefix.protocol import Evicted, PrefixHandle, PrefixMatch, SizeInfo
+from kvcellar.prefix.protocol import Evicted, Inserted, PrefixHandle, PrefixMatch, SizeInfo
+from kvcellar.prefix.snapshots import Marks
 from kvcellar.sight import Sight
+from kvcellar.states import STATE_SIGHT
 from kvcellar.types import IntArray
 
 FIRST_LOOK = 256
@@ -64,6 +66,8 @@ class PathTree(ABC):
         self.sights = check_sights(sights)
         self.block_size = check_block_size(block_size)
         self._windowed = not all(sight.is_full for sight in self.sights)
+        # known by itself: rows, too, may be seen in a window of 2
+        self._has_states = self.sights[-1] is STATE_SIGHT
         self._reach = max(sight.most_before for sight in self.sights)
         """How far behind a length a query looks at most, where it does not see all."""
         self._start_over()
@@ -74,6 +78,7 @@ class PathTree(ABC):
         self._n_stored = 0
         self._n_evictable = 0
         self._evictable_cells = [0] * len(self.sights)
+        self._marks = Marks()
 
     # Parts for both indexes --------------------------------------------------------------------
 
@@ -96,20 +101,6 @@ class PathTree(ABC):
         """Count the positions that have a cell, per layer group; [] without windows: all have."""
         held: list[int] = np.count_nonzero(cells >= 0, axis=1).tolist() if self._windowed else []
         return held
-
-    def _cells_array(self, cells: Sequence[IntArray], n_tokens: int) -> IntArray:
-        """Copy the cells that were given into one array, ``[n_groups, n_tokens]``.
-
-        Raises:
-            PrefixError: not one array per layer group, or not one cell per token.
-        """
-        sizes = [len(group) for group in cells]
-        if sizes != [n_tokens] * len(self.sights):
-            raise PrefixError(
-                f"insert_prefix got {n_tokens} tokens and {sizes} cells for {len(self.sights)} "
-                f"layer groups; give each group one cell per token, -1 for none"
-            )
-        return np.array([token_array(group) for group in cells], dtype=np.int64)
 
     def _check_full(self, given: IntArray, first: int) -> None:
         """Raise a PrefixError where a full group has no cell for a position from ``first`` on."""
@@ -157,7 +148,12 @@ class PathTree(ABC):
         return [joined(group[::-1]) for group in parts]
 
     def _touch(self, node: PathNode) -> None:
-        """Count the path to ``node`` as used now; locked nodes are in no order."""
+        """Count the path to ``node``, and a snapshot at its end, as used now.
+
+        Locked nodes are in no order.
+        """
+        if self._has_states:
+            self._marks.use(node.cells[-1, -1:])
         while node is not self._root and not node.is_locked:
             self._lru.move_to_end(node)
             assert node.parent is not None
@@ -210,6 +206,13 @@ class PathTree(ABC):
         self._touch(node)
         cells = self._path_cells(node, 0, length)
         return PrefixMatch(length, tuple(cells), PrefixHandle(length, node), n_matched)
+
+    def _inserted(self, node: PathNode, n_present: int, adopted: Sequence[IntArray]) -> Inserted:
+        """Return what an insertion that ends where ``node`` ends has brought; it counts as used."""
+        if self._has_states:
+            self._marks.use(adopted[-1])
+        self._touch(node)
+        return Inserted(n_present, PrefixHandle(node.stop, node), tuple(adopted))
 
     # Locks -------------------------------------------------------------------------------------
 
@@ -292,8 +295,38 @@ class PathTree(ABC):
         n_gone = 0
         while n_gone < n_tokens:
             n_gone += self._trim(next(iter(self._lru)), n_tokens - n_gone, parts)
+        return self._evicted(n_gone, parts)
+
+    def evict_states(self, n_slots: int, held: Collection[int] = ()) -> Evicted:
+        """Give up ``n_slots`` snapshots of states, or all that may go, the cheapest first.
+
+        A snapshot costs the tokens since the one before it on its path, weighed by its use: see
+        ``snapshots.py``. Rows stay, and what is locked may go too: who stands on a path has a slot
+        of its own. Without recurrent layers there is nothing to give up.
+
+        Args:
+            n_slots: how many.
+            held: slots that somebody else holds, so that it would free nothing to give them up.
+        """
+        if not self._has_states or n_slots <= 0:
+            return Evicted(0, tuple(self._no_cells()))
+        holders = [node for node in self._nodes() if node.n_held[-1]]
+        gone = self._marks.cheapest(holders, n_slots, held)
+        for one in gone:
+            if not one.node.is_locked:
+                self._evictable_cells[-1] -= 1
+            one.node.n_held[-1] -= 1
+            one.node.cells[-1, one.at] = -1
+        slots = np.array([one.slot for one in gone], dtype=np.int64)
+        self._marks.forget(slots)
+        return Evicted(0, (*self._no_cells()[1:], slots))
+
+    def _evicted(self, n_tokens: int, parts: Sequence[IntArray]) -> Evicted:
+        """Return what went with these cells, ``[n_groups, n]`` each; forget their snapshots."""
         gone = np.concatenate(parts, axis=1)
-        return Evicted(n_gone, tuple(group[group >= 0] for group in gone))
+        if self._has_states:
+            self._marks.forget(gone[-1])
+        return Evicted(n_tokens, tuple(group[group >= 0] for group in gone))
 
     def demote(self, handle: PrefixHandle) -> None:
         """Make what only this history needs the next to be evicted; locked nodes stay locked.
@@ -309,6 +342,8 @@ class PathTree(ABC):
             node = node.parent
         for node in reversed(path):
             self._lru.move_to_end(node, last=False)
+            if self._has_states:
+                self._marks.demote(node.cells[-1])
 
     def drop_path(self, handle: PrefixHandle, keep: int = 0) -> Evicted:
         """Give up what only this history needs, from its end down to ``keep`` tokens, at once.
@@ -325,8 +360,7 @@ class PathTree(ABC):
             n_gone += node.stop - node.start
             parts.append(node.cells)
             node = self._drop(node)
-        gone = np.concatenate(parts, axis=1)
-        return Evicted(n_gone, tuple(group[group >= 0] for group in gone))
+        return self._evicted(n_gone, parts)
 
     def _trim(self, node: PathNode, n_tokens: int, parts: list[IntArray]) -> int:
         """Cut ``n_tokens`` or more off a leaf, and what is of no use then; return how many went."""
@@ -394,24 +428,7 @@ class PathTree(ABC):
         Returns:
             The cells of each stretch's positions, ``[n_groups, n]``, -1 for none.
         """
-        used = {node: at for at, node in enumerate(self._lru)}
-        follows: dict[PathNode, PathNode] = {}
-        heads: list[PathNode] = []
-        for node in self._nodes():
-            assert node.parent is not None
-            if node.parent is not self._root and node.parent.n_children == 1:
-                follows[node.parent] = node
-            else:
-                heads.append(node)
-        heads.sort(key=lambda head: -used.get(head, len(used)))
-        found = []
-        for head in heads:
-            parts, node = [head.cells], head
-            while node in follows:
-                node = follows[node]
-                parts.append(node.cells)
-            found.append(np.concatenate(parts, axis=1))
-        return found
+        return chains_of(self._nodes(), self._root, self._lru)
 
     def relocate(self, moved: Relocation) -> None:
         """Refer to cells where they are now that they were copied elsewhere.
@@ -421,6 +438,8 @@ class PathTree(ABC):
         """
         for node in self._nodes():
             node.cells = np.stack(relocated(tuple(node.cells), moved))
+        if self._has_states and moved[-1] is not None:
+            self._marks.relocate(moved[-1])
 
     def _cells_of(self, nodes: Iterable[PathNode]) -> tuple[IntArray, ...]:
         cells = np.concatenate([self._no_cells(), *(node.cells for node in nodes)], axis=1)
@@ -460,6 +479,9 @@ class PathTree(ABC):
         unlocked = [node.cells for node in nodes if not node.is_locked]
         held = np.count_nonzero(np.concatenate([self._no_cells(), *unlocked], axis=1) >= 0, axis=1)
         assert self.size_info().evictable_cells == tuple(held.tolist())
+        if self._has_states:
+            slots = self.held_cells()[-1].tolist()
+            assert len(self._marks) == len(slots) and all(slot in self._marks for slot in slots)
         order = {node: i for i, node in enumerate(self._lru)}
         assert order.keys() == {n for n in nodes if not n.is_locked}, "unlocked nodes have an order"
         for node in order:

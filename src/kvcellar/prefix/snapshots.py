@@ -1,0 +1,130 @@
+"""Snapshots of recurrent states in an index, and in which order they go: what costs least, first.
+
+A snapshot is a slot of states at a position of a path. What it saves is the computing of the tokens
+since the snapshot before it on its path. Greedy-dual (Young, 1994) weighs that by use: a snapshot's
+worth is what it saves, on top of a mark that stood, when it was used last, at the worth of the last
+one that went. So of two that are used alike the cheaper one goes, what nobody uses goes sooner or
+later, however dear it is, and no constant says when.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from kvcellar.prefix.nodes import PathNode
+from kvcellar.types import IntArray
+
+
+class Snapshot:
+    """A slot of states in a node of a path.
+
+    Attributes:
+        node: the node that refers to it.
+        at: its index in the node's cells.
+        slot: the slot.
+        before: the snapshot before it on its path; None: there is none.
+    """
+
+    __slots__ = ("at", "before", "node", "slot")
+
+    def __init__(self, node: PathNode, at: int, before: Snapshot | None) -> None:
+        self.node = node
+        self.at = at
+        self.slot = int(node.cells[-1, at])
+        self.before = before
+
+    @property
+    def length(self) -> int:
+        """Tokens that its states are behind."""
+        return self.node.start + self.at + 1
+
+    @property
+    def n_saved(self) -> int:
+        """Tokens that are to be computed again without it."""
+        return self.length - (self.before.length if self.before is not None else 0)
+
+
+class Marks:
+    """Marks of the snapshots of one index: how much each was worth more, when it was used last."""
+
+    def __init__(self) -> None:
+        """Create the marks of no snapshots."""
+        self._level: float = 0
+        """The worth of the last snapshot that went."""
+        self._marks: dict[int, float] = {}
+        """By slot, in the order in which they were used last."""
+
+    def __contains__(self, slot: int) -> bool:
+        """Return true if a slot is one of the index's snapshots."""
+        return slot in self._marks
+
+    def __len__(self) -> int:
+        """Return the number of snapshots."""
+        return len(self._marks)
+
+    def use(self, slots: IntArray) -> None:
+        """Count snapshots, new or known, as used now; -1 is none."""
+        for slot in slots[slots >= 0].tolist():
+            self._marks.pop(slot, None)
+            self._marks[slot] = self._level
+
+    def demote(self, slots: IntArray) -> None:
+        """Let these go before any that is used after this; -1 is none."""
+        for slot in slots[slots >= 0].tolist():
+            self._marks[slot] = -math.inf
+
+    def forget(self, slots: IntArray) -> None:
+        """Take out snapshots that are no longer the index's; -1 is none."""
+        for slot in slots[slots >= 0].tolist():
+            del self._marks[slot]
+
+    def relocate(self, new: IntArray) -> None:
+        """Know slots by their new numbers, of which ``new`` has one for every old one."""
+        self._marks = {int(new[slot]): mark for slot, mark in self._marks.items()}
+
+    def cheapest(self, nodes: Iterable[PathNode], n: int, held: Collection[int]) -> list[Snapshot]:
+        """Choose up to ``n`` snapshots to go, in this order; the worth of the last becomes a level.
+
+        Args:
+            nodes: all nodes that have some.
+            n: how many.
+            held: slots that are to stay.
+        """
+        left = snapshots_of(nodes)
+        used = {slot: order for order, slot in enumerate(self._marks)}
+        chosen: list[Snapshot] = []
+        while len(chosen) < n:
+            may_go = [one for one in left if one.slot not in held]
+            if not may_go:
+                break
+            gone = min(
+                may_go, key=lambda one: (self._marks[one.slot] + one.n_saved, used[one.slot])
+            )
+            self._level = max(self._level, self._marks[gone.slot] + gone.n_saved)
+            left.remove(gone)
+            for one in left:
+                if one.before is gone:
+                    one.before = gone.before
+            chosen.append(gone)
+        return chosen
+
+
+def snapshots_of(nodes: Iterable[PathNode]) -> list[Snapshot]:
+    """Return the snapshots of some nodes, each with the one before it on its path."""
+    found: dict[PathNode, list[Snapshot]] = {}
+    for node in nodes:
+        before: Snapshot | None = None
+        found[node] = []
+        for at in np.flatnonzero(node.cells[-1] >= 0).tolist():
+            before = Snapshot(node, at, before)
+            found[node].append(before)
+    for node, snapshots in found.items():
+        above = node.parent
+        while above is not None and above not in found:
+            above = above.parent
+        if above is not None:
+            snapshots[0].before = found[above][-1]
+    return [one for snapshots in found.values() for one in snapshots]
