@@ -68,7 +68,7 @@ def test_rows_that_were_saved_wrong_are_used_without_a_canary_and_found_with_one
     for verify in ("checksum", "canary"):
         folder = tmp_path / verify
         with manager(folder, load, config) as agents, monkeypatch.context() as patch:
-            misread(patch, 15)  # the last row of each block and window state that is long enough
+            misread(patch, 15)  # the last row of each block and boundary state that is long enough
             run(agents.lifecycle.create("a"))
             run(turn(agents, "a", tokens=prompt))
         with manager(folder, load, config, verify=verify) as agents:

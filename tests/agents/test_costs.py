@@ -111,7 +111,7 @@ def test_rates_are_learnt_and_a_refusal_is_forgiven():
     assert costs.prefill_s_per_token == 0.01
 
 
-@pytest.mark.parametrize("verb", ["match", "load", "load_window"])
+@pytest.mark.parametrize("verb", ["match", "load", "load_boundary"])
 def test_a_store_that_fails_costs_time_and_no_turn(tmp_path, monkeypatch, verb):
     def broken(*args: Any) -> Any:
         raise OSError("the disk is gone")

@@ -10,7 +10,9 @@ import numpy as np
 from kvcellar.backends.reference.quantise import quantise
 from kvcellar.errors import StoreError
 from kvcellar.kv_dtype import SideDtype
+from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import (
+    BoundaryState,
     GroupRows,
     Loaded,
     ModelKey,
@@ -18,9 +20,9 @@ from kvcellar.store import (
     RowLayout,
     Rows,
     Side,
+    States,
     Store,
     WindowRows,
-    WindowState,
 )
 from kvcellar.types import LayerGroup
 
@@ -30,6 +32,12 @@ QUICK = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112
 FULL = LayerGroup((0, 2), 2, 8, 4)
 WINDOW = LayerGroup((1,), 2, 8, 8, window=6)
 CHUNK = LayerGroup((3,), 1, 8, 4, chunk=6)
+STATE = StateGroup(
+    (
+        (StateShape("convolution", (6, 3)), StateShape("recurrent", (2, 4, 4))),
+        (StateShape("recurrent", (5,)),),
+    )
+)
 
 
 def make_key(
@@ -37,8 +45,9 @@ def make_key(
     groups: Sequence[LayerGroup] = (FULL,),
     kv_dtype: str = "float32",
     block_tokens: int = 8,
+    state: StateGroup | None = None,
 ) -> ModelKey:
-    return ModelKey(fingerprint, RowLayout(tuple(groups), kv_dtype, block_tokens))
+    return ModelKey(fingerprint, RowLayout(tuple(groups), kv_dtype, block_tokens, state))
 
 
 def bits_of(floats: np.ndarray) -> np.ndarray:
@@ -54,6 +63,7 @@ class History:
         self.tokens = [int(token) for token in tokens]
         self.slack = slack
         self.n_read = 0
+        self.n_states_read = 0
         salt = sum(key.fingerprint.encode())
         states = []
         state = salt
@@ -95,6 +105,18 @@ class History:
             out.append(WindowRows(positions, self.rows(index, positions)))
         return out
 
+    def read_states(self, n: int) -> States:
+        self.n_states_read += 1
+        layers = () if self.key.layout.state is None else self.key.layout.state.layers
+        return tuple(
+            tuple(self._state(n, 7 * i + j, state.shape) for j, state in enumerate(layer))
+            for i, layer in enumerate(layers)
+        )
+
+    def _state(self, n: int, which: int, shape: tuple[int, ...]) -> np.ndarray:
+        numbers = np.arange(int(np.prod(shape)), dtype=np.float32)
+        return np.sin(self._states[n - 1] + numbers * (which + 1)).reshape(shape)
+
     # What must be true of what a store gives back
 
     def check(self, piece: Loaded) -> None:
@@ -102,13 +124,16 @@ class History:
         for got_group, want_group in zip(piece.rows, want, strict=True):
             assert_equal(got_group, want_group)
 
-    def check_window(self, state: WindowState) -> None:
+    def check_boundary(self, state: BoundaryState) -> None:
         for index, got in zip(self.key.layout.window_groups, state.windows, strict=True):
             first = _first_seen(self.key.layout.groups[index], state.n_tokens)
             needed = range(first, state.n_tokens)
             positions = got.positions.tolist()
             assert positions[len(positions) - len(needed) :] == list(needed)
             assert_equal(got.rows, self.rows(index, got.positions))
+        for had, want in zip(state.states, self.read_states(state.n_tokens), strict=True):
+            for a, b in zip(had, want, strict=True):
+                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 def _first_seen(group: LayerGroup, position: int) -> int:
@@ -131,11 +156,11 @@ def load_all(store: Store, history: History, n: int | None = None) -> int:
     tokens = history.tokens if n is None else history.tokens[:n]
     match = store.match(history.key, tokens)
     stop = match.n_resumable
-    if history.key.layout.window_groups and stop:
-        state = store.load_window(match)
+    if history.key.layout.has_boundaries and stop:
+        state = store.load_boundary(match)
         stop = 0 if state is None else state.n_tokens
         if state is not None:
-            history.check_window(state)
+            history.check_boundary(state)
     at = 0
     for piece in store.load(match, 0, stop):
         assert piece.start == at

@@ -21,23 +21,25 @@ import pytest
 from kvcellar.errors import StoreError
 from kvcellar.store import EventKind, Store, StoreConfig, StoreEvent
 from kvcellar.store.writer import Writer
-from tests.store.fakes import FULL, WINDOW, History, load_all, make_key, save, tokens_of
+from tests.store.fakes import FULL, STATE, WINDOW, History, load_all, make_key, save, tokens_of
 
 N_FAULTS = int(os.environ.get("KVCELLAR_FAULTS", "1000"))
 COLD = StoreConfig(warm_bytes=0)
 KEY = make_key(groups=[FULL, WINDOW], block_tokens=4)
 OTHER = make_key("other", groups=[FULL, WINDOW], block_tokens=4)
 TRUNK = tokens_of(0, 10)
+HYBRID = make_key("hybrid", groups=[FULL, WINDOW], block_tokens=4, state=STATE)
 HISTORIES = {
     "a": History(KEY, [*TRUNK, *tokens_of(1, 8)]),
     "b": History(KEY, [*TRUNK, *tokens_of(2, 5)]),
     "c": History(OTHER, [*TRUNK, *tokens_of(3, 6)]),
+    "d": History(HYBRID, [*TRUNK, *tokens_of(4, 7)]),
 }
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with three histories, two of which share a trunk, each saved twice."""
+    """A store with four histories, two of which share a trunk, each saved twice."""
     folder = tmp_path_factory.mktemp("healthy") / "store"
     with Store(folder, COLD) as store:
         for name, history in HISTORIES.items():
@@ -384,7 +386,7 @@ def test_a_lost_reference_falls_back_to_the_state_before_and_is_repaired(
         assert list(store.get("a").tokens) == HISTORIES["a"].tokens[:9]
         report = store.verify()
         assert report.damaged_references == [path.name]
-        assert report.n_references == 3
+        assert report.n_references == 4
         assert {event.kind for event in store.take_events()} == {EventKind.REFERENCE_DAMAGED}
         assert store.verify().is_good
         assert list(store.get("a").tokens) == HISTORIES["a"].tokens[:9]

@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcellar.errors import StoreError
+from kvcellar.states import StateGroup
 from kvcellar.store import EventKind, Store, StoreConfig
-from tests.store.fakes import CHUNK, FULL, QUICK, WINDOW, History, fork, load_all, make_key
+from tests.store.fakes import CHUNK, FULL, QUICK, STATE, WINDOW, History, fork, load_all, make_key
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
@@ -23,15 +24,19 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     @initialize(
         groups=st.sampled_from([[FULL], [FULL, WINDOW], [FULL, CHUNK], [CHUNK], [CHUNK, WINDOW]]),
+        state=st.sampled_from([None, STATE]),
         warm_bytes=st.sampled_from([0, 3000, 1 << 20]),
         cold_bytes=st.sampled_from([6000, 20_000, 1 << 30]),
     )
-    def open(self, groups: list, warm_bytes: int, cold_bytes: int) -> None:
+    def open(
+        self, groups: list, state: StateGroup | None, warm_bytes: int, cold_bytes: int
+    ) -> None:
         self.folder = tempfile.mkdtemp(dir=QUICK)
         self.config = StoreConfig(warm_bytes=warm_bytes, cold_bytes=cold_bytes)
         self.store = Store(self.folder, self.config)
-        self.key = make_key(groups=groups, block_tokens=4)
+        self.key = make_key(groups=groups, block_tokens=4, state=state)
         self.want: dict[str, list[int]] = {}
+        self.computed: set[int] = set()
         self.parents: dict[str, tuple[str | None, int | None]] = {}
 
     def history(self, tokens: list[int]) -> History:
@@ -40,10 +45,14 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     @rule(name=NAMES, keep=st.integers(0, 20), tokens=TOKENS)
     def save(self, name: str, keep: int, tokens: list[int]) -> None:
         new = [*self.want.get(name, [])[:keep], *tokens]
-        ticket = self.store.save(name, self.key, new, self.history(new))
+        self.computed |= {keep, len(new)}
+        ticket = self.store.save(name, self.key, new, self.history(new), boundaries=(keep,))
         if ticket.wait(60) == "published":
             assert not ticket.is_partial
             self.want[name] = new
+            if self.key.layout.has_boundaries:
+                kept = {boundary.length for boundary in self.store.get(name).boundaries}
+                assert kept >= {n for n in (keep, len(new)) if 0 < n <= len(new)}
             self.parents.setdefault(name, (None, None))
         else:
             assert "limit" in ticket.reason
@@ -97,10 +106,12 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             assert list(ref.tokens) == tokens
             assert (ref.parent, ref.parent_position) == self.parents[name]
             n = load_all(self.store, self.history(tokens))
-            if not ref.is_evicted and not self.key.layout.window_groups:
+            if not ref.is_evicted and not self.key.layout.has_boundaries:
                 assert n == len(tokens)
             if not ref.is_evicted and ref.boundaries:
                 assert n >= ref.boundaries[-1].length
+            if self.key.layout.state is not None and n:
+                assert n in self.computed
         stats = self.store.stats()
         assert stats.cold.size_bytes <= self.config.cold_bytes
         assert stats.warm.size_bytes <= self.config.warm_bytes

@@ -14,7 +14,17 @@ from kvcellar.errors import ShapeError, StoreError
 from kvcellar.store import Side, Store, StoreConfig
 from kvcellar.store.layout import GroupRows
 from kvcellar.types import LayerGroup
-from tests.store.fakes import FULL, QUICK, WINDOW, History, load_all, make_key, save, tokens_of
+from tests.store.fakes import (
+    FULL,
+    QUICK,
+    STATE,
+    WINDOW,
+    History,
+    load_all,
+    make_key,
+    save,
+    tokens_of,
+)
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "k8v4", "k16v8", "int4:rot"]
 
@@ -34,7 +44,8 @@ def histories(draw: st.DrawFn) -> History:
         for index in range(n_groups)
     ]
     dtype = draw(st.sampled_from(DTYPES))
-    key = make_key("m", groups, dtype, draw(st.integers(1, 9)))
+    state = draw(st.sampled_from([None, STATE]))
+    key = make_key("m", groups, dtype, draw(st.integers(1, 9)), state)
     tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=30))
     return History(key, tokens, slack=draw(st.integers(0, 3)))
 

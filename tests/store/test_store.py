@@ -163,11 +163,11 @@ def test_a_window_state_is_given_for_any_limit_that_it_allows_and_no_other(
         match = store.match(key, history.tokens)
         for limit in range(41):
             want = max((m for m in (17, 18, 19, 20, 37, 38, 39, 40) if m <= limit), default=None)
-            state = store.load_window(match, limit)
+            state = store.load_boundary(match, limit)
             assert (None if state is None else state.n_tokens) == want
             assert match.resumable_at(limit) == (want or 0)
             if state is not None:
-                history.check_window(state)
+                history.check_boundary(state)
 
 
 def test_a_catalogue_that_promises_more_of_a_window_than_there_is_is_not_believed(
@@ -182,7 +182,7 @@ def test_a_catalogue_that_promises_more_of_a_window_than_there_is_is_not_believe
         db.execute("UPDATE blocks SET first = 0")
     db.close()
     with Store(tmp_path, COLD) as store:
-        assert store.load_window(store.match(key, history.tokens), 18) is None
+        assert store.load_boundary(store.match(key, history.tokens), 18) is None
         assert load_all(store, history) == 20
 
 

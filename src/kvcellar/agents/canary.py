@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcellar.engine import Restore
 from kvcellar.models import Runner
-from kvcellar.store import GroupRows, Loaded, RowLayout, Side, WindowState
+from kvcellar.store import BoundaryState, GroupRows, Loaded, RowLayout, Side
 from kvcellar.store.precision import as_floats
 from kvcellar.types import IntArray, LayerGroup
 
@@ -33,7 +33,7 @@ class Finding:
 
     Attributes:
         n_checked: rows that were computed again; 0 where none could be.
-        bad: addresses of the blocks and window states whose rows are wrong, and why.
+        bad: addresses of the blocks and boundary states whose rows are wrong, and why.
     """
 
     n_checked: int
@@ -45,7 +45,7 @@ def check_restored(
     runner: Runner,
     layout: RowLayout,
     blocks: Sequence[Loaded],
-    window: WindowState | None,
+    window: BoundaryState | None,
     stop: int,
 ) -> Finding:
     """Compute up to ``MAX_ROWS`` of the restored rows again and compare. Only between steps.
@@ -93,7 +93,7 @@ def _positions(
     restore: Restore,
     layout: RowLayout,
     blocks: Sequence[Loaded],
-    window: WindowState | None,
+    window: BoundaryState | None,
     stop: int,
 ) -> list[int]:
     """Choose the positions to look at: the ends of blocks, evenly, and the last of all."""
@@ -118,10 +118,10 @@ def _errors(had: np.ndarray, got: np.ndarray) -> list[float]:
 
 
 def _address(
-    position: int, group: LayerGroup, blocks: Sequence[Loaded], window: WindowState | None
+    position: int, group: LayerGroup, blocks: Sequence[Loaded], window: BoundaryState | None
 ) -> bytes:
-    """Return the address of the block or window state that a row came from."""
+    """Return the address of the block or boundary state that a row came from."""
     if not group.is_full:
-        assert window is not None, "rows of a group that lets go come from a window state"
+        assert window is not None, "rows of a group that lets go come from a boundary state"
         return window.address
     return next(block.address for block in blocks if block.start <= position < block.stop)

@@ -8,6 +8,7 @@ from typing import Any
 from kvcellar.agents.misses import CAUSES
 from kvcellar.errors import KVCellarError, PromptError, StoreError
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.states import StateGroup, StateShape
 from kvcellar.store import ModelKey, Reference, RowLayout
 from kvcellar.store.facts import (
     BadFactError,
@@ -77,7 +78,8 @@ def key_of(ref: Reference) -> ModelKey:
         parse_kv_dtype(kv_dtype)
         groups = tuple(_group(group) for group in items(value["groups"], "groups"))
         block_tokens = whole(value["block_tokens"], "block_tokens", 1, MOST_SIZE)
-        key = ModelKey(ref.fingerprint, RowLayout(groups, kv_dtype, block_tokens))
+        layout = RowLayout(groups, kv_dtype, block_tokens, _states(value))
+        key = ModelKey(ref.fingerprint, layout)
     except (KVCellarError, BadFactError, KeyError) as error:
         raise StoreError(f"the layout of history {ref.name!r} cannot be read ({error})") from error
     if key.layout.as_json != ref.layout_json:
@@ -104,6 +106,24 @@ def check_said(
     except (BadFactError, KeyError, TypeError, ValueError) as error:
         said = f"a message has no {error}" if isinstance(error, KeyError) else str(error)
         raise PromptError(f"this conversation cannot be kept: {said}") from error
+
+
+def _states(layout: dict[str, Any]) -> StateGroup | None:
+    if "states" not in layout:
+        return None
+    layers = [items(layer, "states") for layer in items(layout["states"], "states")]
+    return StateGroup(tuple(tuple(map(_state, layer)) for layer in layers))
+
+
+def _state(value: Any) -> StateShape:
+    state = items(value, "a state")
+    if len(state) != 2:
+        raise BadFactError("a state has to be a kind and a shape")
+    lengths = items(state[1], "the shape of a state")
+    return StateShape(
+        text(state[0], "the kind of a state"),
+        tuple(whole(length, "a length of a state", 1, MOST_SIZE) for length in lengths),
+    )
 
 
 def _group(value: Any) -> LayerGroup:

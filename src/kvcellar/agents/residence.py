@@ -22,7 +22,7 @@ from kvcellar.agents.host import ModelHost
 from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.race import Ahead, Front
 from kvcellar.agents.records import Agent
-from kvcellar.agents.rows import CellRows, window_positions, write_loaded, write_window
+from kvcellar.agents.rows import CellRows, window_positions, write_boundary, write_loaded
 from kvcellar.engine import (
     Engine,
     HeldPrefix,
@@ -31,7 +31,7 @@ from kvcellar.engine import (
 )
 from kvcellar.errors import EngineClosedError
 from kvcellar.history import History
-from kvcellar.store import Loaded, Match, SaveTicket, Store, WindowState
+from kvcellar.store import BoundaryState, Loaded, Match, SaveTicket, Store
 from kvcellar.types import IntArray
 
 ProgressFn = Callable[[float, str], None]
@@ -170,7 +170,7 @@ class _Job:
                 break
             window = None
             if self.host.key.layout.window_groups:
-                window = self.store.load_window(match, limit)
+                window = self.store.load_boundary(match, limit)
                 if window is None:
                     break
                 stop = window.n_tokens
@@ -185,7 +185,7 @@ class _Job:
         match: Match,
         first: int,
         stop: int,
-        window: WindowState | None,
+        window: BoundaryState | None,
         result: BroughtBack,
         patience_s: float,
     ) -> int:
@@ -204,7 +204,7 @@ class _Job:
             if restore.first > result.n_cached:
                 front = Front(self.host, self.tokens[: restore.first])
             if window is not None:
-                self._call(lambda _: write_window(restore, layout, window))
+                self._call(lambda _: write_boundary(restore, layout, window))
             if layout.full_groups:
                 at = self._stream(restore, match, stop, result)
             if front is not None:
@@ -257,7 +257,7 @@ class _Job:
             time.sleep(ROOM_POLL_S)
 
     def _verify(
-        self, restore: Restore, window: WindowState | None, stop: int, result: BroughtBack
+        self, restore: Restore, window: BoundaryState | None, stop: int, result: BroughtBack
     ) -> bool:
         """Return true if the rows are what the model computes; what is wrong is put away."""
         layout, blocks = self.host.key.layout, self.blocks

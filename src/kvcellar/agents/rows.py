@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.engine import HeldPrefix, Restore, RowCache
-from kvcellar.store import GroupRows, Loaded, RowLayout, Rows, Side, WindowRows, WindowState
+from kvcellar.engine import HeldPrefix, Restore, RowCache, StateCache
+from kvcellar.store import (
+    BoundaryState,
+    GroupRows,
+    Loaded,
+    RowLayout,
+    Rows,
+    Side,
+    States,
+    WindowRows,
+)
 from kvcellar.types import IntArray
 
 _NONE: IntArray = np.empty(0, dtype=np.int64)
@@ -38,14 +47,23 @@ class CellRows:
         rows = self._read({i: self._held.tables[i][at] for i, at in positions.items()})
         return [WindowRows(at, part) for at, part in zip(positions.values(), rows, strict=True)]
 
+    def read_states(self, n: int) -> States:
+        """Copy the states of recurrent layers after the first ``n`` tokens; () without any."""
+        if self._layout.state is None:
+            return ()
+        assert isinstance(self._cache, StateCache), "a model with states has a cache for them"
+        slots = self._held.tables[-1][n - 1 : n]
+        layers = self._cache.read_states(slots)
+        return tuple(tuple(state[0] for state in layer) for layer in layers)
+
     def _read(self, cells: dict[int, IntArray]) -> Rows:
         tables = [cells.get(index, _NONE) for index in range(len(self._layout.groups))]
         found = self._cache.read_rows(tables)
         return tuple(GroupRows(*(Side(*side) for side in found[index])) for index in cells)
 
 
-def window_positions(layout: RowLayout, state: WindowState | None) -> list[IntArray | None]:
-    """Return the positions that a window state brings, per layer group; None for full ones."""
+def window_positions(layout: RowLayout, state: BoundaryState | None) -> list[IntArray | None]:
+    """Return the positions that a boundary state brings, per layer group; None for full ones."""
     found: list[IntArray | None] = [None] * len(layout.groups)
     if state is not None:
         for index, window in zip(layout.window_groups, state.windows, strict=True):
@@ -59,8 +77,8 @@ def write_loaded(restore: Restore, layout: RowLayout, loaded: Loaded) -> None:
     _write(restore, layout, cells, dict(zip(layout.full_groups, loaded.rows, strict=True)))
 
 
-def write_window(restore: Restore, layout: RowLayout, state: WindowState) -> None:
-    """Store a loaded window state in the cells that are claimed for it."""
+def write_boundary(restore: Restore, layout: RowLayout, state: BoundaryState) -> None:
+    """Store a loaded boundary state in the cells that are claimed for it."""
     windows = dict(zip(layout.window_groups, state.windows, strict=True))
     cells = {index: restore.tables[index][w.positions] for index, w in windows.items()}
     _write(restore, layout, cells, {index: window.rows for index, window in windows.items()})

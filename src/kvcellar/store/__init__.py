@@ -14,9 +14,10 @@ from kvcellar.store.layout import (
     RowLayout,
     Rows,
     Side,
+    States,
     WindowRows,
 )
-from kvcellar.store.matching import Loaded, Match, WindowState
+from kvcellar.store.matching import BoundaryState, Loaded, Match
 from kvcellar.store.references import DROPPED, Boundary, Reference
 from kvcellar.store.reports import (
     EventKind,
@@ -33,6 +34,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "DROPPED",
     "Boundary",
+    "BoundaryState",
     "EventKind",
     "Fingerprint",
     "GcReport",
@@ -48,6 +50,7 @@ __all__ = [
     "SaveState",
     "SaveTicket",
     "Side",
+    "States",
     "Store",
     "StoreConfig",
     "StoreEvent",
@@ -55,7 +58,6 @@ __all__ = [
     "TierStats",
     "VerifyReport",
     "WindowRows",
-    "WindowState",
     "default_home",
     "default_store",
     "fingerprint_checkpoint",

@@ -1,4 +1,4 @@
-"""Blocks and window states: what they are called, how they become files and come back.
+"""Blocks and boundary states: what they are called, how they become files and come back.
 
 Both are immutable. Their address is a hash of the model key's root and every token up to their end,
 so equal histories of equal models share them and nothing else does.
@@ -7,6 +7,7 @@ so equal histories of equal models share them and nothing else does.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,6 +19,7 @@ import numpy as np
 from kvcellar.errors import StoreError
 from kvcellar.history import History
 from kvcellar.kv_dtype import KvDtype
+from kvcellar.states import StateGroup, StateShape
 from kvcellar.store.facts import MOST_INT
 from kvcellar.store.format import (
     VERSION,
@@ -29,14 +31,17 @@ from kvcellar.store.format import (
     read_header,
 )
 from kvcellar.store.layout import (
+    NUMPY,
     Array,
     GroupRows,
     ModelKey,
     Rows,
     Side,
+    States,
     WindowRows,
     rows_size_bytes,
     side_parts,
+    states_size_bytes,
 )
 from kvcellar.store.precision import EXACT, PRECISIONS, from_precision, stored_dtype, to_precision
 from kvcellar.types import IntArray, LayerGroup
@@ -48,14 +53,15 @@ class Kind(enum.StrEnum):
     """Kinds of files that an address names.
 
     BLOCK: K and V of consecutive tokens in the full-history groups.
-    WINDOW: what the groups with a window or chunk hold at the end of a history.
+    BOUNDARY: what a history needs at its end beside blocks: rows of groups with a window or chunk,
+        states of recurrent layers. Its files are in ``windows``.
     """
 
     BLOCK = "block"
-    WINDOW = "window"
+    BOUNDARY = "window"
 
 
-_PERSON = {Kind.BLOCK: b"kvcellar block 1", Kind.WINDOW: b"kvcellar windw 1"}
+_PERSON = {Kind.BLOCK: b"kvcellar block 1", Kind.BOUNDARY: b"kvcellar windw 1"}
 
 
 def address_of(kind: Kind, parent: bytes, tokens: IntArray) -> bytes:
@@ -64,7 +70,7 @@ def address_of(kind: Kind, parent: bytes, tokens: IntArray) -> bytes:
     Args:
         kind: what is named.
         parent: address of the full block before, or the model key's root.
-        tokens: the block's tokens; for a window state those behind the last full block.
+        tokens: the block's tokens; for a boundary state those behind the last full block.
     """
     digest = blake2b(parent, digest_size=ADDRESS_BYTES, person=_PERSON[kind])
     digest.update(tokens.astype("<i8", copy=False).tobytes())
@@ -91,27 +97,27 @@ def chain(key: ModelKey, tokens: History) -> Iterator[Link]:
 
 
 def boundary_link(key: ModelKey, tokens: History) -> Link:
-    """Name the window state at the end of a history; ``start`` is where its last part begins."""
+    """Name the boundary state at the end of a history; ``start`` is where its last part begins."""
     size = key.layout.block_tokens
     start = len(tokens) // size * size
     parent = key.root
     for link in chain(key, tokens.prefix(start)):
         parent = link.address
-    return Link(address_of(Kind.WINDOW, parent, tokens[start:]), parent, start, len(tokens))
+    return Link(address_of(Kind.BOUNDARY, parent, tokens[start:]), parent, start, len(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """Facts of a block or window state, without its rows.
+    """Facts of a block or boundary state, without its rows.
 
     Attributes:
-        kind: block or window state.
+        kind: block or boundary state.
         address: its name.
         root: of the model key.
         parent: address of the full block before it, or ``root``.
-        start: position of its first token; of a window state, of the first of ``tokens``.
-        tokens: ``[n]`` int64; of a window state those behind the last full block.
-        first: of a window state the shortest length that can be resumed from it; else 0.
+        start: position of its first token; of a boundary state, of the first of ``tokens``.
+        tokens: ``[n]`` int64; of a boundary state those behind the last full block.
+        first: of a boundary state the shortest length that can be resumed from it; else 0.
         is_exact: whether the rows are those of the pool, bit for bit.
         size_bytes: of the file.
         checksum: of the file; empty for what is no file yet.
@@ -130,18 +136,19 @@ class Info:
 
     @property
     def stop(self) -> int:
-        """One past the position of its last token: of a window state, the boundary."""
+        """One past the position of its last token: of a boundary state, the boundary."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unsealed:
-    """A block or window state as the cache gave it: not yet the bytes of a file."""
+    """A block or boundary state as the cache gave it: not yet the bytes of a file."""
 
     key: ModelKey
     info: Info
     rows: Rows = ()
     windows: tuple[WindowRows, ...] = ()
+    states: States = ()
 
     def seal(self, precision: str) -> Sealed:
         """Make the file, with the rows in a tier's precision."""
@@ -153,10 +160,13 @@ class Unsealed:
             positions = np.arange(self.info.start, self.info.stop)
             tensors["positions"] = Tensor("I64", positions)
         else:
-            states = dict(zip(layout.window_groups, self.windows, strict=True))
-            held = {i: state.rows for i, state in states.items()}
-            for index, state in states.items():
-                tensors[f"positions.{index}"] = Tensor("I64", state.positions)
+            windows = dict(zip(layout.window_groups, self.windows, strict=True))
+            held = {i: window.rows for i, window in windows.items()}
+            for index, window in windows.items():
+                tensors[f"positions.{index}"] = Tensor("I64", window.positions)
+            states = itertools.chain(*self.states)
+            for name, array in zip(_state_names(layout.state), states, strict=True):
+                tensors[name] = Tensor("F32", array)
         for index, rows in held.items():
             group = layout.groups[index]
             tensors |= _tensors(index, group, to_precision(rows, group, have, want), want)
@@ -169,7 +179,7 @@ class Unsealed:
             "parent": info.parent.hex(),
             "start": str(info.start),
             "first": str(info.first),
-            "precision": EXACT if want == have else precision,
+            "precision": precision if held and want != have else EXACT,
             "fingerprint": self.key.fingerprint,
             "layout": layout.as_json,
         }
@@ -183,7 +193,7 @@ class Unsealed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sealed:
-    """A block or window state as the bytes of its file."""
+    """A block or boundary state as the bytes of its file."""
 
     info: Info
     file: FileBytes
@@ -207,18 +217,37 @@ class Sealed:
         return tuple(rows for _, rows in self._groups(key, Kind.BLOCK))
 
     def windows_for(self, key: ModelKey) -> tuple[WindowRows, ...]:
-        """Return the rows of a window state, as :meth:`rows_for`."""
+        """Return the rows of a boundary state, as :meth:`rows_for`."""
         windows = []
-        for index, rows in self._groups(key, Kind.WINDOW):
+        for index, rows in self._groups(key, Kind.BOUNDARY):
             positions = self.file.tensors.get(f"positions.{index}")
             if positions is None or not _follow(positions, self.info.stop):
                 raise DamagedError(f"the positions of layer group {index} do not lead to its end")
             windows.append(WindowRows(positions, rows))
         return tuple(windows)
 
-    def _groups(self, key: ModelKey, kind: Kind) -> Iterator[tuple[int, GroupRows]]:
+    def states_for(self, key: ModelKey) -> States:
+        """Return the states of recurrent layers of a boundary state, which are always exact.
+
+        Raises:
+            DamagedError: the file is of another model, or lacks a state, or says that it serves
+                other lengths than its end.
+        """
+        self._check_kind(key, Kind.BOUNDARY)
+        group = key.layout.state
+        if group is None:
+            return ()
+        if self.info.first != self.info.stop:
+            raise DamagedError("a state serves no length but its own")
+        found = iter([self.file.tensors.get(name) for name in _state_names(group)])
+        return tuple(tuple(_state(next(found), state) for state in layer) for layer in group.layers)
+
+    def _check_kind(self, key: ModelKey, kind: Kind) -> None:
         if self.info.root != key.root or self.info.kind is not kind:
             raise DamagedError("it belongs to another model, layout or kind")
+
+    def _groups(self, key: ModelKey, kind: Kind) -> Iterator[tuple[int, GroupRows]]:
+        self._check_kind(key, kind)
         layout = key.layout
         want, have = layout.kv, stored_dtype(layout.kv, self.precision)
         indices = layout.full_groups if kind is Kind.BLOCK else layout.window_groups
@@ -263,37 +292,54 @@ def unsealed_block(key: ModelKey, link: Link, tokens: IntArray, rows: Rows) -> U
     return Unsealed(key, info, rows=rows)
 
 
-def unsealed_window(
-    key: ModelKey, link: Link, tokens: IntArray, windows: Sequence[WindowRows]
+def unsealed_boundary(
+    key: ModelKey,
+    link: Link,
+    tokens: IntArray,
+    windows: Sequence[WindowRows],
+    states: States = (),
 ) -> Unsealed:
-    """Make the window state at ``link.stop``, with the tokens of ``[link.start, link.stop)``.
+    """Make the boundary state at ``link.stop``, with the tokens of ``[link.start, link.stop)``.
 
     Raises:
-        ShapeError: rows that are not what the layout says.
+        ShapeError: rows or states that are not what the layout says.
         StoreError: another number of groups, or positions that do not lead up to the boundary.
+    """
+    first = _first_resumable(key, link.stop, windows)
+    key.layout.check_states(states)
+    if states:
+        first = link.stop  # they cannot be cut back
+    size = tokens.nbytes + sum(w.positions.nbytes + rows_size_bytes(w.rows) for w in windows)
+    size += states_size_bytes(states)
+    kind, root = Kind.BOUNDARY, key.root
+    info = Info(kind, link.address, root, link.parent, link.start, tokens, first, True, size, "")
+    return Unsealed(key, info, windows=tuple(windows), states=states)
+
+
+def _first_resumable(key: ModelKey, stop: int, windows: Sequence[WindowRows]) -> int:
+    """Return the shortest length that can be resumed from windows that end before ``stop``.
+
+    Raises:
+        ShapeError, StoreError: as ``unsealed_boundary``.
     """
     indices = key.layout.window_groups
     _check_groups("sliding-window", len(indices), len(windows))
     first = 0
     for index, window in zip(indices, windows, strict=True):
-        if not _follow(window.positions, link.stop):
+        if not _follow(window.positions, stop):
             raise StoreError(
-                f"a window state at {link.stop} tokens holds consecutive positions up to "
-                f"{link.stop - 1}; layer group {index} brings {_span(window.positions)}"
+                f"a boundary state at {stop} tokens holds consecutive positions up to "
+                f"{stop - 1}; layer group {index} brings {_span(window.positions)}"
             )
         key.layout.check_rows(index, window.rows, len(window.positions))
-        lowest = int(window.positions[0]) if len(window.positions) else link.stop
+        lowest = int(window.positions[0]) if len(window.positions) else stop
         first = max(first, key.layout.groups[index].sight.first_clear_of(lowest))
-    if first > link.stop:
+    if first > stop:
         raise StoreError(
-            f"a window state at {link.stop} tokens could be resumed from {first} on at the "
+            f"a boundary state at {stop} tokens could be resumed from {first} on at the "
             f"earliest: it lacks positions that the next token sees; give those of each group"
         )
-    size = tokens.nbytes + sum(w.positions.nbytes + rows_size_bytes(w.rows) for w in windows)
-    info = Info(
-        Kind.WINDOW, link.address, key.root, link.parent, link.start, tokens, first, True, size, ""
-    )
-    return Unsealed(key, info, windows=tuple(windows))
+    return first
 
 
 def opened(file: FileBytes) -> Sealed:
@@ -377,6 +423,23 @@ def _tensors(index: int, group: LayerGroup, rows: GroupRows, kv: KvDtype) -> dic
         for part, array in zip(side_parts(dtype, dim), side.parts(), strict=True):
             out[f"{name}.{index}{part.suffix}"] = Tensor(part.dtype, array)
     return out
+
+
+def _state_names(group: StateGroup | None) -> list[str]:
+    """Return the tensors of states, in the order of the layers."""
+    layers = () if group is None else group.layers
+    return [f"state.{i}.{j}" for i, layer in enumerate(layers) for j in range(len(layer))]
+
+
+def _state(array: Array | None, state: StateShape) -> Array:
+    """Return a state as its file has it.
+
+    Raises:
+        DamagedError: it is not there, or of another shape or type.
+    """
+    if array is None or array.shape != state.shape or array.dtype != NUMPY["F32"]:
+        raise DamagedError(f"a {state.kind} state is not float32 {list(state.shape)}")
+    return array
 
 
 def _check_groups(what: str, n_want: int, n_got: int) -> None:

@@ -150,7 +150,7 @@ class Catalogue:
         return _info(rows[0]) if rows else None
 
     def children(self, parents: Sequence[bytes], kind: Kind) -> list[Info]:
-        """Return blocks or window states that follow any of these addresses, latest used first."""
+        """Return blocks or boundary states behind any of these addresses, latest used first."""
         found: list[Info] = []
         for at in range(0, len(parents), _MAX_VARIABLES):
             some = parents[at : at + _MAX_VARIABLES]
@@ -242,7 +242,7 @@ class Catalogue:
     # Writing -----------------------------------------------------------------------------------
 
     def add_blocks(self, infos: Iterable[Info], now: float) -> None:
-        """List blocks and window states; what was listed of them is replaced."""
+        """List blocks and boundary states; what was listed of them is replaced."""
         values = [
             (
                 info.address,
@@ -265,7 +265,7 @@ class Catalogue:
             db.executemany(f"INSERT OR REPLACE INTO blocks ({_COLUMNS}) VALUES ({marks})", values)
 
     def drop_blocks(self, addresses: Iterable[bytes]) -> None:
-        """Forget blocks and window states."""
+        """Forget blocks and boundary states."""
         with self._writing() as db:
             db.executemany("DELETE FROM blocks WHERE address = ?", [(a,) for a in addresses])
 

@@ -32,7 +32,7 @@ MAX_SEEN = 1 << 18
 class ColdTier:
     """Blocks and references on disk. Reads are for any thread, changes for one at a time.
 
-    Invariant: outside of ``locked`` the files of blocks, window states and references, and the
+    Invariant: outside of ``locked`` the files of blocks, boundary states and references, and the
     quarantine, take at most ``limit_bytes``, unless it was lowered and tokens alone take more.
     """
 
@@ -129,7 +129,7 @@ class ColdTier:
                     os.close(fd)
 
     def read(self, kind: Kind, address: bytes) -> Sealed | None:
-        """Return a verified block or window state; what is wrong with it is put away, and said."""
+        """Return a verified block or boundary state; a wrong one is put away, and that said."""
         path = self.folder.of(kind, address)
         try:
             return read_sealed(path, address)
@@ -220,7 +220,7 @@ class ColdTier:
     def remove_superseded(
         self, old: Reference, new: Reference, protect: Collection[bytes]
     ) -> list[bytes]:
-        """Remove the tail and window states of ``old`` that ``new`` has made needless.
+        """Remove the tail and boundary states of ``old`` that ``new`` has made needless.
 
         Only what ``new`` contains: an abandoned continuation stays until room is needed.
         """
@@ -230,7 +230,7 @@ class ColdTier:
             info = self.info(address)
             if info is None or self._is_held(address):
                 continue
-            if info.stop <= n_common and (info.kind is Kind.WINDOW or info.stop <= new.n_stored):
+            if info.stop <= n_common and (info.kind is Kind.BOUNDARY or info.stop <= new.n_stored):
                 self._remove(info.kind, address)
                 removed.append(address)
         return removed

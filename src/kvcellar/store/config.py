@@ -16,12 +16,13 @@ class StoreConfig:
 
     Attributes:
         warm_bytes: host RAM for blocks; 0: none.
-        cold_bytes: disk for blocks, window states, references and the quarantine.
+        cold_bytes: disk for blocks, boundary states, references and the quarantine.
         queue_bytes: rows that may wait to be written; a save that does not fit is shortened or
             skipped, and its caller never waits.
-        warm_precision: ``exact``, or ``int8``: float rows in RAM take 8 bits a number.
+        warm_precision: ``exact``, or ``int8``: float rows in RAM take 8 bits a number. States of
+            recurrent layers always are as they were.
         cold_precision: the same for disk.
-        max_boundaries: window states that a history keeps, the latest ones.
+        max_boundaries: boundary states that a history keeps, the latest ones.
         lock_timeout_s: how long to wait for another process that is writing.
     """
 

@@ -147,7 +147,7 @@ def _reading(file: Path) -> Iterator[zipfile.ZipFile]:
 def _entries(ref: Reference) -> list[tuple[Kind, bytes, str]]:
     """Return kind, address and name in the archive of all that a reference needs."""
     wanted = [(Kind.BLOCK, a) for a in ref.blocks]
-    wanted += [(Kind.WINDOW, b.address) for b in ref.boundaries]
+    wanted += [(Kind.BOUNDARY, b.address) for b in ref.boundaries]
     return [(kind, a, f"{kind.value}s/{a.hex()}{SUFFIX}") for kind, a in wanted]
 
 

@@ -157,7 +157,7 @@ class Folder:
     # Names -------------------------------------------------------------------------------------
 
     def of(self, kind: Kind, address: bytes) -> Path:
-        """Return the file of a block or window state."""
+        """Return the file of a block or boundary state."""
         folder = self.blocks if kind is Kind.BLOCK else self.windows
         return folder / f"{address.hex()}{SUFFIX}"
 
@@ -170,8 +170,8 @@ class Folder:
         return {path: stamp_of(entry) for path, entry in _files(self.references)}
 
     def block_paths(self) -> Iterator[tuple[Kind, bytes, Path]]:
-        """Yield all files of blocks and window states, with the address that their name says."""
-        for kind, folder in ((Kind.BLOCK, self.blocks), (Kind.WINDOW, self.windows)):
+        """Yield all files of blocks and boundary states, with the address that their name says."""
+        for kind, folder in ((Kind.BLOCK, self.blocks), (Kind.BOUNDARY, self.windows)):
             for path, _ in _files(folder):
                 try:
                     yield kind, bytes.fromhex(path.stem), path

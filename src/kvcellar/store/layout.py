@@ -2,7 +2,10 @@
 
 Rows of some tokens are, per layer group, K and V as ``[n_layers, n_kv_heads, n_tok, width]``: the
 group's layers in ascending order, then heads, then tokens, then the numbers of a row. A float side
-is one array; a quantised side is three, as :mod:`kvcellar.kv_dtype` defines them.
+is one array; a quantised side is three, as :mod:`kvcellar.kv_dtype` defines them. States of
+recurrent layers after some tokens are, per layer and state, one array of float32 in the shape that
+the model's state group says: a convolution's ``[channels, width]`` oldest input first, a recurrent
+one as torch's modules of transformers have it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +24,7 @@ from numpy.typing import NDArray
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
 from kvcellar.kv_dtype import KvDtype, SideDtype, parse_kv_dtype
+from kvcellar.states import StateGroup
 from kvcellar.types import IntArray, LayerGroup
 
 BLOCK_TOKENS = 256
@@ -73,6 +78,10 @@ class WindowRows(NamedTuple):
     rows: GroupRows
 
 
+States = tuple[tuple[Array, ...], ...]
+"""Per recurrent layer its states after some tokens, float32; empty for models without any."""
+
+
 class PartSpec(NamedTuple):
     """One array of a side: the end of its name, its type as safetensors calls it, its width."""
 
@@ -83,17 +92,19 @@ class PartSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The shape and storage type of a model's K and V, as blocks hold them.
+    """The shape and storage type of a model's K, V and states, as files hold them.
 
     Attributes:
         groups: the model's layer groups with all of their KV heads.
         kv_dtype: how the pool stores K and V: a name that ``kv_dtype.parse_kv_dtype`` reads.
         block_tokens: tokens of a full block.
+        state: the states of the model's recurrent layers; None: it has none.
     """
 
     groups: tuple[LayerGroup, ...]
     kv_dtype: str
     block_tokens: int = BLOCK_TOKENS
+    state: StateGroup | None = None
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -105,7 +116,8 @@ class RowLayout:
     @classmethod
     def from_config(cls, config: CacheConfig, block_tokens: int = BLOCK_TOKENS) -> RowLayout:
         """Return the layout of the model that a cache is for, its storage type included."""
-        return cls(config.params.groups, config.kv_dtype, block_tokens)
+        params = config.params
+        return cls(params.groups, config.kv_dtype, block_tokens, params.state)
 
     @cached_property
     def kv(self) -> KvDtype:
@@ -122,6 +134,16 @@ class RowLayout:
         """Indices of the groups with a window or a chunk, which let go of their past."""
         return tuple(i for i, group in enumerate(self.groups) if not group.is_full)
 
+    @property
+    def has_boundaries(self) -> bool:
+        """True if a history goes on only from where somebody kept what blocks do not hold."""
+        return bool(self.window_groups) or self.state is not None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the states at one position; 0 without recurrent layers."""
+        return 0 if self.state is None else self.state.slot_bytes
+
     def rows_bytes(self, n_tokens: int) -> int:
         """Return the bytes of the rows of so many tokens in the full-history groups."""
         return n_tokens * sum(self.groups[i].cell_bytes(self.kv) for i in self.full_groups)
@@ -129,7 +151,7 @@ class RowLayout:
     @cached_property
     def as_json(self) -> str:
         """The layout as canonical JSON: equal exactly where blocks can be exchanged."""
-        value = {
+        value: dict[str, Any] = {
             "block_tokens": self.block_tokens,
             "groups": [
                 {
@@ -143,7 +165,27 @@ class RowLayout:
                 for group in self.groups
             ],
         }
+        if self.state is not None:
+            value["states"] = self.state.layers
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+    def check_states(self, states: States) -> None:
+        """Make sure that states are what the recurrent layers have at one position.
+
+        Raises:
+            ShapeError: another number, shape or type than the layout says.
+        """
+        layers = () if self.state is None else self.state.layers
+        want = [[(state.shape, NUMPY["F32"]) for state in layer] for layer in layers]
+        got = [[(array.shape, array.dtype) for array in layer] for layer in states]
+        if got != want:
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(got, want, strict=False))
+            at = sum(1 for _ in same)
+            came, wanted = (part[at] if at < len(part) else [] for part in (got, want))
+            raise ShapeError(
+                f"states of recurrent layer {at} come as {_shapes(came)}; the layout has "
+                f"{_shapes(wanted)}; give those of one sequence, float32"
+            )
 
     def check_rows(self, index: int, rows: GroupRows, n_tokens: int) -> None:
         """Make sure that rows are what group ``index`` has for so many tokens.
@@ -201,6 +243,11 @@ def rows_size_bytes(rows: GroupRows) -> int:
     return sum(part.nbytes for side in rows for part in side.parts())
 
 
+def states_size_bytes(states: States) -> int:
+    """Return the bytes of the numbers in states."""
+    return sum(array.nbytes for layer in states for array in layer)
+
+
 def _side_json(dtype: SideDtype, dim: int) -> dict[str, Any]:
     value: dict[str, Any] = {"dtype": dtype.name, "dim": dim}
     if dtype.is_quantised:
@@ -209,7 +256,7 @@ def _side_json(dtype: SideDtype, dim: int) -> dict[str, Any]:
 
 
 def _shapes(parts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
-    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in parts)
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in parts) or "none"
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from kvcellar.history import History, common_prefix
 from kvcellar.store.blocks import Info, Kind, Link, Unsealed, chain
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.format import DamagedError
-from kvcellar.store.layout import ModelKey, Rows, WindowRows, rows_size_bytes, slice_rows
+from kvcellar.store.layout import ModelKey, Rows, States, WindowRows, rows_size_bytes, slice_rows
 from kvcellar.store.warm import Item, WarmTier
 from kvcellar.types import IntArray
 
@@ -40,17 +40,19 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A window state on a history.
+    """A boundary state on a history.
 
     Attributes:
         info: the state.
         first: the shortest length that can be resumed from it.
         last: the longest.
+        tier: where it was when the match was made: ``warm`` or ``cold``.
     """
 
     info: Info
     first: int
     last: int
+    tier: str
 
     def nearest(self, limit: int) -> int:
         """Return the greatest length up to ``limit`` that can be resumed from it; 0: none."""
@@ -67,7 +69,7 @@ class Match:
         tokens: the history that was asked for, up to the limit.
         steps: the blocks that hold its beginning, in order.
         n_tokens: leading tokens whose rows in the full-history groups are stored.
-        boundaries: window states on this history, latest first; empty for models without windows.
+        boundaries: boundary states on this history, latest first; empty for models that need none.
     """
 
     key: ModelKey
@@ -78,24 +80,31 @@ class Match:
 
     @property
     def n_resumable(self) -> int:
-        """The most leading tokens that need not be computed again, windows included."""
+        """The most leading tokens that need not be computed again, boundary states included."""
         return self.resumable_at(self.n_tokens)
 
     def resumable_at(self, limit: int) -> int:
         """Return the greatest length up to ``limit`` that can be resumed from; 0: none."""
-        if not self.key.layout.window_groups:
-            return max(0, min(limit, self.n_tokens))
-        limit = min(limit, self.n_tokens)
+        limit = max(0, min(limit, self.n_tokens))
+        if not self.key.layout.has_boundaries:
+            return limit
         return max((boundary.nearest(limit) for boundary in self.boundaries), default=0)
+
+    def boundary_bytes(self, stop: int) -> dict[str, int]:
+        """Return by tier the bytes of the boundary state that a resume at ``stop`` loads."""
+        for boundary in self.boundaries:
+            if boundary.nearest(stop) == stop:
+                return {boundary.tier: boundary.info.size_bytes}
+        return {}
 
     @cached_property
     def cold_bytes(self) -> int:
-        """Bytes of files to read for all of the rows, without window states."""
+        """Bytes of files to read for all of the rows, without boundary states."""
         return sum(step.info.size_bytes for step in self.steps if step.tier == COLD)
 
     @cached_property
     def warm_bytes(self) -> int:
-        """Bytes in RAM to copy for all of the rows, without window states."""
+        """Bytes in RAM to copy for all of the rows, without boundary states."""
         return sum(step.info.size_bytes for step in self.steps if step.tier == WARM)
 
     @cached_property
@@ -134,21 +143,28 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WindowState:
-    """Rows that the groups with a window or chunk need to go on after ``n_tokens``.
+class BoundaryState:
+    """Rows and states that a history needs beside those of its blocks to go on after some tokens.
+
+    All of it is of one length, and views of what others may read too: not to be written to.
 
     Attributes:
         n_tokens: tokens after which the history goes on.
-        windows: per such group, positions below ``n_tokens`` and their rows; views of
-            what others may read too: not to be written to.
+        windows: per group with a window or chunk, positions below ``n_tokens`` and their rows.
+        states: of recurrent layers after ``n_tokens``.
         is_exact: whether they are bit for bit what was saved.
-        address: of the state that they are from.
+        address: of the boundary state that they are from.
+        tier: where they came from: ``warm`` or ``cold``.
+        size_bytes: bytes that were read or touched.
     """
 
     n_tokens: int
     windows: tuple[WindowRows, ...]
+    states: States
     is_exact: bool
     address: bytes
+    tier: str
+    size_bytes: int
 
 
 class Finder:
@@ -184,7 +200,7 @@ class Finder:
                 steps.append(partial)
                 n_tokens = partial.stop
         boundaries: tuple[ResumePoint, ...] = ()
-        if key.layout.window_groups:
+        if key.layout.has_boundaries:
             boundaries = self._boundaries(key, parents, tokens, partial)
         return Match(key, tokens, tuple(steps), n_tokens, boundaries)
 
@@ -218,17 +234,18 @@ class Finder:
     def _boundaries(
         self, key: ModelKey, parents: list[bytes], tokens: History, partial: StoredBlock | None
     ) -> tuple[ResumePoint, ...]:
-        """Find window states whose positions, as far as they reach back, are of this history.
+        """Find boundary states whose positions, as far as they reach back, are of this history.
 
-        A state may end behind the point where two histories part: the positions before that point
-        are the same, and where enough of them are held it can be resumed there.
+        One may end behind the point where two histories part: the positions before that point are
+        the same, and where enough of them are held, and no layer is recurrent, it can be resumed
+        there.
         """
         found: dict[bytes, ResumePoint] = {}
         size = key.layout.block_tokens
         starts = {parent: i * size for i, parent in enumerate(parents)}
         if partial is not None and len(partial.info.tokens) == size:
             starts.setdefault(partial.info.address, partial.info.stop)
-        for _, info in self._children(list(starts), Kind.WINDOW):
+        for tier, info in self._children(list(starts), Kind.BOUNDARY):
             start = starts[info.parent]
             if not _is_at(info, key, start):
                 continue
@@ -237,7 +254,7 @@ class Finder:
             else:
                 last = start + tokens.common_prefix(info.tokens, start)
             if last >= max(1, info.first):
-                found.setdefault(info.address, ResumePoint(info, info.first, last))
+                found.setdefault(info.address, ResumePoint(info, info.first, last, tier))
         return tuple(sorted(found.values(), key=lambda boundary: -boundary.last))
 
     def _children(self, parents: list[bytes], kind: Kind) -> Iterator[tuple[str, Info]]:
@@ -284,25 +301,27 @@ class Finder:
         if step.tier == COLD:
             self._cold.expect(step.info.kind, step.info.address)
 
-    def load_window(self, match: Match, limit: int) -> WindowState | None:
-        """Load the verified window state that allows the greatest length up to ``limit``."""
+    def load_boundary(self, match: Match, limit: int) -> BoundaryState | None:
+        """Load the verified boundary state that allows the greatest length up to ``limit``."""
         limit = min(limit, match.n_tokens)
         usable = [(b.nearest(limit), b.info) for b in match.boundaries if b.nearest(limit)]
         for n, info in sorted(usable, key=lambda item: -item[0]):
             got = self._open(info, match.tokens[info.start : n])
             if got is None:
                 continue
-            item, _ = got
+            item, tier = got
             if n < item.info.first:
-                continue  # the catalogue was wrong
+                self._cold.correct(item.info)
+                continue
             try:
-                states = item.windows if isinstance(item, Unsealed) else item.windows_for(match.key)
+                windows, states = _content(item, match.key)
             except DamagedError as error:
                 self._cold.reject(item.info, str(error))
                 continue
             self._on_read(info.address)
-            cut = tuple(_below(state, n) for state in states)
-            return WindowState(n, cut, item.info.is_exact, item.info.address)
+            cut = tuple(_below(window, n) for window in windows)
+            held = item.info
+            return BoundaryState(n, cut, states, held.is_exact, held.address, tier, item.size_bytes)
         return None
 
     def _open(self, info: Info, tokens: IntArray) -> tuple[Item, str] | None:
@@ -326,6 +345,17 @@ class Finder:
 def _is_at(info: Info, key: ModelKey, start: int) -> bool:
     """Return true if the catalogue's word for a block fits the place where it was found."""
     return info.start == start and info.root == key.root
+
+
+def _content(item: Item, key: ModelKey) -> tuple[tuple[WindowRows, ...], States]:
+    """Return the rows and states of a boundary state.
+
+    Raises:
+        DamagedError: the file is of another model, or lacks an array.
+    """
+    if isinstance(item, Unsealed):
+        return item.windows, item.states
+    return item.windows_for(key), item.states_for(key)
 
 
 def _below(window: WindowRows, n: int) -> WindowRows:

@@ -54,7 +54,7 @@ class Reference:
         tokens: the whole history, also what no KV is stored of.
         blocks: addresses of the leading blocks that are stored, full ones and then a tail.
         n_stored: tokens that these cover.
-        boundaries: the window states that are kept, by length ascending; empty without windows.
+        boundaries: the boundary states that are kept, by length ascending; empty without windows.
         parent: name of the history it was forked from; it may be gone by now.
         parent_position: tokens that the two have in common since the fork.
         metadata: JSON of the caller's own.

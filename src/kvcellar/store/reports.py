@@ -95,7 +95,7 @@ class TierStats:
     """One tier at one moment.
 
     Attributes:
-        n_blocks: blocks and window states.
+        n_blocks: blocks and boundary states.
         size_bytes: bytes held.
         limit_bytes: bytes that it may hold.
     """
@@ -135,7 +135,7 @@ class VerifyReport:
     """Report of ``verify``: findings from reading every byte.
 
     Attributes:
-        n_blocks: blocks and window states that are good.
+        n_blocks: blocks and boundary states that are good.
         size_bytes: their bytes.
         damaged: addresses of files that went to the quarantine.
         n_references: references that are good.
@@ -163,7 +163,7 @@ class GcReport:
     """Report of ``gc``: files and bytes that were removed.
 
     Attributes:
-        n_blocks: blocks and window states that no reference needs, removed.
+        n_blocks: blocks and boundary states that no reference needs, removed.
         freed_bytes: bytes of all that was removed.
         n_leftovers: half-written files of processes that ended, removed.
         n_quarantined: files removed from the quarantine.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcellar.errors import StoreError
@@ -16,7 +17,7 @@ from kvcellar.store.blocks import (
     boundary_link,
     chain,
     unsealed_block,
-    unsealed_window,
+    unsealed_boundary,
 )
 from kvcellar.store.cold import ColdTier
 from kvcellar.store.layout import ModelKey
@@ -35,18 +36,31 @@ class _Taken:
     Attributes:
         state: what is to be published.
         ticket: what becomes of it.
+        source: gives rows and states; None: only what is stored is referred to.
+        room: bytes that may still be taken.
+        may_read: whether the catalogue may be asked.
         blocks: addresses of the leading blocks.
-        boundary: the window state at the end.
+        boundaries: the boundary states, by length ascending.
         items: what has to be written.
         needs: all addresses that have to be there.
     """
 
     state: HistoryState
     ticket: SaveTicket
+    source: RowSource | None
+    room: int
+    may_read: bool
     blocks: list[bytes] = field(default_factory=list)
-    boundary: Boundary | None = None
+    boundaries: list[Boundary] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     needs: dict[bytes, Kind] = field(default_factory=dict)
+
+    def add(self, kind: Kind, address: bytes, item: Item | bool) -> None:
+        """Need what is stored under an address, and have it written where it is given."""
+        if not isinstance(item, bool):
+            self.room -= item.size_bytes
+            self.items.append(item)
+        self.needs[address] = kind
 
 
 class Saver:
@@ -82,16 +96,21 @@ class Saver:
     # In the caller's thread --------------------------------------------------------------------
 
     def save(
-        self, state: HistoryState, n_computed: int, source: RowSource | None, *, may_read: bool
+        self,
+        state: HistoryState,
+        n_computed: int,
+        source: RowSource | None,
+        boundaries: Sequence[int],
+        *,
+        may_read: bool,
     ) -> SaveTicket:
         """Take what is new and queue it; see ``Store.save``."""
         ticket = SaveTicket(state.name, n_computed)
-        taken = _Taken(state, ticket)
         size = state.tokens.tokens.nbytes
-        room = self._writer.n_free_bytes - size
-        if room < 0:
+        taken = _Taken(state, ticket, source, self._writer.n_free_bytes - size, may_read)
+        if taken.room < 0:
             return self._skipped(ticket)
-        self._take(taken, state.tokens.prefix(n_computed), source, room, may_read)
+        self._take(taken, state.tokens.prefix(n_computed), boundaries)
         if source is None:
             ticket.n_tokens = ticket.n_stored  # there are no others
         with self._lock:
@@ -101,7 +120,7 @@ class Saver:
         if ticket.is_partial and source is not None:  # said of the ticket before it can fail
             shortened = (
                 f"{ticket.n_stored} of {n_computed} tokens"
-                + (" and no window state" if ticket.lacks_window else "")
+                + (" and no boundary state" if ticket.lacks_boundary else "")
                 + ", the queue having no room for more; the next save goes on from there"
             )
         size += sum(item.size_bytes for item in taken.items)
@@ -124,61 +143,53 @@ class Saver:
         self._events.add(EventKind.SAVE_SKIPPED, ticket.name, reason)
         return ticket
 
-    def _take(
-        self,
-        taken: _Taken,
-        tokens: History,
-        source: RowSource | None,
-        room: int,
-        may_read: bool,
-    ) -> None:
-        """Take the blocks that the store lacks, as far as there is room, and the window state."""
+    def _take(self, taken: _Taken, tokens: History, lengths: Sequence[int]) -> None:
+        """Take the blocks that the store lacks, as far as there is room, and boundary states.
+
+        Args:
+            taken: what takes them.
+            tokens: the history, as far as it was computed.
+            lengths: shorter ones whose boundary states are wanted beside the one at its end.
+        """
         key, ticket = taken.state.key, taken.ticket
         if not key.layout.full_groups:
             ticket.n_stored = len(tokens)
         for link in chain(key, tokens) if key.layout.full_groups else ():
             part = tokens[link.start : link.stop]
-            item = self._known(link.address, may_read)
+            item = self._known(link.address, taken.may_read)
             if item is False:
                 size = part.nbytes + key.layout.rows_bytes(len(part))
-                if source is None or size > room:
+                if taken.source is None or size > taken.room:
                     break
-                item = unsealed_block(key, link, part, source.read_rows(link.start, link.stop))
+                rows = taken.source.read_rows(link.start, link.stop)
+                item = unsealed_block(key, link, part, rows)
             else:
                 ticket.n_shared += len(part)
-            if item is not True:
-                room -= item.size_bytes
-                taken.items.append(item)
-            taken.needs[link.address] = Kind.BLOCK
+            taken.add(Kind.BLOCK, link.address, item)
             taken.blocks.append(link.address)
             ticket.n_stored = link.stop
-        if key.layout.window_groups and ticket.n_stored == len(tokens) and len(tokens):
-            self._take_window(taken, tokens, source, room, may_read)
+        if key.layout.has_boundaries:
+            for n in sorted({*lengths, len(tokens)}, reverse=True):  # the last is worth most
+                if 0 < n <= ticket.n_stored:
+                    self._take_boundary(taken, tokens.prefix(n))
 
-    def _take_window(
-        self,
-        taken: _Taken,
-        tokens: History,
-        source: RowSource | None,
-        room: int,
-        may_read: bool,
-    ) -> None:
-        """Take the window state at the end of a history, where there is room."""
-        key, ticket = taken.state.key, taken.ticket
+    def _take_boundary(self, taken: _Taken, tokens: History) -> None:
+        """Take the boundary state at the end of a history, where there is room."""
+        key, source = taken.state.key, taken.source
         link = boundary_link(key, tokens)
-        item = self._known(link.address, may_read)
-        if item is False:
-            if source is None:
-                return
-            windows = source.read_window(len(tokens))
-            item = unsealed_window(key, link, tokens[link.start :], windows)
-        if item is not True:
-            if item.size_bytes > room:
-                ticket.lacks_window = True
-                return
-            taken.items.append(item)
-        taken.needs[link.address] = Kind.WINDOW
-        taken.boundary = Boundary(len(tokens), link.address)
+        item = self._known(link.address, taken.may_read)
+        if item is False and source is None:
+            return
+        is_too_large = key.layout.slot_bytes > taken.room
+        if item is False and source is not None and not is_too_large:
+            windows, states = source.read_window(link.stop), source.read_states(link.stop)
+            item = unsealed_boundary(key, link, tokens[link.start :], windows, states)
+            is_too_large = item.size_bytes > taken.room
+        if item is not True and is_too_large:
+            taken.ticket.lacks_boundary = True
+            return
+        taken.add(Kind.BOUNDARY, link.address, item)
+        taken.boundaries.insert(0, Boundary(link.stop, link.address))
 
     def _known(self, address: bytes, may_read: bool) -> Item | bool:
         """Return whether a block is stored as it should be, or what RAM has of it to write."""
@@ -272,7 +283,7 @@ class Saver:
             tokens=state.tokens,
             blocks=tuple(taken.blocks),
             n_stored=ticket.n_stored,
-            boundaries=() if taken.boundary is None else (taken.boundary,),
+            boundaries=tuple(taken.boundaries),
             parent=state.parent,
             parent_position=state.parent_position,
             metadata=state.metadata or {},
@@ -352,4 +363,5 @@ def _sealed(item: Item, key: ModelKey, precision: str) -> Sealed:
         return item
     if item.info.kind is Kind.BLOCK:
         return Unsealed(key, item.info, rows=item.rows_for(key)).seal(precision)
-    return Unsealed(key, item.info, windows=item.windows_for(key)).seal(precision)
+    windows, states = item.windows_for(key), item.states_for(key)
+    return Unsealed(key, item.info, windows=windows, states=states).seal(precision)

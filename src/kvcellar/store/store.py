@@ -22,7 +22,7 @@ from kvcellar.store.cold import ColdTier
 from kvcellar.store.config import StoreConfig
 from kvcellar.store.folder import Folder
 from kvcellar.store.layout import ModelKey
-from kvcellar.store.matching import Finder, Loaded, Match, WindowState
+from kvcellar.store.matching import BoundaryState, Finder, Loaded, Match
 from kvcellar.store.references import Reference, checked_json, checked_name
 from kvcellar.store.reports import (
     EventKind,
@@ -46,7 +46,7 @@ Progress = Callable[[float, str], None]
 class Store:
     """One folder and some RAM. For any thread; several processes may have one folder open.
 
-    ``match``, ``load``, ``load_window`` and ``save`` never wait for a disk write. The verbs that
+    ``match``, ``load``, ``load_boundary`` and ``save`` never wait for a disk write. The verbs that
     change references (``delete``, ``gc``) run behind all saves that are queued, and wait for
     themselves. Trouble is never raised by a background
     write: it is in ``take_events`` and in the save's ticket.
@@ -146,17 +146,17 @@ class Store:
         finally:
             self._writer.offer(self._write_used, 0)
 
-    def load_window(self, match: Match, limit: int | None = None) -> WindowState | None:
-        """Load what groups with a window or chunk need, at the greatest length up to ``limit``.
+    def load_boundary(self, match: Match, limit: int | None = None) -> BoundaryState | None:
+        """Load a history's windows and states at the greatest length up to ``limit`` that has them.
 
         Load it first: its ``n_tokens`` says how many rows are of use. None where there is no
-        boundary at or before the limit (the history starts from nothing) and for models without
-        windows.
+        boundary at or before the limit (the history starts from nothing) and for models that see
+        all of a history.
         """
-        return self._finder.load_window(match, match.n_tokens if limit is None else limit)
+        return self._finder.load_boundary(match, match.n_tokens if limit is None else limit)
 
     def reject(self, address: bytes, why: str) -> None:
-        """Put away a block or window state whose rows turned out wrong, in every tier.
+        """Put away a block or boundary state whose rows turned out wrong, in every tier.
 
         Its bytes were what was saved; whoever loaded it found that they cannot be right. An event
         says so, and no match finds it again.
@@ -178,6 +178,7 @@ class Store:
         source: RowSource | None = None,
         *,
         n_computed: int | None = None,
+        boundaries: Sequence[int] = (),
         parent: str | None = None,
         parent_position: int | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -199,6 +200,8 @@ class Store:
                 referred to.
             n_computed: leading tokens whose rows the source has; None: all, or without a source
                 those that are stored.
+            boundaries: shorter lengths that shall be resumable too, whose states the source has; of
+                models that need boundary states. The end of what was computed always is.
             parent: name of the history it was forked from; None: as before.
             parent_position: tokens in common since the fork.
             metadata: JSON of the caller's own; None: as before.
@@ -220,14 +223,14 @@ class Store:
             n_computed = found
         n = len(history) if n_computed is None else min(n_computed, len(history))
         state = HistoryState(name, key, history, parent, parent_position, metadata)
-        return self._saver.save(state, n, source, may_read=may_read)
+        return self._saver.save(state, n, source, boundaries, may_read=may_read)
 
     def seen(self, key: ModelKey, tokens: Tokens) -> int:
         """Return how much of a history's beginning was stored when that was last looked at.
 
-        Waits for nothing; of a model with windows or chunks it says nothing: 0.
+        Waits for nothing; of a model that needs boundary states it says nothing: 0.
         """
-        if key.layout.window_groups:
+        if key.layout.has_boundaries:
             return 0
         n = 0
         for link in chain(key, History(tokens)):

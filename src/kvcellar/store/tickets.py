@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvcellar.history import History
-from kvcellar.store.layout import ModelKey, Rows, WindowRows
+from kvcellar.store.layout import ModelKey, Rows, States, WindowRows
 from kvcellar.store.references import Reference
 
 
@@ -52,6 +52,10 @@ class RowSource(Protocol):
         """
         ...
 
+    def read_states(self, n: int) -> States:
+        """Return the states of recurrent layers after the first ``n`` tokens; () without any."""
+        ...
+
 
 class SaveState(enum.StrEnum):
     """State of a save.
@@ -77,7 +81,7 @@ class SaveTicket:
         n_tokens: tokens whose KV there was to save.
         n_stored: of these, leading ones that the save covers.
         n_shared: of these, tokens that were stored already.
-        lacks_window: whether a window state at its end is missing: it can be resumed before it.
+        lacks_boundary: whether a boundary state at its end is missing: it can be resumed before it.
         state: see :class:`SaveState`.
         reason: why it was skipped or has failed.
         reference: what was published.
@@ -87,7 +91,7 @@ class SaveTicket:
     n_tokens: int
     n_stored: int = 0
     n_shared: int = 0
-    lacks_window: bool = False
+    lacks_boundary: bool = False
     state: SaveState = SaveState.QUEUED
     reason: str = ""
     reference: Reference | None = None
@@ -96,7 +100,7 @@ class SaveTicket:
     @property
     def is_partial(self) -> bool:
         """True if it covers less than there was; the next save goes on from there."""
-        return self.n_stored < self.n_tokens or self.lacks_window
+        return self.n_stored < self.n_tokens or self.lacks_boundary
 
     def wait(self, timeout_s: float | None = None) -> SaveState:
         """Wait until it is over, or for so long; return the state at that time."""

@@ -55,7 +55,7 @@ class WarmTier:
         return self._entries.get(address)
 
     def children(self, parents: Sequence[bytes], kind: Kind) -> list[Info]:
-        """Return blocks or window states that follow any of these addresses."""
+        """Return blocks or boundary states that follow any of these addresses."""
         with self._lock:
             return [
                 self._entries[address].item.info
