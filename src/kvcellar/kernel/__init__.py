@@ -7,7 +7,8 @@ each of them gains.
 - :mod:`kvcellar.kernel.levels`: whether the kernel is there, instruction sets, threads;
 - :mod:`kvcellar.kernel.attend`: writing K and V into cells, and attending;
 - :mod:`kvcellar.kernel.linear`: weights that are packed or coded, and products with them;
-- :mod:`kvcellar.kernel.layers`: norms, rotations, gates, decoder layers and whole models.
+- :mod:`kvcellar.kernel.layers`: norms, rotations, gates, decoder layers and whole models;
+- :mod:`kvcellar.kernel.recurrent`: layers whose states go from slot to slot.
 
-The names of the compiled module are in the last three only where ``levels.is_available()``.
+The names of the compiled module are in the last four only where ``levels.is_available()``.
 """

@@ -768,3 +768,239 @@ def expert_counts() -> tuple[int, int]:
         Bytes of weights that were read, what is read again for more rows counting again; and
         bytes of those experts of each product that some row chose, each once.
     """
+
+class StateBatch:
+    """Tokens of one forward, and the slots that they read and write."""
+
+    def __init__(
+        self, n_tokens: int, dtype: Dtype, advances: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        """
+        Take a plan's advances: first token, number of tokens, and slots; from slot -1 come zeros.
+
+        Raises:
+            ConfigError: rows of another type, or an advance beyond the batch.
+        """
+
+    @property
+    def n_slots(self) -> int:
+        """Slots that a pool needs."""
+
+class Convolution:
+    """Each channel's weighted sum over its last inputs."""
+
+    def __init__(
+        self, n_channels: int, width: int, weight: int, bias: int = 0, *, has_silu: bool
+    ) -> None:
+        """
+        Describe a convolution.
+
+        Args:
+            n_channels: channels.
+            width: inputs of a sum, at most 8.
+            weight: address of float32 ``[width, n_channels]``, for the oldest input first.
+            bias: address of float32 ``[n_channels]``; 0: none.
+            has_silu: results go through SiLU.
+
+        Raises:
+            ConfigError: a width that the kernel does not have.
+        """
+
+    def run(
+        self,
+        batch: StateBatch,
+        states: int,
+        n_slots: int,
+        x: int,
+        stride: int,
+        out: int,
+        times_in: int = 0,
+        times_out: int = 0,
+    ) -> None:
+        """
+        Run the batch's tokens; slots that it names as targets are written.
+
+        Args:
+            batch: tokens and slots.
+            states: address of float32 ``[n_slots, n_channels, width]``, the last inputs.
+            n_slots: of them.
+            x: address of inputs, ``n_channels`` for each token.
+            stride: numbers from token to token.
+            out: address of ``[n_tokens, n_channels]``.
+            times_in: address of factors on inputs, at the same stride; 0: none.
+            times_out: address of factors on results, at the same stride; 0: none.
+
+        Raises:
+            ConfigError: fewer slots than the batch names.
+        """
+
+class DeltaRule:
+    """
+    The gated delta rule; ``native/recurrent/recurrent.h`` says what it computes.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        n_key_heads: int,
+        k_dim: int,
+        v_dim: int,
+        rates: int,
+        shifts: int,
+        *,
+        n_decays: int,
+        beta_scale: float,
+    ) -> None:
+        """
+        Describe a layer.
+
+        Args:
+            n_heads: of values.
+            n_key_heads: of queries and keys; each serves as many value heads that follow each other.
+            k_dim: numbers of a key, at most 512.
+            v_dim: numbers of a value.
+            rates: address of float32 ``[n_heads]``.
+            shifts: address of float32 ``[n_heads, n_decays]``.
+            n_decays: of each head: 1, or ``k_dim``.
+            beta_scale: factor on what is written.
+
+        Raises:
+            ConfigError: heads or sizes that the kernel does not have.
+        """
+
+    def run(
+        self,
+        batch: StateBatch,
+        states: int,
+        n_slots: int,
+        q: int,
+        k: int,
+        v: int,
+        stride: int,
+        a: int,
+        a_stride: int,
+        b: int,
+        b_stride: int,
+        out: int,
+    ) -> None:
+        """
+        Run the batch's tokens; slots that it names as targets are written.
+
+        Args:
+            batch: tokens and slots.
+            states: address of float32 ``[n_slots, n_heads, k_dim, v_dim]``.
+            n_slots: of them.
+            q: address of queries, ``[n_key_heads, k_dim]`` for each token.
+            k: address of keys.
+            v: address of values, ``[n_heads, v_dim]``.
+            stride: numbers from token to token, of all three.
+            a: address of what decays are made of, ``[n_heads, n_decays]``.
+            a_stride: numbers from token to token.
+            b: address of what beta is made of, ``[n_heads]``.
+            b_stride: numbers from token to token.
+            out: address of ``[n_tokens, n_heads, v_dim]``.
+
+        Raises:
+            ConfigError: fewer slots than the batch names.
+        """
+
+class Scan:
+    """
+    The state update of Mamba 2; ``native/recurrent/recurrent.h`` says what it computes.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        n_groups: int,
+        head_dim: int,
+        state_dim: int,
+        rates: int,
+        shifts: int,
+        skips: int,
+    ) -> None:
+        """
+        Describe a layer.
+
+        Args:
+            n_heads: heads.
+            n_groups: of heads that follow each other and share B and C.
+            head_dim: numbers of a head.
+            state_dim: numbers of B and C, at most 512.
+            rates: address of float32 ``[n_heads]``.
+            shifts: address of float32 ``[n_heads]``, rounded as rows are.
+            skips: address of float32 ``[n_heads]``.
+
+        Raises:
+            ConfigError: heads or sizes that the kernel does not have.
+        """
+
+    def run(
+        self,
+        batch: StateBatch,
+        states: int,
+        n_slots: int,
+        x: int,
+        b: int,
+        c: int,
+        stride: int,
+        dt: int,
+        dt_stride: int,
+        out: int,
+    ) -> None:
+        """
+        Run the batch's tokens; slots that it names as targets are written.
+
+        Args:
+            batch: tokens and slots.
+            states: address of float32 ``[n_slots, n_heads, head_dim, state_dim]``.
+            n_slots: of them.
+            x: address of inputs, ``[n_heads, head_dim]`` for each token.
+            b: address of ``[n_groups, state_dim]`` for each token.
+            c: address of as many.
+            stride: numbers from token to token, of all three.
+            dt: address of what steps are made of, ``[n_heads]``.
+            dt_stride: numbers from token to token.
+            out: address of ``[n_tokens, n_heads, head_dim]``.
+
+        Raises:
+            ConfigError: fewer slots than the batch names.
+        """
+
+class GatedNorm:
+    """RMSNorm of groups of numbers, with a gate before it or behind."""
+
+    def __init__(
+        self,
+        dim: int,
+        group: int,
+        weight: int,
+        n_weights: int,
+        *,
+        eps: float,
+        gates_first: bool,
+        is_sigmoid: bool,
+        rounds: bool,
+    ) -> None:
+        """
+        Describe a norm.
+
+        Args:
+            dim: numbers of a token.
+            group: numbers that are normalised together.
+            weight: address of float32 ``[n_weights]``; 0: there is a gate alone.
+            n_weights: ``group``, or ``dim``.
+            eps: what is added to the mean of squares.
+            gates_first: the gate comes before the norm.
+            is_sigmoid: the gate is a sigmoid, and else SiLU.
+            rounds: what is normalised is rounded to the type of the rows, and so is its product with the
+                weight.
+
+        Raises:
+            ConfigError: groups that do not fit.
+        """
+
+    def run(self, n_tokens: int, dtype: Dtype, x: int, gates: int, stride: int, out: int) -> None:
+        """
+        Run tokens ``[n_tokens, dim]``; gates lie ``stride`` numbers apart. x itself may be the result.
+        """

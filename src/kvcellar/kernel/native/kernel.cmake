@@ -9,6 +9,7 @@ add_library(kvcellar_kernel STATIC
   ${KVC_DIR}/linear/linear.cpp ${KVC_DIR}/linear/coded.cpp
   ${KVC_DIR}/layers/rows.cpp ${KVC_DIR}/layers/decoder.cpp ${KVC_DIR}/layers/eagle3.cpp
   ${KVC_DIR}/experts/experts.cpp
+  ${KVC_DIR}/recurrent/recurrent.cpp
   ${KVC_DIR}/isa/scalar.cpp)
 target_compile_features(kvcellar_kernel PUBLIC cxx_std_17)
 target_include_directories(kvcellar_kernel PUBLIC ${KVC_DIR})

@@ -15,6 +15,7 @@
 #include "layers/eagle3.h"
 #include "core/levels.h"
 #include "linear/linear.h"
+#include "recurrent/recurrent.h"
 
 using namespace kvcellar;
 
@@ -581,6 +582,100 @@ double one_decoder() {
   return worst / most / (dtype == Dtype::f32 ? 1 : 100);
 }
 
+// Recurrent layers over memory of exact sizes, for sequences that go on from a slot, from zeros, and from each other.
+double one_recurrent() {
+  const Dtype dtype = rng() % 2 ? Dtype::f32 : Dtype::bf16;
+  const int64_t size = dtype == Dtype::f32 ? 4 : 2, n_slots = 4;
+  std::vector<std::unique_ptr<Memory>> held;
+  const auto memory = [&](int64_t n, Dtype of) {
+    held.push_back(std::make_unique<Memory>(n * (of == Dtype::f32 ? 4 : 2)));
+    fill(*held.back(), of);
+    return held.back()->data;
+  };
+  const auto floats = [&](int64_t n) { return reinterpret_cast<float*>(memory(n, Dtype::f32)); };
+  const auto positive = [&](int64_t n) {
+    float* made = floats(n);
+    for (int64_t i = 0; i < n; ++i) made[i] = std::fabs(made[i]);
+    return made;
+  };
+  std::vector<Advance> advances;
+  int64_t n = 0;
+  for (const auto& [src, dst] : {std::pair{0, 1}, {-1, 2}, {2, 3}}) {
+    const int64_t own = one_of<int64_t>({1, 1, 3, 40});
+    advances.push_back({n, own, src, dst});
+    n += own;
+  }
+  const Batch batch{advances.data(), static_cast<int64_t>(advances.size()), n, dtype};
+  const auto rows = [&](int64_t width) { return TokenRows{memory(n * width, dtype), width}; };
+
+  const int64_t channels = between(1, 70), width = between(1, 8);
+  const Convolution convolution{channels, width, floats(width * channels), rng() % 2 ? floats(channels) : nullptr,
+                                rng() % 2 == 0};
+  const TokenRows x = rows(channels), in = rows(channels), by = rows(channels);
+  const bool has_factors = rng() % 2;
+  const ConvolutionCall convolved{x, has_factors ? in.data : nullptr, has_factors ? by.data : nullptr,
+                                  floats(n_slots * channels * width), memory(n * channels, dtype)};
+
+  const int64_t key_heads = between(1, 2), heads = key_heads * between(1, 3), k_dim = one_of<int64_t>({5, 16, 33, 256});
+  const int64_t v_dim = one_of<int64_t>({7, 64, 100, 128}), n_decays = rng() % 2 ? 1 : k_dim;
+  const DeltaRule rule{heads, key_heads, k_dim, v_dim, n_decays, positive(heads), floats(heads * n_decays), 1.f};
+  const DeltaCall ruled{rows(key_heads * k_dim),
+                        rows(key_heads * k_dim),
+                        rows(heads * v_dim),
+                        rows(heads * n_decays),
+                        rows(heads),
+                        floats(n_slots * heads * k_dim * v_dim),
+                        memory(n * heads * v_dim, dtype)};
+
+  const int64_t head_dim = between(1, 20), state_dim = one_of<int64_t>({3, 16, 50, 128});
+  const Scan scanned{heads, key_heads, head_dim, state_dim, positive(heads), floats(heads), floats(heads)};
+  const ScanCall scans{rows(heads * head_dim),
+                       rows(key_heads * state_dim),
+                       rows(key_heads * state_dim),
+                       rows(heads),
+                       floats(n_slots * heads * head_dim * state_dim),
+                       memory(n * heads * head_dim, dtype)};
+
+  const bool has_norm = rng() % 3 != 0;
+  const int64_t dim = heads * v_dim, n_weights = rng() % 2 ? v_dim : dim;
+  const GatedNorm norm{
+      dim,           v_dim, has_norm ? floats(n_weights) : nullptr, n_weights, 1e-5f, rng() % 2 == 0, rng() % 2 == 0,
+      rng() % 2 == 0};
+  const TokenRows gates = rows(dim);
+  const Memory normed(n * dim * size);
+
+  const std::vector<std::pair<float*, int64_t>> states = {{convolved.states, n_slots * channels * width},
+                                                          {ruled.states, n_slots * heads * k_dim * v_dim},
+                                                          {scans.states, n_slots * heads * head_dim * state_dim}};
+  std::vector<std::vector<float>> before, results;
+  for (const auto& [data, count] : states) before.emplace_back(data, data + count);
+  for (const Level now : levels()) {
+    set_level(now);
+    for (size_t i = 0; i < states.size(); ++i) std::copy(before[i].begin(), before[i].end(), states[i].first);
+    convolve(convolution, convolved, batch, 2);
+    delta(rule, ruled, batch, 2);
+    scan(scanned, scans, batch, 2);
+    gated_norm(norm, ruled.out, gates, n, dtype, normed.data, 2);
+    results.emplace_back();
+    for (const auto& [data, count] : states) results.back().insert(results.back().end(), data, data + count);
+    for (int64_t i = 0; i < n * dim; ++i) {
+      uint32_t bits = 0;
+      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size, normed.data + i * size, static_cast<size_t>(size));
+      float value;
+      std::memcpy(&value, &bits, 4);
+      results.back().push_back(value);
+    }
+  }
+  double worst = 0, most = 1;
+  for (const float value : results.back()) most = std::max(most, std::fabs(double{value}));
+  for (const auto& result : results)
+    for (size_t i = 0; i < result.size(); ++i) {
+      const double d = std::fabs(result[i] - results.back()[i]);
+      worst = d <= worst ? worst : d;
+    }
+  return worst / most / (dtype == Dtype::f32 ? 1 : 100);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -609,6 +704,11 @@ int main(int argc, char** argv) {
     const double far = one_decoder();
     if (!(far < 1e-3)) {
       std::printf("decoder layer %d: levels differ by %g\n", i, far);
+      return 1;
+    }
+    const double wide = one_recurrent();
+    if (!(wide < 1e-3)) {
+      std::printf("recurrent layer %d: levels differ by %g\n", i, wide);
       return 1;
     }
   }

@@ -13,6 +13,7 @@ void bind_attend(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_layers(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
+void bind_recurrent(nanobind::module_& m);
 
 // Memory at an address that Python gave.
 template <class T = void>

@@ -64,7 +64,7 @@ std::vector<const Ops*> find_levels() {
 #if defined(KVC_WITH_VNNI) && defined(KVC_WITH_BF16)
     if (has_vnni()) {
 #if defined(KVC_WITH_AMX)
-      static const Ops ops_amx{Level::amx, ops_vnni.attend, &linear_amx, ops_vnni.rows};
+      static const Ops ops_amx{Level::amx, ops_vnni.attend, &linear_amx, ops_vnni.rows, ops_vnni.recurrent};
       if (has_amx()) found.push_back(&ops_amx);
 #endif
       // Intel's take two cycles for a product of pairs of bfloat16, four of 16-bit integers' and of float32.

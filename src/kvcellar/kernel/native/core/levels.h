@@ -7,6 +7,7 @@
 #include "attend/job.h"
 #include "layers/rows.h"
 #include "linear/linear.h"
+#include "recurrent/recurrent.h"
 
 namespace kvcellar {
 
@@ -20,6 +21,7 @@ struct Ops {
   const AttendOps* attend;
   const LinearOps* linear;
   const RowOps* rows;
+  const RecurrentOps* recurrent;
 };
 
 const Ops& ops();  // of the level in use

@@ -78,4 +78,5 @@ NB_MODULE(_native, m) {
   kvcellar::bind_linear(m);
   kvcellar::bind_layers(m);
   kvcellar::bind_experts(m);
+  kvcellar::bind_recurrent(m);
 }

@@ -4,6 +4,7 @@
 #include "core/levels.h"
 #include "layers/passes.h"
 #include "linear/product.h"
+#include "recurrent/passes.h"
 
 #define KVC_JOINED(left, right) left##right
 #define KVC_NAMED(left, right) KVC_JOINED(left, right)
@@ -12,5 +13,5 @@
 namespace kvcellar {
 extern const Ops KVC_OPS;
 const Ops KVC_OPS = {Level::KVC_NAMESPACE, &KVC_NAMESPACE::kAttendOps, &KVC_NAMESPACE::kLinearOps,
-                     &KVC_NAMESPACE::kRowOps};
+                     &KVC_NAMESPACE::kRowOps, &KVC_NAMESPACE::kRecurrentOps};
 }  // namespace kvcellar
