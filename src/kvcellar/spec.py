@@ -20,6 +20,9 @@ PROCESS_BYTES = 450_000_000
 ALLOCATOR_BYTES = 64_000_000
 """What threads, kernels' own buffers and the allocator take besides what is asked for."""
 
+AGENT_SLOTS = 2
+"""Slots of an agent whose states nobody shares: those it goes on from, and those it writes."""
+
 PLAIN_LOGITS = 1 << 24
 """Attention logits that are held at a time where a kernel does not keep them to itself."""
 
@@ -64,6 +67,11 @@ class ModelCacheSpec:
         """Return the bytes of one token in all layers."""
         return sum(self.group_bytes(kv))
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the states of all recurrent layers at one position; 0 where it has none."""
+        return 0 if self.params.state is None else self.params.state.slot_bytes
+
     def agent_cells(self, context: int) -> tuple[int, ...]:
         """Return the tokens that a sequence of ``context`` holds in each group.
 
@@ -75,9 +83,10 @@ class ModelCacheSpec:
         )
 
     def agent_bytes(self, context: int, kv: KvDtype) -> int:
-        """Return the bytes of a sequence of ``context`` tokens, shared with nobody."""
+        """Return the bytes of a sequence of ``context`` tokens, shared with nobody: with states."""
         cells = self.agent_cells(context)
-        return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
+        rows = sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
+        return rows + AGENT_SLOTS * self.slot_bytes
 
     def growth_bytes(self, context: int, kv: KvDtype) -> int:
         """Return the bytes that growing adds: one layer's old copy stands beside the new one."""
@@ -112,9 +121,10 @@ class ModelCacheSpec:
         return tuple(cells)
 
     def pool_bytes(self, context: int, kv: KvDtype, n_agents: int = 1) -> int:
-        """Return the bytes that pools allocate for agents where no budget is set."""
+        """Return the bytes that pools allocate for agents where no budget is set: with states."""
         cells = self.pool_cells(context, n_agents)
-        return sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
+        rows = sum(n * size for n, size in zip(cells, self.group_bytes(kv), strict=True))
+        return rows + n_agents * AGENT_SLOTS * self.slot_bytes
 
     def n_agents(self, n_bytes: int, context: int, kv: KvDtype, *, has_budget: bool = True) -> int:
         """Return how many agents of ``context`` tokens, sharing nothing, fit in so many bytes.

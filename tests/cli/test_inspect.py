@@ -299,3 +299,50 @@ def test_the_demo_takes_a_budget_too():
     result = run("demo", "--memory", "8GB", "--branches", "2", "--max-tokens", "3", "--json")
     assert result.exit_code == 0, result.stderr
     assert "100.0 MB does not hold" in error_of("demo", "--memory", "100MB")
+
+
+def hybrid(tmp_path, **more):
+    """A spec of a model with recurrent layers, whose slots have a million bytes."""
+    path = tmp_path / "spec.json"
+    fields = {"n_layers": 2, "n_kv_heads": 1, "head_dim": 64, "max_positions": 8192}
+    path.write_text(json.dumps(fields | {"weight_bytes": 10**6, "state_bytes": 10**6} | more))
+    return path
+
+
+def test_slots_of_states_are_sized_beside_rows_and_snapshots_have_their_share(tmp_path):
+    asked = ("--spec", str(hybrid(tmp_path)), "--memory", "2GB", "--kv-dtype", "bfloat16")
+    value = inspected(*asked, "--context", "1000")
+    states, (row,) = value["states"], value["kv_dtypes"]
+    assert states["bytes_per_slot"] == 10**6
+    assert row["agent_bytes"] == 1000 * row["bytes_per_token"] + 2 * 10**6
+    n_bytes = value["kv_bytes"] + states["snapshot_bytes"]
+    assert states["snapshots_fit"] == n_bytes // 4 // 10**6
+    assert row["agents_fit"] == value["kv_bytes"] // (row["agent_bytes"] + row["growth_bytes"])
+
+    fewer = inspected(*asked, "--snapshots", "10MB")
+    assert fewer["states"]["snapshots_fit"] == 10
+    assert fewer["kv_bytes"] + fewer["states"]["snapshot_bytes"] > value["kv_bytes"]
+
+
+def test_snapshots_that_leave_no_room_for_agents_are_said_to(tmp_path):
+    path = hybrid(tmp_path)
+    value = inspected("--spec", str(path), "--memory", "2GB", "--snapshots", "1.9GB")
+    assert "1900 snapshots of 1.00 MB leave nothing" in value["why_not"]
+    assert not value["fits"] and all(not row["fits"] for row in value["kv_dtypes"])
+
+
+def test_a_table_says_what_recurrent_layers_keep(tmp_path):
+    result = CliRunner().invoke(app, ["inspect", "--spec", str(hybrid(tmp_path))])
+    shown = " ".join(result.output.split())
+    assert "recurrent: a slot of states takes 1.00 MB" in shown
+    assert "slots, from which conversations go on" in shown
+
+
+def test_a_spec_over_a_config_keeps_its_states(tmp_path):
+    path = hybrid(tmp_path)
+    base = spec_from_file(path)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"head_dim": 32}))
+    assert spec_from_file(other, base).params.state == base.params.state
+    other.write_text(json.dumps({"state_bytes": 400}))
+    assert spec_from_file(other, base).slot_bytes == 400

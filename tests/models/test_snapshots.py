@@ -7,7 +7,7 @@ from kvcellar.cli import app
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import parse_kv_dtype
 from kvcellar.models.options import LoadOptions
-from kvcellar.models.snapshots import LEAST, MOST, RUNNING, slots_bytes, slots_for
+from kvcellar.models.snapshots import LEAST, MOST, RUNNING, slots_bytes, slots_for, what_resumes
 from kvcellar.states import StateGroup
 from kvcellar.types import ModelCacheParams
 
@@ -62,3 +62,14 @@ def test_an_option_that_is_no_size_is_refused_with_what_snapshots_are_for(said, 
 def test_the_cache_of_a_model_is_made_with_as_many():
     options = LoadOptions(snapshot_bytes=40_000)
     assert options.config_for(model(1000), "float32", 512, n_running=2).n_slots == 4 + 10
+
+
+def test_it_is_said_from_where_conversations_go_on():
+    options = LoadOptions(snapshot_bytes=40_000)
+    config = options.config_for(model(1000), "float32", 512, n_running=64)
+    assert what_resumes(config, 64) == (
+        "recurrent layers (1): a conversation goes on from the nearest snapshot of their states; "
+        "10 of 4.00 KB fit, 40.00 KB in all (--snapshots)"
+    )
+    config = options.config_for(ModelCacheParams(2, 2, 64), "float32", 512)
+    assert what_resumes(config, 64) == ""

@@ -31,7 +31,7 @@ from kvcellar.models.eagle3.finding import size_eagle3
 from kvcellar.models.options import CACHES, ProgressFn, no_progress
 from kvcellar.models.rendering import prepare_renderer
 from kvcellar.models.sizing import size_model
-from kvcellar.models.snapshots import slots_bytes
+from kvcellar.models.snapshots import slots_bytes, what_resumes
 from kvcellar.registry import make_tree_session
 from kvcellar.sight import FULL
 from kvcellar.store import ModelKey, RowLayout
@@ -75,6 +75,11 @@ class ModelHost:
     template: TemplateReport | None = None
     restoring: Gate = field(default_factory=Gate)
     _on_close: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def resumes(self) -> str:
+        """From where conversations go on, for people; empty where that is from everywhere."""
+        return what_resumes(self.engine.cache.config, self.engine.config.max_num_seqs)
 
     @property
     def context(self) -> int:

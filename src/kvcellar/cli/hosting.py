@@ -110,4 +110,6 @@ class Hosting:
             opened = open_host(options, config=self.config, progress=report)
         for found in opened.template.findings if opened.template is not None else ():
             print_note(f"chat template: {found}")
+        if opened.resumes:
+            print_note(opened.resumes)
         return opened

@@ -19,8 +19,9 @@ from kvcellar.cli.terminal import print_warning, progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.kernel import levels
 from kvcellar.kv_dtype import parse_kv_dtype
+from kvcellar.models.snapshots import snapshots_in
 from kvcellar.models.spec_file import spec_from_file
-from kvcellar.spec import PROCESS_BYTES, ModelCacheSpec
+from kvcellar.spec import AGENT_SLOTS, PROCESS_BYTES, ModelCacheSpec
 from kvcellar.types import LayerGroup
 
 USUAL_CONTEXT = 4096
@@ -64,6 +65,14 @@ class FitOptions:
     agents: Annotated[
         int | None,
         option("N", "Say whether so many fit, and how long they may be.", min=1),
+    ] = None
+    snapshots: Annotated[
+        str | None,
+        option(
+            "SIZE",
+            "Of a model with recurrent layers: what snapshots of their states may take. Default: "
+            "a quarter of what K, V and states may.",
+        ),
     ] = None
     kv_dtype: Annotated[
         str | None,
@@ -125,7 +134,8 @@ def inspect_command(
     with progress_bar("reading the config"):
         spec = _spec(model, asked.spec_file, dtype, weights)
     context, has_budget = asked.context_of(spec), asked.memory is not None
-    view = View(spec, limit_bytes, context, asked.agents, has_budget=has_budget)
+    snapshot_bytes = options.snapshot_bytes(asked.snapshots)
+    view = View(spec, limit_bytes, context, asked.agents, snapshot_bytes, has_budget=has_budget)
     levels.warn_if_missing()
     if as_json:
         write(json.dumps(view.as_object(names), ensure_ascii=False) + "\n")
@@ -151,12 +161,13 @@ def _spec(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A model's cache facts, and the memory, context and agents to size it for."""
+    """A model's cache facts, and the memory, context, agents and snapshots to size it for."""
 
     spec: ModelCacheSpec
     limit_bytes: int
     context: int
     agents: int | None
+    asked_bytes: int | None
     has_budget: bool
 
     @property
@@ -165,9 +176,19 @@ class View:
         return self.spec.scratch_bytes(self.context)
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes left for KV; 0 or less where the model itself does not fit."""
+    def cache_bytes(self) -> int:
+        """Bytes left for KV and states; 0 or less where the model itself does not fit."""
         return self.limit_bytes - self.spec.weight_bytes - PROCESS_BYTES - self.scratch_bytes
+
+    @property
+    def n_snapshots(self) -> int:
+        """Snapshots of the states of recurrent layers that have room beside what agents run on."""
+        return snapshots_in(self.spec.params, self.cache_bytes, self.asked_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes left for agents; 0 or less where they have none."""
+        return self.cache_bytes - self.n_snapshots * self.spec.slot_bytes
 
     @property
     def why_not(self) -> str:
@@ -175,6 +196,11 @@ class View:
         if self.kv_bytes > 0:
             return ""
         spec = self.spec
+        if self.cache_bytes > 0:
+            return (
+                f"{self.n_snapshots} snapshots of {format_size(spec.slot_bytes)} leave nothing of "
+                f"{format_size(self.cache_bytes)} for agents; give --snapshots less"
+            )
         said = too_small(
             self.limit_bytes, spec.weight_bytes, PROCESS_BYTES + self.scratch_bytes, spec.dtype
         )
@@ -205,6 +231,20 @@ class View:
                 n_bytes, self.agents or 1, kv, has_budget=self.has_budget
             ),
             "fits": n_agents >= (self.agents or 1),
+        }
+
+    @property
+    def states(self) -> dict[str, int] | None:
+        """Figures of the recurrent layers, as ``--json`` prints them; None: there are none."""
+        state = self.spec.params.state
+        if state is None:
+            return None
+        return {
+            "n_layers": len(state.layers),
+            "bytes_per_slot": state.slot_bytes,
+            "slots_per_agent": AGENT_SLOTS,
+            "snapshots_fit": self.n_snapshots,
+            "snapshot_bytes": self.n_snapshots * state.slot_bytes,
         }
 
     def as_object(self, names: tuple[str, ...]) -> dict[str, Any]:
@@ -245,6 +285,7 @@ class View:
                 )
             ],
             "shared": [list(pair) for pair in spec.params.shared],
+            "states": self.states,
             "kv_dtypes": [self.row(name) for name in names],
         }
 
@@ -263,7 +304,8 @@ def _show(view: View, names: tuple[str, ...]) -> None:
     facts.add_column(no_wrap=True)
     facts.add_column(justify="right", no_wrap=True)
     facts.add_column()
-    facts.add_row("model", "", f"{spec.name} ({spec.family}), {spec.params.n_layers} layers")
+    layers = f"{spec.params.n_layers} layers" + (" of attention" if spec.slot_bytes else "")
+    facts.add_row("model", "", f"{spec.name} ({spec.family}), {layers}")
     for group, n_tokens in zip(spec.params.groups, spec.agent_cells(view.context), strict=True):
         dims = f"{group.n_kv_heads} KV heads of {group.head_dim}"
         if group.is_latent:
@@ -278,6 +320,13 @@ def _show(view: View, names: tuple[str, ...]) -> None:
         facts.add_row("", f"{len(group.layers)} layers", f"{dims}, {history}")
     if spec.params.shared:
         facts.add_row("", f"{len(spec.params.shared)} layers", "share the rows of others")
+    if spec.params.state is not None:
+        facts.add_row(
+            "",
+            f"{len(spec.params.state.layers)} layers",
+            f"recurrent: a slot of states takes {format_size(spec.slot_bytes)} however long a "
+            f"conversation is; an agent has {AGENT_SLOTS}",
+        )
     facts.add_row("memory", format_size(view.limit_bytes), "what the process may hold")
     facts.add_row("- weights", format_size(spec.weight_bytes), f"{spec.dtype}; {spec.counted}")
     if spec.stored_bytes != spec.weight_bytes:
@@ -288,8 +337,15 @@ def _show(view: View, names: tuple[str, ...]) -> None:
         format_size(view.scratch_bytes),
         "set aside for activations and logits: an upper estimate",
     )
+    if view.n_snapshots:
+        facts.add_row(
+            "- snapshots",
+            format_size(view.n_snapshots * spec.slot_bytes),
+            f"{view.n_snapshots:,} slots, from which conversations go on",
+        )
     if view.why_not:
-        facts.add_row("= KV", "none", "the model itself does not fit", style="bold red")
+        what = "the model itself does not fit" if view.cache_bytes <= 0 else "all is for snapshots"
+        facts.add_row("= KV", "none", what, style="bold red")
     else:
         facts.add_row("= KV", format_size(view.kv_bytes), "for all agents", style="bold")
 

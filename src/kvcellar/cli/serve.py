@@ -195,7 +195,10 @@ def _served(
 
     def load(path: str, progress: ProgressFn) -> ModelHost:
         opened = hosting.open(path, _told_twice(path, progress))
-        _log("model loaded", model=path, weights=opened.weights, cache=str(opened.capacity))
+        facts = {"weights": opened.weights, "cache": str(opened.capacity)}
+        if opened.resumes:
+            facts["resumes"] = opened.resumes
+        _log("model loaded", model=path, **facts)
         return opened
 
     return ServedModels(

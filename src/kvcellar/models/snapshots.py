@@ -7,6 +7,7 @@ at positions from which a conversation can go on.
 from __future__ import annotations
 
 from kvcellar.budget import format_size
+from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import seen, whole
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import KvDtype
@@ -78,6 +79,38 @@ def slots_for(
     return running + asked // size
 
 
+def snapshots_in(params: ModelCacheParams, n_bytes: int, asked: int | None) -> int:
+    """Return how many snapshots a cache of so many bytes has room for, as it shares them out.
+
+    Args:
+        params: the model's facts.
+        n_bytes: for K, V and states together.
+        asked: bytes for snapshots; None: one part in ``SHARE``.
+    """
+    if params.state is None or n_bytes <= 0:
+        return 0
+    n = (n_bytes // SHARE if asked is None else asked) // params.state.slot_bytes
+    return min(n, MOST) if asked is None else n
+
+
 def slots_bytes(params: ModelCacheParams, n_slots: int) -> int:
     """Return the bytes of so many slots; 0 for a model without recurrent layers."""
     return 0 if params.state is None else n_slots * params.state.slot_bytes
+
+
+def what_resumes(config: CacheConfig, n_running: int) -> str:
+    """Say from where conversations go on with a model; empty where that is from everywhere.
+
+    Args:
+        config: of its cache.
+        n_running: answers that run at a time.
+    """
+    state = config.params.state
+    if state is None:
+        return ""
+    n = max(0, config.n_slots - LEAST_SLOTS * min(n_running, RUNNING))
+    return (
+        f"recurrent layers ({len(state.layers)}): a conversation goes on from the nearest snapshot "
+        f"of their states; {n:,} of {format_size(state.slot_bytes)} fit, "
+        f"{format_size(n * state.slot_bytes)} in all (--snapshots)"
+    )

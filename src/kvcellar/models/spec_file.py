@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
 from kvcellar.spec import ModelCacheSpec
+from kvcellar.states import StateGroup, StateShape
 from kvcellar.types import LayerGroup, ModelCacheParams
 
 SPEC_FIELDS: dict[str, str] = {
@@ -21,6 +22,7 @@ SPEC_FIELDS: dict[str, str] = {
     "groups": "layer groups: objects of layers (a list of ids, or how many), window or chunk (or "
     "null), is_latent, n_kv_heads, head_dim, v_head_dim (the model's where they are left out)",
     "shared": "pairs [layer, source]: a layer without rows of its own, and the one whose it reads",
+    "state_bytes": "states of all recurrent layers at one position of a sequence, in float32",
     "max_positions": "the longest sequence",
     "weight_bytes": "weights in memory",
     "stored_bytes": "weights in files; as weight_bytes where it is left out",
@@ -34,7 +36,7 @@ SPEC_FIELDS: dict[str, str] = {
 
 _NEEDED = ("n_layers", "n_kv_heads", "head_dim", "max_positions", "weight_bytes")
 _ROWS = ("n_kv_heads", "head_dim", "v_head_dim")
-_SHAPE = {"n_layers", *_ROWS, "groups", "shared"}
+_SHAPE = {"n_layers", *_ROWS, "groups", "shared", "state_bytes"}
 _GROUP_FIELDS = ("layers", "window", "chunk", "is_latent", *_ROWS)
 
 
@@ -185,10 +187,13 @@ def _params(file: _SpecFile, base: ModelCacheSpec | None) -> ModelCacheParams:
             for g in own.groups
         )
     shared = file.raw.get("shared", own.shared if own and groups else ())
+    state = own.state if own else None
+    if "state_bytes" in file.raw:
+        state = StateGroup(((StateShape("recurrent", (file.number("state_bytes") // 4,)),),))
     try:
         if groups:
-            return ModelCacheParams(n_layers, groups=groups, shared=shared)
-        return ModelCacheParams(n_layers, *file.rows(other), shared=shared)
+            return ModelCacheParams(n_layers, groups=groups, shared=shared, state=state)
+        return ModelCacheParams(n_layers, *file.rows(other), shared=shared, state=state)
     except ConfigError as error:
         raise ConfigError(f"{file.path} cannot work: {error}") from error
 
