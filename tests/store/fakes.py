@@ -97,6 +97,9 @@ class History:
         positions = np.arange(p0, p1)
         return tuple(self.rows(i, positions) for i in self.key.layout.full_groups)
 
+    def holds_boundary(self, n: int) -> bool:
+        return 0 < n <= len(self.tokens)
+
     def read_window(self, n: int) -> list[WindowRows]:
         out = []
         for index in self.key.layout.window_groups:

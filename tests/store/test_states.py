@@ -242,3 +242,28 @@ def test_bytes_of_states_count_in_ram_on_disk_and_in_the_queue(tmp_path: Path) -
         assert history.n_states_read == 2  # none was copied that has no room
         (event,) = store.take_events()
         assert event.kind is EventKind.SAVE_PARTIAL and "no boundary state" in event.detail
+
+
+def test_lengths_that_are_asked_for_stay_and_then_the_latest_others(tmp_path: Path) -> None:
+    config = StoreConfig(warm_bytes=0, max_boundaries=3)
+    with Store(tmp_path, config) as store:
+        save(store, "a", History(KEY, TOKENS[:30]), boundaries=(4, 12, 20))
+        assert [b.length for b in store.get("a").boundaries] == [4, 12, 20, 30]
+        save(store, "a", History(KEY, TOKENS[:40]), boundaries=(4,))
+        assert [b.length for b in store.get("a").boundaries] == [4, 30, 40]
+        assert len(list((tmp_path / "windows").iterdir())) == 3  # the others are gone
+        save(store, "a", History(KEY, TOKENS[:50]))
+        assert [b.length for b in store.get("a").boundaries] == [30, 40, 50]
+
+
+def test_a_length_that_only_the_store_still_has_is_kept_and_one_that_nobody_has_is_left_out(
+    tmp_path: Path,
+) -> None:
+    class Forgetful(History):
+        def holds_boundary(self, n: int) -> bool:
+            return n == len(self.tokens)
+
+    with Store(tmp_path, COLD) as store:
+        save(store, "a", History(KEY, TOKENS[:30]), boundaries=(12,))
+        save(store, "a", Forgetful(KEY, TOKENS), boundaries=(12, 40))
+        assert [b.length for b in store.get("a").boundaries] == [12, 30, 60]

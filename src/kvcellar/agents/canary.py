@@ -2,24 +2,29 @@
 
 Checksums prove that bytes are what was written. They cannot prove that what was written was right,
 or that the model that reads it is the one that wrote it: a row that the model itself computes from
-the rows before it can.
+the rows before it can. So can states that it computes from earlier ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvcellar.engine import Restore
+from kvcellar.kv_dtype import SideDtype
 from kvcellar.models import Runner
-from kvcellar.store import BoundaryState, GroupRows, Loaded, RowLayout, Side
+from kvcellar.store import BoundaryState, GroupRows, Loaded, RowLayout, Side, States
 from kvcellar.store.precision import as_floats
 from kvcellar.types import IntArray, LayerGroup
 
 MAX_ROWS = 8
-"""Rows that are computed again, in one forward."""
+"""Rows that are computed again, in one forward, of a model without recurrent layers."""
+
+MAX_TAIL = 256
+"""Tokens that are computed again to see whether the states behind them are right."""
 
 _TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "int8": 0.15, "int4": 0.5}
 """How far a row may be from what is computed, as a share of its length, by how it is stored. The
@@ -29,11 +34,11 @@ of another token, differ by more than their length."""
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Restored rows beside those that were computed again.
+    """Outcome of a comparison of what was restored with what was computed again.
 
     Attributes:
-        n_checked: rows that were computed again; 0 where none could be.
-        bad: addresses of the blocks and boundary states whose rows are wrong, and why.
+        n_checked: tokens that were computed again; 0 where none could be.
+        bad: addresses of the blocks and boundary states that are wrong, and why.
     """
 
     n_checked: int
@@ -45,68 +50,117 @@ def check_restored(
     runner: Runner,
     layout: RowLayout,
     blocks: Sequence[Loaded],
-    window: BoundaryState | None,
+    boundaries: Sequence[BoundaryState],
     stop: int,
 ) -> Finding:
-    """Compute up to ``MAX_ROWS`` of the restored rows again and compare. Only between steps.
+    """Compute some of what was restored again and compare. Only between steps.
+
+    Of a model without recurrent layers that is up to ``MAX_ROWS`` rows. States are computed from
+    the nearest ones before them, with the rows in between: up to ``MAX_TAIL`` tokens.
 
     Args:
         restore: whose rows are written, and not published yet.
         runner: the model.
         layout: of the rows.
         blocks: what the full-history groups were restored from, in order.
-        window: what the groups with a window or chunk were restored from.
+        boundaries: what was restored beside blocks; the last is what the history goes on from.
         stop: one past the last position that was restored.
     """
-    positions = _positions(restore, layout, blocks, window, stop)
+    check = _Check(restore, layout, blocks, boundaries)
+    if layout.state is not None:
+        return check.tail(runner, stop)
+    positions = check.positions(stop)
     computed = restore.compute_again(runner, positions) if positions else None
     if computed is None:
         return Finding(0, {})
-    is_exact = all(block.is_exact for block in blocks) and (window is None or window.is_exact)
-    bad: dict[bytes, str] = {}
-    for index, group in enumerate(layout.groups):
-        cells = restore.tables[index][positions]
-        there = np.flatnonzero(cells >= 0)
-        if not there.size:
-            continue
-        stored = restore.read([cells[there] if i == index else _NONE for i in range(len(computed))])
-        had, got = (
-            as_floats(GroupRows(*(Side(*side) for side in rows[index])), group, layout.kv)
-            for rows in (stored, computed)
-        )
-        for name, dtype, a, b in zip("KV", (layout.kv.k, layout.kv.v), had, got, strict=True):
-            limit = max(_TOLERANCES[dtype.name], 0.0 if is_exact else _TOLERANCES["int8"])
-            for row, error in zip(there, _errors(a, b[:, :, there]), strict=True):
-                if not error <= limit:
-                    position = positions[row]
-                    bad[_address(position, group, blocks, window)] = (
-                        f"{name} of position {position} is {error:.2f} of its length away from "
-                        f"what this model computes; up to {limit:g} is rounding"
-                    )
-    return Finding(len(positions), bad)
+    check.compare_rows([np.array(positions)] * len(layout.groups), computed)
+    return Finding(len(positions), check.bad)
 
 
-_NONE: IntArray = np.empty(0, dtype=np.int64)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Check:
+    """Comparison of what was restored, and findings so far."""
 
+    restore: Restore
+    layout: RowLayout
+    blocks: Sequence[Loaded]
+    boundaries: Sequence[BoundaryState]
+    bad: dict[bytes, str] = field(default_factory=dict)
 
-def _positions(
-    restore: Restore,
-    layout: RowLayout,
-    blocks: Sequence[Loaded],
-    window: BoundaryState | None,
-    stop: int,
-) -> list[int]:
-    """Choose the positions to look at: the ends of blocks, evenly, and the last of all."""
-    size = restore.block_size
-    ends = [block.stop for block in blocks] if layout.full_groups else [stop]
-    wanted = {max(restore.first, (end - 1) // size * size) for end in (*ends, stop)}
-    if restore.first == 0:
-        wanted.add(0)  # it stands on nothing, so it can be computed behind any window
-    found = sorted(p for p in wanted if p < stop and restore.can_compute_again(p))
-    if len(found) <= MAX_ROWS:
-        return found
-    picked = np.linspace(0, len(found) - 1, MAX_ROWS).round().astype(int)
-    return [found[i] for i in picked]
+    def positions(self, stop: int) -> list[int]:
+        """Choose the positions to look at: the ends of blocks, evenly, and the last of all."""
+        restore, size = self.restore, self.restore.block_size
+        ends = [block.stop for block in self.blocks] if self.layout.full_groups else [stop]
+        wanted = {max(restore.first, (end - 1) // size * size) for end in (*ends, stop)}
+        if restore.first == 0:
+            wanted.add(0)  # it stands on nothing, so it can be computed behind any window
+        found = sorted(p for p in wanted if p < stop and restore.can_compute_again(p))
+        if len(found) <= MAX_ROWS:
+            return found
+        picked = np.linspace(0, len(found) - 1, MAX_ROWS).round().astype(int)
+        return [found[i] for i in picked]
+
+    def tail(self, runner: Runner, stop: int) -> Finding:
+        """Compute the last tokens again, and compare their rows and the states behind them."""
+        restore = self.restore
+        starts = range(stop - 1, max(-1, stop - 1 - MAX_TAIL), -1)
+        start = next(filter(restore.can_compute_again, starts), None)
+        tail = None if start is None else restore.compute_tail(runner, start, stop)
+        if start is None or tail is None:
+            return Finding(0, {})
+        self.compare_rows(tail.positions, tail.rows)
+        earlier = [boundary for boundary in self.boundaries if boundary.n_tokens == start]
+        if self.bad and earlier:
+            self.bad[earlier[0].address] = f"rows behind the states at {start} tokens are wrong"
+        error = _state_error(restore.read_states(stop), tail.states)
+        limit = max(map(self.limit, (self.layout.kv.k, self.layout.kv.v)))
+        if not error <= limit:
+            self.bad[self.boundaries[-1].address] = (
+                f"a state after {stop} tokens is {error:.2f} of its length away from what this "
+                f"model computes; up to {limit:g} is rounding"
+            )
+        return Finding(stop - start, self.bad)
+
+    def compare_rows(self, positions: Sequence[IntArray], computed: Any) -> None:
+        """Compare restored rows with computed ones.
+
+        Args:
+            positions: per layer group those that were computed; where nothing was restored they
+                are left out.
+            computed: per layer group their rows.
+        """
+        layout, restore = self.layout, self.restore
+        cells = [table[at] for table, at in zip(restore.tables, positions, strict=False)]
+        there = [np.flatnonzero(some >= 0) for some in cells]
+        stored = restore.read([some[at] for some, at in zip(cells, there, strict=True)])
+        for index, group in enumerate(layout.groups):
+            if not there[index].size:
+                continue
+            had, got = (
+                as_floats(GroupRows(*(Side(*side) for side in rows[index])), group, layout.kv)
+                for rows in (stored, computed)
+            )
+            at = positions[index][there[index]]
+            for name, dtype, a, b in zip("KV", (layout.kv.k, layout.kv.v), had, got, strict=True):
+                limit = self.limit(dtype)
+                for position, error in zip(at, _errors(a, b[:, :, there[index]]), strict=True):
+                    if not error <= limit:
+                        self.bad[self._address(int(position), group)] = (
+                            f"{name} of position {position} is {error:.2f} of its length away from "
+                            f"what this model computes; up to {limit:g} is rounding"
+                        )
+
+    def limit(self, dtype: SideDtype) -> float:
+        """Return how far what is stored so may be from what is computed."""
+        exact = (*(b.is_exact for b in self.blocks), *(b.is_exact for b in self.boundaries))
+        return max(_TOLERANCES[dtype.name], 0.0 if all(exact) else _TOLERANCES["int8"])
+
+    def _address(self, position: int, group: LayerGroup) -> bytes:
+        """Return the address of the block or boundary state that a row came from."""
+        if not group.is_full:
+            assert self.boundaries, "rows of a group that lets go come from a boundary state"
+            return self.boundaries[-1].address
+        return next(b.address for b in self.blocks if b.start <= position < b.stop)
 
 
 def _errors(had: np.ndarray, got: np.ndarray) -> list[float]:
@@ -117,11 +171,12 @@ def _errors(had: np.ndarray, got: np.ndarray) -> list[float]:
     return worst
 
 
-def _address(
-    position: int, group: LayerGroup, blocks: Sequence[Loaded], window: BoundaryState | None
-) -> bytes:
-    """Return the address of the block or boundary state that a row came from."""
-    if not group.is_full:
-        assert window is not None, "rows of a group that lets go come from a boundary state"
-        return window.address
-    return next(block.address for block in blocks if block.start <= position < block.stop)
+def _state_error(had: States, got: States) -> float:
+    """Return the largest distance of any state, as a share of its length."""
+    pairs = [(a, b) for layers in zip(had, got, strict=True) for a, b in zip(*layers, strict=True)]
+    errors = (
+        float(np.linalg.norm((a - b).astype(np.float64)))
+        / max(float(np.linalg.norm(b.astype(np.float64))), 1e-6)
+        for a, b in pairs
+    )
+    return max(errors)

@@ -96,6 +96,8 @@ class Costs:
                 match.warm_bytes * self.s_per_byte["warm"]
                 + match.cold_bytes * self.s_per_byte["cold"]
             )
+            for tier, size_bytes in match.boundary_bytes(stop).items():
+                load += size_bytes * self.s_per_byte[tier]
             prefill = self.prefill_s_per_token
         return Estimate(load, None if prefill is None else (stop - n_cached) * prefill)
 

@@ -53,6 +53,8 @@ class Agent:
     """How often it has changed in this process."""
     mark: Mark | None = None
     """The last state that is durable, as far as this process knows."""
+    resume_at: tuple[int, ...] = ()
+    """Lengths of its history, besides the end, from which it is likely to go on otherwise."""
     gate: Gate = field(default_factory=Gate)
     request_id: int | None = None
     """Id of the request of the turn that is being generated."""

@@ -11,18 +11,18 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvcellar.agents.canary import check_restored
+from kvcellar.agents.canary import MAX_TAIL, check_restored
 from kvcellar.agents.costs import Estimate
 from kvcellar.agents.host import ModelHost
 from kvcellar.agents.memory import IN_FLIGHT
 from kvcellar.agents.race import Ahead, Front
 from kvcellar.agents.records import Agent
-from kvcellar.agents.rows import CellRows, window_positions, write_boundary, write_loaded
+from kvcellar.agents.rows import CellRows, boundary_positions, write_boundaries, write_loaded
 from kvcellar.engine import (
     Engine,
     HeldPrefix,
@@ -168,24 +168,42 @@ class _Job:
                 self.host.costs.declined()
                 result.is_recomputed = True
                 break
-            window = None
-            if self.host.key.layout.window_groups:
-                window = self.store.load_boundary(match, limit)
-                if window is None:
-                    break
-                stop = window.n_tokens
+            boundaries = self._boundaries(match, limit)
+            if boundaries is None:
+                break
+            stop = boundaries[-1].n_tokens if boundaries else stop
             is_guess = self.is_wanted or estimate.prefill_s is None
             patience_s = PATIENCE_S if is_guess else estimate.gain_s
-            limit = self._load(match, first, stop, window, result, patience_s)
-            if result.n_restored or result.is_recomputed or window is None:
+            limit = self._load(match, first, stop, boundaries, result, patience_s)
+            if result.n_restored or result.is_recomputed or not boundaries:
                 break
+
+    def _boundaries(self, match: Match, limit: int) -> list[BoundaryState] | None:
+        """Load the boundary state to go on from; [] where a model needs none, None without any.
+
+        One of states is verified from an earlier one, which comes first.
+        """
+        layout = self.host.key.layout
+        if not layout.has_boundaries:
+            return []
+        started = time.perf_counter()
+        last = self.store.load_boundary(match, limit)
+        if last is None:
+            return None
+        seconds = time.perf_counter() - started
+        self.host.costs.learn_load(last.tier, last.size_bytes, seconds)
+        if self.is_verified and layout.state is not None:
+            earlier = self.store.load_boundary(match, last.n_tokens - 1)
+            if earlier is not None and last.n_tokens - earlier.n_tokens <= MAX_TAIL:
+                return [earlier, last]
+        return [last]
 
     def _load(
         self,
         match: Match,
         first: int,
         stop: int,
-        window: BoundaryState | None,
+        boundaries: Sequence[BoundaryState],
         result: BroughtBack,
         patience_s: float,
     ) -> int:
@@ -194,8 +212,8 @@ class _Job:
         What lies before ``first`` is computed meanwhile.
         """
         layout = self.host.key.layout
-        windows = window_positions(layout, window)
-        restore = self._claim(self.tokens[:stop], windows, first, patience_s)
+        wanted = boundary_positions(layout, boundaries)
+        restore = self._claim(self.tokens[:stop], wanted, first, patience_s)
         if restore is None:
             return 0
         at = restore.first if layout.full_groups else stop
@@ -203,8 +221,7 @@ class _Job:
         try:
             if restore.first > result.n_cached:
                 front = Front(self.host, self.tokens[: restore.first])
-            if window is not None:
-                self._call(lambda _: write_boundary(restore, layout, window))
+            self._call(lambda _: write_boundaries(restore, layout, boundaries))
             if layout.full_groups:
                 at = self._stream(restore, match, stop, result)
             if front is not None:
@@ -213,9 +230,9 @@ class _Job:
                 result.n_computed = max(0, computed.n_tokens - result.n_cached)
                 if not restore.has_beginning:
                     return 0
-            if at < stop and window is not None:
+            if at < stop and boundaries:
                 return at
-            if self.is_verified and not self._verify(restore, window, at, result):
+            if self.is_verified and not self._verify(restore, boundaries, at, result):
                 return 0
             held = self._call(lambda _: restore.publish(at))
             result.release(self.host)
@@ -257,12 +274,16 @@ class _Job:
             time.sleep(ROOM_POLL_S)
 
     def _verify(
-        self, restore: Restore, window: BoundaryState | None, stop: int, result: BroughtBack
+        self,
+        restore: Restore,
+        boundaries: Sequence[BoundaryState],
+        stop: int,
+        result: BroughtBack,
     ) -> bool:
         """Return true if the rows are what the model computes; what is wrong is put away."""
         layout, blocks = self.host.key.layout, self.blocks
         finding = self._call(
-            lambda engine: check_restored(restore, engine.runner, layout, blocks, window, stop)
+            lambda engine: check_restored(restore, engine.runner, layout, blocks, boundaries, stop)
         )
         for address, why in finding.bad.items():
             self.store.reject(address, why)
@@ -381,6 +402,7 @@ def save_history(
             tokens,
             source,
             n_computed=n_computed,
+            boundaries=_resume_points(engine, agent),
             parent=agent.parent,
             parent_position=agent.parent_position,
             metadata=agent.metadata(),
@@ -388,3 +410,12 @@ def save_history(
         )
     finally:
         held.release()
+
+
+def _resume_points(engine: Engine, agent: Agent) -> list[int]:
+    """Return the lengths of an agent's history that shall be resumable besides its end.
+
+    A cache in blocks is resumed after whole ones.
+    """
+    size = engine.cache.block_size
+    return [n - n % step for n in agent.resume_at for step in (1, size)]

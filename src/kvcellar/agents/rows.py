@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.engine import HeldPrefix, Restore, RowCache, StateCache
+from kvcellar.engine import HeldPrefix, Restore, RowCache
+from kvcellar.engine.restore import states_in
 from kvcellar.store import (
     BoundaryState,
     GroupRows,
@@ -37,6 +38,14 @@ class CellRows:
         full = self._layout.full_groups
         return self._read({index: self._held.tables[index][p0:p1] for index in full})
 
+    def holds_boundary(self, n: int) -> bool:
+        """Return true if windows and states are held from which the first ``n`` tokens go on."""
+        if not 0 < n <= self._held.n_tokens:
+            return False
+        sights = self._cache.config.params.sights
+        pairs = zip(sights, self._held.tables, strict=True)
+        return all((table[sight.first_seen(n) : n] >= 0).all() for sight, table in pairs)
+
     def read_window(self, n: int) -> Sequence[WindowRows]:
         """Copy what groups with a window or chunk hold without a hole before position ``n``."""
         positions = {}
@@ -51,10 +60,7 @@ class CellRows:
         """Copy the states of recurrent layers after the first ``n`` tokens; () without any."""
         if self._layout.state is None:
             return ()
-        assert isinstance(self._cache, StateCache), "a model with states has a cache for them"
-        slots = self._held.tables[-1][n - 1 : n]
-        layers = self._cache.read_states(slots)
-        return tuple(tuple(state[0] for state in layer) for layer in layers)
+        return states_in(self._cache, int(self._held.tables[-1][n - 1]))
 
     def _read(self, cells: dict[int, IntArray]) -> Rows:
         tables = [cells.get(index, _NONE) for index in range(len(self._layout.groups))]
@@ -62,12 +68,19 @@ class CellRows:
         return tuple(GroupRows(*(Side(*side) for side in found[index])) for index in cells)
 
 
-def window_positions(layout: RowLayout, state: BoundaryState | None) -> list[IntArray | None]:
-    """Return the positions that a boundary state brings, per layer group; None for full ones."""
+def boundary_positions(
+    layout: RowLayout, boundaries: Sequence[BoundaryState]
+) -> list[IntArray | None]:
+    """Return the positions that boundary states bring, per table of a sequence; None for full ones.
+
+    Windows are those of the last one; of states each brings its own, at its last position.
+    """
     found: list[IntArray | None] = [None] * len(layout.groups)
-    if state is not None:
-        for index, window in zip(layout.window_groups, state.windows, strict=True):
+    for last in boundaries[-1:]:
+        for index, window in zip(layout.window_groups, last.windows, strict=True):
             found[index] = window.positions
+    if layout.state is not None:
+        found.append(np.array([boundary.n_tokens - 1 for boundary in boundaries], dtype=np.int64))
     return found
 
 
@@ -77,11 +90,17 @@ def write_loaded(restore: Restore, layout: RowLayout, loaded: Loaded) -> None:
     _write(restore, layout, cells, dict(zip(layout.full_groups, loaded.rows, strict=True)))
 
 
-def write_boundary(restore: Restore, layout: RowLayout, state: BoundaryState) -> None:
-    """Store a loaded boundary state in the cells that are claimed for it."""
-    windows = dict(zip(layout.window_groups, state.windows, strict=True))
-    cells = {index: restore.tables[index][w.positions] for index, w in windows.items()}
-    _write(restore, layout, cells, {index: window.rows for index, window in windows.items()})
+def write_boundaries(
+    restore: Restore, layout: RowLayout, boundaries: Sequence[BoundaryState]
+) -> None:
+    """Store loaded boundary states in the cells and slots that are claimed for them."""
+    for last in boundaries[-1:]:
+        windows = dict(zip(layout.window_groups, last.windows, strict=True))
+        cells = {index: restore.tables[index][w.positions] for index, w in windows.items()}
+        _write(restore, layout, cells, {index: window.rows for index, window in windows.items()})
+    if layout.state is not None:
+        for boundary in boundaries:
+            restore.write_states(boundary.n_tokens, boundary.states)
 
 
 def _write(

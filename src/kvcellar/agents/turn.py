@@ -335,8 +335,8 @@ class RunningTurn:
             return None
         record_turn(turn, agent, host, event)
         n_kept = agent.turns[-1].start
-        if n_kept < agent.n_stored:  # a window's state is at the end of what was stored
-            agent.n_stored = 0 if agent.key.layout.window_groups else n_kept
+        if n_kept < agent.n_stored:  # a boundary state is at the end of what was stored
+            agent.n_stored = 0 if agent.key.layout.has_boundaries else n_kept
         agent.beside, agent.is_rewound = None, False
         agent.advance()
         agent.is_passing &= len(agent.turns) < 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,31 @@ class HeldPrefix:
             self._is_held = False
             if self.n_tokens:
                 self._residency.index.unlock_handle(self._handle)
+
+
+StatesOfOne = tuple[tuple[NDArray[np.float32], ...], ...]
+"""Per recurrent layer its states after some tokens of one sequence."""
+
+
+class Tail(NamedTuple):
+    """Rows and states of the last tokens of a history, as they were computed again.
+
+    Attributes:
+        positions: per layer group ``[n]``: of the rows that it holds.
+        rows: of these, as ``RowCache.read_rows`` gives them.
+        states: behind the last token.
+    """
+
+    positions: list[IntArray]
+    rows: Any
+    states: StatesOfOne
+
+
+def states_in(cache: SeqCache, slot: int) -> StatesOfOne:
+    """Return copies of the states in a slot of a cache that has some."""
+    assert isinstance(cache, StateCache), "a model with states has a cache for them"
+    layers = cache.read_states(np.array([slot]))
+    return tuple(tuple(state[0] for state in layer) for layer in layers)
 
 
 def hold(residency: Residency, tokens: IntArray) -> HeldPrefix:
@@ -166,6 +191,17 @@ class Restore:
         assert isinstance(cache, RowCache) and not self._is_over
         return cache.read_rows(group_cells)
 
+    def write_states(self, length: int, states: Sequence[Sequence[NDArray[np.float32]]]) -> None:
+        """Store the states after ``length`` tokens in the slot that is claimed for them."""
+        cache = self.residency.cache
+        assert isinstance(cache, StateCache) and not self._is_over
+        given = [[state[None] for state in layer] for layer in states]
+        cache.write_states(self.tables[-1][length - 1 : length], given)
+
+    def read_states(self, length: int) -> StatesOfOne:
+        """Return the states after ``length`` tokens, which are held."""
+        return states_in(self.residency.cache, int(self._here()[-1][length - 1]))
+
     def compute_again(self, runner: Runner, positions: Sequence[int]) -> Any:
         """Run the model on some tokens once more, each behind the rows that lie before it.
 
@@ -207,6 +243,44 @@ class Restore:
                 if cache.has_seq(seq_id):
                     cache.seq_rm(seq_id)
                 residency.give_seq_id(seq_id)
+
+    def compute_tail(self, runner: Runner, start: int, stop: int) -> Tail | None:
+        """Run the model on the tokens ``[start, stop)`` once more, behind what lies before them.
+
+        What it computes goes to cells and a slot of its own, which are free again afterwards.
+
+        Args:
+            runner: the model, which has recurrent layers.
+            start: a length that ``can_compute_again`` says yes to.
+            stop: one past the last token.
+
+        Returns:
+            What it computed; None where there is no room for it.
+        """
+        residency, cache = self.residency, self.residency.cache
+        assert isinstance(cache, RowCache) and not self._is_over
+        seq_id, n = residency.take_seq_id(), stop - start
+        try:
+            if start:
+                cache.seq_map(seq_id, [table[:start] for table in self._here()])
+            if not residency.make_room_for([seq_id] * n):
+                return None
+            try:
+                found = cache.begin_step([seq_id] * n)
+                runner.forward(self.tokens[start:stop], found, [0])
+            except BaseException:
+                cache.cancel_step()
+                raise
+            cache.end_step()
+            *tables, slots = cache.seq_table(seq_id)
+            positions = [start + np.flatnonzero(table[start:] >= 0) for table in tables]
+            pairs = zip(tables, positions, strict=True)
+            rows = cache.read_rows([table[at] for table, at in pairs])
+            return Tail(positions, rows, states_in(cache, int(slots[-1])))
+        finally:
+            if cache.has_seq(seq_id):
+                cache.seq_rm(seq_id)
+            residency.give_seq_id(seq_id)
 
     @property
     def block_size(self) -> int:

@@ -22,7 +22,8 @@ class StoreConfig:
         warm_precision: ``exact``, or ``int8``: float rows in RAM take 8 bits a number. States of
             recurrent layers always are as they were.
         cold_precision: the same for disk.
-        max_boundaries: boundary states that a history keeps, the latest ones.
+        max_boundaries: boundary states that a history keeps: those that its last save asked for,
+            however many, and the latest ones before.
         lock_timeout_s: how long to wait for another process that is writing.
     """
 

@@ -178,7 +178,7 @@ class Saver:
         key, source = taken.state.key, taken.source
         link = boundary_link(key, tokens)
         item = self._known(link.address, taken.may_read)
-        if item is False and source is None:
+        if item is False and (source is None or not source.holds_boundary(link.stop)):
             return
         is_too_large = key.layout.slot_bytes > taken.room
         if item is False and source is not None and not is_too_large:
@@ -322,8 +322,10 @@ class Saver:
             for boundary in covered.boundaries
             if boundary.length <= made.n_stored and boundary.address not in known
         ]
-        boundaries = sorted((*made.boundaries, *more), key=lambda boundary: boundary.length)
-        return replace(made, boundaries=tuple(boundaries[-self._max_boundaries :]))
+        n_more = max(0, self._max_boundaries - len(made.boundaries))
+        kept = (*made.boundaries, *more[len(more) - min(n_more, len(more)) :])
+        by_length = sorted(kept, key=lambda boundary: boundary.length)
+        return replace(made, boundaries=tuple(by_length))
 
     def _for_warm(self, item: Item, sealed: Sealed, key: ModelKey) -> Item | None:
         """Return what RAM keeps of a block that is on disk now."""

@@ -200,8 +200,8 @@ class Store:
                 referred to.
             n_computed: leading tokens whose rows the source has; None: all, or without a source
                 those that are stored.
-            boundaries: shorter lengths that shall be resumable too, whose states the source has; of
-                models that need boundary states. The end of what was computed always is.
+            boundaries: shorter lengths that shall be resumable too, as the end of what was computed
+                is; those that neither the source nor the store can give are left out.
             parent: name of the history it was forked from; None: as before.
             parent_position: tokens in common since the fork.
             metadata: JSON of the caller's own; None: as before.

@@ -44,6 +44,10 @@ class RowSource(Protocol):
         """Return the K and V of positions ``[p0, p1)``, per full-history group."""
         ...
 
+    def holds_boundary(self, n: int) -> bool:
+        """Return true if what follows the first ``n`` tokens can be computed from what is here."""
+        ...
+
     def read_window(self, n: int) -> Sequence[WindowRows]:
         """Return what each group with a window or chunk holds of the positions below ``n``.
 
