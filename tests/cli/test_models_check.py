@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcellar.backends.torch import checking, tiny
+from kvcellar.backends.torch.loading import versions
 from kvcellar.cli import app
 from kvcellar.models.check import CACHES, PARTS, Verdict, verdict_path
 from kvcellar.models.checkpoint import read_config
@@ -39,7 +40,7 @@ def test_all_tiny_has_a_line_for_every_family_and_says_why_some_are_refused(monk
 
 def test_a_family_that_differs_fails_the_command(monkeypatch):
     gaps = {kind: dict.fromkeys(PARTS, 0.25) for kind in CACHES}
-    wrong = Verdict("qwen3", ("2 full",), "a twin", gaps, None, None, checking.versions(), 0.1)
+    wrong = Verdict("qwen3", ("2 full",), "a twin", gaps, None, None, versions(), 0.1)
     monkeypatch.setattr(tiny, "zoo", lambda: ["qwen3"])
     monkeypatch.setattr(checking, "check_family", lambda family: wrong)
     code, said = invoke("--all-tiny", "--json")
@@ -57,7 +58,7 @@ def test_a_checkpoint_is_checked_and_its_verdict_kept(tmp_path):
     assert code == 0
     assert model["is_exact"]
     assert model["family"] == "qwen3"
-    kept = verdict_path(read_config(folder), checking.versions())
+    kept = verdict_path(read_config(folder), versions())
     assert Verdict.from_json(json.loads(kept.read_text())) == Verdict.from_json(model)
 
 
@@ -72,3 +73,29 @@ def test_a_model_and_all_families_are_not_asked_for_together():
     result = CliRunner().invoke(app, ["models", "check", "demo", "--all-tiny"])
     assert result.exit_code == 2
     assert "leave one out" in result.output
+
+
+def test_which_of_the_exact_families_export_is_a_column_and_the_reason_is_said(monkeypatch):
+    proving = pytest.importorskip("kvcellar.backends.executorch.proving")
+    whys = {"qwen3": None, "llama": "its graph branches"}
+    monkeypatch.setattr(tiny, "zoo", lambda: ["bert", *whys])
+    monkeypatch.setattr(proving, "why_not_exported", lambda raw: whys[raw["model_type"]])
+    gaps = {kind: dict.fromkeys(PARTS, 0.0) for kind in CACHES}
+
+    def check(family: str) -> Verdict:
+        found = {} if family == "bert" else gaps
+        reason = "it sees what comes" if family == "bert" else None
+        return Verdict(family, ("2 full",), "a twin", found, None, reason, versions(), 0.1)
+
+    monkeypatch.setattr(checking, "check_family", check)
+    code, said = invoke("--all-tiny", "--export")
+    assert code == 0, "what does not export is no fault"
+    lines = [line.split()[-1] for line in said.splitlines()[:4]]
+    assert lines == ["EXPORTS", "-", "yes", "no"]
+    assert "llama does not export: its graph branches" in said
+    assert said.endswith("2 of 3 exact within 2e-04\n1 of 2 export\n")
+    _, said = invoke("--all-tiny", "--export", "--json")
+    found = json.loads(said)
+    assert found["n_exported"] == 1
+    assert [model["exports"] for model in found["models"]] == [None, True, False]
+    assert found["models"][2]["why_not_exported"] == "its graph branches"

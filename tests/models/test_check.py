@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvcellar.backends.torch import checking
-from kvcellar.backends.torch.checking import check_checkpoint, check_family, versions
+from kvcellar.backends.torch import checking, loading
+from kvcellar.backends.torch.checking import check_checkpoint, check_family
+from kvcellar.backends.torch.loading import versions
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.errors import ModelError
 from kvcellar.models import check as check_module
@@ -241,7 +242,7 @@ def test_a_verdict_without_figures_is_found_again(tiny, home, monkeypatch):
 
 def test_a_verdict_of_other_versions_is_found_again(tiny, home, counted, monkeypatch):
     load_model(tiny)
-    monkeypatch.setattr(checking, "VERSION", 10**6)
+    monkeypatch.setattr(loading, "VERSION", 10**6)
     load_model(tiny)
     assert counted == [tiny, tiny]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,8 +13,11 @@ from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.models.check import PARTS, TOLERANCE
+from kvcellar.registry import load_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvcellar.models.check import Verdict
 
 EXIT_INEXACT = 1
@@ -26,10 +30,42 @@ AllTiny = Annotated[
     bool,
     option(None, "Check a tiny random model of every family that transformers has.", "--all-tiny"),
 ]
+Export = Annotated[
+    bool,
+    option(
+        None,
+        "Also trace and lower a twin of each exact model for ExecuTorch, and say which export; "
+        "some seconds each.",
+        "--export",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A model of the table.
+
+    Attributes:
+        verdict: on the model.
+        exports: true if it exports; None: that was not tried.
+        why_not: why it does not.
+    """
+
+    verdict: Verdict
+    exports: bool | None = None
+    why_not: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints of it."""
+        return {**self.verdict.to_json(), "exports": self.exports, "why_not_exported": self.why_not}
 
 
 def check_command(
-    model: Model = None, *, all_tiny: AllTiny = False, as_json: AsJson = False
+    model: Model = None,
+    *,
+    all_tiny: AllTiny = False,
+    export: Export = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare models behind caches of kvcellar with what they compute by themselves.
 
@@ -41,37 +77,59 @@ def check_command(
     The verdict on MODEL is kept until kvcellar, torch or transformers is another; while it is not
     exact, each load checks again. Exit code 1: a model that was compared is not exact, or MODEL
     could not be compared.
+
+    A model exports if the graph of a twin of it gives the model's logits in the same comparison,
+    and ExecuTorch lowers it.
     """
     if model is not None and all_tiny:
         raise ConfigError(f"--all-tiny is of no model, and {model!r} was given; leave one out")
-    verdicts = _families() if all_tiny else [_one(model or "demo")]
+    rows = _families(export) if all_tiny else [_one(model or "demo", export)]
     if as_json:
-        write(json.dumps(_object(verdicts), ensure_ascii=False) + "\n")
+        write(json.dumps(_object(rows), ensure_ascii=False) + "\n")
     else:
-        _show(verdicts)
-    failed = (each for each in verdicts if not each.is_exact)
+        _show(rows)
+    failed = (row.verdict for row in rows if not row.verdict.is_exact)
     if any(each.differences or not all_tiny for each in failed):
         raise typer.Exit(EXIT_INEXACT)
 
 
-def _families() -> list[Verdict]:
+def _families(export: bool) -> list[_Row]:
     """Check every family, in order of their names."""
     with progress_bar("starting torch") as report:
         from kvcellar.backends.torch.checking import check_family
-        from kvcellar.backends.torch.tiny import zoo
+        from kvcellar.backends.torch.tiny import default_raw, zoo
 
         families = zoo()
         found = []
         for at, family in enumerate(families):
             report(at / len(families), f"checking {family}")
-            found.append(check_family(family))
+            verdict = check_family(family)
+            is_tried = export and verdict.is_exact
+            found.append(_exported(verdict, default_raw(family)) if is_tried else _Row(verdict))
     return found
 
 
-def _one(model: str) -> Verdict:
+def _exported(verdict: Verdict, raw: Mapping[str, Any]) -> _Row:
+    """Find out whether an exact model exports.
+
+    Raises:
+        BackendError: ExecuTorch is not installed.
+    """
+    load_backend("executorch")
+    from kvcellar.models.tokenizer import quiet
+
+    with quiet(lambda part: None):
+        from kvcellar.backends.executorch.proving import why_not_exported
+
+        why_not = why_not_exported(raw)
+    return _Row(verdict, why_not is None, why_not)
+
+
+def _one(model: str, export: bool) -> _Row:
     """Check a checkpoint, and keep the verdict."""
     with progress_bar("starting torch") as report:
-        from kvcellar.backends.torch.checking import check_checkpoint, versions
+        from kvcellar.backends.torch.checking import check_checkpoint
+        from kvcellar.backends.torch.loading import versions
         from kvcellar.models.check import keep_verdict
         from kvcellar.models.checkpoint import read_config
         from kvcellar.models.hub import find_checkpoint
@@ -80,34 +138,49 @@ def _one(model: str) -> Verdict:
         raw = read_config(folder)
         verdict = check_checkpoint(folder, raw, lambda part: report(part, f"checking {model}"))
         keep_verdict(raw, versions(), verdict)
-    return verdict
+        return _exported(verdict, raw) if export and verdict.is_exact else _Row(verdict)
 
 
-def _object(verdicts: list[Verdict]) -> dict[str, Any]:
+def _object(rows: list[_Row]) -> dict[str, Any]:
     """Return what ``--json`` prints."""
+    verdicts = [row.verdict for row in rows]
     return {
         "tolerance": TOLERANCE,
         "n_exact": sum(verdict.is_exact for verdict in verdicts),
         "n_inexact": sum(bool(v.differences) and not v.is_exact for v in verdicts),
         "n_refused": sum(not verdict.differences for verdict in verdicts),
-        "models": [verdict.to_json() for verdict in verdicts],
+        "n_exported": sum(row.exports is True for row in rows),
+        "models": [row.to_json() for row in rows],
     }
 
 
-def _show(verdicts: list[Verdict]) -> None:
-    """Print a table, a line for each model; what was not compared says why below."""
+def _show(rows: list[_Row]) -> None:
+    """Print a table, a line for each model; what was not compared or exported says why below."""
+    is_tried = any(row.exports is not None for row in rows)
     lines = [("FAMILY", "LAYERS", *(part.upper() for part in PARTS), "VERDICT")]
-    for verdict in verdicts:
-        said = "exact" if verdict.is_exact else "differs" if verdict.differences else "refused"
-        worst = [verdict.worst_of(part) for part in PARTS]
-        figures = ["-" if value is None else f"{value:.0e}" for value in worst]
-        lines.append((verdict.family, ", ".join(verdict.layers) or "-", *figures, said))
+    lines += [_cells(row.verdict) for row in rows]
+    if is_tried:
+        said = {None: "-", True: "yes", False: "no"}
+        exports = ["EXPORTS", *(said[row.exports] for row in rows)]
+        lines = [(*line, cell) for line, cell in zip(lines, exports, strict=True)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         write("  ".join(cells).rstrip() + "\n")
-    for verdict in verdicts:
-        if not verdict.is_exact:
-            write(f"\n{verdict.refusal(verdict.family)}\n")
-    exact = sum(verdict.is_exact for verdict in verdicts)
-    write(f"\n{exact} of {len(verdicts)} exact within {TOLERANCE:.0e}\n")
+    for row in rows:
+        if not row.verdict.is_exact:
+            write(f"\n{row.verdict.refusal(row.verdict.family)}\n")
+        if row.why_not is not None:
+            write(f"\n{row.verdict.family} does not export: {row.why_not}\n")
+    exact = sum(row.verdict.is_exact for row in rows)
+    write(f"\n{exact} of {len(rows)} exact within {TOLERANCE:.0e}\n")
+    if is_tried:
+        write(f"{sum(row.exports is True for row in rows)} of {exact} export\n")
+
+
+def _cells(verdict: Verdict) -> tuple[str, ...]:
+    """Return the cells of a model's line, all but whether it exports."""
+    said = "exact" if verdict.is_exact else "differs" if verdict.differences else "refused"
+    worst = [verdict.worst_of(part) for part in PARTS]
+    figures = ["-" if value is None else f"{value:.0e}" for value in worst]
+    return verdict.family, ", ".join(verdict.layers) or "-", *figures, said

@@ -26,6 +26,7 @@ from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.config import default_feature_layers
+from kvcellar.models.facts import Rope
 from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
 from kvcellar.models.model import check_feature_layers
 from kvcellar.models.options import ProgressFn, no_progress
@@ -149,16 +150,12 @@ def export_program(
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)
-    if not loaded.facts.rope.is_fixed:
-        raise ModelError(
-            f"{name_or_path} has RoPE of type {loaded.facts.rope.kind!r}, whose factors each "
-            f"session chooses, and a program has its factors inside; run it with the backend torch"
-        )
+    check_ropes(loaded.facts.rope, str(name_or_path))
     if feature_layers is not None:
         n_layers = loaded.params.n_layers
         asked = replace(asked, layers=asked.layers or default_feature_layers(n_layers))
         check_feature_layers(asked.layers, n_layers)
-    with _quiet(), _told(str(loaded.config.model_type)):
+    with quietly(), telling(str(loaded.config.model_type)):
         lowered = _lower(loaded, asked, report)
     report(0.9, f"writing {asked.path.name}")
     _write(lowered.program, asked.path)
@@ -177,6 +174,23 @@ def export_program(
         delegated=lowered.delegated,
         kept=lowered.kept,
     )
+
+
+def check_ropes(rope: Rope, name: str) -> None:
+    """Refuse a model whose sessions turn positions by factors of their own.
+
+    Args:
+        rope: of its facts.
+        name: as a person knows it.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if not rope.is_fixed:
+        raise ModelError(
+            f"{name} has RoPE of type {rope.kind!r}, whose factors each session chooses, and a "
+            f"program has its factors inside; run it with the backend torch"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +261,7 @@ def _lower(loaded: TorchModel, asked: _Settings, report: ProgressFn) -> _Lowered
     report(0.85, "planning memory")
     counts = _counts(edge.exported_program(asked.method).graph_module)  # planning rewrites it
     n_op_calls = sum(OP in str(node.target) for node in graph.graph.nodes)
-    return _Lowered(edge.to_executorch(_plan()), n_op_calls, n_linears_kept, *counts)
+    return _Lowered(edge.to_executorch(memory_plan()), n_op_calls, n_linears_kept, *counts)
 
 
 def trace(
@@ -306,7 +320,8 @@ def _constants(loaded: TorchModel, fingerprint: str, asked: _Settings) -> dict[s
     return facts | {OWN_PREFIX + key: value for key, value in own.items()}
 
 
-def _plan() -> Any:
+def memory_plan() -> Any:
+    """Return ExecuTorch's settings by which a lowered graph becomes a program."""
     from executorch.exir import ExecutorchBackendConfig
 
     return ExecutorchBackendConfig()
@@ -357,7 +372,7 @@ def _write(program: Any, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(family: str) -> Iterator[None]:
+def telling(family: str) -> Iterator[None]:
     """Say of whatever the exporter raises which model it was about, and what to do.
 
     Raises:
@@ -376,7 +391,7 @@ def _told(family: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Keep back what the exporter warns of its own deprecations and logs that nobody asked for."""
     loggers = [
         logging.getLogger(name) for name in ("", "torchao", "torch", "torch.__trace", "executorch")

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-from kvcellar import __version__
 from kvcellar.backends.torch.latent import bind_latents
+from kvcellar.backends.torch.loading import versions
 from kvcellar.backends.torch.memory import give_back
 from kvcellar.backends.torch.networks import empty_network, load_network
 from kvcellar.backends.torch.positions import tell_past_lengths
@@ -26,7 +25,6 @@ from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import (
     CAPACITY,
     TOLERANCE,
-    VERSION,
     Subject,
     Verdict,
     compare,
@@ -56,16 +54,6 @@ _MOST_SAID = 400
 Report = Callable[[float], None]
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a verdict depends on."""
-    return {
-        "kvcellar": __version__,
-        "check": str(VERSION),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
 def unheard(part: float) -> None:
     """Report to nobody."""
 
@@ -82,12 +70,12 @@ def check_checkpoint(folder: Path, raw: Mapping[str, Any], report: Report = unhe
         UnreadWeightsError: its weights cannot be read, which says nothing of the model.
     """
 
-    def make() -> _Pair:
+    def make() -> Pair:
         facts = learn_facts(raw)
         spans = [span for group in facts.params.groups for span in (group.window, group.chunk)]
         is_met = all(span is None or span <= _SHORT for span in spans) and facts.rope.is_fixed
         if not is_met or _count(empty_network(raw)) > MOST_NUMBERS:
-            return _twins(raw)
+            return twins(raw)
         cpu = torch.device("cpu")
         with quiet(unheard):
             ours, theirs = (
@@ -107,11 +95,11 @@ def check_family(model_type: str, report: Report = unheard, **fields: Any) -> Ve
         report: is told how much is done.
         fields: of its text part, in place of the defaults.
     """
-    return _check(model_type, lambda: _twins(default_raw(model_type, **fields)), report)
+    return _check(model_type, lambda: twins(default_raw(model_type, **fields)), report)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """One model twice.
 
     Attributes:
@@ -127,7 +115,7 @@ class _Pair:
     name: str
 
 
-def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
+def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
     """Make a pair of networks and compare them; what goes wrong is the verdict's reason.
 
     Raises:
@@ -142,7 +130,7 @@ def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
         pair = make()
         name, layers = pair.name, kinds_of(pair.facts.params)
         own = own_gap(pair.theirs, pair.facts.vocab_size)
-        subject = _subject(pair, report)
+        subject = subject_of(pair, report)
         differences = compare(subject)
         allowed = _allowed(pair, subject, differences)
     except UnreadWeightsError:
@@ -156,8 +144,11 @@ def _check(family: str, make: Callable[[], _Pair], report: Report) -> Verdict:
     return Verdict(family, layers, name, differences, own, reason, versions(), seconds, allowed)
 
 
-def _twins(raw: Mapping[str, Any]) -> _Pair:
+def twins(raw: Mapping[str, Any]) -> Pair:
     """Return a pair of networks of a model's twin, with the same random weights.
+
+    Args:
+        raw: the model's ``config.json``.
 
     Raises:
         ModelError: there is no twin, or its attention cannot be served.
@@ -175,12 +166,12 @@ def _twins(raw: Mapping[str, Any]) -> _Pair:
     return _pair(ours, theirs, facts, f"a twin of {facts.n_layers} layers and")
 
 
-def _pair(ours: Any, theirs: Any, facts: ModelFacts, name: str) -> _Pair:
+def _pair(ours: Any, theirs: Any, facts: ModelFacts, name: str) -> Pair:
     """Return a pair of networks of which one is held as loading holds it."""
     hold_ropes(ours)
     tell_past_lengths(ours)
     bind_latents(ours, facts.latents)
-    return _Pair(ours, theirs, facts, f"{name} {_count(theirs):,} numbers")
+    return Pair(ours, theirs, facts, f"{name} {_count(theirs):,} numbers")
 
 
 def _count(network: Any) -> int:
@@ -212,7 +203,7 @@ def own_gap(network: Any, vocab_size: int) -> float | None:
     return gap
 
 
-def _allowed(pair: _Pair, subject: Subject, differences: Mapping[str, Any]) -> float:
+def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> float:
     """Return how much a logit may differ: more where float32 itself is further from float64.
 
     That is looked at last, and only where it matters: the pair's own network is made float64.
@@ -231,7 +222,7 @@ def _allowed(pair: _Pair, subject: Subject, differences: Mapping[str, Any]) -> f
     return max(TOLERANCE, min(_SLACK * noise, _MOST_SLACK))
 
 
-def _subject(pair: _Pair, report: Report) -> Subject:
+def subject_of(pair: Pair, report: Report = unheard) -> Subject:
     """Return a pair of networks as the neutral check takes them."""
     facts = pair.facts
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvcellar import __version__
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
@@ -25,7 +26,7 @@ from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError
-from kvcellar.models.check import demand_exact, verdict_of
+from kvcellar.models.check import VERSION, Verdict, demand_exact, verdict_of
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -183,10 +184,24 @@ def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
     if found.folder == DEMO_FOLDER:  # its tests are ours
         return
     report(0.01, "checking")
-    from kvcellar.backends.torch.checking import check_checkpoint, versions
 
-    verdict = verdict_of(found.raw, versions(), lambda: check_checkpoint(found.folder, found.raw))
+    def find() -> Verdict:
+        from kvcellar.backends.torch.checking import check_checkpoint  # a second load needs it not
+
+        return check_checkpoint(found.folder, found.raw)
+
+    verdict = verdict_of(found.raw, versions(), find)
     demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a verdict on a model depends on."""
+    return {
+        "kvcellar": __version__,
+        "check": str(VERSION),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, int]:

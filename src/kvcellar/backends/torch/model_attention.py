@@ -76,7 +76,7 @@ def attention(
     if latent is not None:
         out = latent.expand(out)
     out = out.transpose(1, 2)
-    return out if torch.compiler.is_compiling() else out.contiguous(), None
+    return out.contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)

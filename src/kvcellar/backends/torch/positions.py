@@ -56,7 +56,7 @@ class PastLengths(Cache):
         """Hold positions ``[1, T]``."""
         super().__init__(layers=[])
         at = positions.view(-1)
-        self._lengths = at - torch.arange(len(at), device=at.device)
+        self._lengths = at - torch.arange(at.shape[0], device=at.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return ``[T]``: each token's position, less its number in the forward."""
