@@ -293,7 +293,7 @@ def _size_of(
     n_rows: int,
     keeps_windows: bool = False,
 ) -> _Size:
-    """Size a model: weights, KV and states, a forward, and the blocks of a restore on the way in.
+    """Size a model: weights, KV and states, a forward, and what a restore has on the way in.
 
     Pools of windows grow like the others as conversations come and go, unless a budget keeps them
     at what one sequence needs where there is no more room.
@@ -311,7 +311,7 @@ def _size_of(
     )
     n_slots = slots_for(spec.params, capacity, kv, options.snapshot_bytes, config.max_num_seqs)
     kv_bytes += slots_bytes(spec.params, n_slots)
-    in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv)
+    in_flight = IN_FLIGHT * BLOCK_TOKENS * spec.token_bytes(kv) + spec.slot_bytes
     return _Size(spec.weight_bytes, forward + in_flight, kv_bytes)
 
 

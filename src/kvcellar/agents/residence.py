@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from kvcellar.agents.canary import MAX_TAIL, check_restored
 from kvcellar.agents.costs import Estimate
 from kvcellar.agents.host import ModelHost
@@ -402,7 +404,7 @@ def save_history(
             tokens,
             source,
             n_computed=n_computed,
-            boundaries=_resume_points(engine, agent),
+            boundaries=_resume_points(engine, agent, held),
             parent=agent.parent,
             parent_position=agent.parent_position,
             metadata=agent.metadata(),
@@ -412,10 +414,17 @@ def save_history(
         held.release()
 
 
-def _resume_points(engine: Engine, agent: Agent) -> list[int]:
+def _resume_points(engine: Engine, agent: Agent, held: HeldPrefix) -> list[int]:
     """Return the lengths of an agent's history that shall be resumable besides its end.
 
-    A cache in blocks is resumed after whole ones.
+    Of a model with recurrent layers: where its next turn may leave it, or at snapshots that are so
+    near before that the store has no use for both.
     """
-    size = engine.cache.block_size
-    return [n - n % step for n in agent.resume_at for step in (1, size)]
+    if agent.key.layout.state is None:
+        return []
+    lengths = np.flatnonzero(held.tables[-1] >= 0) + 1
+    near = max(MIN_GAIN, engine.cache.block_size)
+    firsts = (lengths[np.searchsorted(lengths, n - near, "right") :][:1] for n in agent.resume_at)
+    return [
+        int(m) for n, first in zip(agent.resume_at, firsts, strict=True) for m in first if m <= n
+    ]
