@@ -71,9 +71,9 @@ class DecodeCache(Cache, Protocol):
         ...
 
     def resumable_from(self) -> int:
-        """Return the length from which on ``rewind`` accepts every one.
+        """Return the length from which on ``rewind`` goes back to any.
 
-        Below it, it accepts 0, points, and where chunks begin in all groups that lack rows.
+        Below it, to 0, to points, and to where chunks begin in all groups that lack rows.
         """
         ...
 
@@ -81,8 +81,16 @@ class DecodeCache(Cache, Protocol):
         """Keep what is needed to rewind to ``length`` until it is rewound below."""
         ...
 
-    def rewind(self, new_length: int) -> None:
-        """Cut back to the first ``new_length`` tokens."""
+    def drop_point(self, length: int) -> None:
+        """Keep what is needed to rewind to ``length`` no longer."""
+        ...
+
+    def check_resume(self, length: int, verb: str) -> int:
+        """Return the length; raise RewindError if ``rewind`` would go back further."""
+        ...
+
+    def rewind(self, new_length: int) -> int:
+        """Cut back to the first ``new_length`` tokens, or further; return the length it has."""
         ...
 
 
@@ -125,8 +133,8 @@ class SeqCache(Cache, Protocol):
         """Let ``dst`` share what ``src`` holds; moves no bytes."""
         ...
 
-    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
-        """Drop positions of a sequence."""
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> int:
+        """Drop positions of a sequence, and more where it could not go on; return its length."""
         ...
 
     def seq_keep(self, seq_id: int) -> None:
@@ -143,6 +151,10 @@ class SeqCache(Cache, Protocol):
 
     def keep_point(self, seq_id: int, length: int) -> None:
         """Keep what is needed to resume at ``length`` until it is cut back below."""
+        ...
+
+    def drop_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` no longer."""
         ...
 
     def can_resume(self, seq_id: int, length: int) -> bool:

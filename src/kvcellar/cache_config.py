@@ -238,8 +238,10 @@ class CacheUsage:
 
     Attributes:
         groups: cells by layer group.
-        size_bytes: bytes that the pools have allocated for K and V.
+        size_bytes: bytes that the pools have allocated for K, V and states.
+        slots: slots of states, counted as cells are; None where no layer is recurrent.
     """
 
     groups: tuple[GroupUsage, ...]
     size_bytes: int = field(default=0)
+    slots: GroupUsage | None = None

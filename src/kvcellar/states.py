@@ -67,8 +67,16 @@ class StateGroup:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot: the states of all layers at one position of one sequence."""
-        numbers = (math.prod(state.shape) for states in self.layers for state in states)
-        return _NUMBER_BYTES * sum(numbers)
+        return sum(self._state_bytes())
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of one slot in the largest state of a layer: what a pool copies when it grows."""
+        return max(self._state_bytes())
+
+    def _state_bytes(self) -> list[int]:
+        shapes = (state.shape for states in self.layers for state in states)
+        return [_NUMBER_BYTES * math.prod(shape) for shape in shapes]
 
 
 def _checked(state: object) -> StateShape:

@@ -112,13 +112,15 @@ class ContiguousCacheAgainstAList(ActionMachine):
         new_length = max(0, length - draw % 12) if back else draw % (length + 3)
         gone = self.is_gone(new_length)
         assert gone == (settled(self.cache).steps.resume_at(0, new_length) != new_length)
-        if gone:
-            assert new_length < settled(self.cache).resumable_from()
-        if new_length > length or gone:
+        if new_length > length:
             self.refused(RewindError, self.cache.rewind, new_length)
             return
+        asked = new_length
+        if gone:
+            assert new_length < settled(self.cache).resumable_from()
+            new_length = next(n for n in range(new_length, -1, -1) if not self.is_gone(n) or not n)
         self.undo = None
-        self.cache.rewind(new_length)
+        assert self.cache.rewind(asked) == new_length
         del self.want[new_length:]
         self.is_uncut &= new_length in (0, length)
         twin = copy.deepcopy(self.cache)

@@ -298,10 +298,12 @@ class SeqCacheAgainstHistories(ActionMachine):
             return
         history = self.want[seq]
         if p0 < history.length and not self.may_resume(seq, p0):
-            self.refused(RewindError, self.cache.seq_rm, seq, p0)
-            return
+            p0, asked = settled(self.cache).resume_at(seq, p0), p0  # shown to be the deepest
+            assert p0 < asked
+            self.may_resume(seq, p0)
         self.undo = None
-        self.cache.seq_rm(seq, p0)
+        at = self.cache.seq_rm(seq, p0)
+        assert at == (min(p0, history.length) if self.cache.has_seq(seq) else 0)
         if p0 < history.length:
             history.tokens = {p: t for p, t in history.tokens.items() if p < p0}
             history.length = p0

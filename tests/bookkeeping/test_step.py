@@ -432,17 +432,18 @@ def test_a_window_that_has_moved_on_says_from_where_it_can_resume():
     cache = filled(SimulatedContiguous, windows=(4,), capacity=300, n=100, slack=2)
     begin(cache, 1)
     cache.forward([100])
-    assert message(RewindError, cache.rewind, 50) == (
-        "rewind to 50: a sliding window has let go of the tokens before; this history resumes "
+    assert message(RewindError, cache.keep_point, 50) == (
+        "keep_point to 50: a sliding window has let go of what was before; this history resumes "
         "from 0 or from 98 to 101; raise window_slack (2) to keep more"
     )
+    assert [cache.rewind(n) for n in (99, 50)] == [99, 0]
     cache = filled(windows=(4,), capacity=300, n=100, slack=2)
-    assert message(RewindError, cache.seq_rm, 0, 50) == (
-        "seq_rm of sequence 0 at 50: a sliding window has let go of the tokens before; it resumes "
+    assert message(RewindError, cache.seq_cp, 0, 1, 0, 50) == (
+        "seq_cp of sequence 0 at 50: a sliding window has let go of what was before; it resumes "
         "from 0 or from 98 to 100; raise window_slack (2) to keep more"
     )
-    assert message(RewindError, cache.seq_cp, 0, 1, 0, 50).startswith("seq_cp of sequence 0 at 50:")
     assert not cache.has_seq(1)
+    assert [cache.seq_rm(0, n) for n in (99, 50)] == [99, 0]
 
 
 def test_a_chain_that_cannot_be_committed_says_why():

@@ -119,10 +119,9 @@ class Player:
 
     def cut(self, length: int, seq_id: int = 0) -> None:
         """Go back to the first ``length`` tokens."""
-        if self.kind == "contiguous":
-            self.cache.rewind(length)
-        else:
-            self.cache.seq_rm(seq_id, length)
+        one = self.kind == "contiguous"
+        at = self.cache.rewind(length) if one else self.cache.seq_rm(seq_id, length)
+        assert at == length
 
 
 def text(n_tokens: int, seed: int = 0) -> tuple[int, ...]:

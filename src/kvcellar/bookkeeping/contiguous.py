@@ -7,12 +7,14 @@ from functools import partial
 
 import numpy as np
 
+from kvcellar.bookkeeping.drafts import Drafts
 from kvcellar.bookkeeping.face import StepFace
 from kvcellar.bookkeeping.frozen import frozen_spans
 from kvcellar.bookkeeping.growth import Growth
 from kvcellar.bookkeeping.layout import Bytes, NoBytes, Stretch
 from kvcellar.bookkeeping.one_run import OneRun
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
+from kvcellar.bookkeeping.slots import make_slots
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes
@@ -56,6 +58,7 @@ class OneSequence(StepFace):
             )
             for index, group in enumerate(config.params.groups)
         ]
+        self.slots = make_slots(config, lengths, Drafts())
         super().__init__(
             Steps(
                 config,
@@ -64,6 +67,7 @@ class OneSequence(StepFace):
                 NoBytes() if pools is None else pools,
                 growth=growth,
                 unasked=partial(_begin_next, self.layouts),
+                slots=self.slots,
             )
         )
 
@@ -82,44 +86,78 @@ class OneSequence(StepFace):
         """Return true if ``n`` more tokens fit; with a budget, in steps of ``STEP_TOKENS``."""
         n, start, growth = whole(n, "n"), self.length, self.steps.growth
         most = self.steps.origin + self.config.capacity
+        lacks = [] if self.slots is None else [self.slots.n_missing(n, {})]
         if growth is None or start + n > most:
-            return start + n <= most
-        needed = zip(self.layouts, growth.cells_for(start + n), growth.sizes, strict=True)
+            return start + n <= most and not any(n_missing > 0 for n_missing in lacks)
+        needed = zip(self.layouts, growth.cells_for(start + n), growth.sizes, strict=False)
         return growth.can_add(
-            [min(start + n - one.base_at(start), most) - size for one, most, size in needed]
+            [min(start + n - one.base_at(start), most) - size for one, most, size in needed] + lacks
         )
 
     def resumable_from(self) -> int:
         """Return the length from which on ``rewind`` can cut back to any, up to the last."""
+        if self.slots is not None:
+            return self.length
         return max(self.steps.origin, *(layout.low for layout in self.layouts))
 
     def keep_point(self, length: int) -> None:
         """Keep what is needed to rewind to ``length`` until the history is cut back below it.
 
+        Of states it keeps a slot, see ``drop_point``.
+
         Raises:
             RewindError: it cannot be rewound there any more; nothing was changed.
         """
-        length = self._check_resume("keep_point", length)
-        for layout in self.layouts:
-            layout.keep_point(0, length)
+        length = self.check_resume(length, "keep_point")
+        for keeper in self.steps.keepers:
+            keeper.keep_point(0, length)
 
-    def rewind(self, new_length: int) -> None:
+    def drop_point(self, length: int) -> None:
+        """Keep what is needed to rewind to ``length`` no longer; a no-op where it is no point."""
+        length = whole(length, "length", RewindError)
+        self.steps.settle()
+        for keeper in self.steps.keepers:
+            keeper.drop_point(0, length)
+
+    def rewind(self, new_length: int) -> int:
         """Cut the history back to its first ``new_length`` tokens. Moves no bytes.
 
+        Where a layer group cannot go on from there, it is cut back further, to the greatest length
+        from which all can: what follows is to be computed again.
+
+        Returns:
+            The length that the history has now.
+
         Raises:
-            RewindError: it would grow, or a window or chunk has let go of what it needs to go on
-                from there; nothing was changed.
+            RewindError: it would grow, or lose a part of its frozen prefix; nothing was changed.
         """
-        new_length = self._check_resume("rewind", new_length)
-        for layout in self.layouts:
-            layout.cut(0, new_length, self.length)
-        self.steps.lengths[0] = new_length
+        at = self.steps.resume_at(0, self._checked("rewind", new_length))
+        for keeper in self.steps.keepers:
+            keeper.cut(0, at, self.length)
+        self.steps.lengths[0] = at
+        return at
 
-    def _check_resume(self, verb: str, length: int) -> int:
-        """Return a length that the history can be cut back to and go on from.
+    def check_resume(self, length: int, verb: str) -> int:
+        """Return a length that the history can be cut back to and go on from exactly.
 
         Raises:
-            RewindError: it cannot.
+            RewindError: it cannot; ``verb`` names who asks.
+        """
+        length = self._checked(verb, length)
+        near = self.steps.resume_at(0, length)
+        if near != length:
+            raise RewindError(
+                f"{verb} to {length}: {self.steps.narrow} has let go of what was before; this "
+                f"history resumes from {near} or from {self.resumable_from()} to {self.length}; "
+                f"{self.steps.keeps_more}"
+            )
+        return length
+
+    def _checked(self, verb: str, length: int) -> int:
+        """Return a length of a part of the history, behind what is frozen.
+
+        Raises:
+            RewindError: it is none.
         """
         length = whole(length, "new_length", RewindError)
         self.steps.settle()
@@ -133,13 +171,6 @@ class OneSequence(StepFace):
                 f"{verb} to {length}: the first {self.steps.origin} tokens are frozen and shared "
                 f"with other caches; ask for {self.steps.origin} to {self.length}"
             )
-        near = self.steps.resume_at(0, length)
-        if near != length:
-            raise RewindError(
-                f"{verb} to {length}: {self.steps.narrow} has let go of the tokens before; this "
-                f"history resumes from {near} or from {self.resumable_from()} to "
-                f"{self.length}; raise window_slack ({self.config.window_slack}) to keep more"
-            )
         return length
 
     def rows_to_freeze(self, seq_id: int, length: int | None) -> tuple[int, list[IntArray]]:
@@ -148,7 +179,7 @@ class OneSequence(StepFace):
         A window's last ones alone. Errors as in ``freeze_prefix``.
         """
         self.steps.settle()
-        n = self._check_resume("freeze_prefix", self.length if length is None else length)
+        n = self.check_resume(self.length if length is None else length, "freeze_prefix")
         if seq_id != 0 or self.steps.origin or not n:
             raise RewindError(
                 f"freeze_prefix of {n} tokens of sequence {seq_id}: a contiguous cache freezes "
@@ -172,7 +203,8 @@ class OneSequence(StepFace):
         """Start a history whose bytes come from elsewhere: they are in the cells from 0 on.
 
         Args:
-            length: tokens of the history.
+            length: tokens of the history; where layers are recurrent, its states come to the slot
+                that its sequence holds then.
             held: per layer group, how many of the last of them are there.
 
         Raises:
@@ -198,6 +230,8 @@ class OneSequence(StepFace):
                 f"a history of {length} tokens, {self.capacity} cells; {self.config.more_room}"
             )
         self.steps.lengths[0] = length
+        if self.slots is not None and length:
+            self.slots.claim_at(0, [length])
         for layout, n in zip(self.layouts, held, strict=True):
             layout.base = length - n
 
@@ -221,9 +255,13 @@ def _begin_next(
         _check_positions(wholes(positions, "positions", PositionError), expected)
     if not _has_room(steps, layouts, start, n_tokens):
         capacity = steps.config.capacity if steps.growth is None else steps.growth.n_fitting
+        slots, states = steps.slots, ""
+        if slots is not None:
+            n_free = f"{slots.n_free} free of {slots.n_slots} (n_slots)"
+            states = f", and {slots.in_words(1)}, {n_free}; drop points"
         raise CacheFullError(
             f"step needs {n_tokens} cells, {max(0, capacity + steps.origin - start)} free of "
-            f"{capacity}; rewind, clear, or {steps.config.more_room}"
+            f"{capacity}{states}; rewind, clear, or {steps.config.more_room}"
         )
     steps.begin((Stretch(0, 0, n_tokens, start),), expected)
 
@@ -248,11 +286,17 @@ def _check_positions(asked: list[int], expected: list[int]) -> None:
 
 
 def _has_room(steps: Steps, layouts: Sequence[OneRun], start: int, n_tokens: int) -> bool:
-    """Have cells for a step in every group; false, with nothing changed, without them."""
+    """Have cells for a step in every group, and a slot; false, with nothing changed, without."""
     if start + n_tokens > steps.origin + steps.config.capacity:
         return False
-    growth = steps.growth
+    growth, slots = steps.growth, steps.slots
+    lacks = [] if slots is None else [slots.n_missing(1, {})]
     if growth is None:
-        return True
-    sizes = zip(layouts, growth.sizes, strict=True)
-    return growth.add([start + n_tokens - one.base_at(start) - size for one, size in sizes])
+        return not any(n_missing > 0 for n_missing in lacks)
+    sizes = zip(layouts, growth.sizes, strict=False)
+    missing = [start + n_tokens - one.base_at(start) - size for one, size in sizes]
+    if not growth.add(missing + lacks):
+        return False
+    if slots is not None:
+        slots.grant(growth.sizes[-1])
+    return True

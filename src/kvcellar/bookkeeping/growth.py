@@ -19,6 +19,9 @@ from kvcellar.types import LayerGroup
 STEP_TOKENS = 512
 """Tokens of one forward that a window group gets room for besides its window."""
 
+STEP_SLOTS = 2
+"""Slots that one sequence takes in a step: one that is read, one that is written."""
+
 ARRAY_BYTES = 16
 """What the bookkeeping's own arrays take per cell that a group could ever have."""
 
@@ -44,7 +47,8 @@ class Growth:
     """The granted cells of one cache, by layer group. Integers only.
 
     Cells are granted to all groups together or not at all. The bytes go back to the budget when
-    the cache is gone: pools never shrink.
+    the cache is gone: pools never shrink. Where layers are recurrent, slots count as cells of one
+    more group, the last, that keeps ``STEP_SLOTS`` of a sequence however long it is.
 
     Invariants (asserted by ``check``):
       - what this cache holds of the budget is the bytes of its granted cells and of its own arrays,
@@ -71,28 +75,41 @@ class Growth:
         Raises:
             ConfigError: the budget holds no token.
         """
-        self._min_chunk = config.min_chunk
+        groups, state = config.params.groups, config.params.state
         self._block_size = block_size
-        self._cell_bytes = [g.cell_bytes(config.kv) + INDEX_BYTES for g in config.params.groups]
+        self._units = [block_size] * len(groups)
+        self._chunks = [config.min_chunk] * len(groups)
+        self._cell_bytes = [g.cell_bytes(config.kv) + INDEX_BYTES for g in groups]
         whole = block_size > 1 and config.layout == "block_first"
         self._copy_bytes_of = [
-            g.cell_bytes(config.kv) // (1 if whole else len(g.layers)) for g in config.params.groups
+            g.cell_bytes(config.kv) // (1 if whole else len(g.layers)) for g in groups
         ]
+        most = [config.capacity] * len(groups)
+        windows = [_window_cells(g, config, has_one_run) for g in groups]
+        if state is not None:
+            self._units.append(1)
+            self._chunks.append(STEP_SLOTS)
+            self._cell_bytes.append(state.slot_bytes + INDEX_BYTES)
+            self._copy_bytes_of.append(state.most_bytes)
+            most.append(config.n_slots)
+        self._has_slots = state is not None
         self.limits = [
-            self._down(min(config.capacity, budget.kv_bytes // size)) for size in self._cell_bytes
+            _down(min(n, budget.kv_bytes // size), unit)
+            for n, size, unit in zip(most, self._cell_bytes, self._units, strict=True)
         ]
-        array_bytes = ARRAY_BYTES * sum(self.limits) + exact_bytes(config.params.groups, config.kv)
-        windows = [_window_cells(g, config, has_one_run) for g in config.params.groups]
+        array_bytes = ARRAY_BYTES * sum(self.limits) + exact_bytes(groups, config.kv)
         self.n_fitting = self._most_tokens(budget.kv_bytes - array_bytes, windows)
         if not self.n_fitting:
+            slots = "" if state is None else f", {STEP_SLOTS} slots {state.slot_bytes} each"
             raise ConfigError(
                 f"the memory budget leaves {budget.kv_bytes} bytes for KV and {block_size} "
-                f"token{'s' if block_size > 1 else ''} take {block_size * sum(self._cell_bytes)}; "
-                f"give more memory, or store K and V in fewer bits (kv_dtype)"
+                f"token{'s' if block_size > 1 else ''} take "
+                f"{block_size * sum(self._cell_bytes[: len(groups)])}{slots}; give more memory, or "
+                f"store K and V in fewer bits (kv_dtype)"
             )
         self._floors = [
-            0 if cells is None else min(self._up(cells), self.n_fitting) for cells in windows
-        ]
+            0 if cells is None else min(_up(cells, block_size), self.n_fitting) for cells in windows
+        ] + [STEP_SLOTS] * self._has_slots
         self.sizes = [0] * len(self.limits)
         self._held = _Held(budget)
         finalize(self, self._held.give_back_all)
@@ -124,13 +141,20 @@ class Growth:
         least = self._least(deficits)
         if any(size > limit for size, limit in zip(least, self.limits, strict=True)):
             return False
+        wanted = zip(
+            least,
+            wishes or [0] * len(least),
+            self.sizes,
+            self.limits,
+            self._chunks,
+            self._units,
+            strict=True,
+        )
         extras = [
-            self._up(grown_size(need + wish, size, self._min_chunk, limit)) - need
+            _up(grown_size(need + wish, size, chunk, limit), unit) - need
             if need + wish > size
             else 0
-            for need, wish, size, limit in zip(
-                least, wishes or [0] * len(least), self.sizes, self.limits, strict=True
-            )
+            for need, wish, size, limit, chunk, unit in wanted
         ]
         while True:
             sizes = [
@@ -145,16 +169,21 @@ class Growth:
                 return True
             if not any(extras):
                 return False
-            extras = [self._down(extra // 2) for extra in extras]
+            extras = [
+                _down(extra // 2, unit) for extra, unit in zip(extras, self._units, strict=True)
+            ]
 
     def cells_for(self, n_tokens: int) -> list[int]:
         """Cells per group for so many tokens, in steps of at most ``STEP_TOKENS``.
 
-        More tokens than fit alone in full and window groups together may come in any one step.
+        More tokens than fit alone in full and window groups together may come in any one step. Of
+        slots it is the one that a step writes.
         """
-        if n_tokens > self.n_fitting and not all(self._floors):
-            return [n_tokens] * len(self._floors)
-        return [min(n_tokens, floor) if floor else n_tokens for floor in self._floors]
+        floors = self._floors[:-1] if self._has_slots else self._floors
+        slots = [min(n_tokens, 1)] * self._has_slots
+        if n_tokens > self.n_fitting and not all(floors):
+            return [n_tokens] * len(floors) + slots
+        return [min(n_tokens, floor) if floor else n_tokens for floor in floors] + slots
 
     def most_tokens(self, free: Sequence[int]) -> int:
         """Return the most tokens that fit with so many cells free per group, in steps as above."""
@@ -185,12 +214,12 @@ class Growth:
         kv_bytes = sum(n * size for n, size in zip(self.sizes, self._cell_bytes, strict=True))
         assert self._held.n_bytes == kv_bytes + self._array_bytes + self._copy_bytes
         assert all(n <= limit for n, limit in zip(self.sizes, self.limits, strict=True))
-        assert all(n % self._block_size == 0 for n in self.sizes)
+        assert all(n % unit == 0 for n, unit in zip(self.sizes, self._units, strict=True))
 
     def _least(self, deficits: Sequence[int]) -> list[int]:
         return [
-            size + self._up(max(0, deficit))
-            for size, deficit in zip(self.sizes, deficits, strict=True)
+            size + _up(max(0, deficit), unit)
+            for size, deficit, unit in zip(self.sizes, deficits, self._units, strict=True)
         ]
 
     def _n_asked(self, sizes: Sequence[int]) -> int:
@@ -219,16 +248,16 @@ class Growth:
 
     def _most_tokens(self, n_bytes: int, windows: Sequence[int | None]) -> int:
         """Return the longest sequence that fits alone: whole blocks."""
-        full = [n for n, window in zip(self.limits, windows, strict=True) if window is None]
-        low, high = 0, min(full, default=max(self.limits)) // self._block_size
+        rows = list(zip(self.limits, windows, strict=False))
+        full = [n for n, window in rows if window is None]
+        low, high = 0, min(full, default=max(n for n, _ in rows)) // self._block_size
         while low < high:
             blocks = (low + high + 1) // 2
+            n_cells = blocks * self._block_size
             cells = [
-                blocks * self._block_size
-                if window is None
-                else min(blocks * self._block_size, self._up(window))
+                n_cells if window is None else min(n_cells, _up(window, self._block_size))
                 for window in windows
-            ]
+            ] + [STEP_SLOTS] * self._has_slots
             need = sum(n * size for n, size in zip(cells, self._cell_bytes, strict=True))
             copies = [n * size for n, size in zip(cells, self._copy_bytes_of, strict=True)]
             if need + max(copies) <= n_bytes:
@@ -237,11 +266,13 @@ class Growth:
                 high = blocks - 1
         return low * self._block_size
 
-    def _up(self, n_cells: int) -> int:
-        return -(-n_cells // self._block_size) * self._block_size
 
-    def _down(self, n_cells: int) -> int:
-        return n_cells - n_cells % self._block_size
+def _up(n_cells: int, unit: int) -> int:
+    return -(-n_cells // unit) * unit
+
+
+def _down(n_cells: int, unit: int) -> int:
+    return n_cells - n_cells % unit
 
 
 class _Held:

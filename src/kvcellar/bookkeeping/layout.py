@@ -50,26 +50,12 @@ class Demand(NamedTuple):
     must_let_go: bool = False
 
 
-class Layout(Protocol):
+class Keeper(Protocol):
     """A way for one layer group to keep the histories of sequences. Integers only.
 
-    A layout is given the sequences' lengths when it is made, and reads them; it never changes them.
+    It is given the sequences' lengths when it is made, and reads them; it never changes them. A
+    step begins in it by its ``begin``, which claims what the step writes and plans it.
     """
-
-    def begin(
-        self, stretches: Sequence[Stretch], n_tokens: int, n_held: int | None
-    ) -> tuple[StepPlan, list[CellMove]]:
-        """Claim what a step writes and plan its reads.
-
-        Args:
-            stretches: whose tokens come; there is room for them.
-            n_tokens: tokens of the flat batch.
-            n_held: cells that pools of bytes have to hold; None: as many as are taken.
-
-        Returns:
-            The plan, and what has to be copied before the forward.
-        """
-        ...
 
     def undo(self, stretches: Sequence[Stretch]) -> None:
         """Free what ``begin`` claimed for these, however much of it that was."""
@@ -90,6 +76,10 @@ class Layout(Protocol):
         """Keep what is needed to resume at ``length`` until the sequence is cut back below it."""
         ...
 
+    def drop_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` no longer; nothing where it is no point."""
+        ...
+
     def cut(self, seq_id: int, p0: int, p1: int) -> None:
         """Take positions ``[p0, p1)`` from a sequence."""
         ...
@@ -103,8 +93,27 @@ class Layout(Protocol):
         ...
 
 
-class SharedLayout(Layout, Protocol):
-    """A layout for many sequences: besides, it says what it takes to grow them.
+class Layout(Keeper, Protocol):
+    """The keeper of a group that has a row per token."""
+
+    def begin(
+        self, stretches: Sequence[Stretch], n_tokens: int, n_held: int | None
+    ) -> tuple[StepPlan, list[CellMove]]:
+        """Claim what a step writes and plan its reads.
+
+        Args:
+            stretches: whose tokens come; there is room for them.
+            n_tokens: tokens of the flat batch.
+            n_held: cells that pools of bytes have to hold; None: as many as are taken.
+
+        Returns:
+            The plan, and what has to be copied before the forward.
+        """
+        ...
+
+
+class SharedLayout(Keeper, Protocol):
+    """A keeper for many sequences: besides, it says what it takes to grow them.
 
     Its *cells* are what it takes and frees: a group of rows counts one per token, a group of states
     one per state, of which a sequence has a few however long it is.

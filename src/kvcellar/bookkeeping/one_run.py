@@ -129,6 +129,10 @@ class OneRun:
             self._points.append(length)
             self._points.sort()
 
+    def drop_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` no longer than for any other length."""
+        self._points = [at for at in self._points if at != length]
+
     def cut(self, seq_id: int, p0: int, p1: int) -> None:
         """Drop the tail from ``p0`` on."""
         self._points = [at for at in self._points if at <= p0]

@@ -32,7 +32,7 @@ class Room:
 
         Args:
             config: the cache's.
-            layouts: per layer group.
+            layouts: per layer group, and the slots of states behind them.
             lengths: the sequences' lengths.
             growth: what asks the memory budget; None where there is none.
         """
@@ -47,10 +47,6 @@ class Room:
         if self.growth is not None:
             return self.growth.n_fitting
         return min(layout.capacity for layout in self._layouts)
-
-    def n_held(self, group: int) -> int | None:
-        """Return the cells that a group's pools must hold by a grant; None where none is needed."""
-        return None if self.growth is None else self.growth.sizes[group]
 
     def can_extend(self, n: int, promised: Appends = NOTHING) -> bool:
         """Return true if any one sequence could grow by ``n`` tokens besides what is promised."""
@@ -158,12 +154,25 @@ class Room:
         unit, most, more = layout.unit, layout.usage().capacity, "free"
         others = layout.demand(promised).n_needed if promised else 0
         needed, free = ((n - others) // unit for n in (demand.n_needed, demand.n_free))
+        if group == len(self._config.params.groups):
+            raise CacheFullError(
+                f"{who} needs {layout.in_words(needed)}, {max(0, free)} free of {most}; release a "
+                f"sequence or its points, let go of snapshots, or {self._more_slots}"
+            )
         if self.growth is not None:
             free, most, more = self.n_free(promised) // unit, self.capacity, "free or to be had"
         raise CacheFullError(
             f"{who} needs {layout.in_words(needed)}, {max(0, free)} {more} of {most // unit}; "
             f"release a sequence or {self._config.more_room}"
         )
+
+    @property
+    def _more_slots(self) -> str:
+        """The way out where slots are short, for messages."""
+        growth = self.growth
+        if growth is not None and growth.sizes[-1] < growth.limits[-1]:
+            return self._config.more_room
+        return f"raise n_slots ({self._config.n_slots})"
 
 
 def _missing(demand: Demand) -> int:

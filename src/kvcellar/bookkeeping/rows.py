@@ -259,6 +259,11 @@ class Rows:
         if self.window is not None:
             self.window.keep_point(seq_id, length)
 
+    def drop_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` no longer than for any other length."""
+        if self.window is not None:
+            self.window.drop_point(seq_id, length)
+
     # Sequences ---------------------------------------------------------------------------------
 
     def has_tokens(self, seq_id: int, p0: int, p1: int | None) -> bool:
@@ -395,8 +400,8 @@ def _first_pos(item: tuple[int, tuple[int, int]]) -> int:
     return item[1][0]
 
 
-def check_tables(layouts: Sequence[Rows], tables: Sequence[IntArray]) -> list[IntArray]:
-    """Return tables of cells, one per layer group.
+def check_tables(most: Sequence[int], tables: Sequence[IntArray]) -> list[IntArray]:
+    """Return tables of cells, one per layer group, where there are ``most`` cells at most.
 
     Raises:
         PositionError: there is another number of them, or they are no rows of whole numbers of
@@ -406,17 +411,16 @@ def check_tables(layouts: Sequence[Rows], tables: Sequence[IntArray]) -> list[In
         found = [np.asarray(table) for table in tables]
     except (TypeError, ValueError):
         found = []
-    most = max(layout.pool.capacity for layout in layouts)
-    is_well_formed = len(found) == len(layouts) and all(
+    is_well_formed = len(found) == len(most) and all(
         table.ndim == 1
         and len(table) == len(found[0])
         and (table.dtype.kind in "iu" or not table.size)
-        and (not table.size or (table.min() >= -1 and table.max() < most))
-        for table in found
+        and (not table.size or (table.min() >= -1 and table.max() < n_cells))
+        for table, n_cells in zip(found, most, strict=True)
     )
     if not is_well_formed:
         raise PositionError(
-            f"tables must be {len(layouts)} rows of cells of one length, as seq_table "
+            f"tables must be {len(most)} rows of cells of one length, as seq_table "
             f"gives them, got {seen(tables)}"
         )
     return [table.astype(np.int64, copy=False) for table in found]

@@ -13,14 +13,16 @@ import numpy as np
 
 from kvcellar.bookkeeping.begin import begin_tokens, check_range, check_seq_id, refuse, stretches_of
 from kvcellar.bookkeeping.compaction import Compacted, compact
+from kvcellar.bookkeeping.drafts import Drafts
 from kvcellar.bookkeeping.face import StepFace
 from kvcellar.bookkeeping.frozen import cells_to_freeze
 from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Bytes, NoBytes
+from kvcellar.bookkeeping.layout import Bytes, Demand, NoBytes
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.bookkeeping.room import Room
 from kvcellar.bookkeeping.rows import appends_of, check_tables, lacks_of, make_rows
-from kvcellar.bookkeeping.spans import spans_of
+from kvcellar.bookkeeping.slots import make_slots
+from kvcellar.bookkeeping.spans import Span, spans_of
 from kvcellar.bookkeeping.steps import Positions, Steps
 from kvcellar.cache_config import CacheConfig
 from kvcellar.checks import whole, wholes
@@ -67,8 +69,11 @@ class Sequences(StepFace):
         budget = config.budget
         growth = None if budget is None else Growth(config, budget, block_size=block_size)
         lengths: dict[int, int] = {}
+        drafts = Drafts()
         self.layouts = make_rows(config, lengths, growth, block_size, reads)
-        self.room = Room(config, self.layouts, lengths, growth)
+        self.slots = make_slots(config, lengths, drafts)
+        behind = () if self.slots is None else (self.slots,)
+        self.room = Room(config, (*self.layouts, *behind), lengths, growth)
         super().__init__(
             Steps(
                 config,
@@ -77,6 +82,8 @@ class Sequences(StepFace):
                 NoBytes() if pools is None else pools,
                 growth=growth,
                 unasked=partial(unasked, self.room),
+                slots=self.slots,
+                drafts=drafts,
             )
         )
 
@@ -163,7 +170,9 @@ class Sequences(StepFace):
 
     def resumable_from(self, seq_id: int) -> int:
         """Return the length from which on the sequence can go on wherever it is cut back to."""
-        self.seq_len(seq_id)
+        length = self.seq_len(seq_id)
+        if self.slots is not None:
+            return length
         return max(self.steps.origin, *(layout.low(seq_id) for layout in self.layouts))
 
     def can_resume(self, seq_id: int, length: int) -> bool:
@@ -177,7 +186,7 @@ class Sequences(StepFace):
         """Keep what is needed to resume at ``length`` until the sequence is cut back below it.
 
         A group with all of its history keeps it anyway; one with a window keeps a window before
-        the point, besides the one at the end.
+        the point, besides the one at the end; states keep a slot, see ``drop_point``.
 
         Raises:
             UnknownSequenceError: no such sequence.
@@ -186,8 +195,20 @@ class Sequences(StepFace):
         length = whole(length, "length", RewindError)
         self.steps.settle()
         self.check_resume(seq_id, length, "keep_point")
-        for layout in self.layouts:
-            layout.keep_point(seq_id, length)
+        for keeper in self.steps.keepers:
+            keeper.keep_point(seq_id, length)
+
+    def drop_point(self, seq_id: int, length: int) -> None:
+        """Keep what is needed to resume at ``length`` no longer; a no-op where it is no point.
+
+        Raises:
+            UnknownSequenceError: no such sequence.
+        """
+        length = whole(length, "length", RewindError)
+        self.steps.settle()
+        self.seq_len(seq_id)
+        for keeper in self.steps.keepers:
+            keeper.drop_point(seq_id, length)
 
     def check_resume(self, seq_id: int, length: int, verb: str) -> None:
         """Make sure that a sequence can be cut back to ``length`` tokens and go on exactly.
@@ -200,10 +221,9 @@ class Sequences(StepFace):
         if not self.can_resume(seq_id, length):
             near = self.resume_at(seq_id, length) if length > 0 else 0
             raise RewindError(
-                f"{verb} of sequence {seq_id} at {length}: {self.steps.narrow} has let go of the "
-                f"tokens before; it resumes from {near} or from {self.resumable_from(seq_id)} to "
-                f"{self.seq_len(seq_id)}; raise window_slack ({self.config.window_slack}) to keep "
-                f"more"
+                f"{verb} of sequence {seq_id} at {length}: {self.steps.narrow} has let go of what "
+                f"was before; it resumes from {near} or from {self.resumable_from(seq_id)} to "
+                f"{self.seq_len(seq_id)}; {self.steps.keeps_more}"
             )
 
     def _refuse_frozen(self, seq_id: int, position: int, verb: str) -> NoReturn:
@@ -247,8 +267,9 @@ class Sequences(StepFace):
         Raises:
             UnknownSequenceError: ``src`` holds no tokens, or ``dst`` is negative; nothing was
                 changed.
-            RewindError: ``dst`` could not go on from ``p1``: a window has moved on; nothing was
-                changed.
+            RewindError: ``dst`` could not go on from ``p1``: a window has moved on, or no states
+                are held there, or they are of tokens before ``p0`` that ``dst`` does not share;
+                nothing was changed.
             SequenceConflictError: ``dst`` holds other tokens there; nothing was changed.
             CacheFullError: no block is free to join parts in; nothing was changed.
             StepError: ``dst`` has proposed nodes; nothing was changed.
@@ -267,11 +288,38 @@ class Sequences(StepFace):
         if stop <= self.steps.origin or not self._has_tokens(src, p0, stop):
             return
         parts = [layout.pool.shareable(src, dst, p0, stop) for layout in self.layouts]
-        pairs = list(zip(self.layouts, parts, strict=True))
-        self.room.join(dst, [layout.demand_to_join(dst, part) for layout, part in pairs])
-        for group, (layout, part) in enumerate(pairs):
+        if self.slots is not None:
+            self._check_same_start(src, dst, p0)
+        self._join(dst, parts)
+        for group, (layout, part) in enumerate(zip(self.layouts, parts, strict=True)):
             self.steps.move(group, layout.share(src, dst, p0, stop, part))
-        self.steps.lengths[dst] = max(self.steps.lengths.get(dst, 0), stop)
+        if self.steps.lengths.get(dst, 0) < stop:
+            if self.slots is not None:
+                self.slots.share(src, dst, stop)
+            self.steps.lengths[dst] = stop
+
+    def _check_same_start(self, src: int, dst: int, p0: int) -> None:
+        """Make sure that states of ``src`` are states of ``dst``, which shares it from ``p0`` on.
+
+        Raises:
+            RewindError: ``dst`` does not begin as ``src`` does.
+            SequenceConflictError: it holds other tokens there.
+        """
+        length = self.steps.lengths.get(dst, 0)
+        full = [layout.pool for layout in self.layouts if layout.window is None][:1]
+        if length < p0 or (length and not full) or any(p.shareable(src, dst, 0, p0) for p in full):
+            raise RewindError(
+                f"seq_cp from position {p0} of sequence {src} to {dst}, which holds {length} "
+                f"tokens: states of recurrent layers are of all tokens before, and these are not "
+                f"known to be the same; share from position 0 with a sequence that holds nothing"
+            )
+
+    def _join(self, seq_id: int, parts: Sequence[list[Span]]) -> None:
+        """Have room for the copies that join parts of blocks, given per layer group."""
+        pairs = zip(self.layouts, parts, strict=True)
+        demands = [layout.demand_to_join(seq_id, part) for layout, part in pairs]
+        none = [] if self.slots is None else [Demand(0, self.slots.n_free)]
+        self.room.join(seq_id, demands + none)
 
     def _has_tokens(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Return true if anything is left of a sequence's history at ``[p0, p1)``.
@@ -281,17 +329,21 @@ class Sequences(StepFace):
         asked = [layout for layout in self.layouts if layout.window is None][:1] or self.layouts
         return any(layout.has_tokens(seq_id, p0, p1) for layout in asked)
 
-    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> int:
         """Drop positions ``[p0, p1)``; a cell is freed when its last owner lets go.
 
-        To the end (``p1`` None) it cuts the history back to ``p0`` tokens, and the next token gets
-        position ``p0``. A range that ends before leaves a hole that is simply not attended.
-        Dropping the whole sequence drops its tree too.
+        To the end (``p1`` None) it cuts the history back to ``p0`` tokens, or further to where all
+        layer groups can go on from exactly: see ``resume_at``. A range that ends before leaves a
+        hole that is simply not attended. Dropping the whole sequence drops its tree too.
+
+        Returns:
+            The length that the sequence has now: the position that its next token gets. Below
+            ``p0`` what follows is to be computed again.
 
         Raises:
             UnknownSequenceError: no such sequence; nothing was changed.
-            RewindError: a window or chunk has let go of what the sequence needs to go on from
-                ``p0``; nothing was changed.
+            RewindError: a part of the frozen prefix is dropped, or a hole is made under states of
+                recurrent layers; nothing was changed.
             StepError: a part is dropped under a tree; commit it (or commit([])) first.
         """
         seq_id = whole(seq_id, "seq_id", UnknownSequenceError)
@@ -303,26 +355,49 @@ class Sequences(StepFace):
                 self._check_no_tree(seq_id, "before a part of its history is dropped")
             self._drop_tree(seq_id)
             if seq_id not in lengths:
-                return
-        length = self.seq_len(seq_id)
-        p0 = max(0, p0)
-        to_end = p1 is None or p1 >= length
-        if to_end and p0 >= length:
-            return
-        end = length if p1 is None or to_end else p1
-        if p0 and to_end:
-            self.check_resume(seq_id, p0, "seq_rm")
-            p0 = 0 if p0 == self.steps.origin else p0  # nothing of its own is left
-        elif not to_end and p0 < min(end, self.steps.origin):
+                return self.steps.origin
+        length, p0 = self.seq_len(seq_id), max(0, p0)
+        if p1 is None or p1 >= length:
+            if p0 < length:
+                self._cut_back(seq_id, p0, length)
+        elif p0 < p1:
+            self._cut_hole(seq_id, p0, p1)
+        return lengths.get(seq_id, self.steps.origin)
+
+    def _cut_back(self, seq_id: int, p0: int, length: int) -> None:
+        """Cut a history back to ``p0`` tokens, or to where it can go on from before."""
+        origin = self.steps.origin
+        if 0 < p0 < origin:
             self._refuse_frozen(seq_id, p0, "seq_rm")
+        at = self.steps.resume_at(seq_id, p0)
+        at = 0 if at == origin else at  # nothing of its own is left
+        for keeper in self.steps.keepers:
+            keeper.cut(seq_id, at, length)
+        if self._has_tokens(seq_id):
+            self.steps.lengths[seq_id] = at
+        else:
+            self._forget(seq_id)
+
+    def _cut_hole(self, seq_id: int, p0: int, p1: int) -> None:
+        """Take positions from the middle of a history."""
+        if p0 < min(p1, self.steps.origin):
+            self._refuse_frozen(seq_id, p0, "seq_rm")
+        if self.slots is not None:
+            raise RewindError(
+                f"seq_rm of positions [{p0}, {p1}) of sequence {seq_id}: states of recurrent "
+                f"layers are of all tokens and take no holes; cut the history back to {p0} "
+                f"(p1=None) and compute the rest again"
+            )
         for layout in self.layouts:
-            layout.cut(seq_id, p0, end)
+            layout.cut(seq_id, p0, p1)
         if not self._has_tokens(seq_id):
-            del lengths[seq_id]
-            for layout in self.layouts:
-                layout.forget(seq_id)
-        elif to_end:
-            lengths[seq_id] = p0
+            self._forget(seq_id)
+
+    def _forget(self, seq_id: int) -> None:
+        """Forget a sequence that holds nothing any more."""
+        del self.steps.lengths[seq_id]
+        for layout in self.layouts:
+            layout.forget(seq_id)
 
     def seq_keep(self, seq_id: int) -> None:
         """Keep this sequence, with its tree, and drop every other one.
@@ -355,6 +430,8 @@ class Sequences(StepFace):
         if tree is not None:
             for layout in self.layouts:
                 layout.nodes_to_tokens(seq_id, tree.base, ())
+            if self.slots is not None:
+                self.slots.nodes_to_tokens(seq_id, tree.base, ())
             self.steps.drafts.drop(seq_id)
 
     def rows_to_freeze(self, seq_id: int, length: int | None) -> tuple[int, list[IntArray]]:
@@ -372,6 +449,9 @@ class Sequences(StepFace):
     def seq_table(self, seq_id: int, length: int | None = None) -> tuple[IntArray, ...]:
         """Return per layer group the cell of each position ``[length]``, -1 where it has none.
 
+        Where layers are recurrent the slots of their states come last, as one more group: at
+        position n - 1 the slot of the states after n tokens.
+
         Raises:
             UnknownSequenceError: no such sequence.
         """
@@ -379,14 +459,15 @@ class Sequences(StepFace):
         n_held = self.steps.lengths.get(seq_id, 0)
         n = self.seq_len(seq_id) if length is None else length
         n = whole(n, "length", PositionError, least=0, most=MOST_CELLS)
-        tables = (layout.table(seq_id, min(n, n_held)) for layout in self.layouts)
+        behind = () if self.slots is None else (self.slots,)
+        tables = (one.table(seq_id, min(n, n_held)) for one in (*self.layouts, *behind))
         more = max(0, n - n_held)
         return tuple(np.pad(t, (0, more), constant_values=-1) if more else t for t in tables)
 
     def seq_map(self, seq_id: int, tables: Sequence[IntArray]) -> None:
         """Start a sequence on cells that are taken already; they get one more owner.
 
-        Bytes are copied only to join two parts of one block.
+        Bytes are copied only to join two parts of one block. Of slots of states it takes the last.
 
         Args:
             seq_id: it must hold no tokens.
@@ -395,21 +476,25 @@ class Sequences(StepFace):
         Raises:
             UnknownSequenceError: ``seq_id`` is negative; nothing was changed.
             SequenceConflictError: the sequence holds tokens already; nothing was changed.
-            RewindError: a table lacks what its group's window needs to go on; nothing was changed.
+            RewindError: a table lacks what its group's window needs to go on, or the states at the
+                end; nothing was changed.
             CacheFullError: no block is free to join parts in; nothing was changed.
         """
-        seq_id, tables = check_seq_id(seq_id), check_tables(self.layouts, tables)
+        seq_id, tables = check_seq_id(seq_id), self._checked(tables)
         self.steps.settle()
         lacks = self._lacks("seq_map", seq_id, tables)
-        parts = [spans_of(table) for table in tables]
-        pairs = list(zip(self.layouts, parts, strict=True))
-        self.room.join(seq_id, [layout.demand_to_join(seq_id, part) for layout, part in pairs])
-        for group, (layout, part) in enumerate(pairs):
+        parts = [spans_of(table) for table in tables[: len(self.layouts)]]
+        self._join(seq_id, parts)
+        for group, (layout, part) in enumerate(zip(self.layouts, parts, strict=True)):
             self.steps.move(group, layout.pool.share(seq_id, part))
+        if self.slots is not None:
+            self.slots.start(seq_id, tables[-1])
         self._start(seq_id, len(tables[0]), lacks)
 
     def seq_claim(self, seq_id: int, tables: Sequence[IntArray]) -> tuple[IntArray, ...]:
         """Start a sequence on new cells, wherever ``tables`` has a cell; for bytes that come back.
+
+        Slots of states before the last become points, until ``drop_point``.
 
         Returns:
             The tables with the new cells.
@@ -418,11 +503,12 @@ class Sequences(StepFace):
             CacheFullError: too few cells are free; nothing was changed.
             Others: as ``seq_map``.
         """
-        seq_id, tables = check_seq_id(seq_id), check_tables(self.layouts, tables)
+        seq_id, tables = check_seq_id(seq_id), self._checked(tables)
         self.steps.settle()
         lacks = self._lacks("seq_claim", seq_id, tables)
         promised = self.steps.drafts.promised()
-        pairs = list(zip(self.layouts, tables, strict=True))
+        behind = () if self.slots is None else (self.slots,)
+        pairs = list(zip((*self.layouts, *behind), tables, strict=True))
         self.room.take(
             "seq_claim", lambda: [layout.demand_of(table, promised) for layout, table in pairs]
         )
@@ -431,12 +517,17 @@ class Sequences(StepFace):
         self._start(seq_id, len(tables[0]), lacks)
         return self.seq_table(seq_id, len(tables[0]))
 
+    def _checked(self, tables: Sequence[IntArray]) -> list[IntArray]:
+        """Return tables as arrays; raise PositionError unless they are such as of this cache."""
+        most = [layout.pool.capacity for layout in self.layouts]
+        return check_tables(most + ([] if self.slots is None else [self.slots.n_slots]), tables)
+
     def _lacks(self, verb: str, seq_id: int, tables: Sequence[IntArray]) -> list[int]:
         """Return what each window lacks of a sequence that could begin with these tables.
 
         Raises:
             SequenceConflictError, StepError: the sequence holds tokens, or nodes, already.
-            RewindError: a window lacks what the next token sees.
+            RewindError: a window lacks what the next token sees, or states are missing.
         """
         self._check_no_tree(seq_id)
         lengths = self.steps.lengths
@@ -444,9 +535,10 @@ class Sequences(StepFace):
             raise SequenceConflictError(
                 f"sequence {seq_id} holds {lengths[seq_id]} tokens already; seq_rm it first"
             )
-        return lacks_of(
-            self.layouts, tables, f"{verb} of {len(tables[0])} tokens for sequence {seq_id}"
-        )
+        who = f"{verb} of {len(tables[0])} tokens for sequence {seq_id}"
+        if self.slots is not None:
+            self.slots.check_start(tables[-1], who)
+        return lacks_of(self.layouts, tables[: len(self.layouts)], who)
 
     def _start(self, seq_id: int, length: int, lacks: Sequence[int]) -> None:
         """Begin a sequence of ``length`` tokens of which windows lack the first so far."""
@@ -456,15 +548,30 @@ class Sequences(StepFace):
                 layout.start(seq_id, stop)
 
     def retain_cells(self, cells: Sequence[IntArray]) -> None:
-        """Add an owner that is no sequence to these cells, given per layer group; -1 is none."""
-        for layout, part in zip(self.layouts, cells, strict=True):
+        """Add an owner that is no sequence to these cells, given per layer group; -1 is none.
+
+        Slots of states come last, as in ``seq_table``.
+        """
+        rows, slots = self._rows_and_slots(cells)
+        for layout, part in zip(self.layouts, rows, strict=True):
             layout.pool.retain(runs_of(part[part >= 0]))
+        if self.slots is not None:
+            self.slots.retain(slots)
+
+    def _rows_and_slots(self, cells: Sequence[IntArray]) -> tuple[Sequence[IntArray], list[int]]:
+        """Return what is given per layer group, and the slots that come behind."""
+        if self.slots is None:
+            return cells, []
+        return cells[:-1], cells[-1][cells[-1] >= 0].tolist()
 
     def release_cells(self, cells: Sequence[IntArray]) -> None:
         """Drop an owner that is no sequence; a cell is freed when its last owner lets go."""
         self.steps.settle()
-        for layout, part in zip(self.layouts, cells, strict=True):
+        rows, slots = self._rows_and_slots(cells)
+        for layout, part in zip(self.layouts, rows, strict=True):
             layout.pool.release(runs_of(part[part >= 0]))
+        if self.slots is not None:
+            self.slots.release(slots)
 
     def compact(self, histories: Iterable[Sequence[IntArray]], max_cells: int) -> Compacted:
         """Copy together what lies in crumbs, as far as there is a free run for it. Between steps.
@@ -474,11 +581,14 @@ class Sequences(StepFace):
 
         Args:
             histories: what is to lie together, the most important first: per layer group the cells
-                of consecutive positions, -1 for none, as ``seq_table`` gives them.
+                of consecutive positions, -1 for none, as ``seq_table`` gives them. Slots of states
+                stay where they are.
             max_cells: about how many to copy at most, all layer groups together.
         """
         self.steps.settle()
-        return compact([one.pool for one in self.layouts], histories, max_cells, self.steps.move)
+        rows = (self._rows_and_slots(tables)[0] for tables in histories)
+        done = compact([one.pool for one in self.layouts], rows, max_cells, self.steps.move)
+        return done if self.slots is None else done._replace(moved=(*done.moved, None))
 
     def seq_usage(self, seq_id: int) -> tuple[int, int]:
         """Return (cells, shared cells) that the sequence holds, over all layer groups."""
@@ -490,11 +600,16 @@ class Sequences(StepFace):
         """Assert the invariants of every layer group, and that lengths fit them.
 
         Args:
-            held: per layer group, the cells that ``retain_cells`` gave an owner, once per owner.
+            held: per layer group, the cells that ``retain_cells`` gave an owner, once per owner;
+                slots last.
         """
         known = {*self.seq_ids(), *self.steps.drafts.seq_ids(), *self.steps.open_seq_ids()}
         for index, layout in enumerate(self.layouts):
             layout.check(held[index] if held else ())
             strangers = set(layout.pool.seq_ids()) - known
             assert not strangers, f"sequences {strangers} own cells and have no length"
+        if self.slots is not None:
+            self.slots.check(held[-1] if held else ())
+            strangers = set(self.slots.seq_ids()) - known
+            assert not strangers, f"sequences {strangers} own slots and have no length"
         self.room.check()

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 
 from kvcellar.bookkeeping.drafts import Drafts
 from kvcellar.bookkeeping.growth import Growth
-from kvcellar.bookkeeping.layout import Bytes, Layout, Stretch
+from kvcellar.bookkeeping.layout import Bytes, Keeper, Layout, Stretch
+from kvcellar.bookkeeping.slots import Slots
 from kvcellar.cache_config import CacheConfig, CacheUsage
 from kvcellar.checks import wholes
 from kvcellar.errors import PositionError, StepError
+from kvcellar.states import StatePlan
 from kvcellar.types import IntArray, StepPlan
 
 Positions = Sequence[int] | IntArray | None
@@ -32,6 +34,7 @@ class OpenStep:
         "plans",
         "positions",
         "seen",
+        "states",
         "stretches",
         "written",
     )
@@ -41,6 +44,7 @@ class OpenStep:
         stretches: Sequence[Stretch],
         positions: list[int],
         plans: Sequence[StepPlan],
+        states: StatePlan | None,
         lengths: dict[int, int | None],
         n_layers: int,
     ) -> None:
@@ -50,13 +54,15 @@ class OpenStep:
             stretches: whose tokens it brings.
             positions: one per token.
             plans: one per layer group.
+            states: the plan of recurrent layers; None where there are none.
             lengths: of its sequences before it; None for one that did not exist.
-            n_layers: layers that will write.
+            n_layers: layers that will write, recurrent ones behind the others.
         """
         self.stretches = stretches
         self.positions = positions
         self.n_tokens = len(positions)
         self.plans = plans
+        self.states = states
         self.lengths = lengths
         self.seen = bytearray(n_layers)
         self.written = bytearray(n_layers)
@@ -77,7 +83,8 @@ class Steps:
     """The forwards of one cache: one layout per layer group, drafts, and a port to the bytes.
 
     A backend's layer calls ``plan`` (or ``take_plan``) when it starts and ``wrote`` when its K and
-    V are stored. Whoever has the steps begins them, and calls ``settle`` before any other change.
+    V are stored; a recurrent layer ``plan_states`` and ``wrote_states``. Whoever has the steps
+    begins them, and calls ``settle`` before any other change.
     """
 
     def __init__(
@@ -89,6 +96,8 @@ class Steps:
         *,
         growth: Growth | None,
         unasked: Unasked,
+        slots: Slots | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         """Create the steps of a cache without tokens.
 
@@ -99,6 +108,8 @@ class Steps:
             pools: the bytes.
             growth: what asks the memory budget; None where there is none.
             unasked: begins the step of a forward that nobody began.
+            slots: the layout of states; None where no layer is recurrent.
+            drafts: the sequences' draft trees, none yet; None: nobody proposes any.
         """
         self.config = config
         self.origin = config.origin
@@ -106,11 +117,16 @@ class Steps:
         self.groups = config.params.groups
         self.n_layers = config.params.n_layers
         self.layouts = layouts
+        self.slots = slots
+        self.keepers: Sequence[Keeper] = layouts if slots is None else (*layouts, slots)
+        """All that keep a part of histories: one per layer group, and the slots of states."""
         self.lengths = lengths
-        self.drafts = Drafts()
+        self.drafts = Drafts() if drafts is None else drafts
         self.growth = growth
         self._pools = pools
         self._unasked = unasked
+        state = config.params.state
+        self._n_states = 0 if state is None else len(state.layers)
         self._group_of = config.params.group_of
         self._source_of = config.params.sources
         self._shares = bool(config.params.shared)
@@ -136,22 +152,26 @@ class Steps:
         assert self._open is None, "the step before was settled"
         lengths = {s.seq_id: self.lengths.get(s.seq_id) for s in stretches}
         plans = []
+        states = None
+        sizes = [None] * len(self.keepers) if self.growth is None else self.growth.sizes
         try:
-            for index, layout in enumerate(self.layouts):
-                n_held = None if self.growth is None else self.growth.sizes[index]
+            for index, (layout, n_held) in enumerate(zip(self.layouts, sizes, strict=False)):
                 plan, moves = layout.begin(stretches, len(positions), n_held)
                 for move in moves:
                     self._pools.move_cells(index, move.base, move.src_cells)
                 plans.append(plan)
+            if self.slots is not None:
+                states = self.slots.begin(stretches, len(positions), sizes[-1])
         except BaseException:
-            for layout in self.layouts:
-                layout.undo(stretches)
+            for keeper in self.keepers:
+                keeper.undo(stretches)
             raise
         if self.drafts:
             for stretch in stretches:
                 if stretch.tree is not None:
                     stretch.tree.n_placed = stretch.tree.n_nodes
-        self._open = OpenStep(stretches, positions, plans, lengths, self.n_layers)
+        n_layers = self.n_layers + self._n_states
+        self._open = OpenStep(stretches, positions, plans, states, lengths, n_layers)
 
     def settle(self) -> None:
         """Accept the finished step, or undo what a raised forward left behind."""
@@ -161,8 +181,8 @@ class Steps:
         if not step.is_complete:
             self._undo(step)
             return
-        for layout in self.layouts:
-            layout.accept(step.lengths)
+        for keeper in self.keepers:
+            keeper.accept(step.lengths)
 
     def cancel(self) -> None:
         """Take back the last step, finished or not; a no-op where there is none to take back.
@@ -186,15 +206,16 @@ class Steps:
     def clear(self) -> None:
         """Forget everything. The pools keep their bytes for reuse."""
         self._open = None
-        for layout in self.layouts:
-            layout.clear()
+        for keeper in self.keepers:
+            keeper.clear()
         self.lengths.clear()
         self.drafts.clear()
 
     def usage(self) -> CacheUsage:
         """Return the cells taken and shared by layer group, and the bytes of the pools."""
         groups = tuple(layout.usage() for layout in self.layouts)
-        return CacheUsage(groups, self._pools.size_bytes)
+        slots = None if self.slots is None else self.slots.usage()
+        return CacheUsage(groups, self._pools.size_bytes, slots)
 
     def resume_at(self, seq_id: int, length: int) -> int:
         """Return the greatest length up to ``length`` that all layer groups can resume at.
@@ -202,7 +223,7 @@ class Steps:
         Behind a frozen prefix, where sequences begin, they always can.
         """
         while length > self.origin:
-            low = min(layout.resume_at(seq_id, length) for layout in self.layouts)
+            low = min(keeper.resume_at(seq_id, length) for keeper in self.keepers)
             if low == length:
                 return length
             length = max(low, self.origin)
@@ -217,7 +238,14 @@ class Steps:
             for words, name in kinds.items()
             if any(getattr(group, name) is not None for group in self.groups)
         ]
-        return " or ".join(there)
+        return " or ".join(there + ["a recurrent state"] * (self.slots is not None))
+
+    @property
+    def keeps_more(self) -> str:
+        """The way to resume from more lengths, for messages."""
+        if self.slots is not None:
+            return "call keep_point where it may be cut back to"
+        return f"raise window_slack ({self.config.window_slack}) to keep more"
 
     # For the layers of a forward ---------------------------------------------------------------
 
@@ -258,17 +286,46 @@ class Steps:
                 f"layer {layer} attends over the rows of layer {self._source_of[layer]}, which has "
                 f"not written those of this forward; run the layers in their order"
             )
-        if step is None or step.seen[layer] or step.is_complete:
-            self._unasked(self, layer, n_tokens, positions)
+        return self._turn_of(layer, f"layer {layer}", n_tokens, positions).plans[group]
+
+    def plan_states(self, layer: int, n_tokens: int, positions: Positions) -> StatePlan:
+        """Return what recurrent layer ``layer`` reads and writes in this forward; see ``plan``.
+
+        Args:
+            layer: its number among the recurrent layers.
+            n_tokens: tokens in the flat batch.
+            positions: as for ``plan``.
+
+        Raises:
+            StepError, PositionError: as ``plan`` does.
+        """
+        if not 0 <= layer < self._n_states:
+            raise StepError(
+                f"recurrent layer {layer} asked for its states; this cache has {self._n_states}"
+            )
+        who = f"recurrent layer {layer}"
+        states = self._turn_of(self.n_layers + layer, who, n_tokens, positions).states
+        assert states is not None, "a cache with recurrent layers has slots"
+        return states
+
+    def _turn_of(self, index: int, who: str, n_tokens: int, positions: Positions) -> OpenStep:
+        """Return the step of the forward that brings tokens to a layer: it has had its turn.
+
+        Raises:
+            StepError, PositionError: as ``plan`` does.
+        """
+        step = self._open
+        if step is None or step.seen[index] or step.is_complete:
+            self._unasked(self, index, n_tokens, positions)
             step = self._open
             assert step is not None, "whoever begins a step opens it or raises"
             positions = None  # compared there
         if n_tokens != step.n_tokens:
             raise StepError(
-                f"the forward brings {n_tokens} tokens to layer {layer}; the step was begun for "
+                f"the forward brings {n_tokens} tokens to {who}; the step was begun for "
                 f"{step.n_tokens}; cancel_step takes the step back"
             )
-        if positions is not None and step.n_left == self.n_layers and not any(step.seen):
+        if positions is not None and step.n_left == len(step.seen) and not any(step.seen):
             asked = wholes(positions, "positions", PositionError)
             if asked != step.positions:
                 raise PositionError(
@@ -276,8 +333,8 @@ class Steps:
                     f"{_short(step.positions)}; begin_step returns the positions that its tokens "
                     f"get"
                 )
-        step.seen[layer] = 1
-        return step.plans[group]
+        step.seen[index] = 1
+        return step
 
     def take_plan(self, layer: int, plan: StepPlan) -> bool:
         """Take ``plan`` for one more layer of its group, in the forward that it was made for.
@@ -316,10 +373,17 @@ class Steps:
 
     def wrote(self, layer: int) -> None:
         """Note that ``layer`` has stored its bytes, if it does; after the last, tokens count."""
+        self._wrote(layer)
+
+    def wrote_states(self, layer: int) -> None:
+        """Note that recurrent layer ``layer`` has stored its states, as ``wrote`` does."""
+        self._wrote(self.n_layers + layer)
+
+    def _wrote(self, index: int) -> None:
         step = self._open
-        assert step is not None and step.seen[layer], "a layer writes after it asked for its plan"
-        if not step.written[layer]:
-            step.written[layer] = 1
+        assert step is not None and step.seen[index], "a layer writes after it asked for its plan"
+        if not step.written[index]:
+            step.written[index] = 1
             step.n_left -= 1
             if step.n_left == 0:
                 self._complete(step)
@@ -338,8 +402,8 @@ class Steps:
 
     def _undo(self, step: OpenStep) -> None:
         """Free what the step claimed and forget its tokens."""
-        for layout in self.layouts:
-            layout.undo(step.stretches)
+        for keeper in self.keepers:
+            keeper.undo(step.stretches)
         for stretch in step.stretches:
             if stretch.tree is not None:
                 stretch.tree.n_forwarded = stretch.tree.n_placed = stretch.tree.frontier_start

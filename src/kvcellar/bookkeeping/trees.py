@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from kvcellar.bookkeeping.begin import begin_sequence_0, check_seq_id
 from kvcellar.bookkeeping.drafts import DraftTree
@@ -55,15 +56,24 @@ class TreeSequences(Sequences):
                 f"its forward; run it, or commit([]) to drop the tree"
             )
         tree.check_frontier(parents)
-        place = tree.base + tree.n_nodes
-        if not self.room.fits({**drafts.promised(), seq_id: (place, len(parents))}):
-            raise CacheFullError(
-                f"a frontier of {len(parents)} nodes needs as many cells, {max(0, self.n_free)} "
-                f"free of {self.capacity}; release a sequence or {self.config.more_room}"
-            )
-        tree.propose(parents)
+        place, is_new = tree.base + tree.n_nodes, not tree.n_nodes
         drafts.put(seq_id, tree)
+        if not self.room.fits({**drafts.promised(), seq_id: (place, len(parents))}):
+            if is_new:
+                drafts.drop(seq_id)
+            self._refuse_nodes(len(parents))
+        tree.propose(parents)
         return tree.frontier_positions()
+
+    def _refuse_nodes(self, n_nodes: int) -> NoReturn:
+        """Raise CacheFullError: a frontier finds too few cells, or slots."""
+        slots = ""
+        if self.slots is not None:
+            slots = f" and {self.slots.in_words(n_nodes)}, {self.slots.n_free} free"
+        raise CacheFullError(
+            f"a frontier of {n_nodes} nodes needs as many cells, {max(0, self.n_free)} "
+            f"free of {self.capacity}{slots}; release a sequence or {self.config.more_room}"
+        )
 
     def has_tree(self, seq_id: int = 0) -> bool:
         """Return true if the sequence has proposed nodes that are not committed."""
@@ -100,6 +110,8 @@ class TreeSequences(Sequences):
         rows = tree.commit_rows(accepted)
         for group, layout in enumerate(self.layouts):
             self.steps.move(group, layout.nodes_to_tokens(seq_id, tree.base, rows))
+        if self.slots is not None:
+            self.slots.nodes_to_tokens(seq_id, tree.base, rows)
         self.steps.drafts.drop(seq_id)
         if rows:
             self.steps.lengths[seq_id] = tree.base + len(rows)

@@ -68,6 +68,12 @@ class Window:
             points.append(length)
             points.sort()
 
+    def drop_point(self, seq_id: int, length: int) -> None:
+        """Keep what a query at ``length`` sees no longer, unless it is seen otherwise."""
+        points = [at for at in self._points.pop(seq_id, ()) if at != length]
+        if points:
+            self._points[seq_id] = points
+
     def let_go(self, seq_id: int) -> int:
         """Return one past the highest position that was let go of, 0 where nothing was."""
         return self._let_go.get(seq_id, 0)

@@ -16,7 +16,7 @@ from kvcellar.engine.generate import GeneratedToken, Generation, PrefillFn, gene
 from kvcellar.engine.sampling import SamplingParams
 from kvcellar.engine.sequence import SequenceView
 from kvcellar.engine.text import Tokenizer
-from kvcellar.errors import ModelError, RewindError
+from kvcellar.errors import ModelError
 from kvcellar.history import History
 from kvcellar.models.prompts import PromptTokenizer, encode, render
 from kvcellar.valid import valid_json, valid_text
@@ -125,7 +125,8 @@ class Conversation:
         """Take back the last turn; return what the user said in it, None where there is none.
 
         The cache is cut back to before the turn, as far as the turn began with the same tokens.
-        Where a window or chunk cannot, it is emptied and the next turn computes the history again.
+        Where a layer cannot go on from there, it is cut back further, and the next turn computes
+        what is missing.
         """
         if not self._turns:
             return None
@@ -134,7 +135,7 @@ class Conversation:
         del self.messages[turn.n_messages :]
         n_common = turn.tokens.common_prefix(self.tokens)
         self.tokens = turn.tokens
-        self._cut_cache(n_common)
+        self._sequence.cut(n_common)
         return said
 
     def say(
@@ -155,7 +156,7 @@ class Conversation:
             control_tokens_in_text=self._control_tokens_in_text,
         )
         tokens = History(ids)
-        self._cut_cache(self.tokens.common_prefix(tokens))
+        self._sequence.cut(self.tokens.common_prefix(tokens))
         events = generate(
             self._runner,
             self._sequence.cache,
@@ -182,10 +183,3 @@ class Conversation:
                 tokens.append(event.token_id)
                 answer["content"] += event.text
             yield event
-
-    def _cut_cache(self, n_tokens: int) -> None:
-        """Cut the cache back to a beginning of the history, or to nothing where it cannot."""
-        try:
-            self._sequence.cut(n_tokens)
-        except RewindError:
-            self._sequence.cut(0)

@@ -167,7 +167,7 @@ def _generate(
     on_prefill: PrefillFn | None,
 ) -> Iterator[GeneratedToken | Generation]:
     started = time.perf_counter()
-    n_cached = min(sequence.length, len(prompt) - 1)
+    n_cached = sequence.cut(len(prompt) - 1)
     logits = prefill(runner, sequence, prompt, prefill_chunk, on_prefill)
     token_ids: list[int] = []
     first_token_s, decode_s = time.perf_counter() - started, 0.0
@@ -276,8 +276,7 @@ def prefill(
     Returns:
         The logits of its last token, ``[1, vocab]``.
     """
-    sequence.cut(len(prompt) - 1)
-    held = sequence.length
+    held = sequence.cut(len(prompt) - 1)
     n_new = len(prompt) - held
     if on_prefill is not None:
         on_prefill(0, n_new)

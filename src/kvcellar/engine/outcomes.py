@@ -201,7 +201,8 @@ class Outcomes:
             assert self._trees is not None
             self._trees.commit(rows, sequence.seq_id)
         elif len(rows) < part.n_tokens:
-            self.residency.cache.seq_rm(sequence.seq_id, sequence.n_computed)
+            cache = self.residency.cache
+            sequence.n_computed = cache.seq_rm(sequence.seq_id, sequence.n_computed)
         return rows
 
     # A step that failed ------------------------------------------------------------------------

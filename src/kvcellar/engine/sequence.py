@@ -52,17 +52,16 @@ class SequenceView:
             return self._many.begin_step([self.seq_id] * n)
         return list(range(self.length, self.length + n))
 
-    def cut(self, new_length: int) -> None:
-        """Cut the history back to its first ``new_length`` tokens.
+    def cut(self, new_length: int) -> int:
+        """Cut the history back to at most ``new_length`` tokens, as far as all layers can go on.
 
-        Raises:
-            RewindError: a window or chunk has let go of what it needs to go on from there; nothing
-                was changed.
+        Returns:
+            Its length now: what follows is to be computed.
         """
-        if new_length >= self.length:
-            return
+        length = self.length
+        if new_length >= length:
+            return length
         if self._many is not None:
-            self._many.seq_rm(self.seq_id, new_length)
-        else:
-            assert self._single is not None
-            self._single.rewind(new_length)
+            return self._many.seq_rm(self.seq_id, new_length)
+        assert self._single is not None
+        return self._single.rewind(new_length)

@@ -209,7 +209,7 @@ class _Layer(theirs._BaseCache):
         """
         n = min(self.offset, n)
         if not self._layer:
-            self._shared.rewind(self.offset - n)
+            self._shared.rewind(self._shared.check_resume(self.offset - n, "trim"))
         return n
 
     def size(self) -> int:

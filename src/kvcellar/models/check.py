@@ -375,12 +375,9 @@ class _Player:
         return np.split(logits, ends)
 
     def cut(self, length: int, seq_id: int = 0) -> None:
-        """Go back to the first tokens of a sequence."""
-        if self._is_one:
-            self.cache.rewind(length)
-        else:
-            self.cache.seq_rm(seq_id, length)
-        self._at[seq_id] = length
+        """Go back to the first tokens of a sequence, as far as all of its layers can go on."""
+        cut = self.cache.rewind(length) if self._is_one else self.cache.seq_rm(seq_id, length)
+        self._at[seq_id] = cut
 
     def fork(self, seq_id: int, to: int) -> None:
         """Have another sequence go on from where one is."""

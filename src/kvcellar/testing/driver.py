@@ -202,9 +202,17 @@ class Driver:
             self.lengths[dst] = max(self.lengths.get(dst, 0), stop)
         self.last_step = None
 
-    def rm(self, seq: int, p0: int = 0, p1: int | None = None) -> None:
-        """Remove positions ``p0`` to ``p1`` of a sequence, in the cache and in the oracle."""
-        self.cache.seq_rm(seq, p0, p1)
+    def rm(self, seq: int, p0: int = 0, p1: int | None = None) -> int:
+        """Remove positions ``p0`` to ``p1`` of a sequence, in the cache and in the oracle.
+
+        Returns:
+            The length that the sequence has then, which may be less than asked for.
+        """
+        length = self.lengths.get(seq, 0)
+        at = int(self.cache.seq_rm(seq, p0, p1))
+        if p0 < length and (p1 is None or p1 >= length):
+            assert at <= max(p0, len(self.begin_with))
+            p0 = at
         gone = {t.pos for t in self._range(seq, p0, p1)}
         if seq in self.trees:
             del self.trees[seq]
@@ -217,6 +225,7 @@ class Driver:
             self.histories.pop(seq, None)
             self.lengths.pop(seq, None)
         self.last_step = None
+        return at
 
     def keep(self, seq: int) -> None:
         """Remove all sequences but one, in the cache and in the oracle."""
@@ -226,12 +235,18 @@ class Driver:
         self.trees = {s: t for s, t in self.trees.items() if s == seq}
         self.last_step = None
 
-    def rewind(self, length: int) -> None:
-        """Cut the sequence of a contiguous cache back, in the cache and in the oracle."""
-        self.cache.rewind(length)
+    def rewind(self, asked: int) -> int:
+        """Cut the sequence of a contiguous cache back, in the cache and in the oracle.
+
+        Returns:
+            The length that it has then, which may be less than asked for.
+        """
+        length = int(self.cache.rewind(asked))
+        assert length <= asked
         self.histories = {0: self.histories.get(0, [])[:length]}
         self.lengths = {0: length}
         self.last_step = None
+        return length
 
     def clear(self) -> None:
         """Forget everything, in the cache and in the oracle."""

@@ -113,9 +113,7 @@ class DraftModel:
             self._known[request_id] += len(right)
         n = len(ask.tokens) - 1
         if self._known.get(request_id, 0) > n:
-            n = n if self._cache.can_resume(request_id, n) else 0
-            self._cache.seq_rm(request_id, n)
-            self._known[request_id] = n
+            self._known[request_id] = self._cache.seq_rm(request_id, n)
 
     def _with_room(self, asks: Sequence[DraftRequest]) -> list[DraftRequest]:
         """Return the requests that fit together with their guesses, after others gave way."""

@@ -217,7 +217,8 @@ class Eagle3Drafter:
         As when a sequence had to give way before its guesses were verified.
         """
         known.n_pairs -= 1
-        self._cache.seq_rm(request_id, known.n_pairs)
+        kept = self._cache.seq_rm(request_id, known.n_pairs)
+        assert kept == known.n_pairs, "a head attends over all of its history"
         known.joined = known.last
 
     def _compute(self, ask: DraftRequest, known: _Pairs, n: int) -> None:

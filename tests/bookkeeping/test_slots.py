@@ -1,0 +1,228 @@
+"""Slots of states beside rows: who shares them, where sequences resume, what is freed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcellar.bookkeeping import OneSequence, Sequences, TreeSequences
+from kvcellar.cache_config import make_config
+from kvcellar.errors import CacheFullError, RewindError
+from kvcellar.states import NO_SLOT, StateGroup, StateShape
+from kvcellar.types import ModelCacheParams
+
+STATE = StateGroup(((StateShape("recurrent", (4,)),), (StateShape("convolution", (2, 3)),)))
+
+
+def config(n_slots=8, capacity=64, **more):
+    return make_config(ModelCacheParams(1, 1, 4, state=STATE), capacity, n_slots=n_slots, **more)
+
+
+def run(cache, seq_ids, *, layers=(0, 1)):
+    """One forward; return the plan of its states."""
+    cache.begin_step(seq_ids)
+    cache.steps.plan(0, len(seq_ids), None)
+    cache.steps.wrote(0)
+    for layer in layers:
+        plan = cache.steps.plan_states(layer, len(seq_ids), None)
+        cache.steps.wrote_states(layer)
+    return plan
+
+
+def taken(cache):
+    cache.end_step()
+    cache.check()
+    return cache.usage().slots.live
+
+
+def test_a_step_reads_one_slot_and_writes_another():
+    cache = Sequences(config())
+    first = run(cache, [3, 3, 5])
+    assert [tuple(a) for a in first.advances] == [(0, 2, NO_SLOT, 0), (2, 1, NO_SLOT, 1)]
+    second = run(cache, [5, 3])
+    assert [(a.src, a.dst) for a in second.advances] == [(1, 2), (0, 3)]
+    assert second.n_slots == 4
+    assert taken(cache) == 2
+
+
+def test_a_step_counts_when_its_recurrent_layers_have_written_too():
+    cache = Sequences(config())
+    run(cache, [0], layers=(0,))
+    assert cache.is_step_open
+    cache.end_step()
+    assert not cache.has_seq(0)
+    assert taken(cache) == 0
+
+
+def test_a_cancelled_step_leaves_the_states_of_before():
+    cache = Sequences(config())
+    run(cache, [0, 0])
+    before = run(cache, [0]).advances[0].src
+    cache.cancel_step()
+    assert run(cache, [0]).advances[0].src == before
+    assert taken(cache) == 1
+
+
+def test_forks_share_a_slot_until_each_has_written_its_own():
+    cache = Sequences(config())
+    run(cache, [0, 0, 0])
+    cache.seq_cp(0, 1)
+    assert taken(cache) == 1
+    assert cache.usage().slots.shared == 1
+    plan = run(cache, [0, 1])
+    assert len({a.src for a in plan.advances}) == 1
+    assert len({a.dst for a in plan.advances}) == 2
+    assert taken(cache) == 2
+
+
+def test_a_history_goes_back_to_its_points_and_says_where_it_is():
+    cache = Sequences(config())
+    for n in (5, 20, 3):
+        run(cache, [0] * n)
+        if n < 20:
+            cache.keep_point(0, cache.seq_len(0))
+    assert [cache.resume_at(0, n) for n in (28, 27, 6, 5, 4)] == [28, 5, 5, 5, 0]
+    assert taken(cache) == 2
+    assert cache.seq_rm(0, 27) == 5
+    assert cache.seq_len(0) == 5
+    assert taken(cache) == 1
+    assert cache.seq_rm(0, 4) == 0
+    assert not cache.has_seq(0)
+    assert taken(cache) == 0
+
+
+def test_a_point_that_is_dropped_frees_its_slot():
+    cache = Sequences(config())
+    run(cache, [0])
+    cache.keep_point(0, 1)
+    cache.drop_point(0, 1)  # it goes on from there all the same
+    assert cache.resume_at(0, 1) == 1
+    cache.keep_point(0, 1)
+    run(cache, [0])
+    assert taken(cache) == 2
+    cache.drop_point(0, 1)
+    assert taken(cache) == 1
+    assert cache.resume_at(0, 1) == 0
+
+
+def test_what_states_cannot_give_is_refused_by_name():
+    cache = Sequences(config())
+    run(cache, [0] * 6)
+    with pytest.raises(RewindError, match="take no holes"):
+        cache.seq_rm(0, 2, 4)
+    with pytest.raises(
+        RewindError, match=r"recurrent state has let go .* resumes from 0 or from 6"
+    ):
+        cache.seq_cp(0, 1, 0, 4)
+    with pytest.raises(RewindError, match="not known to be the same"):
+        cache.seq_cp(0, 1, 2)
+    cache.seq_cp(0, 1)
+    run(cache, [0, 0])
+    cache.seq_cp(0, 1, 6)  # what it lacks of the same history
+    assert cache.seq_len(1) == 8
+    table = cache.seq_table(0)
+    with pytest.raises(RewindError, match=r"no states .* after 7 tokens; begin with the first 0"):
+        cache.seq_map(2, [part[:7] for part in table])
+    assert taken(cache) == 1
+
+
+def test_tables_tell_slots_and_an_index_keeps_them():
+    cache = Sequences(config())
+    run(cache, [0] * 4)
+    cache.keep_point(0, 4)
+    run(cache, [0] * 3)
+    tables = cache.seq_table(0)
+    assert np.flatnonzero(tables[1] >= 0).tolist() == [3, 6]
+    cache.retain_cells(tables)
+    cache.end_step()
+    cache.seq_rm(0)
+    cache.check(tables_held := [part[part >= 0] for part in tables])
+    cache.seq_map(1, [part[:4] for part in tables])
+    plan = run(cache, [1])
+    assert plan.advances[0].src == tables[1][3]
+    cache.end_step()
+    cache.check(tables_held)
+    cache.release_cells(tables)
+    assert taken(cache) == 1
+
+
+def test_claimed_slots_before_the_last_are_points():
+    cache = Sequences(config())
+    rows, slots = np.arange(6), np.full(6, -1)
+    slots[[1, 5]] = 0
+    got = cache.seq_claim(0, [rows, slots])
+    assert np.flatnonzero(got[1] >= 0).tolist() == [1, 5]
+    assert taken(cache) == 2
+    assert cache.seq_rm(0, 5) == 2
+
+
+def test_without_a_free_slot_no_sequence_grows_though_there_are_cells():
+    cache = Sequences(config(n_slots=2))
+    run(cache, [0, 0])
+    assert cache.can_extend(62)  # the slot that the finished step has read counts
+    assert cache.n_free == 62
+    cache.end_step()
+    with pytest.raises(CacheFullError, match=r"2 slots of .*, 1 free of 2; .*raise n_slots \(2\)"):
+        cache.begin_step([0, 1])
+    run(cache, [1])
+    assert not cache.can_extend(1)
+    assert not cache.can_begin_step([0])
+    assert cache.n_free == 0
+    cache.end_step()
+    cache.check()
+
+
+def test_each_node_of_a_tree_has_a_slot_and_the_accepted_one_stays():
+    cache = TreeSequences(config())
+    run(cache, [0, 0])
+    cache.propose([-1, 0, 0, 1], 0)
+    plan = run(cache, [0] * 4)
+    root, (a, b, c, d) = plan.advances[0].src, (x.dst for x in plan.advances)
+    assert [x.src for x in plan.advances] == [root, a, a, b]
+    assert len({root, a, b, c, d}) == 5
+    cache.commit([0, 2])
+    assert run(cache, [0]).advances[0].src == c
+    assert taken(cache) == 1
+
+
+def test_a_tree_without_enough_slots_is_not_proposed():
+    cache = TreeSequences(config(n_slots=4))
+    run(cache, [0])
+    with pytest.raises(CacheFullError, match="4 slots"):
+        cache.propose([-1, 0, 1, 2])
+    assert not cache.has_tree()
+    cache.propose([-1, 0, 1])
+    assert not cache.can_extend(1)
+    run(cache, [0] * 3)
+    cache.commit([])
+    assert taken(cache) == 1
+
+
+def test_one_sequence_goes_back_to_points():
+    cache = OneSequence(config(n_slots=3))
+
+    def feed(n):
+        cache.steps.plan(0, n, None)
+        cache.steps.wrote(0)
+        for layer in (0, 1):
+            plan = cache.steps.plan_states(layer, n, None)
+            cache.steps.wrote_states(layer)
+        return plan.advances[0]
+
+    feed(4)
+    cache.keep_point(4)
+    at_4 = feed(3).src
+    assert cache.rewind(6) == 4
+    assert feed(1).src == at_4
+    cache.keep_point(5)
+    assert cache.rewind(5) == 5
+    assert cache.can_extend(1)
+    feed(1)
+    cache.keep_point(6)
+    assert not cache.can_extend(1)
+    with pytest.raises(CacheFullError, match="0 free of 3"):
+        feed(1)
+    cache.drop_point(5)
+    feed(1)
+    assert cache.rewind(0) == 0
+    assert feed(1).src == NO_SLOT
