@@ -98,26 +98,31 @@ def _miss_of_own(
     before = agent.tokens
     n_same = before.common_prefix(turn.prompt)
     # The last token of a history was sampled and never computed: it is no loss.
-    n_lost = len(before) - 1 - n_same
-    if n_lost > 0:
-        return explain(
-            turn.changed or "edited", n_lost, n_same, before, turn.prompt, host.tokenizer
-        )
-    reusable = min(n_same, len(before) - 1, len(turn.prompt) - 1)
-    n_cached = reusable
+    n_differs = len(before) - 1 - n_same
+    n_cached = reusable = min(n_same, len(before) - 1, len(turn.prompt) - 1)
     if event.usage is not None:
         n_cached = event.usage.cached_tokens - back.n_computed
-    n_lost = reusable - n_cached
-    if n_lost < host.engine.cache.block_size:  # a block that is not full is not shared
+    n_gone = reusable - n_cached
+    has_states = host.engine.cache.config.params.state is not None
+    texts = (before, turn.prompt, host.tokenizer)
+    if has_states and n_gone >= max(n_differs, MIN_GAIN) and back.lacks_snapshot(n_cached):
+        return explain("snapshot", n_gone, n_cached, *texts)
+    if n_differs > 0:
+        n_lost = n_differs + (max(0, n_gone) if has_states else 0)
+        return explain(turn.changed or "edited", n_lost, n_same, *texts)
+    least = MIN_GAIN if has_states else host.engine.cache.block_size
+    if n_gone < least:  # a block that is not full is not shared, nor states between snapshots
         return None
-    cause = "evicted"
+    return explain(_why_gone(host, back, n_gone, n_cached), n_gone, n_cached, *texts)
+
+
+def _why_gone(host: ModelHost, back: BroughtBack, n_gone: int, n_cached: int) -> str:
+    """Say why tokens of a history that goes on were computed again."""
     if back.is_recomputed or back.n_computed:
-        cause = "recomputed"
-    elif host.key.layout.window_groups and n_cached:
-        cause = "window"
-    elif n_lost < MIN_GAIN:  # so few are not loaded, whoever has them
-        cause = "recomputed"
-    return explain(cause, n_lost, n_cached, before, turn.prompt, host.tokenizer)
+        return "recomputed"
+    if host.key.layout.window_groups and n_cached:
+        return "window"
+    return "recomputed" if n_gone < MIN_GAIN else "evicted"  # so few are not loaded
 
 
 def _miss_beside(

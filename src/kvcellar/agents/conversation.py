@@ -91,7 +91,8 @@ class Prefixes:
         n = len(self.messages)
         said = [i for i, message in enumerate(self.messages, 1) if message.get("role") == "user"]
         found = {self.n_common, *map(self._length_of, {n, said[-1] if said else n})}
-        return tuple(sorted(at for at in found if 0 < at < len(self.tokens)))
+        last = len(self.tokens) - 1
+        return tuple(sorted({min(at, last) for at in found if min(at, last) > 0}))
 
     def _length_of(self, n_messages: int) -> int:
         """Count the tokens that the first messages write, as far as all of them write the same.

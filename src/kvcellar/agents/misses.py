@@ -22,6 +22,9 @@ CAUSES = {
     "edited": "an earlier message changed; fork or rewind the agent in place of editing",
     "evicted": "the KV was neither in the cache nor in the store; give either more room",
     "window": "a window or chunk had moved on; it goes on from the nearest turn's end",
+    "snapshot": "no snapshot of the recurrent layers' states was left at or after position "
+    "{position}, and such states cannot be cut back; give --snapshots more room, and fork or "
+    "rewind at the end of a turn",
     "recomputed": "computing it again was expected to be faster than loading it",
     "other model": "the history belongs to another model, whose KV means nothing to this one",
 }
@@ -58,7 +61,7 @@ class Miss:
     @property
     def advice(self) -> str:
         """The cause in a sentence, and the way out."""
-        return CAUSES[self.cause]
+        return CAUSES[self.cause].format(position=self.position)
 
     def as_json(self) -> dict[str, Any]:
         """Return a dict for ``--json`` and for the store."""

@@ -114,7 +114,9 @@ def plan_turn(
         turn.prompt = History(agent.tokens)
         turn.prompt.extend(turn.tokens)
         turn.kept, turn.n_messages = agent.turns, len(agent.messages)
-        turn.snapshots_at = () if is_cut_anywhere or not agent.tokens else (len(agent.tokens),)
+        if not is_cut_anywhere:  # others may fork here, or ask for another answer
+            found = {min(len(agent.tokens), len(turn.prompt) - 1), len(turn.prompt) - 1}
+            turn.snapshots_at = tuple(sorted(found - {0}))
         return
     if host.tokenizer is None:
         raise PromptError(f"model {host.name!r} has no tokenizer; give tokens")

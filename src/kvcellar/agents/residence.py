@@ -59,6 +59,8 @@ class BroughtBack:
         n_restored: tokens that came from the store.
         n_computed: tokens that were computed while others were loaded.
         n_known: tokens that the cache or the store could have given.
+        n_matched: tokens whose rows were in the cache: more than ``n_cached`` where no snapshot of
+            states was left to go on from there.
         load_s: seconds that loading took; 0 where nothing was loaded.
         is_recomputed: whether computing was expected to be faster, or turned out so.
         tiers: tokens restored, by tier.
@@ -71,6 +73,7 @@ class BroughtBack:
     n_restored: int = 0
     n_computed: int = 0
     n_known: int = 0
+    n_matched: int = 0
     load_s: float = 0.0
     is_recomputed: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
@@ -78,6 +81,10 @@ class BroughtBack:
     n_verified: int | None = None
     trouble: str = ""
     _held: HeldPrefix | None = None
+
+    def lacks_snapshot(self, n_cached: int) -> bool:
+        """Return true if rows behind the first ``n_cached`` tokens were there, and no states."""
+        return self.n_matched > n_cached and not self.n_computed and not self.is_recomputed
 
     def release(self, host: ModelHost) -> Future[None] | None:
         """Let it be evicted again; a request that runs on it protects it by itself."""
@@ -142,7 +149,9 @@ class _Job:
     def run(self) -> BroughtBack:
         started = time.perf_counter()
         held = self._call(lambda engine: engine.hold(self.tokens.tokens))
-        result = BroughtBack(held.n_tokens, n_known=held.n_tokens, _held=held)
+        result = BroughtBack(
+            held.n_tokens, n_known=held.n_tokens, n_matched=held.n_matched, _held=held
+        )
         if held.n_tokens + MIN_GAIN > len(self.tokens):
             return result
         try:

@@ -59,10 +59,12 @@ class HeldPrefix:
 
     Attributes:
         n_tokens: leading tokens from which the history can go on.
+        n_matched: leading tokens that are stored, whether it can go on from there or not.
         tables: per layer group ``[n_tokens]``: the cell of each position, -1 for none.
     """
 
     n_tokens: int
+    n_matched: int
     tables: tuple[IntArray, ...]
     _residency: Residency
     _handle: PrefixHandle
@@ -113,7 +115,7 @@ def hold(residency: Residency, tokens: IntArray) -> HeldPrefix:
     match = residency.index.match_prefix(tokens)
     if match.length:
         residency.index.lock_handle(match.handle)
-    return HeldPrefix(match.length, match.cells, residency, match.handle)
+    return HeldPrefix(match.length, match.n_matched, match.cells, residency, match.handle)
 
 
 @dataclass(slots=True, eq=False)
