@@ -124,7 +124,7 @@ def a_token_does_not_copy_its_pool(options: argparse.Namespace) -> str:
             at = cache.begin_step([0] * n_tok)
             q = mx.ones((1, HEADS, n_tok, DIM), dtype=mx.float16)
             k = mx.ones((1, KV_HEADS, n_tok, DIM), dtype=mx.float16)
-            mx.eval(cache.update_and_attend(q, k, k, at, 0, 1.0, mx.float16), cache.arrays)
+            cache.settle(cache.update_and_attend(q, k, k, at, 0, 1.0, mx.float16))
 
         step(8)
         step(1)
@@ -149,13 +149,13 @@ def prefill_holds_no_matrix_of_logits(options: argparse.Namespace) -> str:
         k = mx.ones((1, KV_HEADS, length - n, DIM), dtype=mx.float16)
         cache.begin_step([0] * (length - n))
         cache.update_and_fetch(0, None, k, k)
-        mx.eval(cache.arrays)
+        cache.settle()
         q = mx.ones((1, HEADS, n, DIM), dtype=mx.float16)
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         at = cache.begin_step([0] * n)
         out = cache.update_and_attend(q, k[:, :, :n], k[:, :, :n], at, 0, 1.0, mx.float16)
-        mx.eval(out, cache.arrays)
+        cache.settle(out)
         grown, logits = mx.get_peak_memory() - held, HEADS * n * length * 2
     if grown > logits / 2:
         raise CheckError(f"{grown:,} bytes for a prefill whose logits would be {logits:,}")
@@ -225,7 +225,7 @@ def rows_come_back_bit_for_bit(options: argparse.Namespace) -> str:
             for layer in range(2):
                 k = mx.random.normal((1, KV_HEADS, 50, DIM))
                 cache.update_and_fetch(layer, None, k, k)
-            mx.eval(cache.arrays)
+            cache.settle()
             before = cache.read_rows([np.arange(50)])
             cache.write_rows([np.arange(60, 110)], before)
             after = cache.read_rows([np.arange(60, 110)])

@@ -54,7 +54,7 @@ def forward(cache: Any, seq_ids: list[int], *, is_attended: bool = True) -> None
             k = k + 0 * out[:, :N_KV_HEADS]  # as in a model, a layer waits for the one before
         else:
             cache.update_and_fetch(layer, positions, k, k)
-    mx.eval(outs, cache.arrays)
+    cache.settle(*outs)
     cache.end_step()
 
 
@@ -134,7 +134,7 @@ def forward_tree(cache: Any, n: int) -> None:
     q, k = mx.ones((1, N_HEADS, n, DIM)), mx.ones((1, N_KV_HEADS, n, DIM))
     cache.begin_step([0] * n)
     outs = [cache.update_and_attend(q, k, k, None, i, 0.25, mx.float32) for i in range(N_LAYERS)]
-    mx.eval(outs, cache.arrays)
+    cache.settle(*outs)
 
 
 def test_rows_out_and_in_are_the_bytes_of_the_torch_backend() -> None:

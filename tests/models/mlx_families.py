@@ -141,8 +141,20 @@ LATENT: dict[str, dict[str, Any]] = {
 """The same of models that keep latent rows."""
 
 
+MAMBA2 = {
+    "num_heads": 4, "head_dim": 16, "state_size": 8, "conv_kernel": 4, "n_groups": 1,
+    "use_bias": False, "use_conv_bias": True, "time_step_limit": (0.0, 10.0), "time_step_rank": 4,
+}  # fmt: skip
+BAICHUAN = {"sliding_window_layers": [], "conv_window": 2}
+NGRAM = {
+    **LATENT["longcat_flash"], "ngram_vocab_size_ratio": 2, "emb_neighbor_num": 2,
+    "emb_split_num": 2,
+}  # fmt: skip
+"""Arguments of models that cannot be served."""
+
+
 def make_model(name: str, seed: int = 3, **more: Any) -> Any:
-    """Make a model whose weights are spread enough that attention is uneven."""
+    """Make a model whose weights are spread enough that attention is uneven; ``more`` arguments."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     asked = {**SMALL, **{**FAMILIES, **SHARED, **LATENT}.get(name, {}), **more}
     known = inspect.signature(module.ModelArgs).parameters

@@ -12,11 +12,14 @@
 The model needs no change. What is different: K and V may be quantised from the first token on,
 windows can be cut back by ``rollback`` tokens where mlx-lm's rotating caches refuse, and a cache
 that is full says so and forgets nothing. Files are those of mlx-lm, both ways.
+
+States of recurrent layers (hybrid models) stay in mlx-lm's own ``ArraysCache``. They cannot be cut
+back, so the cache of such a model says that it cannot be trimmed, and is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from kvcellar.backends.mlx.attention import joined
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES, Quantised, Stored
 from kvcellar.backends.mlx.run import MlxRunCache
 from kvcellar.cache_config import make_config
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, RewindError
 from kvcellar.kv_dtype import GROUP_SIZES, KvDtype
 from kvcellar.types import LayerGroup, ModelCacheParams
 
@@ -59,20 +62,28 @@ def make_prompt_cache(
         rollback: by how many tokens the layers with a window can be cut back.
 
     Returns:
-        One cache per layer, as mlx-lm makes them; all share one.
+        One cache per layer, as mlx-lm makes them, lists of several where a layer has those. Those
+        of attention all share one.
 
     Raises:
-        ConfigError: layers that keep something other than K and V of one sequence, or no such
-            ``kv_dtype``.
+        ConfigError: layers that keep something other than K and V of one sequence or states, or no
+            layer that attends, or no such ``kv_dtype``.
     """
-    made = theirs.make_prompt_cache(model)
-    for layer in made:
-        if type(layer) not in (theirs.KVCache, theirs.RotatingKVCache):
+    tried = theirs.make_prompt_cache(model)
+    leaves = list(_leaves(tried))
+    for leaf in leaves:
+        if type(leaf) not in (theirs.KVCache, theirs.RotatingKVCache, theirs.ArraysCache):
             raise ConfigError(
-                f"a layer of this model keeps a {type(layer).__name__}, which is not K and V of a "
-                f"history; use mlx-lm's own make_prompt_cache for it"
+                f"a layer of this model keeps a {type(leaf).__name__}, which is neither K and V of "
+                f"a history nor states; use mlx-lm's own make_prompt_cache for it"
             )
-    model(mx.zeros((1, 1), dtype=mx.int32), cache=made)  # lazy: shapes are known, nothing is run
+    made = [leaf for leaf in leaves if type(leaf) is not theirs.ArraysCache]
+    if not made:
+        raise ConfigError(
+            "no layer of this model keeps K and V of a history; use mlx-lm's own "
+            "make_prompt_cache for it"
+        )
+    model(mx.zeros((1, 1), dtype=mx.int32), cache=tried)  # lazy: shapes are known, nothing is run
     windows = [getattr(layer, "max_size", None) for layer in made]
     shapes = [(layer.keys.shape, layer.values.shape) for layer in made]
     stored = next(n for n, dtype in FLOAT_DTYPES.items() if dtype == made[0].keys.dtype)
@@ -87,10 +98,11 @@ def make_prompt_cache(
     )
     shared = MlxRunCache(config)
     of_layer = [shared.steps.groups[shared.steps.group_of(index)] for index in range(len(made))]
-    return [
-        _layer_class(group, config.kv)(shared, index, stored)
+    ours = iter(
+        _layer_class(group, config.kv)(shared, index, stored, has_states=len(made) < len(leaves))
         for index, group in enumerate(of_layer)
-    ]
+    )
+    return [_with_ours(one, ours) for one in theirs.make_prompt_cache(model)]
 
 
 def load_prompt_cache(
@@ -118,16 +130,40 @@ def load_prompt_cache(
     load: Any = theirs.load_prompt_cache
     found, metadata = load(str(file_name), return_metadata=True)
     cache = make_prompt_cache(model, **options)
-    if len(found) != len(cache):
+    theirs_and_ours = list(zip(_leaves(found), _leaves(cache), strict=False))
+    if len(found) != len(cache) or any(
+        (type(old) is theirs.ArraysCache) != (type(new) is theirs.ArraysCache)
+        for old, new in theirs_and_ours
+    ):
         raise ConfigError(
-            f"{file_name} has {len(found)} layers and this model {len(cache)}; load it with the "
-            f"model that it was made with"
+            f"{file_name} has {len(found)} layers and this model {len(cache)}, or of other kinds; "
+            f"load it with the model that it was made with"
         )
-    if found and found[0].offset:
-        shared: MlxRunCache = cache[0]._shared
-        rows = [_in_order(layer, cache[i]._window, str(file_name)) for i, layer in enumerate(found)]
-        shared.adopt_rows(found[0].offset, rows)
+    for old, new in theirs_and_ours:
+        if type(new) is theirs.ArraysCache:
+            new.state = old.state
+    histories = [(old, new) for old, new in theirs_and_ours if isinstance(new, _Layer)]
+    if histories[0][0].offset:
+        shared: MlxRunCache = histories[0][1]._shared
+        rows = [_in_order(old, new._window, str(file_name)) for old, new in histories]
+        shared.adopt_rows(histories[0][0].offset, rows)
     return (cache, metadata) if return_metadata else cache
+
+
+def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Yield caches, in place of lists of them what is inside."""
+    for one in caches:
+        if isinstance(one, theirs.CacheList):
+            yield from _leaves(one.caches)
+        else:
+            yield one
+
+
+def _with_ours(one: Any, ours: Iterator[_Layer]) -> Any:
+    """Return a cache of a model with the next of ours in place of each that keeps K and V."""
+    if isinstance(one, theirs.CacheList):
+        return theirs.CacheList(*(_with_ours(leaf, ours) for leaf in one.caches))  # type: ignore[no-untyped-call]
+    return one if type(one) is theirs.ArraysCache else next(ours)
 
 
 class _Layer(theirs._BaseCache):
@@ -136,10 +172,11 @@ class _Layer(theirs._BaseCache):
     step = 256
     """Tokens by which mlx-lm's caches grow; ours double."""
 
-    def __init__(self, shared: MlxRunCache, layer: int, dtype: str) -> None:
+    def __init__(self, shared: MlxRunCache, layer: int, dtype: str, *, has_states: bool) -> None:
         self._shared = shared
         self._layer = layer
         self._dtype = dtype
+        self._has_states = has_states
 
     @property
     def offset(self) -> int:
@@ -198,16 +235,22 @@ class _Layer(theirs._BaseCache):
         )
 
     def is_trimmable(self) -> bool:
-        """Always; how far, ``trim`` says."""
-        return True
+        """Return false if the model has states, which cannot follow; how far, ``trim`` says."""
+        return not self._has_states
 
     def trim(self, n: int) -> int:
         """Cut back by ``n`` tokens, in all layers that are still longer; returns how many.
 
         Raises:
-            RewindError: a window has let go of what it would need; nothing was changed.
+            RewindError: a window has let go of what it would need, or recurrent layers have states
+                that cannot be cut back; nothing was changed.
         """
         n = min(self.offset, n)
+        if n and self._has_states:
+            raise RewindError(
+                f"trim({n}): the states of this model's recurrent layers cannot be cut back; make "
+                f"a new cache and read the text again"
+            )
         if not self._layer:
             self._shared.rewind(self._shared.check_resume(self.offset - n, "trim"))
         return n

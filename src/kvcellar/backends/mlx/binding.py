@@ -25,7 +25,11 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from kvcellar.backends.mlx.caches import MlxCache
+from kvcellar.backends.mlx.mixing import Batches, StateCache, batches_of, mixing
+from kvcellar.backends.mlx.state_layers import StateLayer
+from kvcellar.backends.mlx.state_pools import StatePools
 from kvcellar.errors import ConfigError
+from kvcellar.states import StatePlan
 from kvcellar.types import IntArray
 
 ATTENTION = "scaled_dot_product_attention"
@@ -90,6 +94,9 @@ class Forward:
         self._turned: list[mx.array] = []
         self._attended: mx.array | None = None
         self._layer = 0
+        self._state_plan: StatePlan | None = None
+        self._batches: Batches | None = None
+        self._state_caches: list[StateCache] = []
         self.wanted: tuple[int, ...] = ()
         self.inputs: dict[int, mx.array] = {}
 
@@ -110,6 +117,8 @@ class Forward:
         self._fetched.clear()
         self._turned.clear()
         self._attended = None
+        for cache in self._state_caches:
+            cache.end()
 
     def fetch(self, keys: mx.array, values: mx.array, *, is_latent: bool) -> Fetched:
         """Take K and V of a layer; return what the model hands on to attention.
@@ -157,6 +166,32 @@ class Forward:
             q, k, v, self._positions, layer, float(scale), q.dtype, sinks
         )
         return out.swapaxes(0, 2)
+
+    # Recurrent layers ----------------------------------------------------------------------------
+
+    def state_cache(self, layer: int, states: StateLayer) -> StateCache:
+        """Make what stands in for the cache of recurrent layer ``layer``."""
+        made = StateCache(self, layer, states)
+        self._state_caches.append(made)
+        return made
+
+    def batches(self, layer: int) -> Batches:
+        """Return the batches in which a recurrent layer's mixers run: the same for all layers."""
+        plan = self._cache.plan_states(layer, len(self._positions), self._positions)
+        if self._batches is None or plan is not self._state_plan:
+            self._state_plan, self._batches = plan, batches_of(plan)
+        return self._batches
+
+    def wrote_states(self, layer: int) -> None:
+        """Note that a recurrent layer has given all its states."""
+        self._cache.wrote_states(layer)
+
+    @property
+    def state_pools(self) -> StatePools:
+        """The pools of the session."""
+        pools = self._cache.pools.states
+        assert pools is not None, "the session's cache has a state group"
+        return pools
 
     # Attention that a model writes out by hand ---------------------------------------------------
 
@@ -388,6 +423,18 @@ def bind_attention(model: Any) -> None:
         made = _attending(_class(module))
         if made is not None:
             become(module, made)
+
+
+@functools.cache
+def _mixing(base: type) -> type:
+    """Return a subclass of a mixer that is run for some sequences at a time."""
+    return subclass(base, mixing(base))
+
+
+def bind_mixers(mixers: Iterable[Any]) -> None:
+    """Have the modules that use states be run for the sequences of a batch at a time."""
+    for module in mixers:
+        become(module, _mixing(_class(module)))
 
 
 def bind_by_hand(rope: Any, projection: Any) -> None:

@@ -1,12 +1,13 @@
 """The MLX caches: shared bookkeeping plus pools of MLX arrays.
 
 MLX is lazy, and arrays that are not evaluated belong to the thread that made them. A forward writes
-to the pools lazily and whoever runs it evaluates them with its result (``arrays``); all other
+to the pools lazily and whoever runs it evaluates them with its result (``settle``); all other
 writes are evaluated where they are made.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,12 +20,14 @@ from kvcellar.backends.mlx import host_rows
 from kvcellar.backends.mlx.attention import Part, Segment, attend, attend_run
 from kvcellar.backends.mlx.codecs import rotate, rotate_queries
 from kvcellar.backends.mlx.pools import ExactPool, Pool, PrefixedPool, frozen_rows
+from kvcellar.backends.mlx.state_pools import StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import BASE, exact_cells
 from kvcellar.bookkeeping.reads import ReadsOf, reads_of
 from kvcellar.cache_config import CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
+from kvcellar.states import StatePlan
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
@@ -99,11 +102,15 @@ class MlxPools:
         self.stored = list(found.values())
         """Pools of the layers that store rows."""
         self.of_layer = [found[source] for source in config.params.sources]
+        state = config.params.state
+        self.states = None if state is None else StatePools(state, config.n_slots)
+        """Slots of the recurrent layers; None: there are none."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self.stored)
+        states = 0 if self.states is None else self.states.size_bytes
+        return sum(pool.size_bytes for pool in self.stored) + states
 
     def frozen_rows(self, layer: int, group: LayerGroup, cells: IntArray) -> Pool:
         """Copy a layer's rows of some cells into a pool that nobody writes to."""
@@ -152,10 +159,20 @@ class MlxCache(RowMoves):
         """Per layer group for those of its layers that store rows, then for those that share."""
         self._slots = slots_of(pools.config.params)
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All arrays of the pools: to be evaluated with the result of a forward."""
-        return [part for pool in self.pools.stored for part in pool.parts]
+    def settle(self, *results: mx.array) -> None:
+        """Evaluate what a forward has made: its results, and all that it wrote to the pools."""
+        rows = [part for pool in self.pools.stored for part in pool.parts]
+        states = self.pools.states
+        mx.eval(*results, rows, [] if states is None else states.arrays)
+        if states is not None:
+            states.settle()
+
+    def forget(self) -> None:
+        """Let go of what a failed forward was going to write."""
+        if self.pools.states is not None:
+            self.pools.states.forget()
+        with contextlib.suppress(Exception):
+            self.settle()  # nothing of it stays to be evaluated later
 
     # The model's face --------------------------------------------------------------------------
 
@@ -187,6 +204,32 @@ class MlxCache(RowMoves):
             return attend_run(q, pool.read(*run), mask, scale, out_dtype, sinks)
         segments = self._store(layer_id, prepared, k, v)
         return attend(q, segments, scale, out_dtype, softcap=softcap, sinks=sinks)
+
+    def plan_states(self, layer: int, n_tokens: int, position: Positions) -> StatePlan:
+        """Return what a recurrent layer reads and writes; the pools hold all these slots.
+
+        Raises:
+            StepError, PositionError: see ``Steps.plan_states``.
+        """
+        assert self.pools.states is not None, "a cache with recurrent layers has slots"
+        positions = _flat(position) if self.steps.needs_positions() else None
+        plan = self.steps.plan_states(layer, n_tokens, positions)
+        self.pools.states.ensure(plan.n_slots)
+        return plan
+
+    def wrote_states(self, layer: int) -> None:
+        """Note that a recurrent layer has stored its states; after the last, tokens count."""
+        self.steps.wrote_states(layer)
+
+    def read_states(self, slots: IntArray) -> States:
+        """Return copies of the states in ``slots [n]``, per recurrent layer ``[n, *shape]``."""
+        assert self.pools.states is not None, "a cache with recurrent layers has slots"
+        return self.pools.states.read_states(slots)
+
+    def write_states(self, slots: IntArray, states: States) -> None:
+        """Store states in ``slots [n]``; see :meth:`StatePools.write_states`."""
+        assert self.pools.states is not None, "a cache with recurrent layers has slots"
+        self.pools.states.write_states(slots, states)
 
     def update_and_fetch(
         self, layer: int, position: Positions, k: mx.array, v: mx.array

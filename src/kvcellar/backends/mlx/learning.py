@@ -12,6 +12,7 @@ Nothing is looked up by a model's name. What cannot be served is refused with wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,13 @@ from kvcellar.backends.mlx.binding import (
     bind_attention,
     bind_by_hand,
     bind_head,
+    bind_mixers,
 )
-from kvcellar.backends.mlx.recording import FAR, WAY_OUT, Record, n_read, traced
+from kvcellar.backends.mlx.learning_states import learn_states
+from kvcellar.backends.mlx.recording import FAR, WAY_OUT, Call, Record, n_read, traced
+from kvcellar.backends.mlx.state_layers import StateLayer
 from kvcellar.errors import ModelError
-from kvcellar.models.facts import LayerFacts, ModelFacts, Rope
+from kvcellar.models.facts import LayerFacts, ModelFacts, Rope, StateFacts
 from kvcellar.types import ModelCacheParams
 
 
@@ -47,6 +51,8 @@ class Learnt:
             know; None: there is none.
         is_head_bound: the module that makes logits was found, and runs on the wanted rows alone.
         caches: what its caches were, by place: nested where mlx-lm's are, each leaf its kind.
+        states: facts of its recurrent layers.
+        n_layers: all layers.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -56,6 +62,8 @@ class Learnt:
     added_window: int | None
     is_head_bound: bool
     caches: tuple[Any, ...]
+    states: tuple[StateFacts, ...]
+    n_layers: int
 
     def facts(self, family: str, max_positions: int, inner_size: int) -> ModelFacts:
         """Return the facts of the model, with what its config says besides.
@@ -66,12 +74,13 @@ class Learnt:
             family=family,
             layers=self.layers,
             others=(),
-            n_layers=len(self.layers),
+            n_layers=self.n_layers,
             hidden_size=self.hidden_size,
             inner_size=inner_size,
             vocab_size=self.vocab_size,
             max_positions=max_positions,
             rope=Rope("fixed"),
+            states=self.states,
         )
 
     @property
@@ -92,9 +101,19 @@ class _Kind:
     scale: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _StateKind:
+    """Kind of a cache of states: which recurrent layer it is, and what that keeps."""
+
+    layer: int
+    states: StateLayer
+
+
 def _stand_in(kind: Any, forward: Forward) -> Any:
     if isinstance(kind, tuple):
         return theirs.CacheList(*(_stand_in(one, forward) for one in kind))  # type: ignore[no-untyped-call]
+    if isinstance(kind, _StateKind):
+        return forward.state_cache(kind.layer, kind.states)
     return LayerCache(forward, is_latent=kind.is_latent, scale=kind.scale)
 
 
@@ -123,25 +142,61 @@ def learn(
             f"mlx-lm's {name} attends {len(shapes.attends)} times for one token and "
             f"{len(seen.attends)} times for two; {WAY_OUT}"
         )
+    recurrent, mixers = learn_states(shapes, seen)
     for attend in shapes.attends:
         if attend.parts is not None:
             bind_by_hand(*attend.parts)
+    bind_mixers(mixers)
     logits = shapes.calls[-1].out
     head = next(call for call in reversed(shapes.calls) if not call.module.children())
     is_head = head.out.shape == logits.shape
     if is_head:
         bind_head(head.module, head.method)
     sight = _Sight(seen, said, adds_windows=adds_windows)
-    layers = tuple(_layers(shapes, sight))
+    numbers = _Numbers(model, shapes)
     return Learnt(
-        layers,
+        tuple(_layers(shapes, sight, numbers.of_attention)),
         int(logits.shape[-1]),
         int(head.args[0].shape[-1]),
         shapes.updates[0].keys.dtype,
         min(sight.added, default=None),
         is_head,
-        _kinds(shapes),
+        _kinds(shapes, recurrent),
+        tuple(
+            StateFacts(
+                layer,
+                tuple(state.shape for state in kept.states),
+                tuple(state.held[0].index for state in kept.states),
+            )
+            for layer, kept in zip(numbers.of_states(recurrent), recurrent, strict=True)
+        ),
+        numbers.n_layers,
     )
+
+
+class _Numbers:
+    """The model's own numbers of its layers; where one attends twice, each attention counts."""
+
+    def __init__(self, model: Any, record: Record) -> None:
+        """Look for the layers of a record's calls among those of the model."""
+        self._blocks = {id(block): number for number, block in enumerate(model.layers)}
+        self._record = record
+        found = [self._of(attend.within) for attend in record.attends]
+        self._has_own = all(one < two for one, two in itertools.pairwise(found))
+        self.of_attention = found if self._has_own else list(range(len(found)))
+        """Number of each attention, ascending."""
+        self.n_layers = len(model.layers) if self._has_own else len(found)
+
+    def of_states(self, layers: Sequence[StateLayer]) -> list[int]:
+        """Return the number of each recurrent layer."""
+        first = {use.place: use.within for use in reversed(self._record.uses)}
+        return [self._of(first[layer.place]) for layer in layers]
+
+    def _of(self, call: Call | None) -> int:
+        """Return the number of the layer that a call is in; -1: it is in none."""
+        while call is not None and id(call.module) not in self._blocks:
+            call = call.parent
+        return -1 if call is None else self._blocks[id(call.module)]
 
 
 def _recorded(model: Any, name: str, offset: Any, ids: list[list[int]]) -> Record:
@@ -150,11 +205,12 @@ def _recorded(model: Any, name: str, offset: Any, ids: list[list[int]]) -> Recor
     Raises:
         ModelError: the model cannot be served.
     """
-    record = Record(name, offset)
+    given = mx.array(ids)
+    record = Record(name, offset, given)
     caches = [record.tap(one) for one in theirs.make_prompt_cache(model)]
     with traced(model, record), Running(record):
         try:
-            model(mx.array(ids), cache=caches)
+            model(given, cache=caches)
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             raise ModelError(
                 f"mlx-lm's {name} cannot run a batch with a position for each sequence ({error}); "
@@ -162,12 +218,15 @@ def _recorded(model: Any, name: str, offset: Any, ids: list[list[int]]) -> Recor
             ) from error
     record.find_attention_by_hand()
     if not record.attends:
-        raise ModelError(f"mlx-lm's {name} has no layer that attends; {WAY_OUT}")
+        raise ModelError(
+            f"mlx-lm's {name} has no layer that attends, and caches here hold the K and V of at "
+            f"least one; choose a model that has attention, or run it with mlx-lm alone"
+        )
     return record
 
 
-def _layers(shapes: Record, sight: _Sight) -> Iterator[LayerFacts]:
-    """Yield what was seen of each layer."""
+def _layers(shapes: Record, sight: _Sight, numbers: Sequence[int]) -> Iterator[LayerFacts]:
+    """Yield what was seen of each layer that attends, by the numbers that these have."""
     firsts: dict[int, LayerFacts] = {}
     for layer, attend in enumerate(shapes.attends):
         source = attend.source
@@ -181,7 +240,7 @@ def _layers(shapes: Record, sight: _Sight) -> Iterator[LayerFacts]:
         k, v = source.keys.shape, source.values.shape
         dims = (v[3], k[3]) if attend.is_latent else (k[3], v[3])
         made = LayerFacts(
-            layer,
+            numbers[layer],
             attend.n_heads,
             k[1],
             *dims,
@@ -275,9 +334,10 @@ class _Sight:
         return self._firsts[id(mask)]
 
 
-def _kinds(record: Record) -> tuple[Any, ...]:
+def _kinds(record: Record, recurrent: Sequence[StateLayer]) -> tuple[Any, ...]:
     """Return the kind of each of the model's caches, nested as they are."""
-    found = {
+    found: dict[int, Any] = {layer.place: _StateKind(i, layer) for i, layer in enumerate(recurrent)}
+    found |= {
         attend.source.place: _Kind(attend.is_latent, attend.scale if attend.parts else None)
         for attend in record.attends
     }

@@ -1,12 +1,7 @@
-"""Checkpoints through mlx-lm: Hugging Face folders as they are, and mlx-community's quantised ones.
-
-mlx-lm reads older configs than transformers writes today: RoPE in fields of its own, tied
-embeddings by a default of its own. So its arguments are made from the config of transformers.
-"""
+"""Checkpoints through mlx-lm: folders of Hugging Face, and mlx-community's quantised ones."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +12,16 @@ import mlx.core as mx
 import mlx_lm
 import mlx_lm.utils
 from mlx_lm.models.rope_utils import YarnRoPE
-from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from kvcellar.backends.mlx.checking import LENGTH, check_network, versions
 from kvcellar.backends.mlx.codecs import FLOAT_DTYPES
 from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
+from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.models.check import demand_exact, verdict_of
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
-from kvcellar.models.configs import config_from_dict, positions_of
+from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import without_format
 from kvcellar.models.generation import sampling_defaults
@@ -40,8 +35,6 @@ from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _PARTS = {
     "model.language_model.": "language_model.model.",
@@ -181,101 +174,20 @@ def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
         config: the config object of its text part.
 
     Raises:
-        ModelError: weights that are missing or not this architecture's, or a quantisation that
-            mlx-lm does not know.
+        ModelError: mlx-lm makes no model of the config; or weights that are missing or not this
+            architecture's, or a quantisation that mlx-lm does not know.
     """
+    _, words = empty_model(raw, config)
     failed: Exception | None = None
     for classes in (mlx_lm.utils._get_classes, _renaming_classes):
         try:
             model, _ = mlx_lm.utils.load_model(
-                folder,
-                lazy=True,
-                model_config=arguments(raw, config),
-                get_model_classes=classes,
+                folder, lazy=True, model_config=words, get_model_classes=classes
             )
             return model
         except Exception as error:  # its models raise whatever their arguments lead to
             failed = failed or error
     raise ModelError(f"{folder} cannot be loaded by mlx-lm: {failed}") from failed
-
-
-def arguments(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Write a checkpoint's config in the words that mlx-lm knows."""
-    text = {**config.to_dict(), **(raw.get("text_config") or raw)}
-    rope = text.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in full:
-            text[name] = full[name]
-    kind = full.get("rope_type", "default")
-    if kind != "default":
-        text["rope_scaling"] = dict(full)
-    elif full:
-        text["rope_scaling"] = None
-    if "sliding_attention" in rope:
-        text["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    if type(config) is not PretrainedConfig and not hasattr(type(config), "layer_types"):
-        text["layer_types"] = None  # of no meaning there, and mlx-lm would take it for one
-    types = list(text.get("layer_types") or ())
-    if set(types) == {_FULL, _SLIDING} and not isinstance(text.get("sliding_window_pattern"), str):
-        text["sliding_window_pattern"] = types.index(_FULL) + 1
-    text.pop("architectures", None)
-    if "text_config" in raw:
-        return {**raw, "text_config": text, "vocab_size": text["vocab_size"]}
-    return {**text, **_demanded(raw, text, config)}
-
-
-def _demanded(raw: Mapping[str, Any], text: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return what mlx-lm demands and the config says in other words, or leaves to its class."""
-    _, asked = mlx_lm.utils._get_classes(dict(raw))
-    derived = {
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "rotary_pct": text.get("partial_rotary_factor"),
-        "rotary_emb_base": text.get("rope_theta"),
-        "n_ctx": getattr(config, "n_positions", None),
-    }
-    return {
-        name: value
-        for name, parameter in inspect.signature(asked).parameters.items()
-        if parameter.default is parameter.empty and text.get(name) is None
-        if (value := getattr(config, name, None) or derived.get(name)) is not None
-    }
-
-
-def text_config(raw: Mapping[str, Any]) -> Any:
-    """Make the config object of the text part of a ``config.json``.
-
-    It is that of transformers where transformers has the architecture; else one without its rules.
-
-    Raises:
-        ModelError: it names no architecture, or has a field that is missing or impossible.
-    """
-    if raw.get("model_type") is None or raw["model_type"] in CONFIG_MAPPING:
-        return config_from_dict(raw)
-    return PretrainedConfig.from_dict(_decoded(raw.get("text_config") or raw))
-
-
-def _decoded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config whose infinities are numbers."""
-    decoded: dict[str, Any] = mlx_lm.utils._decode_tagged_floats(dict(raw))
-    return decoded
-
-
-def windows_of(config: Any) -> list[int | None]:
-    """Return the window of each layer by a config of transformers; empty: it does not say.
-
-    A config with ``layer_types`` says it for each; a window without them is every layer's. What a
-    file says and the config's class does not know is nothing that the model looks at.
-    """
-    known = type(config)
-    if not hasattr(known, "sliding_window"):
-        return []
-    if not hasattr(known, "layer_types"):
-        return [config.sliding_window] * int(config.num_hidden_layers)
-    types = config.layer_types or ()
-    if not {_FULL, _SLIDING} >= set(types):
-        return []
-    return [config.sliding_window if kind == _SLIDING else None for kind in types]
 
 
 def _renaming_classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -374,13 +286,7 @@ def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
 
 def _facts_of_config(raw: Mapping[str, Any]) -> ModelFacts:
     config = text_config(raw)
-    try:
-        words = {**_decoded(raw), **arguments(raw, config)}
-        model_class, arguments_class = mlx_lm.utils._get_classes(words)
-        model = model_class(arguments_class.from_dict(words))
-    except Exception as error:  # its models raise whatever their arguments lead to
-        raise ModelError(f"mlx-lm makes no model of the config: {error}") from error
-    return _facts(_learn(model, config), config)
+    return _facts(_learn(empty_model(raw, config)[0], config), config)
 
 
 def _facts(learnt: Learnt, config: Any) -> ModelFacts:

@@ -70,6 +70,7 @@ class Attend:
         has_sinks: true if it was given sinks.
         softcap: of logits, where attention is written by hand.
         parts: of attention by hand its rope and its output projection; None: it was called for.
+        within: the call of the module that attends.
     """
 
     source: Update
@@ -80,6 +81,24 @@ class Attend:
     has_sinks: bool = False
     softcap: float | None = None
     parts: tuple[Any, Any] | None = None
+    within: Call | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """A use of one state: a module asked its cache for it, or gave the new one.
+
+    Attributes:
+        place: which of the model's caches.
+        index: which of its arrays.
+        value: what was given, ``[B, ...]``; None: it was asked for.
+        within: the call of the module, a *mixer*.
+    """
+
+    place: int
+    index: int
+    value: Any
+    within: Call
 
 
 def _zeros(like: mx.array, n: int) -> mx.array:
@@ -90,15 +109,18 @@ def _zeros(like: mx.array, n: int) -> mx.array:
 class Record:
     """A forward whose modules, caches and attention are written down."""
 
-    def __init__(self, name: str, offset: Any) -> None:
+    def __init__(self, name: str, offset: Any, ids: mx.array) -> None:
         self.name = name
         self.offset = offset
+        self.ids = ids
         self.open: list[Call] = []
         self.calls: list[Call] = []
         self.updates: list[Update] = []
         self.attends: list[Attend] = []
-        self.masks: list[tuple[Any, Any]] = []
-        """Caches that were asked for a mask, and what they made."""
+        self.uses: list[Use] = []
+        """Uses of states, in their order."""
+        self.masks: list[Any] = []
+        """Masks that caches of a history made."""
 
         self.leaves: list[Any] = []
         """Caches that the model made for itself, one after another."""
@@ -109,7 +131,7 @@ class Record:
         """Have a cache that the model made write down what it is given.
 
         Raises:
-            ModelError: it is not K and V of a history.
+            ModelError: it is neither K and V of a history nor states.
         """
         if isinstance(made, theirs.CacheList):
             made = theirs.CacheList(*(self._leaf(one) for one in made.caches))  # type: ignore[no-untyped-call]
@@ -119,14 +141,14 @@ class Record:
         return made
 
     def _leaf(self, leaf: Any) -> Any:
-        if type(leaf) not in _HISTORIES:
-            what = "is a state, which has no rows and cannot be cut back"
-            raise ModelError(
-                f"a layer of mlx-lm's {self.name} keeps a {type(leaf).__name__}, which "
-                f"{what if isinstance(leaf, theirs.ArraysCache) else 'is no history of K and V'}; "
-                f"{WAY_OUT}"
-            )
         place = len(self.leaves)
+        if type(leaf) is theirs.ArraysCache:
+            return self._states(leaf, place)
+        if type(leaf) not in _HISTORIES:
+            raise ModelError(
+                f"a layer of mlx-lm's {self.name} keeps a {type(leaf).__name__}, which is neither "
+                f"K and V of a history nor states; {WAY_OUT}"
+            )
         leaf.offset = self.offset
         is_far = isinstance(self.offset, int)
 
@@ -147,6 +169,22 @@ class Record:
         elif hasattr(leaf, "make_mask"):
             methods["make_mask"] = self._masking(type(leaf).make_mask)
         leaf.__class__ = subclass(type(leaf), methods)
+        self.leaves.append(leaf)
+        return leaf
+
+    def _states(self, leaf: Any, place: int) -> Any:
+        """Have a cache of states write down who uses which."""
+
+        def get(own: Any, index: int) -> Any:
+            value = theirs.ArraysCache.__getitem__(own, index)  # type: ignore[no-untyped-call]
+            self.uses.append(Use(place, index, None, self.open[-1]))
+            return value
+
+        def put(own: Any, index: int, value: Any) -> None:
+            theirs.ArraysCache.__setitem__(own, index, value)  # type: ignore[no-untyped-call]
+            self.uses.append(Use(place, index, value, self.open[-1]))
+
+        leaf.__class__ = subclass(type(leaf), {"__getitem__": get, "__setitem__": put})
         self.leaves.append(leaf)
         return leaf
 
@@ -181,6 +219,7 @@ class Record:
         found = self._reading(keys, values, mask)
         found.n_heads, found.scale = queries.shape[1], float(scale)
         found.has_sinks = sinks is not None
+        found.within = self.open[-1]
         found.source.readers.append(found)
         self.attends.append(found)
         return mx.zeros((*queries.shape[:-1], values.shape[-1]), dtype=queries.dtype)
@@ -239,6 +278,7 @@ class Record:
                 scale=float(scale),
                 softcap=softcap,
                 parts=(ropes[0], after[0].module),
+                within=update.within,
             )
             update.readers.append(found)
             self.attends.append(found)

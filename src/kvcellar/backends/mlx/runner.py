@@ -56,7 +56,7 @@ class MlxRunner(BoundRunner):
                 if has_features:
                     inputs = [forward.inputs[layer][:, 0] for layer in self._feature_layers]
                     features = mx.concatenate(inputs, axis=-1).astype(mx.float32)
-                mx.eval(logits, cache.arrays, features)
+                cache.settle(logits, features)
             return np.array(logits), np.array(features)
         finally:
             forward.inputs.clear()
@@ -68,8 +68,7 @@ class MlxRunner(BoundRunner):
 
     def _after_failure(self, cache: Any) -> None:
         self._shared.end()
-        with contextlib.suppress(Exception):
-            mx.eval(cache.arrays)  # nothing of a failed forward stays to be evaluated later
+        cache.forget()
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._device is None else mx.stream(self._device)
