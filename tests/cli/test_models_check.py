@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvcellar.backends.torch import checking, tiny
+from kvcellar.backends.torch import checking, loading, tiny
 from kvcellar.backends.torch.loading import versions
 from kvcellar.cli import app
 from kvcellar.models.check import CACHES, PARTS, Verdict, verdict_path
@@ -99,3 +99,25 @@ def test_which_of_the_exact_families_export_is_a_column_and_the_reason_is_said(m
     assert found["n_exported"] == 1
     assert [model["exports"] for model in found["models"]] == [None, True, False]
     assert found["models"][2]["why_not_exported"] == "its graph branches"
+
+
+def test_what_was_learnt_wrong_before_is_said_to_be_replaced(tmp_path, monkeypatch):
+    folder = tiny.write_tiny("qwen3", tmp_path / "tiny")
+    prove = loading.prove_model
+    monkeypatch.setattr(loading, "prove_model", lambda *args: (prove(*args)[0], True))
+    assert "wrong, and is replaced" in invoke(str(folder))[1]
+    assert json.loads(invoke(str(folder), "--json")[1])["models"][0]["facts_replaced"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--backend", "executorch"], "with torch or mlx"),
+        (["--backend", "mlx", "--all-tiny"], "with torch alone"),
+        (["--backend", "mlx", "--export"], "with torch alone"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(args, said):
+    result = CliRunner().invoke(app, ["models", "check", *args])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

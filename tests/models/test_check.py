@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from kvcellar.backends.torch import checking, loading
 from kvcellar.backends.torch.checking import check_checkpoint, check_family
-from kvcellar.backends.torch.loading import versions
+from kvcellar.backends.torch.fast.decoder import KernelDecoder
+from kvcellar.backends.torch.loading import model_facts, prove_model, versions
 from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.errors import ModelError
 from kvcellar.models import check as check_module
@@ -30,6 +33,7 @@ from kvcellar.models.check import (
     verdict_path,
 )
 from kvcellar.models.checkpoint import read_config
+from kvcellar.models.options import no_progress
 
 EXACT = """
 afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
@@ -274,10 +278,45 @@ def test_a_model_that_is_not_exact_is_refused_with_figures_and_the_way_out(tiny,
 
 
 def test_a_person_may_go_on_and_is_warned_at_every_start(tiny, home, monkeypatch):
-    monkeypatch.setattr(checking, "check_checkpoint", inexact)
+    found = MagicMock(side_effect=inexact)
+    monkeypatch.setattr(checking, "check_checkpoint", found)
     for _ in range(2):
         with pytest.warns(InexactModelWarning, match="not exact"):
             load_model(tiny, is_unchecked=True)
+    found.assert_called_once()  # the verdict that is kept has all that is said
+    with pytest.raises(ModelError, match="not exact"):
+        load_model(tiny)
+    assert found.call_count == 2, "who wants an exact model has it looked at again"
+
+
+def test_facts_that_were_kept_and_are_wrong_are_replaced_by_a_check(tiny, home):
+    raw = read_config(tiny)
+    assert not prove_model(tiny, no_progress)[1], "none were kept"
+    facts = model_facts(raw)
+    (path,) = home.glob("models/*[0-9a-f].json")
+    path.write_text(json.dumps(replace(facts, max_positions=7).to_json()))
+    assert model_facts(raw) != facts
+    verdict, is_replaced = prove_model(tiny, no_progress)
+    assert verdict.is_exact
+    assert is_replaced
+    assert model_facts(raw) == facts
+    assert not prove_model(tiny, no_progress)[1]
+
+
+def test_a_decoder_that_does_not_say_what_its_modules_say_is_not_used(home, tmp_path, monkeypatch):
+    tiny = write_tiny("qwen3", tmp_path / "tiny")
+    forward = KernelDecoder.forward
+
+    def spoilt(self, *args: Any) -> Any:
+        found = forward(self, *args)
+        return None if found is None else (found[0] + 1.0, found[1])
+
+    with monkeypatch.context() as only:
+        only.setattr(KernelDecoder, "forward", spoilt)
+        assert load_model(tiny, weights="int8").decoder is None
+    assert load_model(tiny, weights="int8").decoder is not None, "it is looked for again"
+    monkeypatch.setattr(KernelDecoder, "forward", spoilt)
+    assert load_model(tiny, weights="int8").decoder is not None, "it was compared once"
 
 
 def test_a_model_that_is_exact_is_not_warned_of(tiny, home):

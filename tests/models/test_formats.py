@@ -271,6 +271,7 @@ def test_reading_changes_nothing_of_the_environment(tmp_path, monkeypatch):
         (compressed(8) | {"transform_config": {"config_groups": {"u": {}}}}, "rotated weights"),
         (compressed(8) | {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
         (FP8_SAID | {"weight_block_size": 128}, "blocks of 128 in its quantization_config"),
+        ("awq", "has quantization_config='awq', and it must be an object"),
     ],
 )
 def test_what_is_not_read_is_refused_with_what_to_take_in_its_place(said, what):

@@ -19,11 +19,14 @@ import torch
 import transformers
 
 from kvcellar.backends.torch.fast.experts import KernelExperts
+from kvcellar.backends.torch.tiny import write_tiny
 from kvcellar.engine import encode_chat
 from kvcellar.errors import BackendError, ConfigError, ModelError
 from kvcellar.kernel import levels
 from kvcellar.models import load_model
 from kvcellar.models.hub import DEMO_FOLDER
+from kvcellar.models.loading import check_model
+from kvcellar.models.options import LoadOptions
 from kvcellar.models.prompts import encode, render
 from kvcellar.models.sizing import size_model
 from tests.models.players import Oracle, Player, assert_close, text
@@ -396,6 +399,15 @@ def test_what_would_load_and_then_run_wrongly(checkpoint, tmp_path, family, chan
     folder = shutil.copytree(checkpoint(family), tmp_path / family)
     edit_json(folder / "config.json", **changes)
     refuses(match, folder)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_sizes_that_no_cache_can_have_are_refused_before_anything_is_loaded(tmp_path):
+    folder = write_tiny("deepseek_v3", tmp_path / "it")
+    edit_json(folder / "config.json", kv_lora_rank=0)
+    refuses("needs v_head_dim >= 1, got 0; choose another model$", folder)
+    with pytest.raises(ModelError, match="needs v_head_dim >= 1"):
+        check_model(LoadOptions(folder))
 
 
 def test_a_checkpoint_without_weights(folder):

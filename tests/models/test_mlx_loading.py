@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kvcellar as kv
+from kvcellar.cli import app
 from kvcellar.errors import BackendError, ConfigError, ModelError, PromptError, StepError
 from kvcellar.models import load_model
 from kvcellar.models.sizing import size_model
@@ -109,6 +111,33 @@ def test_a_folder_quantised_for_mlx_is_loaded_as_it_is(
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="only its weights say"):
         size_model(folder)
+
+
+def test_weights_that_mlx_lm_reads_by_a_quantization_config_are_sized_by_their_files(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "q")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (folder / "config.json").write_text(json.dumps(raw))
+    spec = size_model(folder, backend="mlx")
+    assert spec.weight_bytes == spec.stored_bytes
+    assert "sizes from its files" in spec.counted
+    with pytest.raises(ModelError, match="stores its weights by 'awq'"):
+        size_model(folder)
+
+
+def test_a_folder_quantised_for_mlx_is_checked_with_mlx(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCELLAR_HOME", str(tmp_path / "home"))
+    folder = quantised_folder(tmp_path / "q", checkpoint("llama"), group_size=32, bits=4)
+    result = CliRunner().invoke(app, ["models", "check", str(folder), "--json"])
+    (found,) = json.loads(result.stdout)["models"]
+    assert result.exit_code == 0 and found["is_exact"]
+    assert "mlx-lm" in found["subject"]
+    refused = CliRunner().invoke(app, ["models", "check", str(folder), "--backend", "torch"])
+    assert refused.exit_code == 2 and "backend mlx" in refused.output
 
 
 def test_a_multimodal_gemma_3_is_loaded_without_its_eyes(

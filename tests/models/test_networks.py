@@ -177,6 +177,15 @@ def test_a_float_that_json_has_no_word_for():
             {"model_type": "qwen3_vl", "text_config": {"intermediate_size": -4}},
             "the qwen3_vl config makes no model",
         ),
+        (
+            LLAMA | {"text_config": 5},
+            "the llama config has text_config=5, and it must be an object",
+        ),
+        (
+            transformers.Gemma3nTextConfig(num_kv_shared_layers=-1).to_dict(),
+            r"makes no model: .* \(it has num_kv_shared_layers=-1\); check the file",
+        ),
+        (transformers.GPTJConfig().to_dict(), "'gptj' does not call its attention through"),
     ],
 )
 def test_a_config_that_makes_no_network_is_refused_by_name(raw, said):

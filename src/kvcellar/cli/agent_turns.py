@@ -172,5 +172,7 @@ def _show_end(end: TurnEnd, as_json: bool) -> None:
         + (f"; first new one after {first:.2f} s" if first is not None else "")
         + (guessed if usage.drafted_tokens else "")
     )
+    for note in usage.notes:
+        print_note(note)
     if usage.miss is not None and usage.miss.tokens_lost > 16:
         print_note(f"{usage.miss.tokens_lost} tokens were computed again: {usage.miss.advice}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,12 +13,17 @@ from kvcellar.cli.store import AsJson
 from kvcellar.cli.terminal import progress_bar, write
 from kvcellar.errors import ConfigError
 from kvcellar.models.check import PARTS, TOLERANCE
-from kvcellar.registry import load_backend
+from kvcellar.models.checkpoint import read_config
+from kvcellar.models.formats import is_quantised_for_mlx
+from kvcellar.models.hub import find_checkpoint
+from kvcellar.registry import load_backend, needed_packages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from kvcellar.models.check import Verdict
+    from kvcellar.models.options import ProgressFn
 
 EXIT_INEXACT = 1
 
@@ -29,6 +34,15 @@ Model = Annotated[
 AllTiny = Annotated[
     bool,
     option(None, "Check a tiny random model of every family that transformers has.", "--all-tiny"),
+]
+Backend = Annotated[
+    str | None,
+    option(
+        "NAME",
+        "torch or mlx. Default: mlx for a folder that is quantised for MLX, else torch.",
+        "--backend",
+        "-b",
+    ),
 ]
 Export = Annotated[
     bool,
@@ -49,20 +63,28 @@ class _Row:
         verdict: on the model.
         exports: true if it exports; None: that was not tried.
         why_not: why it does not.
+        is_replaced: facts of it had been kept that were not its own.
     """
 
     verdict: Verdict
     exports: bool | None = None
     why_not: str | None = None
+    is_replaced: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints of it."""
-        return {**self.verdict.to_json(), "exports": self.exports, "why_not_exported": self.why_not}
+        return {
+            **self.verdict.to_json(),
+            "exports": self.exports,
+            "why_not_exported": self.why_not,
+            "facts_replaced": self.is_replaced,
+        }
 
 
 def check_command(
     model: Model = None,
     *,
+    backend: Backend = None,
     all_tiny: AllTiny = False,
     export: Export = False,
     as_json: AsJson = False,
@@ -71,19 +93,26 @@ def check_command(
 
     Texts come in one piece, in chunks, token by token, from a fork, after a rollback and in flat
     batches, on three kinds of caches; each logit is held to that of the model's own eager
-    attention over the whole text, in float32, with torch. A large model is checked on a twin: its
+    attention over the whole text, in float32. A large model is checked on a twin: its
     own classes with few small layers of every kind, and windows and chunks that a short text meets.
 
-    The verdict on MODEL is kept until kvcellar, torch or transformers is another; while it is not
-    exact, each load checks again. Exit code 1: a model that was compared is not exact, or MODEL
-    could not be compared.
+    With mlx the model itself is compared with mlx-lm's own code and caches.
+
+    The verdict is kept, for every checkpoint of the same config and until kvcellar or a package
+    that computed it is another; while it is not exact, each load checks again. What was learnt of
+    MODEL before is learnt anew, and replaced where it was wrong. Exit code 1: a model that was
+    compared is not exact, or MODEL could not be compared.
 
     A model exports if the graph of a twin of it gives the model's logits in the same comparison,
     and ExecuTorch lowers it.
     """
     if model is not None and all_tiny:
         raise ConfigError(f"--all-tiny is of no model, and {model!r} was given; leave one out")
-    rows = _families(export) if all_tiny else [_one(model or "demo", export)]
+    if backend not in (None, "torch", "mlx"):
+        raise ConfigError(f"models are checked with torch or mlx, and not with {backend!r}")
+    if backend == "mlx" and (all_tiny or export):
+        raise ConfigError("families, and whether a model exports, are checked with torch alone")
+    rows = _families(export) if all_tiny else [_one(model or "demo", backend, export)]
     if as_json:
         write(json.dumps(_object(rows), ensure_ascii=False) + "\n")
     else:
@@ -125,20 +154,29 @@ def _exported(verdict: Verdict, raw: Mapping[str, Any]) -> _Row:
     return _Row(verdict, why_not is None, why_not)
 
 
-def _one(model: str, export: bool) -> _Row:
+def _one(model: str, backend: str | None, export: bool) -> _Row:
     """Check a checkpoint, and keep the verdict."""
-    with progress_bar("starting torch") as report:
-        from kvcellar.backends.torch.checking import check_checkpoint
-        from kvcellar.backends.torch.loading import versions
-        from kvcellar.models.check import keep_verdict
-        from kvcellar.models.checkpoint import read_config
-        from kvcellar.models.hub import find_checkpoint
-
+    with progress_bar("reading the config") as report:
         folder = find_checkpoint(model, report)
         raw = read_config(folder)
-        verdict = check_checkpoint(folder, raw, lambda part: report(part, f"checking {model}"))
-        keep_verdict(raw, versions(), verdict)
-        return _exported(verdict, raw) if export and verdict.is_exact else _Row(verdict)
+        if backend is None:
+            backend = "mlx" if is_quantised_for_mlx(raw) else "torch"
+        with needed_packages(backend, f"checking models with the backend {backend!r}"):
+            prove = _prover(backend)
+        verdict, is_replaced = prove(folder, report)
+        row = _exported(verdict, raw) if export and verdict.is_exact else _Row(verdict)
+    return replace(row, is_replaced=is_replaced)
+
+
+def _prover(backend: str) -> Callable[[Path, ProgressFn], tuple[Verdict, bool]]:
+    """Import what checks models of a backend."""
+    if backend == "mlx":
+        from kvcellar.backends.mlx.loading import prove_model as prove_with_mlx
+
+        return prove_with_mlx
+    from kvcellar.backends.torch.loading import prove_model
+
+    return prove_model
 
 
 def _object(rows: list[_Row]) -> dict[str, Any]:
@@ -172,6 +210,8 @@ def _show(rows: list[_Row]) -> None:
             write(f"\n{row.verdict.refusal(row.verdict.family)}\n")
         if row.why_not is not None:
             write(f"\n{row.verdict.family} does not export: {row.why_not}\n")
+        if row.is_replaced:
+            write("\nwhat was kept of it from before was wrong, and is replaced\n")
     exact = sum(row.verdict.is_exact for row in rows)
     write(f"\n{exact} of {len(rows)} exact within {TOLERANCE:.0e}\n")
     if is_tried:

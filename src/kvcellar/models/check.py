@@ -172,19 +172,25 @@ def _kind(group: LayerGroup) -> str:
 
 
 def verdict_of(
-    raw: Mapping[str, Any], versions: Mapping[str, str], find: Callable[[], Verdict]
+    raw: Mapping[str, Any],
+    versions: Mapping[str, str],
+    find: Callable[[], Verdict],
+    *,
+    is_unchecked: bool = False,
 ) -> Verdict:
     """Return the verdict on a model, which is found and kept where it is not known to be exact.
 
     One that it is not may be of other weights, a file that lacked some, or memory that ran out.
+    Who goes on with a model unchecked is warned by that one.
 
     Args:
         raw: its ``config.json``.
         versions: of what a verdict depends on; one of others is found again.
         find: is called where there is none, or the model was refused.
+        is_unchecked: a verdict that is kept is enough, whatever it says.
     """
     verdict = known_verdict(raw, versions)
-    if verdict is None or not verdict.is_exact:
+    if verdict is None or not (verdict.is_exact or is_unchecked):
         verdict = find()
         keep_verdict(raw, versions, verdict)
     return verdict
@@ -236,9 +242,9 @@ def demand_exact(verdict: Verdict, name: str, *, is_unchecked: bool) -> None:
     if verdict.is_exact:
         return
     if not is_unchecked:
+        said = verdict.refusal(name).removesuffix("; choose another model")
         raise ModelError(
-            f"{verdict.refusal(name)}. Choose another model, or go on at your own risk with "
-            f"--unchecked"
+            f"{said}. Choose another model, or go on at your own risk with --unchecked"
         )
     warnings.warn(verdict.refusal(name), InexactModelWarning, stacklevel=3)
 

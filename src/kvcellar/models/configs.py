@@ -78,7 +78,10 @@ def _check_sizes(family: str, raw: Mapping[str, Any], made: Any) -> None:
     """
     text = raw.get("text_config") or {}
     if not isinstance(text, Mapping):
-        raise ModelError(f"text_config is {type(text).__name__} and must be an object")
+        raise ModelError(
+            f"the {family} config has text_config={text!r:.40}, and it must be an "
+            f"object; check the file"
+        )
     for name in _SIZES:
         for value in (raw.get(name), text.get(name)):
             if isinstance(value, int) and value < 1:

@@ -77,16 +77,34 @@ def format_of(raw: Mapping[str, Any], folder: Path) -> WeightFormat | None:
 
 def is_quantised_for_mlx(raw: Mapping[str, Any]) -> bool:
     """Return true if a checkpoint's config says that only MLX's own functions read its weights."""
-    return "quantization" in raw
+    return isinstance(raw.get("quantization"), Mapping)
+
+
+def is_packed_for_mlx(raw: Mapping[str, Any]) -> bool:
+    """Return true if mlx-lm holds weights as a ``quantization_config`` says that they are stored.
+
+    It expands FP8 when it loads it, and says itself which other ways it does not read.
+    """
+    said = quantization_of(raw)
+    return said is not None and said.get("quant_method") != FP8
 
 
 def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a ``config.json`` says of how weights are stored: of all, or of the text part."""
+    """Return what a ``config.json`` says of how weights are stored: of all, or of the text part.
+
+    Raises:
+        ModelError: it says it in no object.
+    """
     text = raw.get("text_config")
     said = raw.get("quantization_config")
     if not said and isinstance(text, Mapping):
         said = text.get("quantization_config")
-    return said if isinstance(said, Mapping) and said else None
+    if said and not isinstance(said, Mapping):
+        raise ModelError(
+            f"the config has quantization_config={said!r}, and it must be an object that says how "
+            f"weights are stored; take the model's own config.json"
+        )
+    return said or None
 
 
 def without_format(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,22 @@ def facts_of(raw: Mapping[str, Any], learn: Learn, by: str) -> ModelFacts:
     return facts
 
 
+def renew_facts(raw: Mapping[str, Any], learn: Learn, by: str) -> bool:
+    """Learn the facts of a model anew and keep them; return true if others had been kept.
+
+    Args:
+        raw: its ``config.json``.
+        learn: is called; what it raises is raised, and what was kept stays.
+        by: whose rules these are: a package and its version.
+    """
+    path, kept = known_path(raw, by), None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        kept = ModelFacts.from_json(read_kept(path))
+    facts = learn(raw)
+    keep(path, facts.to_json())
+    return kept not in (None, facts)
+
+
 def known_path(raw: Mapping[str, Any], by: str) -> Path:
     """Return where the facts of a config are kept; other files about it begin with its stem."""
     told = {key: value for key, value in raw.items() if key not in VOLATILE}

@@ -27,6 +27,7 @@ from kvcellar.models.formats import (
     MXFP4,
     WeightFormat,
     format_of,
+    is_packed_for_mlx,
     is_quantised_for_mlx,
     without_format,
 )
@@ -113,9 +114,7 @@ def size_checkpoint(
     raw = read_config(path.parent) if path.name == "config.json" else read_json(path)
     try:
         asked = parse_weights(options.weights, options.dtype)
-        return _spec_of(
-            options.name, path, raw, facts_of, options.dtype, asked, has_kernel, is_coded
-        )
+        return _spec_of(options, path, raw, facts_of, asked, has_kernel, is_coded)
     except ModelError as error:
         raise ModelError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from (
             error
@@ -155,18 +154,19 @@ def find_config(name_or_path: str | Path) -> Path:
 
 
 def _spec_of(
-    name: str,
+    options: LoadOptions,
     path: Path,
     raw: Mapping[str, Any],
     facts_of: FactsOf,
-    dtype: str | None,
     asked: str | None,
     has_kernel: bool,
     is_coded: bool,
 ) -> ModelCacheSpec:
     """Work out a spec from a config, and from the weights' files where they lie beside it."""
-    is_for_mlx = is_quantised_for_mlx(raw)
-    group_size = int(raw["quantization"]["group_size"]) if is_for_mlx else 1
+    name, dtype = options.name, options.dtype
+    is_written_by_mlx = is_quantised_for_mlx(raw)
+    is_for_mlx = is_written_by_mlx or (options.backend == "mlx" and is_packed_for_mlx(raw))
+    group_size = int(raw["quantization"]["group_size"]) if is_written_by_mlx else 1
     raw = without_format(raw) if is_for_mlx else raw
     format = format_of(raw, path)
     facts = facts_of(raw)
@@ -180,7 +180,8 @@ def _spec_of(
     if files_bytes is not None:
         stored = check_weights(path.parent)
     stored_dtype, dtype = _dtypes(name, raw, "bfloat16" if asked == "bf16" else dtype, stored)
-    files = path.parent if files_bytes is not None and format is None else None
+    has_numbers = format is None and is_written_by_mlx == is_for_mlx
+    files = path.parent if files_bytes is not None and has_numbers else None
     sizes, matrices = _parameters(raw, files, group_size)
     known = stored_dtype if files_bytes is None else None
     counted = _counted(raw, sum(sizes.values()), known, format, is_for_mlx)

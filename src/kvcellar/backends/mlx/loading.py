@@ -19,14 +19,14 @@ from kvcellar.backends.mlx.learning import Learnt, learn
 from kvcellar.backends.mlx.runner import MlxRunner
 from kvcellar.backends.mlx.words import empty_model, text_config, windows_of
 from kvcellar.errors import BackendError, ConfigError, ModelError
-from kvcellar.models.check import demand_exact, verdict_of
+from kvcellar.models.check import Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import check_tokenizer_files, check_weights, read_config
 from kvcellar.models.configs import positions_of
 from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import without_format
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
-from kvcellar.models.known import facts_of
+from kvcellar.models.known import facts_of, renew_facts
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
 from kvcellar.models.runner import Runner
@@ -35,6 +35,9 @@ from kvcellar.models.tokenizer import check_vocabulary, find_eos_token_ids, load
 from kvcellar.models.weights import PLAIN
 from kvcellar.registry import CacheSession
 from kvcellar.spec import ModelCacheSpec
+
+_BY = f"mlx-lm {mlx_lm.__version__}"
+"""Whose rules a model's facts are learnt by."""
 
 _PARTS = {
     "model.language_model.": "language_model.model.",
@@ -160,9 +163,45 @@ def _prove(raw: Mapping[str, Any], model: Any, learnt: Learnt, options: LoadOpti
         return
     family, device = str(raw.get("model_type")), _pick_device(options.device)
     verdict = verdict_of(
-        raw, versions(str(learnt.dtype)), lambda: check_network(model, learnt, family, device)
+        raw,
+        versions(str(learnt.dtype)),
+        lambda: check_network(model, learnt, family, device),
+        is_unchecked=options.is_unchecked,
     )
     demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
+
+
+def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
+    """Check a checkpoint and learn its facts anew, whatever is kept of it, and keep what was found.
+
+    Args:
+        model: as ``LoadOptions`` has it.
+        report: called while it is checked.
+
+    Returns:
+        The verdict, and true if the facts that had been kept were not the model's.
+
+    Raises:
+        ModelError: there is no such checkpoint, or mlx-lm cannot load it.
+    """
+    with quiet(lambda part: None):
+        folder = find_checkpoint(model, report)
+        raw = read_config(folder)
+        config = text_config(raw)
+        network = load_weights(folder, raw, config)
+        _untruncate(network, config)
+        learnt = _learn(network, config)
+        if learnt.added_window is not None and learnt.added_window <= LENGTH:
+            raise ModelError(
+                f"{model} cannot be checked: mlx-lm's own code has no window of "
+                f"{learnt.added_window} tokens, which its config asks for and kvcellar adds, so "
+                f"there is nothing to hold it to"
+            )
+        report(0.5, f"checking {model}")
+        verdict = check_network(network, learnt, str(raw.get("model_type")))
+        is_replaced = renew_facts(without_format(raw), _facts_of_config, _BY)
+    keep_verdict(raw, versions(str(learnt.dtype)), verdict)
+    return verdict, is_replaced
 
 
 def load_weights(folder: Path, raw: Mapping[str, Any], config: Any) -> Any:
@@ -267,7 +306,7 @@ def check_model(options: LoadOptions) -> None:
     _pick_device(options.device)
     if is_local(options.model):
         folder = find_checkpoint(options.model, no_progress)
-        model_facts(without_format(read_config(folder))).check_served()
+        model_facts(without_format(read_config(folder))).params  # noqa: B018 (what cannot be served)
         _check_files(folder)
 
 
@@ -281,7 +320,7 @@ def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
 
     They are mlx-lm's own model's, built of its config: nothing of its weights is ever computed.
     """
-    return facts_of(raw, _facts_of_config, f"mlx-lm {mlx_lm.__version__}")
+    return facts_of(raw, _facts_of_config, _BY)
 
 
 def _facts_of_config(raw: Mapping[str, Any]) -> ModelFacts:

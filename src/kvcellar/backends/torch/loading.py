@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -24,9 +26,9 @@ from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
-from kvcellar.cache_config import CacheConfig
-from kvcellar.errors import ConfigError
-from kvcellar.models.check import VERSION, Verdict, demand_exact, verdict_of
+from kvcellar.cache_config import CacheConfig, make_config
+from kvcellar.errors import ConfigError, ModelError
+from kvcellar.models.check import VERSION, Verdict, demand_exact, keep_verdict, verdict_of
 from kvcellar.models.checkpoint import (
     check_tokenizer_files,
     check_weights,
@@ -37,7 +39,7 @@ from kvcellar.models.facts import ModelFacts
 from kvcellar.models.formats import format_of
 from kvcellar.models.generation import sampling_defaults
 from kvcellar.models.hub import DEMO_FOLDER, find_checkpoint, is_local
-from kvcellar.models.known import facts_of, known_path
+from kvcellar.models.known import facts_of, known_path, renew_facts
 from kvcellar.models.kv_quality import WeightsQualityWarning, harm_of
 from kvcellar.models.model import LoadedModel
 from kvcellar.models.options import DEMO, LoadOptions, ProgressFn, no_progress
@@ -50,11 +52,15 @@ from kvcellar.models.tokenizer import (
     quiet,
 )
 from kvcellar.models.weights import Matrix, choose_weights, parse_weights
-from kvcellar.registry import CacheSession
+from kvcellar.registry import CacheSession, make_decode_session
 from kvcellar.spec import ModelCacheSpec
 
 _BY = f"transformers {transformers.__version__}"
 """Whose rules a model's facts and parts are learnt by."""
+
+_FEW, _APART = 4, 0.05
+"""Tokens by which a whole decoder is compared with the modules that it stands for; and most that
+their logits may differ by rounding in another order, as a share of the logits' norm."""
 
 _DOWNLOAD = 0.9
 """How much of all the work it is to download a model, where that is needed."""
@@ -190,8 +196,34 @@ def _prove(found: _Found, options: LoadOptions, report: ProgressFn) -> None:
 
         return check_checkpoint(found.folder, found.raw)
 
-    verdict = verdict_of(found.raw, versions(), find)
+    verdict = verdict_of(found.raw, versions(), find, is_unchecked=options.is_unchecked)
     demand_exact(verdict, options.name, is_unchecked=options.is_unchecked)
+
+
+def prove_model(model: str | Path, report: ProgressFn) -> tuple[Verdict, bool]:
+    """Check a checkpoint and learn its facts anew, whatever is kept of it, and keep what was found.
+
+    Args:
+        model: as ``LoadOptions`` has it.
+        report: called while it is checked.
+
+    Returns:
+        The verdict, and true if the facts that had been kept were not the model's.
+
+    Raises:
+        ModelError: there is no such checkpoint, or its weights cannot be read.
+    """
+    from kvcellar.backends.torch.checking import check_checkpoint
+
+    folder = find_checkpoint(model, report)
+    raw = read_config(folder)
+    format_of(raw, folder)
+    verdict = check_checkpoint(folder, raw, lambda part: report(part, f"checking {model}"))
+    is_replaced = False
+    with suppress(ModelError):  # the verdict says it
+        is_replaced = renew_facts(raw, _learn, _BY)
+    keep_verdict(raw, versions(), verdict)
+    return verdict, is_replaced
 
 
 def versions() -> dict[str, str]:
@@ -225,7 +257,32 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         return network, None, n_parameters
     report(0.95, "packing the weights")
     known = known_path(found.raw, _BY).with_suffix(f".{found.weights}.parts.json")
-    return network, hold_weights(network, found.weights, known=known), n_parameters
+    is_first = not known.is_file()
+    held = hold_weights(network, found.weights, known=known)
+    if is_first and held.decoder is not None and not _says_the_same(network, held, found.facts):
+        known.unlink(missing_ok=True)  # the next load looks again
+        held = replace(held, decoder=None)
+    return network, held, n_parameters
+
+
+def _says_the_same(network: Any, held: Held, facts: ModelFacts) -> bool:
+    """Return true if a model's decoder gives the logits of its modules, for a few tokens.
+
+    Its parts were tried one by one without weights; this is all of it, with them and over a cache.
+    """
+    dtype = LoadOptions().kv_dtype_for(str(network.dtype).removeprefix("torch."))
+    config = make_config(facts.params, 2 * _FEW, dtype)
+    length = facts.rope.length_for(2 * _FEW)
+    found = []
+    for decoder in (held.decoder, None):
+        with make_decode_session("torch", config) as session:
+            runner = TorchRunner(
+                network, decoder, facts.params, facts.vocab_size, session, rope_length=length
+            )
+            logits = [runner.forward([at + 1], [at], [0]) for at in range(_FEW)]
+        found.append(np.concatenate(logits))
+    ours, theirs = found
+    return bool(np.linalg.norm(ours - theirs) <= _APART * np.linalg.norm(theirs))
 
 
 def _warn_of_weights(found: _Found, name: str, n_parameters: int) -> None:
@@ -251,7 +308,7 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
     raw = read_config(folder)
     format_of(raw, folder)
     facts = model_facts(raw)
-    facts.check_served()
+    facts.params  # noqa: B018 (what cannot be served is refused)
     stored = check_weights(folder)
     check_tokenizer_files(folder)
     wanted = "bfloat16" if asked == "bf16" else options.dtype
@@ -269,15 +326,16 @@ def _check(folder: Path, options: LoadOptions, asked: str | None) -> _Found:
 
 def model_facts(raw: Mapping[str, Any]) -> ModelFacts:
     """Return the facts of a model; see :meth:`kvcellar.models.loading.ModelLoader.model_facts`."""
+    return facts_of(raw, _learn, _BY)
 
-    def learn(raw: Mapping[str, Any]) -> ModelFacts:
-        # Imported here, where loading is quiet: transformers imports all that it can find.
-        with quiet(lambda part: None):
-            from kvcellar.backends.torch.probe import learn_facts
 
-            return learn_facts(raw)
+def _learn(raw: Mapping[str, Any]) -> ModelFacts:
+    """Learn the facts of a model anew."""
+    # Imported here, where loading is quiet: transformers imports all that it can find.
+    with quiet(lambda part: None):
+        from kvcellar.backends.torch.probe import learn_facts
 
-    return facts_of(raw, learn, _BY)
+        return learn_facts(raw)
 
 
 def pick_types(

@@ -123,15 +123,38 @@ def empty_network(
         ModelError: the config cannot be read, or makes no network that generates text.
     """
     classes = NetworkClasses.of(without_format(raw))
-    classes.config._attn_implementation = attention or _op()
+    name = classes.config._attn_implementation = attention or _op()
     try:
         with torch.device(device):
             whole = _reader(classes)(classes.config)
             return _network(whole, classes).eval()
     except Exception as error:  # whatever its layers do not like
+        if name in str(error):  # it looks the name up in a table of its own
+            raise not_called(classes.config.model_type) from error
         raise ModelError(
-            f"the {classes.config.model_type} config makes no model: {error}; check the file"
+            f"the {classes.config.model_type} config makes no model: {error}{_odd_counts(raw)}; "
+            f"check the file"
         ) from error
+
+
+def not_called(family: Any) -> ModelError:
+    """Make the error for a network whose attention nobody can stand in for."""
+    return ModelError(
+        f"architecture {family!r} does not call its attention through the interface of "
+        f"transformers, so that no cache of ours can stand in; choose another model"
+    )
+
+
+def _odd_counts(raw: Mapping[str, Any]) -> str:
+    """Say which counts of a config are negative, if any is."""
+    text = raw.get("text_config")
+    fields = {**raw, **(text if isinstance(text, Mapping) else {})}
+    odd = [
+        f"{key}={value}"
+        for key, value in fields.items()
+        if key.startswith(("num_", "n_")) and type(value) is int and value < 0
+    ]
+    return f" (it has {', '.join(odd)})" if odd else ""
 
 
 def load_network(

@@ -26,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvcellar.backends.torch.finding_latents import find_latents
-from kvcellar.backends.torch.networks import empty_network
+from kvcellar.backends.torch.networks import empty_network, not_called
 from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.visibility import MaskFunction, read_mask
 from kvcellar.backends.torch.watched_cache import WatchedCache
@@ -90,12 +90,7 @@ def learn_facts(raw: Mapping[str, Any]) -> ModelFacts:
     Raises:
         ModelError: the config makes no model, or one whose attention caches here cannot serve.
     """
-    try:
-        network = empty_network(raw, attention=NAME)
-    except ModelError as error:
-        if NAME not in str(error):
-            raise
-        raise _not_called(raw.get("model_type")) from error
+    network = empty_network(raw, attention=NAME)
     try:
         return probe(network)
     except _UnseenError:
@@ -121,7 +116,7 @@ def probe(network: Any) -> ModelFacts:
     seen = _watch(network, family)
     states, others = seen.cache.states, seen.cache.others
     if not seen.calls and not states and not others:
-        raise _not_called(family)
+        raise not_called(family)
     with _seeing():
         latents = find_latents(network)
     layers = _with_latents(_layers_of(family, seen.calls), latents)
@@ -138,14 +133,6 @@ def probe(network: Any) -> ModelFacts:
         max_positions=positions_of(config),
         rope=rope_of(config),
         states=states,
-    )
-
-
-def _not_called(family: Any) -> ModelError:
-    """Make the error for a network whose attention nobody can stand in for."""
-    return ModelError(
-        f"architecture {family!r} does not call its attention through the interface of "
-        f"transformers, so that no cache of ours can stand in; choose another model"
     )
 
 
