@@ -74,7 +74,7 @@ class LoadedModel(ABC):
             KvQualityWarning: the cache's storage type was measured with this model and is bad.
         """
         self._check_session(session)
-        check_feature_layers(feature_layers, self.params.n_layers)
+        check_feature_layers(feature_layers, self.n_layers)
         known = None
         if self.path.is_dir():  # figures are known by a checkpoint's files
             known = known_quality(self.path, session.cache.config.kv_dtype)
@@ -88,6 +88,11 @@ class LoadedModel(ABC):
                 stacklevel=2,
             )
         return self._make_runner(session, feature_layers)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model; those without attention are no layers of its caches."""
+        return self.params.n_layers
 
     @abstractmethod
     def _make_runner(self, session: CacheSession[Any], feature_layers: Sequence[int]) -> Runner:

@@ -150,9 +150,15 @@ def export_program(
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)
+    if loaded.params.state is not None:
+        raise ModelError(
+            f"{name_or_path} has {len(loaded.facts.states)} recurrent layers, whose states a "
+            f"program of ExecuTorch would have inside, where no session can fork or keep them; "
+            f"run it with the backend torch"
+        )
     check_ropes(loaded.facts.rope, str(name_or_path))
     if feature_layers is not None:
-        n_layers = loaded.params.n_layers
+        n_layers = loaded.n_layers
         asked = replace(asked, layers=asked.layers or default_feature_layers(n_layers))
         check_feature_layers(asked.layers, n_layers)
     with quietly(), telling(str(loaded.config.model_type)):

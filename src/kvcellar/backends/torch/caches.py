@@ -16,11 +16,22 @@ from kvcellar.backends.torch.attention import Part, Segment, attend, attend_one
 from kvcellar.backends.torch.codecs import rotate, rotate_queries
 from kvcellar.backends.torch.exact import ExactPool, LayerPool
 from kvcellar.backends.torch.port import TorchPools
+from kvcellar.backends.torch.state_pools import StateArrays, Stretches, stretches_of
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ShapeError
 from kvcellar.kernel import attend as native
-from kvcellar.types import AttendKind, AttendSpec, Run, StepPlan, Write, cells_of, clip_runs
+from kvcellar.states import StatePlan
+from kvcellar.types import (
+    AttendKind,
+    AttendSpec,
+    IntArray,
+    Run,
+    StepPlan,
+    Write,
+    cells_of,
+    clip_runs,
+)
 
 LONG_RUN = 512
 """Runs of at least this many cells are attended where they lie; shorter ones are gathered."""
@@ -85,6 +96,7 @@ class TorchCache(RowMoves):
         """Per layer group for those of its layers that store rows, then for those that share."""
         self._slots = slots_of(pools.config.params)
         self._row_layouts = [kernel.TensorLayout() for _ in pools.groups]
+        self._stretches: tuple[StatePlan, tuple[Stretches, ...]] | None = None
 
     # The op's face -----------------------------------------------------------------------------
 
@@ -126,6 +138,46 @@ class TorchCache(RowMoves):
         k = rotate(k.float()) if self.is_rotated else k
         prepared = self._prepare(layer, self.steps.group_of(layer), position, k, v)
         return self._store(layer, self.pools.of_layer[layer], prepared, k, v)
+
+    def begin_states(
+        self, layer: int, n_tokens: int, position: Tensor | None, device: torch.device
+    ) -> list[Tensor]:
+        """Let a recurrent layer have its turn in a forward, whose plan is then in ``stretches``.
+
+        Args:
+            layer: its number among the recurrent layers.
+            n_tokens: of the flat batch.
+            position: one per token; None where they are known.
+            device: of the layer's states.
+
+        Returns:
+            Its states ``[n_slots, *shape]``, which hold all slots of the plan. Whoever has written
+            them calls ``steps.wrote_states``.
+
+        Raises:
+            StepError, PositionError: from the steps.
+        """
+        assert self.pools.states is not None, "the model has recurrent layers"
+        positions = self._positions(position) if self.steps.needs_positions() else None
+        plan = self.steps.plan_states(layer, n_tokens, positions)
+        if self._stretches is None or self._stretches[0] is not plan:
+            self._stretches = plan, stretches_of(plan, device)
+        return self.pools.states.ensure(layer, plan.n_slots, device)
+
+    @property
+    def stretches(self) -> tuple[Stretches, ...]:
+        """Advances of the last forward that has come to a recurrent layer, in tensors."""
+        assert self._stretches is not None, "a recurrent layer has had its turn"
+        return self._stretches[1]
+
+    def read_states(self, slots: Sequence[int] | IntArray) -> StateArrays:
+        """Return copies of the states of some slots: per recurrent layer and state ``[n, ...]``."""
+        return [] if self.pools.states is None else self.pools.states.read(slots)
+
+    def write_states(self, slots: Sequence[int] | IntArray, states: StateArrays) -> None:
+        """Put states as ``read_states`` gives them in as many slots; they are copied."""
+        if self.pools.states is not None:
+            self.pools.states.write(slots, states)
 
     def _prepare(
         self,

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcellar.backends.torch.latent import bind_latents
+from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.loading import versions
 from kvcellar.backends.torch.memory import give_back
 from kvcellar.backends.torch.networks import empty_network, load_network
-from kvcellar.backends.torch.positions import tell_past_lengths
 from kvcellar.backends.torch.probe import learn_facts
-from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.tiny import default_raw, random_network, started_network, twin_raw
 from kvcellar.backends.torch.weights import UnreadWeightsError
@@ -25,6 +23,7 @@ from kvcellar.errors import KVCellarError, ModelError
 from kvcellar.models.check import (
     CAPACITY,
     TOLERANCE,
+    Replay,
     Subject,
     Verdict,
     compare,
@@ -47,6 +46,9 @@ _SHORT = 64
 _SLACK, _MOST_SLACK = 4.0, 1e-3
 """How many times a model's own rounding is allowed where that is more, and never more than that: a
 model that amplifies noise would hide a fault as large."""
+
+_MOST_OWN = 0.05
+"""Most by which a model's own code in pieces may differ from itself, where ours follows it."""
 
 _MOST_SAID = 400
 """Letters of a reason."""
@@ -130,8 +132,12 @@ def _check(family: str, make: Callable[[], Pair], report: Report) -> Verdict:
         pair = make()
         name, layers = pair.name, kinds_of(pair.facts.params)
         own = own_gap(pair.theirs, pair.facts.vocab_size)
-        subject = subject_of(pair, report)
+        replay = _Replay(pair.theirs)
+        subject = subject_of(pair, report, replay if pair.facts.states else None)
         differences = compare(subject)
+        own = replay.gap if own is None else max(own, replay.gap)
+        if replay.gap > _MOST_OWN:
+            raise _differs_from_itself(family, own)
         allowed = _allowed(pair, subject, differences)
     except UnreadWeightsError:
         raise
@@ -168,9 +174,7 @@ def twins(raw: Mapping[str, Any]) -> Pair:
 
 def _pair(ours: Any, theirs: Any, facts: ModelFacts, name: str) -> Pair:
     """Return a pair of networks of which one is held as loading holds it."""
-    hold_ropes(ours)
-    tell_past_lengths(ours)
-    bind_latents(ours, facts.latents)
+    bind_network(ours, facts)
     return Pair(ours, theirs, facts, f"{name} {_count(theirs):,} numbers")
 
 
@@ -203,6 +207,52 @@ def own_gap(network: Any, vocab_size: int) -> float | None:
     return gap
 
 
+class _Replay:
+    """A model's own code with its own cache, fed in the pieces that ours was fed in.
+
+    Attributes:
+        gap: most that its logits differed from those of the whole text at once.
+    """
+
+    def __init__(self, network: Any) -> None:
+        """Remember nothing yet."""
+        self.gap = 0.0
+        self._network = network
+        self._pasts: dict[tuple[bytes, tuple[int, ...]], Any] = {}
+
+    def __call__(self, tokens: IntArray, ends: tuple[int, ...]) -> FloatArray:
+        """Return logits ``[n, vocab_size]`` of the last piece; see ``Replay``."""
+        ids = torch.from_numpy(tokens)[None]
+        at = torch.arange(ids.shape[1])[None]
+        starts = (0, *ends[:-1])
+        past = self._pasts.pop((tokens[: starts[-1]].tobytes(), ends[:-1]), None)
+        pieces = list(zip(starts, ends, strict=True))
+        logits = None
+        with torch.inference_mode():
+            for start, stop in pieces if past is None else pieces[-1:]:
+                out = self._network(
+                    input_ids=ids[:, start:stop],
+                    position_ids=at[:, start:stop],
+                    past_key_values=past,
+                    use_cache=True,
+                )
+                past, logits = out.past_key_values, out.logits
+            whole = self._network(input_ids=ids, position_ids=at, use_cache=False).logits
+        assert logits is not None, "there are pieces"
+        self._pasts[tokens.tobytes(), ends] = past
+        self.gap = max(self.gap, (logits - whole[:, starts[-1] :]).abs().max().item())
+        found: FloatArray = logits[0].float().numpy()
+        return found
+
+
+def _differs_from_itself(family: str, own: float) -> ModelError:
+    """Make the error for a model whose own code has no one result."""
+    return ModelError(
+        f"transformers' own cache in chunks differs by {own:.1e} from the whole text at once, so "
+        f"that nobody can tell which of the two {family!r} is; choose another model"
+    )
+
+
 def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> float:
     """Return how much a logit may differ: more where float32 itself is further from float64.
 
@@ -222,7 +272,9 @@ def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> fl
     return max(TOLERANCE, min(_SLACK * noise, _MOST_SLACK))
 
 
-def subject_of(pair: Pair, report: Report = unheard) -> Subject:
+def subject_of(
+    pair: Pair, report: Report = unheard, replay: Replay | None = None
+) -> Subject:
     """Return a pair of networks as the neutral check takes them."""
     facts = pair.facts
 
@@ -240,7 +292,9 @@ def subject_of(pair: Pair, report: Report = unheard) -> Subject:
             pair.ours, None, facts.params, facts.vocab_size, session, rope_length=length
         )
 
-    subject = Subject(facts.params, facts.vocab_size, oracle, bind, "torch", report=report)
+    subject = Subject(
+        facts.params, facts.vocab_size, oracle, bind, "torch", report=report, replay=replay
+    )
     if not facts.rope.is_fixed:  # factors are those of the longest text that the caches hold
         subject.n_columns = CAPACITY
     return subject

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from kvcellar import __version__
+from kvcellar.backends.torch.binding import bind_network
 from kvcellar.backends.torch.fast.decoder import KernelDecoder
 from kvcellar.backends.torch.fast.hold import Held, hold_weights
 from kvcellar.backends.torch.fast.holdable import matrices_of
@@ -22,8 +23,6 @@ from kvcellar.backends.torch.fast.linears import codes_weights, reads_weights
 from kvcellar.backends.torch.fast.mixtures import n_numbers
 from kvcellar.backends.torch.latent import bind_latents
 from kvcellar.backends.torch.networks import empty_network, load_network
-from kvcellar.backends.torch.positions import tell_past_lengths
-from kvcellar.backends.torch.ropes import hold_ropes
 from kvcellar.backends.torch.runner import TorchRunner
 from kvcellar.backends.torch.weights import DTYPES, touch_weights
 from kvcellar.cache_config import CacheConfig, make_config
@@ -92,6 +91,11 @@ class TorchModel(LoadedModel):
             feature_layers,
             self.rope_length_for(session.cache.config),
         )
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model, those without attention included."""
+        return self.facts.n_layers
 
     @property
     def has_session_ropes(self) -> bool:
@@ -249,10 +253,8 @@ def _read_network(found: _Found, report: ProgressFn) -> tuple[Any, Held | None, 
         device=found.device,
         keeps_mxfp4=found.weights is not None,
     )
-    hold_ropes(network)
-    tell_past_lengths(network)
     n_parameters = n_numbers(network)
-    bind_latents(network, found.facts.latents)
+    bind_network(network, found.facts)
     if found.weights is None:
         return network, None, n_parameters
     report(0.95, "packing the weights")

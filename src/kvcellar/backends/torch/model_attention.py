@@ -7,6 +7,7 @@ where there is none, as in a program that calls a model itself, what the model h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ from kvcellar.op import eager_update_and_attend
 
 NAME = "kvcellar"
 """The ``attn_implementation`` that this module registers when it is imported."""
+
+
+_NUMBER = "_kvcellar_layer"
+"""Name under which a module has the number that caches know its layer by; a copy has it too."""
+
+
+def number_layers(network: torch.nn.Module, numbers: Mapping[int, int]) -> None:
+    """Have the attention of a network name layers as caches do, who count those with attention.
+
+    Args:
+        network: of transformers.
+        numbers: by the model's own number of a layer.
+    """
+    for module in network.modules():
+        layer = vars(module).get("layer_idx")
+        if layer in numbers:
+            vars(module)[_NUMBER] = numbers[layer]
 
 
 def attention(
@@ -58,7 +76,7 @@ def attention(
     latent = bound_to(module)
     if latent is not None:
         query, key, value = latent.absorb(query, key)
-    layer: Any = module.layer_idx
+    layer: Any = vars(module).get(_NUMBER, module.layer_idx)
     said = current_positions()
     positions = position_ids if said is None else said
     assert positions is not None, "a model that hands on no positions is run by a runner"

@@ -8,6 +8,7 @@ from kvcellar.backends.host_rows import GroupParts
 from kvcellar.backends.torch import host_rows, kernel
 from kvcellar.backends.torch.exact import ExactPool, LayerPool, beside_frozen, frozen_rows
 from kvcellar.backends.torch.pools import BlockFirstPool, GroupBlocks, Pool
+from kvcellar.backends.torch.state_pools import StatePools
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.cache_config import CacheConfig
 from kvcellar.types import IntArray, LayerGroup
@@ -41,11 +42,15 @@ class TorchPools:
             found = {layer: beside_frozen(pool, frozen[layer]) for layer, pool in found.items()}
         self._stored = list(found.values())
         self.of_layer = [found[source] for source in config.params.sources]
+        state = config.params.state
+        self.states = None if state is None else StatePools(state, config)
+        """States of recurrent layers; None: there are none."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self._stored)
+        of_states = 0 if self.states is None else self.states.size_bytes
+        return sum(pool.size_bytes for pool in self._stored) + of_states
 
     @property
     def home(self) -> torch.device:

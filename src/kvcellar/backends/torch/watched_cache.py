@@ -8,7 +8,7 @@ handed to that module in its place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ class WatchedCache(Cache):
                 layer,
                 tuple(StateShape(kind, shape) for (_, kind), shape in sorted(shapes.items())),
                 tuple(index for index, _ in sorted(shapes)),
-                tuple(sorted(self._askers[layer].items())),
+                tuple(self._askers[layer].items()),
             )
             for layer, shapes in sorted(self._shapes.items())
             if not self._unserved(layer)
@@ -142,8 +142,9 @@ class WatchedCache(Cache):
         """Note which modules of a network run, and which are given this cache, while it lasts."""
         handles = []
         for path, module in network.named_modules():
+            enter = self._entering(path, list(inspect.signature(module.forward).parameters))
             handles += [
-                module.register_forward_pre_hook(self._entering(path), with_kwargs=True),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(self._left, always_call=True),
             ]
         try:
@@ -152,11 +153,11 @@ class WatchedCache(Cache):
             for handle in handles:
                 handle.remove()
 
-    def _entering(self, path: str) -> Any:
-        """Return a hook that notes that the module with a path runs."""
+    def _entering(self, path: str, parameters: list[str]) -> Any:
+        """Return a hook that notes that the module with a path runs, and what it is given."""
 
         def enter(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            arguments = named_arguments(module, given, named)
+            arguments = {**dict(zip(parameters, given, strict=False)), **named}
             names = (name for name, value in arguments.items() if value is self)
             self._running.append((path, next(names, "")))
             for name, value in arguments.items():
@@ -169,11 +170,3 @@ class WatchedCache(Cache):
     def _left(self, *_: Any) -> None:
         """Note that the innermost module has run."""
         self._running.pop()
-
-
-def named_arguments(
-    module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what a module is called with by the names of its parameters."""
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, given, strict=False)), **named}

@@ -49,7 +49,7 @@ def load_eagle3(name_or_path: str | Path | None, target: LoadedModel) -> Eagle3H
     folder = find_head(name_or_path, target.name)
     config = read_eagle3_config(read_config(folder), folder)
     check_weights(folder)
-    layers = config.feature_layers or default_feature_layers(target.params.n_layers)
+    layers = config.feature_layers or default_feature_layers(target.n_layers)
     _check_target(config, layers, folder, target)
     tensors = _read_tensors(folder)
     if _EMBEDDING not in tensors:
@@ -70,8 +70,8 @@ def _check_target(
         wrong.append(f"hidden states of {config.target_hidden_size} numbers, which has {hidden}")
     if config.vocab_size != target.vocab_size:
         wrong.append(f"{config.vocab_size} tokens, which has {target.vocab_size}")
-    if not 0 <= min(layers) <= max(layers) <= target.params.n_layers:
-        wrong.append(f"layers {list(layers)}, which has 0 to {target.params.n_layers}")
+    if not 0 <= min(layers) <= max(layers) <= target.n_layers:
+        wrong.append(f"layers {list(layers)}, which has 0 to {target.n_layers}")
     if wrong:
         raise ConfigError(
             f"the head in {folder} was made for another model than {target.name!r}: for "

@@ -1,0 +1,29 @@
+"""Networks of transformers, made ready to run on caches of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcellar.backends.torch.latent import bind_latents
+from kvcellar.backends.torch.mixers import bind_states
+from kvcellar.backends.torch.model_attention import number_layers
+from kvcellar.backends.torch.positions import tell_past_lengths
+from kvcellar.backends.torch.ropes import hold_ropes
+from kvcellar.models.facts import ModelFacts
+
+
+def bind_network(network: Any, facts: ModelFacts) -> None:
+    """Have a network's layers find what they need of a forward in the cache that is active.
+
+    Args:
+        network: of transformers, with its weights and with its attention on the op.
+        facts: what was learnt of it.
+
+    Raises:
+        ModelError: it is another network than the one that was looked at.
+    """
+    hold_ropes(network)
+    tell_past_lengths(network)
+    bind_latents(network, facts.latents)
+    number_layers(network, facts.attention_numbers)
+    bind_states(network, facts)
