@@ -64,6 +64,7 @@ def default_raw(model_type: str, **fields: Any) -> dict[str, Any]:
         whole = transformers.CONFIG_MAPPING[model_type]()
         text = whole.get_text_config(decoder=True)
         raw = {**text.to_dict(), **fields}
+        raw = {**raw, **_mixed(raw), **fields}
         return raw_of(with_text(whole, type(text)(**{**raw, **_open(raw)})))
     except Exception as error:  # whatever a config class does not like of its own defaults
         said = (str(error).strip().splitlines() or [""])[-1].strip()
@@ -71,6 +72,24 @@ def default_raw(model_type: str, **fields: Any) -> dict[str, Any]:
             f"transformers makes no config of model type {model_type!r} by its own defaults: "
             f"{type(error).__name__}: {said}; give the fields that it lacks"
         ) from error
+
+
+def _mixed(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return kinds of layers for a family that has recurrent ones, where its defaults do not mix.
+
+    Every second layer has attention, the others a short convolution or another recurrence.
+    """
+    n_layers = raw.get("num_hidden_layers")
+    if not isinstance(n_layers, int):
+        return {}
+    if "attn_layer_indices" in raw and raw["attn_layer_indices"] is None:
+        return {"attn_layer_indices": list(range(1, n_layers, 2))}
+    kinds = set(raw.get("layer_types") or ())
+    recurrent = "conv" if "conv_L_cache" in raw else "linear_attention"
+    if len(kinds) > 1 or (recurrent not in kinds and "conv_L_cache" not in raw):
+        return {}
+    types = [recurrent, "full_attention"] * n_layers
+    return {"layer_types": types[:n_layers]}
 
 
 def _open(raw: dict[str, Any]) -> dict[str, Any]:
