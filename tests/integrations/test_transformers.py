@@ -297,3 +297,28 @@ def test_layers_can_be_offloaded_and_fetched_where_they_are_in_main_memory(model
         cache.offload(layer, only_non_sliding=False)
         cache.layers[layer].prefetch()
     assert greedy(model, prompt, 8, cache) == want
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "nemotron_h", "zaya"])
+def test_models_with_recurrent_layers_say_what_they_say_with_transformers_own_cache(
+    family: str, tmp_path: Any
+) -> None:
+    folder = write_tiny(family, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache = make_cache(model)
+    assert greedy(model, text(21), 8, cache) == greedy(model, text(21), 8)
+    assert cache.get_seq_length() == 21 + 7
+    cache.reset()
+    beams = {"num_beams": 3, "num_return_sequences": 1}
+    assert greedy(model, text(9), 6, cache, **beams) == greedy(model, text(9), 6, **beams)
+
+
+def test_states_cannot_be_cut_back_and_that_is_said(tmp_path: Any) -> None:
+    folder = write_tiny("falcon_h1", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache = make_cache(model)
+    greedy(model, text(9), 2, cache)
+    assert not cache.is_croppable
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 10

@@ -8,6 +8,9 @@
 The model needs no change: its own attention reads what the cache gives it. Batches are padded on
 the left, as ``generate`` wants them; beams share what they have in common. K and V may be quantised
 from the first token on, and a layer with a window can be cut back by ``rollback`` tokens.
+
+States of recurrent layers are transformers' own: one for each row, as many bytes for any length, so
+that nothing is to be saved, and nothing can be cut back.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from kvcellar.backends.torch.batch import TorchBatchCache
 from kvcellar.backends.torch.loading import model_facts
 from kvcellar.cache_config import CacheConfig, make_config
 from kvcellar.errors import ConfigError
 from kvcellar.kv_dtype import FLOAT_KV_DTYPES
+from kvcellar.models.facts import ModelFacts
 from kvcellar.types import ModelCacheParams
 
 __all__ = ["make_cache"]
@@ -58,8 +62,29 @@ def make_cache(
         kv_dtype or (computed if computed in FLOAT_KV_DTYPES else "float32"),
         window_slack=rollback,
     )
-    rows = BatchRows(config)
-    return Cache(layers=[CellLayer(rows, layer) for layer in range(config.params.n_layers)])
+    return Cache(layers=_layers(facts, BatchRows(config)))
+
+
+def _layers(facts: ModelFacts, rows: BatchRows) -> list[Any]:
+    """Return what each layer of a model keeps its past in.
+
+    Where no layer is recurrent, those that share rows, the last ones, have none.
+    """
+    if not facts.states:
+        return [CellLayer(rows, layer) for layer in range(rows.config.params.n_layers)]
+    numbers = facts.attention_numbers
+    n_states = {at.layer: max(at.indices) + 1 for at in facts.states}
+    found: list[Any] = []
+    for layer in range(facts.n_layers):
+        if layer in numbers and layer in n_states:
+            found.append(RecurrentCellLayer(rows, numbers[layer], n_states[layer]))
+        elif layer in numbers:
+            found.append(CellLayer(rows, numbers[layer]))
+        elif layer in n_states:
+            found.append(LinearAttentionLayer(n_states[layer]))  # type: ignore[no-untyped-call]
+        else:
+            found.append(DummyLayer())  # type: ignore[no-untyped-call]
+    return found
 
 
 def _for_masks(params: ModelCacheParams) -> ModelCacheParams:
@@ -242,3 +267,52 @@ class CellLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self._rows.cache is not None:
             n_rows = len(self._rows.cache.rows) if not self._layer else 0
             self.reorder_cache(torch.arange(n_rows).repeat_interleave(repeats))
+
+
+class RecurrentCellLayer(LinearAttentionLayer, CellLayer):
+    """The view of a layer that has attention and states: ours for K and V, transformers' for them.
+
+    transformers asks for each verb once; both do it.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, rows: BatchRows, layer: int, n_states: int) -> None:
+        """Create the face of one layer with so many states of each kind."""
+        CellLayer.__init__(self, rows, layer)
+        LinearAttentionLayer.__init__(self, n_states)  # type: ignore[no-untyped-call]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make states where the first one comes; pools are made by themselves."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def get_max_length(self) -> int:
+        """Return the most tokens of a row."""
+        return CellLayer.get_max_length(self)
+
+    def offload(self) -> None:
+        """Offload both; see :meth:`CellLayer.offload`."""
+        CellLayer.offload(self)
+        LinearAttentionLayer.offload(self)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        CellLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut back by ``-tokens_to_remove`` tokens, where transformers has recorded the states.
+
+        Raises:
+            RuntimeError: it has not; nothing was changed.
+            RewindError: a window has let go of what it would need.
+        """
+        LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[no-untyped-call]
+        CellLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from row ``beam_idx[i]``."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[no-untyped-call]
+        CellLayer.reorder_cache(self, beam_idx)

@@ -47,7 +47,7 @@ _SLACK, _MOST_SLACK = 4.0, 1e-3
 """How many times a model's own rounding is allowed where that is more, and never more than that: a
 model that amplifies noise would hide a fault as large."""
 
-_MOST_OWN = 0.05
+_MOST_OWN = 0.1
 """Most by which a model's own code in pieces may differ from itself, where ours follows it."""
 
 _MOST_SAID = 400
