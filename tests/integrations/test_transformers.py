@@ -309,8 +309,11 @@ def test_models_with_recurrent_layers_say_what_they_say_with_transformers_own_ca
     assert greedy(model, text(21), 8, cache) == greedy(model, text(21), 8)
     assert cache.get_seq_length() == 21 + 7
     cache.reset()
+    assert greedy(model, text(5), 8, cache) == greedy(model, text(5), 8)
     beams = {"num_beams": 3, "num_return_sequences": 1}
-    assert greedy(model, text(9), 6, cache, **beams) == greedy(model, text(9), 6, **beams)
+    assert greedy(model, text(9), 6, make_cache(model), **beams) == greedy(
+        model, text(9), 6, **beams
+    )
 
 
 def test_states_cannot_be_cut_back_and_that_is_said(tmp_path: Any) -> None:

@@ -41,12 +41,21 @@ deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
 fun_asr_nano gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_unified glm glm4 glm4_moe
 glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_docling granite_swa granitemoe
 granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-jais2 kimi_k25 kolibri1 kosmos-2.5 laguna lfm2 llama llama4 mellum mimo_v2_flash minicpm3
+jais2 kimi_k25 kolibri1 kosmos-2.5 laguna llama llama4 mellum mimo_v2_flash minicpm3
 minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert-decoder nanochat nemotron olmo
 olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen3 qwen3_moe
 qwen3_vl seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 """Families that are exact. One that is here and is not any more is a fault."""
+
+RECURRENT = """
+bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm2_vl lfm3 nemotron_h
+olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next zaya
+"""
+"""Families with recurrent layers that are exact; see ``EXACT``."""
+
+UNLIKE_ITSELF = {"nemotron_h"}
+"""Families whose own code computes otherwise token by token than at once, by 1e-2."""
 
 REFUSED = {
     "bert": "lets a token of layer 0 see others than those before it",
@@ -55,6 +64,9 @@ REFUSED = {
     "gpt_neox_japanese": "does not call its attention through the interface",
     "deepseek_v32": "gives the attention of layer 0 indices",
     "diffllama": "attends more than once in layer 0",
+    "mamba2": "takes no position_ids",
+    "recurrent_gemma": "has 3 layers of 4 whose attention is not seen",
+    "minimax": "what its attention needs could not be seen",
 }
 """Families that are refused -> why, one of each kind."""
 
@@ -66,6 +78,24 @@ def test_a_family_is_exact_in_every_way_and_on_every_cache(family):
     assert verdict.worst <= TOLERANCE, verdict.differences
     assert set(verdict.differences) == set(CACHES)
     assert set(verdict.differences["seq"]) == set(verdict.differences["tree"]) == set(PARTS)
+
+
+@pytest.mark.parametrize("family", RECURRENT.split())
+def test_a_family_with_recurrent_layers_is_exact_in_every_way_and_on_every_cache(family):
+    verdict = check_family(family)
+    assert verdict.reason is None
+    assert verdict.is_exact, verdict.differences
+    assert verdict.tolerance <= 5 * TOLERANCE
+    assert verdict.layers[-1].endswith(" recurrent")
+    assert set(verdict.differences["seq"]) == set(verdict.differences["tree"]) == set(PARTS)
+    assert bool(verdict.remark) == (family in UNLIKE_ITSELF)
+
+
+def test_a_model_whose_own_code_has_no_one_result_is_refused(monkeypatch):
+    monkeypatch.setattr(checking, "_MOST_OWN", 1e-3)  # Jamba's differs by 14
+    verdict = check_family("nemotron_h")
+    assert not verdict.is_exact
+    assert "own cache in chunks differs by" in str(verdict.reason)
 
 
 LONG = {"long_factor": [1.5 + i for i in range(48)], "short_factor": [1.0] * 48}
@@ -272,7 +302,7 @@ def test_the_bundled_model_is_not_checked_when_it_is_loaded(home, counted):
 
 def test_a_model_that_is_not_exact_is_refused_with_figures_and_the_way_out(tiny, home, monkeypatch):
     monkeypatch.setattr(checking, "check_checkpoint", inexact)
-    says = r"by 5\.0e-01 \(decode 5\.0e-01\).*itself by 3\.0e-03 in chunks.*--unchecked"
+    says = r"by 5\.0e-01 \(decode 5\.0e-01\).*own cache in chunks differs by 3\.0e-03.*--unchecked"
     with pytest.raises(ModelError, match=says):
         load_model(tiny)
 

@@ -25,7 +25,7 @@ from kvcellar.models.facts import ModelFacts
 from tests.models.players import TOLERANCE, assert_close
 
 FAMILIES = ("qwen3_5", "falcon_h1", "kimi_linear", "lfm2", "zaya")
-"""A gated delta net; Mamba 2 beside attention; another delta rule; a convolution; several states."""
+"""A gated delta net, Mamba 2 with attention, another delta rule, a convolution, delayed values."""
 
 
 class Pair:

@@ -81,7 +81,7 @@ def _layers(facts: ModelFacts, rows: BatchRows) -> list[Any]:
         elif layer in numbers:
             found.append(CellLayer(rows, numbers[layer]))
         elif layer in n_states:
-            found.append(LinearAttentionLayer(n_states[layer]))  # type: ignore[no-untyped-call]
+            found.append(LinearAttentionLayer(n_states[layer]))
         else:
             found.append(DummyLayer())  # type: ignore[no-untyped-call]
     return found
@@ -277,6 +277,7 @@ class RecurrentCellLayer(LinearAttentionLayer, CellLayer):
 
     is_compileable = False
     supports_early_init = False
+    is_croppable = False
 
     def __init__(self, rows: BatchRows, layer: int, n_states: int) -> None:
         """Create the face of one layer with so many states of each kind."""
@@ -309,10 +310,10 @@ class RecurrentCellLayer(LinearAttentionLayer, CellLayer):
             RuntimeError: it has not; nothing was changed.
             RewindError: a window has let go of what it would need.
         """
-        LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[no-untyped-call]
+        LinearAttentionLayer.crop(self, tokens_to_remove)
         CellLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on from row ``beam_idx[i]``."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[no-untyped-call]
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
         CellLayer.reorder_cache(self, beam_idx)

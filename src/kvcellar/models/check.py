@@ -142,6 +142,14 @@ class Verdict:
             raise ValueError(f"this is no verdict: {error}") from error
         return made
 
+    @property
+    def remark(self) -> str:
+        """What the model's own code does in chunks, in words; empty where that is nothing new."""
+        if self.own is None or self.own <= self.tolerance:
+            return ""
+        by = "transformers" if "transformers" in self.versions else "mlx-lm"
+        return f"{by}' own cache in chunks differs by {self.own:.1e} from the whole text at once"
+
     def refusal(self, name: str) -> str:
         """Return in a sentence that a model is not exact, with the figures."""
         if self.reason is not None:
@@ -151,9 +159,7 @@ class Verdict:
             for part in PARTS
             if (value := self.worst_of(part)) is not None and value > self.tolerance
         )
-        own = ""
-        if self.own is not None and self.own > self.tolerance:
-            own = f"; the model's own code differs from itself by {self.own:.1e} in chunks"
+        own = f"; {self.remark}" if self.remark else ""
         return (
             f"{name} is not exact behind a cache of kvcellar: logits differ from the model's own "
             f"by {self.worst:.1e} ({parts}), and at most {self.tolerance:.0e} is allowed{own}; "

@@ -34,7 +34,7 @@ def number_layers(network: torch.nn.Module, numbers: Mapping[int, int]) -> None:
         numbers: by the model's own number of a layer.
     """
     for module in network.modules():
-        layer = vars(module).get("layer_idx")
+        layer: Any = vars(module).get("layer_idx")
         if layer in numbers:
             vars(module)[_NUMBER] = numbers[layer]
 
