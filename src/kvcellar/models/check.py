@@ -144,7 +144,7 @@ class Verdict:
 
     @property
     def remark(self) -> str:
-        """What the model's own code does in chunks, in words; empty where that is nothing new."""
+        """Difference of the model's own cache in chunks, in words; empty where it is small."""
         if self.own is None or self.own <= self.tolerance:
             return ""
         by = "transformers" if "transformers" in self.versions else "mlx-lm"

@@ -272,9 +272,7 @@ def _allowed(pair: Pair, subject: Subject, differences: Mapping[str, Any]) -> fl
     return max(TOLERANCE, min(_SLACK * noise, _MOST_SLACK))
 
 
-def subject_of(
-    pair: Pair, report: Report = unheard, replay: Replay | None = None
-) -> Subject:
+def subject_of(pair: Pair, report: Report = unheard, replay: Replay | None = None) -> Subject:
     """Return a pair of networks as the neutral check takes them."""
     facts = pair.facts
 

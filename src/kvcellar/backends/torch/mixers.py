@@ -9,6 +9,7 @@ just these. What it leaves there is stored in the slots that the step writes.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,11 @@ from kvcellar.registry import active_cache
 
 Place = tuple[str, int]
 """Kind of a state and its number among those of its kind in transformers' cache."""
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """Return false for advice to install kernels for other devices than the one that runs."""
+    return "is falling back to its reference" not in str(record.msg)
 
 
 def bind_states(network: nn.Module, facts: ModelFacts) -> None:
@@ -52,6 +58,8 @@ def bind_states(network: nn.Module, facts: ModelFacts) -> None:
             is_last = at + 1 == len(layer.askers)
             mixer = Mixer(module, argument, layer, number, is_first=not at, is_last=is_last)
             vars(module)["forward"] = mixer
+    if facts.states and next(network.parameters()).is_cpu:
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
 
 
 class Mixer:
