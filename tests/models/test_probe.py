@@ -273,7 +273,9 @@ def test_a_layer_may_have_attention_and_states():
 
 
 def test_a_model_without_attention_is_refused():
-    facts = probe.learn_facts(tiny.twin_raw(tiny.default_raw("granitemoehybrid")))
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
+    raw = tiny.default_raw("granitemoehybrid")
+    facts = probe.learn_facts(tiny.twin_raw({**raw, **kinds}))
     assert not facts.layers
     with pytest.raises(ModelError, match="has no layer with attention"):
         _ = facts.params

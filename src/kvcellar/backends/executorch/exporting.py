@@ -26,7 +26,7 @@ from kvcellar.errors import ConfigError, KVCellarError, ModelError
 from kvcellar.metadata import write_kv_cache_metadata
 from kvcellar.models import load_model
 from kvcellar.models.eagle3.config import default_feature_layers
-from kvcellar.models.facts import Rope
+from kvcellar.models.facts import ModelFacts
 from kvcellar.models.fingerprint import TEMPLATE_FILES, TOKENIZER_FILES
 from kvcellar.models.model import check_feature_layers
 from kvcellar.models.options import ProgressFn, no_progress
@@ -150,13 +150,7 @@ def export_program(
         progress=lambda part, what: report(0.15 * part, what),
     )
     assert isinstance(loaded, TorchModel)
-    if loaded.params.state is not None:
-        raise ModelError(
-            f"{name_or_path} has {len(loaded.facts.states)} recurrent layers, whose states a "
-            f"program of ExecuTorch would have inside, where no session can fork or keep them; "
-            f"run it with the backend torch"
-        )
-    check_ropes(loaded.facts.rope, str(name_or_path))
+    check_exports(loaded.facts, str(name_or_path))
     if feature_layers is not None:
         n_layers = loaded.n_layers
         asked = replace(asked, layers=asked.layers or default_feature_layers(n_layers))
@@ -182,20 +176,26 @@ def export_program(
     )
 
 
-def check_ropes(rope: Rope, name: str) -> None:
-    """Refuse a model whose sessions turn positions by factors of their own.
+def check_exports(facts: ModelFacts, name: str) -> None:
+    """Refuse a model that sessions have to do more for than keep rows.
 
     Args:
-        rope: of its facts.
+        facts: of the model.
         name: as a person knows it.
 
     Raises:
         ModelError: it is one.
     """
-    if not rope.is_fixed:
+    if facts.states:
         raise ModelError(
-            f"{name} has RoPE of type {rope.kind!r}, whose factors each session chooses, and a "
-            f"program has its factors inside; run it with the backend torch"
+            f"{name} has {len(facts.states)} recurrent layers, whose states a program of "
+            f"ExecuTorch would have inside, where no session can fork or keep them; run it with "
+            f"the backend torch"
+        )
+    if not facts.rope.is_fixed:
+        raise ModelError(
+            f"{name} has RoPE of type {facts.rope.kind!r}, whose factors each session chooses, and "
+            f"a program has its factors inside; run it with the backend torch"
         )
 
 

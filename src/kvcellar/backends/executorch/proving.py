@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcellar.backends.executorch.exporting import (
-    check_ropes,
+    check_exports,
     memory_plan,
     quietly,
     telling,
@@ -42,7 +42,7 @@ def why_not_exported(raw: Mapping[str, Any]) -> str | None:
             from kvcellar.backends.executorch.lowering import lower  # it warns
 
             pair = twins(raw)
-            check_ropes(pair.facts.rope, pair.facts.family)
+            check_exports(pair.facts, pair.facts.family)
             rewrite(pair.ours)
             graph = trace(pair.ours, MAX_TOKENS)
             _check_graph(pair, graph)
