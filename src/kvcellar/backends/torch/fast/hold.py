@@ -27,6 +27,7 @@ from kvcellar.backends.torch.fast.linears import (
 )
 from kvcellar.backends.torch.fast.mixtures import hold_experts, n_numbers
 from kvcellar.backends.torch.fast.parts import LayerPart, Part, Parts, build
+from kvcellar.backends.torch.fast.sorted_experts import hold_sorted_experts
 from kvcellar.backends.torch.memory import Arena, give_back
 from kvcellar.errors import BackendError
 from kvcellar.kernel import levels, linear
@@ -249,7 +250,8 @@ class _Holder:
 
     def hold_experts(self) -> None:
         """Have the kernel hold the experts of mixtures."""
-        self.n_held += hold_experts(self._model, self._weights, self._arena)
+        to = self._weights, self._arena
+        self.n_held += hold_experts(self._model, *to) + hold_sorted_experts(self._model, *to)
 
     def move_rest(self) -> None:
         """Move what else the model has; it would keep the files mapped, with all that was read."""

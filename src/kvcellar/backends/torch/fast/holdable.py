@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from kvcellar.backends.torch.fast.mixtures import matrices_of_experts, mixtures
+from kvcellar.backends.torch.fast.sorted_experts import sorted_matrices
 from kvcellar.models.weights import BLOCK, Matrix
 
 _SIZES = (0.01, 1.0, 1000.0)
@@ -169,9 +170,10 @@ def matrices_of(network: Any) -> dict[str, Matrix]:
         is_head = modules[name] is network.get_output_embeddings()
         key = names[id(next(modules[name].parameters(recurse=False)))]
         found[key] = Matrix(linear.out_features, linear.in_features, is_head, False)
-    for module in mixtures(network):
-        for weight, matrix in matrices_of_experts(module):
-            found[names[id(weight)]] = matrix
+    of_experts = [one for module in mixtures(network) for one in matrices_of_experts(module)]
+    of_experts += [one for module in network.modules() for one in sorted_matrices(module)]
+    for weight, matrix in of_experts:
+        found[names[id(weight)]] = matrix
     return found
 
 

@@ -39,7 +39,7 @@ FACTS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_e
 _FAR = 1e6
 """More than any limit of a gate."""
 
-_APART = 0.03
+APART = 0.03
 """Most that results may differ by rounding in another order, as a share of the result's norm."""
 
 
@@ -150,7 +150,7 @@ def _interface() -> Any:
 # What a module has ------------------------------------------------------------------------------
 
 
-class _Rows(Sequence[Tensor]):
+class ExpertRows(Sequence[Tensor]):
     """Parameters of all experts as each one's outputs; nothing is copied before it is asked for."""
 
     def __init__(self, weight: Tensor, is_transposed: bool, order: Tensor | None) -> None:
@@ -168,15 +168,15 @@ class _Rows(Sequence[Tensor]):
         return weight if self._order is None else weight[self._order]
 
 
-def _weights_of(module: Any, name: str, order: Tensor | None) -> _Rows | ShippedWeights:
+def _weights_of(module: Any, name: str, order: Tensor | None) -> ExpertRows | ShippedWeights:
     """Return one of a module's two products, its outputs in an order where one is given."""
     held = module._parameters
     if f"{name}_blocks" in held:
         return ShippedWeights(held[f"{name}_blocks"], held[f"{name}_scales"], order)
-    return _Rows(held[name].detach(), bool(module.is_transposed), order)
+    return ExpertRows(held[name].detach(), bool(module.is_transposed), order)
 
 
-def _bits(weights: _Rows | ShippedWeights, name: str) -> float | None:
+def bits_of_experts(weights: ExpertRows | ShippedWeights, name: str) -> float | None:
     """Return how many bits a weight gets by a name of ``WEIGHTS``; None: the kernel has no such."""
     if isinstance(weights, ShippedWeights):
         return MXFP4
@@ -272,7 +272,7 @@ def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | Non
     biases = [module._parameters.get(f"{part}_bias") for part in (up, "down_proj")]
     if order is not None and biases[0] is not None:
         biases[0] = biases[0][:, order]
-    bits = [_bits(part, name) for part in parts]
+    bits = [bits_of_experts(part, name) for part in parts]
     after: Rows | None = module.post_expert_norm if module.has_post_expert_norm else None
     if None in bits or not _is_understood(module, parts, biases, between, after):
         return None
@@ -286,7 +286,7 @@ def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | Non
 
 def _is_understood(
     module: Any,
-    parts: Sequence[_Rows | ShippedWeights],
+    parts: Sequence[ExpertRows | ShippedWeights],
     biases: Sequence[Tensor | None],
     between: Rows,
     after: Rows | None,
@@ -310,11 +310,11 @@ def _is_understood(
             row = _linear(between(row), parts[1], biases[1], expert)
             row = row if after is None else after(row)
             found[token] += row[0].float() * shares[token, slot].float()
-    return float((found - want).norm()) <= _APART * float(want.norm())
+    return float((found - want).norm()) <= APART * float(want.norm())
 
 
 def _linear(
-    x: Tensor, weights: _Rows | ShippedWeights, biases: Tensor | None, expert: int
+    x: Tensor, weights: ExpertRows | ShippedWeights, biases: Tensor | None, expert: int
 ) -> Tensor:
     bias = None if biases is None else biases[expert].to(x.dtype)
     return F.linear(x, weights[expert].to(x.dtype), bias)

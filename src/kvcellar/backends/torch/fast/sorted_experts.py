@@ -1,0 +1,138 @@
+"""Experts that are given a row for each token from every expert, zeros where they were not chosen.
+
+Some models (Llama 4) do not ask transformers' interface how to run their experts: they multiply the
+rows of all of them at once, sorted by expert, so that a step reads every expert. A row of zeros
+gives zeros. So the kernel runs the others alone. Such a module is known by its two parameters and
+by what it makes of a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from kvcellar.backends.torch.fast.experts import ExpertWeights, KernelExperts, Rows
+from kvcellar.backends.torch.fast.mixtures import (
+    APART,
+    ExpertRows,
+    bits_of_experts,
+    find_gate,
+    is_mixture,
+)
+from kvcellar.backends.torch.memory import Arena
+from kvcellar.models.weights import Matrix
+
+_N_ROWS = 3
+"""Rows of an expert by which a module is tried."""
+
+
+class SortedExperts(nn.Module):
+    """Experts that the kernel holds, in the place of a module that is given rows by expert."""
+
+    def __init__(self, held: KernelExperts) -> None:
+        """Run these experts."""
+        super().__init__()
+        self.held = held
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Run each expert on its rows: ``[n_experts * n_each, hidden]``, and so the result."""
+        x = rows.view(self.held.up.n_experts, -1, rows.shape[-1])
+        experts, at = x.any(-1).nonzero(as_tuple=True)
+        out = torch.zeros_like(x)
+        if len(experts):
+            chosen = experts[:, None]
+            out[experts, at] = self.held(x[experts, at], chosen, torch.ones(chosen.shape))
+        return out.view(rows.shape)
+
+
+def sorted_matrices(module: nn.Module) -> Iterator[tuple[nn.Parameter, Matrix]]:
+    """Yield the parameters of what may be such a module, and what they are to the kernel."""
+    parts = _parts(module)
+    for weight in parts or ():
+        n_experts, n_in, n_out = weight.shape
+        yield weight, Matrix(n_out, n_in, False, False, n_experts)
+
+
+def hold_sorted_experts(model: nn.Module, weights: str, arena: Arena) -> int:
+    """Have the kernel hold such modules of a model; return how many numbers it holds.
+
+    Args:
+        model: of transformers, on a CPU, in evaluation mode.
+        weights: a name of ``WEIGHTS``.
+        arena: where weights shall lie.
+    """
+    n_held = 0
+    for name in [name for name, module in model.named_modules() if _parts(module)]:
+        held = _kernel_experts(model.get_submodule(name), weights, arena)
+        if held is not None:
+            model.set_submodule(name, SortedExperts(held))
+            n_held += held.n_weights
+    return n_held
+
+
+def _parts(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """Return ``[n_experts, hidden, 2 * inner]`` and ``[n_experts, inner, hidden]``, a module's all.
+
+    None: it has other parameters.
+    """
+    own = list(module.parameters(recurse=False))
+    is_all = len(own) == 2 == len(list(module.parameters()))
+    if not is_all or is_mixture(module) or any(one.dim() != 3 for one in own):
+        return None
+    up, down = own
+    n_experts, hidden, doubled = up.shape
+    fits = down.shape == (n_experts, doubled // 2, hidden) and doubled % 2 == 0
+    return (up, down) if fits else None
+
+
+def _kernel_experts(module: Any, name: str, arena: Arena) -> KernelExperts | None:
+    """Make what the kernel runs in a module's place; None where it is not what was understood."""
+    found = _parts(module)
+    assert found is not None, "looked at before"
+    parts = [ExpertRows(part.detach(), True, None) for part in found]
+    bits = [bits_of_experts(part, name) for part in parts]
+    between = next((each for each in _betweens(module) if _is_it(module, parts, each)), None)
+    if between is None or bits[0] is None or bits[1] is None:
+        return None
+    gate, joined = find_gate(between, False)
+    up, down = (
+        ExpertWeights(part, None, n, arena) for part, n in zip(parts, bits, strict=True) if n
+    )
+    return KernelExperts(up, down, gate, joined, None)
+
+
+def _betweens(module: nn.Module) -> Iterator[Rows]:
+    """Yield what a module may compute between its products, by one of its own functions."""
+    for act in module.children():
+        for gate in (0, 1):
+            yield partial(_gated, act, gate)
+
+
+def _gated(act: Rows, gate: int, x: Tensor) -> Tensor:
+    """Multiply one half of the rows with what a function makes of the other, the gate."""
+    halves = x.chunk(2, -1)
+    return act(halves[gate]) * halves[1 - gate]
+
+
+def _is_it(module: Any, parts: list[ExpertRows], between: Rows) -> bool:
+    """Return true if a module makes of a few rows what its parts do; and of zeros, zeros."""
+    up, down = parts
+    n_experts, hidden = len(up), up[0].shape[1]
+    some = sorted({0, n_experts // 2, n_experts - 1})
+    x = torch.zeros(n_experts, _N_ROWS, hidden)
+    x[some] = torch.randn(len(some), _N_ROWS, hidden, generator=torch.Generator().manual_seed(0))
+    x = x.to(up[0].dtype)
+    with torch.inference_mode():
+        try:
+            want = module(x.view(-1, hidden)).view(x.shape).float()
+        except Exception:  # it takes something else
+            return False
+        got = torch.zeros_like(want)
+        for expert in some:
+            got[expert] = F.linear(between(F.linear(x[expert], up[expert])), down[expert]).float()
+    return float((got - want).norm()) <= APART * float(want.norm())
