@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcellar.testing import CASES, ConformanceSuite, NumpyAdapter
+from kvcellar.testing import CASES, STATE_CASES, ConformanceSuite, NumpyAdapter
 from tests.backends.adapters import (
     MlxAdapter,
     MlxInSmallPieces,
@@ -17,7 +17,7 @@ from tests.backends.adapters import (
 
 
 class TestReference(ConformanceSuite):
-    adapter = NumpyAdapter("reference", walked=walked(CASES))
+    adapter = NumpyAdapter("reference", walked=walked(CASES), state_cases=STATE_CASES)
 
 
 class TestTorch(ConformanceSuite):

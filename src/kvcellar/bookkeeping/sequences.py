@@ -303,11 +303,14 @@ class Sequences(StepFace):
 
         Raises:
             RewindError: ``dst`` does not begin as ``src`` does.
-            SequenceConflictError: it holds other tokens there.
         """
         length = self.steps.lengths.get(dst, 0)
         full = [layout.pool for layout in self.layouts if layout.window is None][:1]
-        if length < p0 or (length and not full) or any(p.shareable(src, dst, 0, p0) for p in full):
+        try:
+            lacks = any(pool.shareable(src, dst, 0, p0) for pool in full)
+        except SequenceConflictError:
+            lacks = True
+        if lacks or length < p0 or (length and not full):
             raise RewindError(
                 f"seq_cp from position {p0} of sequence {src} to {dst}, which holds {length} "
                 f"tokens: states of recurrent layers are of all tokens before, and these are not "

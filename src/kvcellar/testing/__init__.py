@@ -15,11 +15,12 @@ pytest.register_assert_rewrite(
 )
 
 from kvcellar.testing.adapter import BackendAdapter, NumpyAdapter  # noqa: E402
-from kvcellar.testing.cases import CASES, Case, cases_named  # noqa: E402
+from kvcellar.testing.cases import CASES, STATE_CASES, Case, cases_named  # noqa: E402
 from kvcellar.testing.conformance import ConformanceSuite  # noqa: E402
 
 __all__ = [
     "CASES",
+    "STATE_CASES",
     "BackendAdapter",
     "Case",
     "ConformanceSuite",

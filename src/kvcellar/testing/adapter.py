@@ -20,6 +20,9 @@ class BackendAdapter(ABC):
         backend: its id for ``make_decode_session`` and the others.
         cases: the models and settings that it runs.
         walked: those of them that random walks go through, too.
+        state_cases: models with recurrent layers; none where the backend's caches keep no states.
+            A cache that does has ``read_states(slots)``, which gives per recurrent layer and state
+            the numbers ``[n, *shape]`` as NumPy arrays, and ``write_states(slots, states)``.
     """
 
     def __init__(
@@ -28,11 +31,13 @@ class BackendAdapter(ABC):
         *,
         cases: Sequence[Case] = CASES,
         walked: Sequence[Case] | None = None,
+        state_cases: Sequence[Case] = (),
     ) -> None:
         """Describe a backend; None: random walks go through all of its cases."""
         self.backend = backend
         self.cases = tuple(cases)
         self.walked = self.cases if walked is None else tuple(walked)
+        self.state_cases = tuple(state_cases)
 
     @contextmanager
     def settings(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcellar import LayerGroup, ModelCacheParams
+from kvcellar.states import StateGroup, StateShape
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Case:
         window_slack: see ``CacheConfig``.
         capacity, min_chunk: see ``CacheConfig``.
         shared: layers that share an earlier one's rows, see ``ModelCacheParams``.
+        state: the recurrent layers; None: there are none.
     """
 
     name: str
@@ -33,12 +35,13 @@ class Case:
     capacity: int = 256
     min_chunk: int = 8
     shared: tuple[tuple[int, int], ...] = ()
+    state: StateGroup | None = None
 
     @property
     def params(self) -> ModelCacheParams:
         """Parameters of the model's cache."""
         n_layers = sum(len(g.layers) for g in self.groups) + len(self.shared)
-        return ModelCacheParams(n_layers, groups=self.groups, shared=self.shared)
+        return ModelCacheParams(n_layers, groups=self.groups, shared=self.shared, state=self.state)
 
     @property
     def has_window(self) -> bool:
@@ -152,6 +155,22 @@ CASES = (
     Case("latent-int8-rotated", 6, (latent_group((0,), 32, 64),), kv_dtype="int8:rot"),
     Case("latent-int4", 2, (latent_group((0,), 32, 96),), kv_dtype="int4"),
 )  # fmt: skip
+
+
+def states(*layers: tuple[tuple[str, tuple[int, ...]], ...]) -> StateGroup:
+    """Return recurrent layers, each with states of these kinds and shapes."""
+    return StateGroup(tuple(tuple(StateShape(*state) for state in layer) for layer in layers))
+
+
+STATE_CASES = (
+    Case("states-beside-full", 4, (group((0,), 2),),
+         state=states((("convolution", (3, 4)), ("recurrent", (2, 3, 5))))),
+    Case("states-beside-window-and-shared", 4, (group((0,), 2), group((1,), 2, window=6)),
+         window_slack=5, shared=((2, 1),), kv_dtype="bfloat16", in_dtype="bfloat16",
+         state=states((("recurrent", (7,)),), (("convolution", (2, 3)),),
+                      (("convolution", (4, 2)), ("recurrent", (2, 2))))),
+)  # fmt: skip
+"""Models with recurrent layers: for backends whose caches keep states, see ``BackendAdapter``."""
 
 
 def cases_named(*names: str) -> tuple[Case, ...]:

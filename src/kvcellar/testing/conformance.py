@@ -7,12 +7,20 @@ from kvcellar.testing.suite.frozen_prefixes import FrozenPrefixes
 from kvcellar.testing.suite.many_sequences import ManySequences
 from kvcellar.testing.suite.one_sequence import SingleHistory
 from kvcellar.testing.suite.random_walks import RandomWalks
+from kvcellar.testing.suite.recurrent_states import RecurrentStates
 from kvcellar.testing.suite.stored_rows import StoredRows
 from kvcellar.testing.suite.trees import Trees
 
 
 class ConformanceSuite(
-    SingleHistory, FailedSteps, ManySequences, Trees, FrozenPrefixes, StoredRows, RandomWalks
+    SingleHistory,
+    FailedSteps,
+    ManySequences,
+    Trees,
+    FrozenPrefixes,
+    StoredRows,
+    RecurrentStates,
+    RandomWalks,
 ):
     """All scenarios. A backend passes by a subclass that pytest collects and that has its adapter.
 

@@ -100,12 +100,14 @@ def turned(rows: Array) -> Array:
 class Token:
     """One token of one history.
 
-    ``k[layer]`` is ``[n_kv_heads, head_dim]``, ``v[layer]`` is ``[n_kv_heads, v_head_dim]``.
+    ``k[layer]`` is ``[n_kv_heads, head_dim]``, ``v[layer]`` is ``[n_kv_heads, v_head_dim]``. Of a
+    model with recurrent layers it has the states after it, ``states[layer]``.
     """
 
     pos: int
     k: list[Array] = field(default_factory=list)
     v: list[Array] = field(default_factory=list)
+    states: list[list[Array]] = field(default_factory=list)
 
 
 @dataclass

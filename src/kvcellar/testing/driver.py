@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvcellar.cache_config import SharedPrefix
 from kvcellar.testing.adapter import BackendAdapter
 from kvcellar.testing.cases import Case
 from kvcellar.testing.dense import Array, Token, Tree, attend_dense, rounded, row_bytes, stored
+from kvcellar.testing.recurrence import Recurrence, StateForward, read_slot
 
 MAKERS: dict[str, Callable[[str, CacheConfig], CacheSession[Any]]] = {
     "decode": make_decode_session,
@@ -59,11 +61,17 @@ class Driver:
         self.cache = cache
         self.n_layers = case.params.n_layers
         self.sources = dict(case.shared)  # of layers without rows of their own
+        self.recurrence = None if case.state is None else Recurrence(case.state)
+        n_states = 0 if case.state is None else len(case.state.layers)
+        turns = zip_longest(range(n_states), range(self.n_layers))
+        self.turns = [turn for state, row in turns for turn in (("states", state), ("rows", row))]
+        self.turns = [(kind, layer) for kind, layer in self.turns if layer is not None]
         self.rng = np.random.default_rng(zlib.crc32(f"{case.name} {salt}".encode()))
         self.histories: dict[int, list[Token]] = {}
         self.lengths: dict[int, int] = {}  # more than the tokens that are held, where holes are
         self.begin_with: list[Token] = []  # what every history begins with
         self.trees: dict[int, Tree] = {}
+        self.points: dict[int, set[int]] = {}
         self.last_step: tuple[dict[int, list[Token]], dict[int, int], set[int]] | None = None
         self.column_positions = False
         self.sinks: list[Array | None] = [
@@ -100,7 +108,11 @@ class Driver:
         seen = self.visibility(ids, tokens)
         out_dtype = out_dtype or self.case.in_dtype
         outputs = []
-        for layer in range(self.n_layers):
+        forward = self.begin_states(ids, tokens)
+        for kind, layer in self.turns:
+            if kind == "states":
+                forward.run(layer)
+                continue
             got = self.attend(layer, tokens, inputs, out_dtype)
             want = self.dense(layer, ids, tokens, inputs.q[layer], seen)
             assert got.shape == want.shape
@@ -123,8 +135,12 @@ class Driver:
         """
         ids, tokens = self.begin(*batch)
         inputs = inputs or self.poison(len(ids))
-        for layer in range(n_layers):
-            self.attend(layer, tokens, inputs, self.case.in_dtype)
+        forward = self.begin_states(ids, tokens, float("nan"))
+        for kind, layer in self.turns[:n_layers]:
+            if kind == "states":
+                forward.run(layer)
+            else:
+                self.attend(layer, tokens, inputs, self.case.in_dtype)
         self.last_step = None
 
     def cancel(self) -> None:
@@ -135,6 +151,33 @@ class Driver:
             for seq in drafting:
                 self.trees[seq].is_pending = True
         self.last_step = None
+
+    def begin_states(
+        self, ids: Sequence[int], tokens: Sequence[Token], poison: float | None = None
+    ) -> StateForward:
+        """Give every token the states after it, in the oracle; return the cache's way to them."""
+        if self.recurrence is None:
+            return StateForward(self.cache, None, (), ())
+        numbers = [poison or float(n) for n in self.rng.standard_normal(len(ids))]
+        for i, token in enumerate(tokens):
+            before = self._before(i, ids, tokens)
+            states = before.states if before is not None else self.recurrence.zeros()
+            token.states = self.recurrence.steps(states, numbers[i])
+        return StateForward(self.cache, self.recurrence, tokens, numbers)
+
+    def _before(self, i: int, ids: Sequence[int], tokens: Sequence[Token]) -> Token | None:
+        """Return the token that token ``i`` of a batch follows; None: it is the first."""
+        seq, history = ids[i], self.histories.get(ids[i], [])
+        mine = [j for j in range(i) if ids[j] == seq]
+        last = history[-1] if history else None
+        tree = self.trees.get(seq)
+        if tree is None:
+            return tokens[mine[-1]] if mine else last
+        parent = tree.parents[tree.frontier + len(mine)]
+        if parent < 0:
+            return last
+        at = parent - tree.frontier
+        return tree.tokens[parent] if at < 0 else tokens[mine[at]]
 
     def attend(self, layer: int, tokens: Sequence[Token], inputs: Inputs, out_dtype: str) -> Array:
         """Call the op of one layer; return ``[n_q_heads, n_tok, v_head_dim]`` in float64."""
@@ -184,8 +227,12 @@ class Driver:
         ids, tokens = self.begin(*batch)
         inputs = self.poison(len(ids))
         self.store(tokens, inputs)
-        for layer in range(self.n_layers):
-            self.attend(layer, tokens, inputs, self.case.in_dtype)
+        forward = self.begin_states(ids, tokens, float("nan"))
+        for kind, layer in self.turns:
+            if kind == "states":
+                forward.run(layer)
+            else:
+                self.attend(layer, tokens, inputs, self.case.in_dtype)
         self.complete(ids, tokens)
 
     # Verbs -------------------------------------------------------------------------------------
@@ -210,6 +257,7 @@ class Driver:
         """
         length = self.lengths.get(seq, 0)
         at = int(self.cache.seq_rm(seq, p0, p1))
+        self._cut_points(seq, at, min(p0, length) if p1 is None else at)
         if p0 < length and (p1 is None or p1 >= length):
             assert at <= max(p0, len(self.begin_with))
             p0 = at
@@ -233,6 +281,7 @@ class Driver:
         self.histories = {seq: self.histories[seq]}
         self.lengths = {seq: self.lengths[seq]}
         self.trees = {s: t for s, t in self.trees.items() if s == seq}
+        self.points = {s: at for s, at in self.points.items() if s == seq}
         self.last_step = None
 
     def rewind(self, asked: int) -> int:
@@ -243,13 +292,37 @@ class Driver:
         """
         length = int(self.cache.rewind(asked))
         assert length <= asked
+        self._cut_points(0, length, asked)
         self.histories = {0: self.histories.get(0, [])[:length]}
         self.lengths = {0: length}
         self.last_step = None
         return length
 
+    def keep_point(self, seq: int = 0) -> None:
+        """Make a point of where a sequence is now, in the cache and in the oracle."""
+        length = self.lengths[seq]
+        at = (length,) if self.kind == "decode" else (seq, length)
+        self.cache.keep_point(*at)
+        self.points.setdefault(seq, set()).add(length)
+        self.last_step = None
+
+    def drop_point(self, length: int, seq: int = 0) -> None:
+        """Keep a point no longer, in the cache and in the oracle."""
+        self.cache.drop_point(*((length,) if self.kind == "decode" else (seq, length)))
+        self.points.get(seq, set()).discard(length)
+        self.last_step = None
+
+    def _cut_points(self, seq: int, at: int, asked: int) -> None:
+        """Forget points behind the end; where states are kept, that is where a point was."""
+        points = self.points.pop(seq, set())
+        if self.recurrence is not None and asked < self.lengths.get(seq, 0):
+            there = max((point for point in points if point <= asked), default=0)
+            assert at == there or (at < there and self.case.lets_go), (at, asked, points)
+        self.points[seq] = {point for point in points if point <= at}
+
     def clear(self) -> None:
         """Forget everything, in the cache and in the oracle."""
+        self.points = {}
         self.cache.clear()
         self.histories, self.lengths, self.trees, self.last_step = {}, {}, {}, None
 
@@ -293,6 +366,22 @@ class Driver:
             assert self.cache.length == self.length_of(0)
         else:
             assert {s: self.cache.seq_len(s) for s in self.cache.seq_ids()} == self.lengths
+        if self.recurrence is not None:
+            for seq, history in self.histories.items():
+                self._states_agree(seq, history)
+
+    def _states_agree(self, seq: int, history: list[Token]) -> None:
+        """Assert that a sequence's slots hold the oracle's states, and where it has slots."""
+        slots = self.cache.slots.table(seq, len(history))
+        there = np.flatnonzero(slots >= 0) + 1
+        wanted = {len(history), *self.points.get(seq, ())} - {0}
+        assert set(there.tolist()) == wanted, (seq, there, wanted)
+        for at in there:
+            for got, want in zip(
+                read_slot(self.cache, slots[at - 1]), history[at - 1].states, strict=True
+            ):
+                for one, other in zip(got, want, strict=True):
+                    np.testing.assert_array_equal(one, other, err_msg=f"sequence {seq} at {at}")
 
     def state(self) -> tuple[Any, ...]:
         """Return all that a caller can see of the cache."""
@@ -444,19 +533,13 @@ def open_driver(
         begin: the tokens of it, as another driver knows them.
         settings: in place of those of the case.
     """
-    values = {
+    values: dict[str, Any] = {
         "capacity": case.capacity,
         "min_chunk": case.min_chunk,
         "window_slack": case.window_slack,
+        "kv_dtype": case.kv_dtype,
     } | settings
-    config = make_config(
-        case.params,
-        values["capacity"],
-        case.kv_dtype,
-        values["min_chunk"],
-        window_slack=values["window_slack"],
-        prefix=prefix,
-    )
+    config = make_config(case.params, prefix=prefix, **values)
     with MAKERS[kind](adapter.backend, config) as session:
         driver = Driver(adapter, case, kind, session.cache, salt)
         driver.begin_with = list(begin)

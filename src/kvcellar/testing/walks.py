@@ -64,7 +64,7 @@ class Walk(RuleBasedStateMachine):
                 np.testing.assert_array_equal(a, b)
             d.cancel()
         else:
-            d.abort(n_layers % d.n_layers, *batch)
+            d.abort(n_layers % len(d.turns), *batch)
             if fate == "raised and cancelled":
                 d.cancel()
 
@@ -166,7 +166,7 @@ class SequenceWalk(Walk):
         elif isinstance(error, StepError):
             assert dst in d.trees
         else:
-            assert isinstance(error, RewindError) and d.case.lets_go
+            assert isinstance(error, RewindError) and (d.case.lets_go or d.recurrence)
 
     @rule(src=st.integers(0, 8), dst=SEQ)
     def fork(self, src: int, dst: int) -> None:
@@ -184,9 +184,26 @@ class SequenceWalk(Walk):
         error = self.refused(d.rm, seq, p0, p1)
         if isinstance(error, StepError):
             assert seq in d.trees
+        elif isinstance(error, RewindError):
+            assert d.recurrence is not None, "a hole"
+            assert p1 is not None and p0 < p1 < d.lengths[seq]
         elif error is not None:
             assert isinstance(error, UnknownSequenceError)
             assert seq not in d.histories
+
+    @precondition(lambda self: self.d.lengths)
+    @rule(pick=st.integers(0, 8))
+    def keep_point(self, pick: int) -> None:
+        self.d.cache.end_step()
+        seq = sorted(self.d.lengths)[pick % len(self.d.lengths)]
+        self.d.keep_point(seq)
+
+    @precondition(lambda self: any(self.d.points.values()))
+    @rule(pick=st.integers(0, 99))
+    def drop_point(self, pick: int) -> None:
+        there = sorted((seq, at) for seq, points in self.d.points.items() for at in points)
+        seq, at = there[pick % len(there)]
+        self.d.drop_point(at, seq)
 
     @rule(pick=st.integers(0, 8), n=st.integers(1, 8))
     def rollback(self, pick: int, n: int) -> None:
@@ -284,8 +301,8 @@ class SingleWalk(Walk):
     def forward(self, n: int, fate: str, n_layers: int) -> None:
         if self.d.cache.can_extend(n):
             if fate.startswith("raised"):  # a layer that met the cache has begun the step
-                n_layers = max(1, n_layers % self.d.n_layers)
-                fate = fate if n_layers < self.d.n_layers else "done"
+                n_layers = max(1, n_layers % len(self.d.turns))
+                fate = fate if n_layers < len(self.d.turns) else "done"
             self.step([(0, n)], fate, n_layers)
         else:
             tokens = self.d.new_tokens([0] * n)
@@ -304,6 +321,14 @@ class SingleWalk(Walk):
         length = self.d.lengths.get(0, 0)
         target, low = max(0, length - n), self.d.cache.resumable_from()
         assert self.d.rewind(target) == target or target < low
+
+    @precondition(lambda self: self.d.lengths.get(0, 0) > 0)
+    @rule(is_dropped=RARELY)
+    def keep_point(self, is_dropped: bool) -> None:
+        self.d.cache.end_step()
+        self.d.keep_point()
+        if is_dropped:
+            self.d.drop_point(min(self.d.points[0]))
 
 
 def walk_sequences(adapter: BackendAdapter, case: Case, kind: str) -> None:

@@ -19,11 +19,13 @@ from kvcellar.backends.reference.pools import (
     from_bfloat16_bits,
     to_bfloat16_bits,
 )
+from kvcellar.backends.reference.state_pools import StatePools, States
 from kvcellar.backends.shapes import check_shapes
 from kvcellar.bookkeeping import OneSequence, Sequences, Steps, TreeSequences
 from kvcellar.bookkeeping.exact import exact_cells
 from kvcellar.cache_config import FROZEN, CacheConfig
 from kvcellar.errors import ConfigError, ShapeError
+from kvcellar.states import StatePlan
 from kvcellar.types import (
     AttendKind,
     AttendSpec,
@@ -78,6 +80,8 @@ class ReferencePools:
                 pool = BlockFirstPool(blocks, i) if blocks else _pool(group, config)
                 found[layer] = ExactPool(pool, group, exact.n_cells) if exact else pool
         self._stored = list(found.values())
+        state = config.params.state
+        self.states = None if state is None else StatePools(state, config)
         self.of_layer = [found[source] for source in config.params.sources]
         self._frozen = () if config.prefix is None else config.prefix.layers
         if not all(isinstance(rows, FrozenRows) for rows in self._frozen):
@@ -95,7 +99,8 @@ class ReferencePools:
     @property
     def size_bytes(self) -> int:
         """Bytes that the pools have allocated."""
-        return sum(pool.size_bytes for pool in self._stored)
+        of_states = 0 if self.states is None else self.states.size_bytes
+        return of_states + sum(pool.size_bytes for pool in self._stored)
 
     def move_cells(self, group: int, base: int, src_cells: IntArray) -> None:
         """Copy ``src_cells`` to ``[base, base + len)`` in every pool of the group."""
@@ -191,6 +196,33 @@ class ReferenceCache:
             assert isinstance(pool, ExactPool)
             tokens = slice(q_start, q_start + run.length)
             pool.exact.write_run(run.start, k[0, :, tokens], v[0, :, tokens])
+
+    def plan_states(self, layer: int, n_tokens: int, position: ArrayLike) -> StatePlan:
+        """Return what a recurrent layer reads and writes in this forward; the pools hold it all.
+
+        Raises:
+            StepError, PositionError, CacheFullError: see ``Steps.plan_states``.
+        """
+        plan = self.steps.plan_states(layer, n_tokens, _flat_positions(position, n_tokens))
+        self._states.ensure(plan.n_slots)
+        return plan
+
+    def wrote_states(self, layer: int) -> None:
+        """Note that a recurrent layer has stored its states; after the last, tokens count."""
+        self.steps.wrote_states(layer)
+
+    def read_states(self, slots: Sequence[int] | IntArray) -> States:
+        """Return copies of the states in some slots; see :class:`StatePools`."""
+        return self._states.read(slots)
+
+    def write_states(self, slots: Sequence[int] | IntArray, states: States) -> None:
+        """Store states in as many slots; see :class:`StatePools`."""
+        self._states.write(slots, states)
+
+    @property
+    def _states(self) -> StatePools:
+        assert self.pools.states is not None, "the model has recurrent layers"
+        return self.pools.states
 
     def freeze_rows(self, cells: Sequence[IntArray]) -> list[FrozenRows]:
         """Copy the rows of some cells, given per layer group, for a frozen prefix: by layer."""

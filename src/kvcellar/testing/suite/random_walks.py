@@ -22,3 +22,13 @@ class RandomWalks(Scenarios):
         self, walked: Case
     ) -> None:
         walk_one_sequence(self.adapter, walked)
+
+    def test_no_sequence_of_verbs_parts_states_of_many_sequences_from_the_oracle(
+        self, recurrent: Case, kind: str
+    ) -> None:
+        walk_sequences(self.adapter, recurrent, kind)
+
+    def test_no_sequence_of_verbs_parts_states_of_one_sequence_from_the_oracle(
+        self, recurrent: Case
+    ) -> None:
+        walk_one_sequence(self.adapter, recurrent)

@@ -14,7 +14,8 @@ class Scenarios:
     """Tests of one backend.
 
     A test that takes ``case`` runs in every case of the adapter, one that takes ``windowed`` in
-    those with a sliding window, one that takes ``walked`` in those that random walks go through.
+    those with a sliding window, one that takes ``walked`` in those that random walks go through,
+    one that takes ``recurrent`` in those with recurrent layers.
     ``kind`` is the session that it opens: with trees in every second case, without in all.
     """
 
@@ -23,11 +24,19 @@ class Scenarios:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give a test its cases and kinds of session, by the names of its arguments."""
         wanted = set(metafunc.fixturenames)
-        case = next((name for name in ("windowed", "walked") if name in wanted), "case")
-        cases = list(self.adapter.walked if case == "walked" else self.adapter.cases)
+        of_name = {
+            "walked": self.adapter.walked,
+            "recurrent": self.adapter.state_cases,
+            "windowed": self.adapter.cases,
+        }
+        case = next((name for name in of_name if name in wanted), "case")
+        cases = list(of_name.get(case, self.adapter.cases))
         if case == "windowed":
             cases = [c for c in cases if c.has_window]
-        if {case, "kind"} <= wanted:
+        if {case, "kind"} <= wanted and case == "recurrent":
+            pairs = [(c, kind) for c in cases for kind in ("seq", "tree")]
+            metafunc.parametrize((case, "kind"), pairs, ids=[f"{c.name}-{k}" for c, k in pairs])
+        elif {case, "kind"} <= wanted:
             pairs = [(c, "seq") for c in cases] + [(c, "tree") for c in cases[::2]]
             ids = [f"{c.name}-{kind}" for c, kind in pairs]
             metafunc.parametrize((case, "kind"), pairs, ids=ids)
